@@ -1,0 +1,389 @@
+"""The cache: the one place where pages and state slots change hands.
+
+Every page and every state slot is, at every moment, free, private to one lease, or owned by one node of the tree. A *lease* is
+what one running request holds. Its life:
+
+    open      match; lock pages to the page hit and the checkpoint at the usable hit; take a front slot
+    reserve   take private pages for the tokens to come
+    capture   take a slot for a checkpoint that the next forward pass writes
+    advance   a pass is done: the front is valid after so many tokens; the matched checkpoint is unlocked after the first
+    commit    hand finished pages and captured checkpoints to the tree; duplicates are freed, the block table points at the tree's
+    close     give everything back
+
+An allocation that fails changes nothing: the call returns None or False. One thread owns a cache; `stats()` may be called from any.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import torch
+
+from hybrid.config import CacheConfig, format_bytes
+from hybrid.errors import MemoryBudgetError, OwnershipError
+from hybrid.eviction import policy_named
+from hybrid.explain import Explanation, cache_off, explain
+from hybrid.key import Key
+from hybrid.node import Checkpoint, Lock, Match, PageLock, Released, StateLock
+from hybrid.pages import PagePool
+from hybrid.pool import IndexPool
+from hybrid.spec import HybridSpec
+from hybrid.states import EMPTY_STATE, StatePool
+from hybrid.tree import Tree
+
+MIN_STATE_SLOTS = 3
+"""The empty prefix, the front of one request, and the checkpoint it reads."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one running request holds of the cache.
+
+    Attributes:
+        block_table: its page ids in order; the tree owns `[0, num_shared)` of them, the rest are private.
+        front: its state slot, valid after `front_tokens` tokens.
+        read_slot: where its next pass reads the state: the matched checkpoint at first (copy-on-write), then the front.
+        back: the other slot of the ping-pong pair, when it has one: the state after `back_tokens` tokens.
+        captured: checkpoints that are written by the pass under way, or wait to be committed.
+        explanation: why the hit was what it was.
+    """
+
+    front: int
+    read_slot: int
+    front_tokens: int
+    num_hit_tokens: int
+    branching_len: int | None
+    explanation: Explanation
+    block_table: array[int]
+    num_shared: int
+    page_lock: PageLock | None
+    state_lock: StateLock | None
+    back: int | None = None
+    back_tokens: int = 0
+    captured: list[Checkpoint] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counts since the cache was made, and what it holds now.
+
+    Attributes:
+        requests, prompt_tokens, usable_tokens, page_tokens: leases opened, and their tokens asked, usable, with pages.
+        evicted_pages, evicted_checkpoints: given up to make room.
+        pages_free, pages_cached, pages_private: the pages by owner; they add up to `pages_total`.
+        states_free, checkpoints, states_private: the state slots by owner; they add up to `states_total`.
+        page_bytes, state_bytes: the size of one, 0 without tensors.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    usable_tokens: int = 0
+    page_tokens: int = 0
+    evicted_pages: int = 0
+    evicted_checkpoints: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_private: int = 0
+    states_total: int = 0
+    states_free: int = 0
+    checkpoints: int = 0
+    states_private: int = 0
+    page_bytes: int = 0
+    state_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the prompt tokens that were not computed."""
+        return self.usable_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class HybridCache:
+    """A prefix cache for models that keep pages of KV and states.
+
+    Args:
+        config: page size, grid and eviction policy.
+        pages: the pool of pages; an `IndexPool` for the bookkeeping alone, a `PagePool` with tensors.
+        states: the pool of state slots, likewise. Slot 0 is reserved for the empty prefix.
+    """
+
+    def __init__(self, config: CacheConfig, pages: IndexPool, states: IndexPool) -> None:
+        self.config = config
+        self.tree = Tree(config.page_size, config.grid, policy_named(config.eviction))
+        self.pages = pages
+        self.states = states
+        self.leases: set[Lease] = set()
+        self._stats = CacheStats()
+
+    @classmethod
+    def of_indices(cls, num_pages: int, num_states: int, config: CacheConfig | None = None) -> HybridCache:
+        """A cache without tensors, for those who keep their own memory.
+
+        Args:
+            num_states: state slots to hand out; they are numbered from 1.
+        """
+        return cls(config or CacheConfig(), IndexPool(num_pages, 0, "page"), IndexPool(num_states + 1, EMPTY_STATE + 1, "state slot"))
+
+    @classmethod
+    def for_spec(cls, spec: HybridSpec, config: CacheConfig, device: torch.device, free: int) -> HybridCache:
+        """A cache with its tensors, as large as `config` says.
+
+        Args:
+            free: bytes that the device can give.
+
+        Raises:
+            MemoryBudgetError: the memory does not hold one page and the states of one request.
+        """
+        memory = config.memory_bytes(free)
+        page_bytes, state_bytes = spec.page_bytes(config.page_size), spec.state_bytes
+        num_states = int(memory * config.state_share) // state_bytes
+        num_pages = (memory - num_states * state_bytes) // page_bytes
+        if num_states < MIN_STATE_SLOTS or num_pages < 1:
+            needed = max(MIN_STATE_SLOTS * state_bytes / config.state_share, page_bytes / (1 - config.state_share))
+            raise MemoryBudgetError(
+                f"CacheConfig: memory={config.memory!r} is {format_bytes(memory)}; one request needs at least "
+                f"{format_bytes(int(needed) + page_bytes)} ({MIN_STATE_SLOTS} states of {format_bytes(state_bytes)}, pages of {format_bytes(page_bytes)})"
+            )
+        cache = cls(config, PagePool(spec, num_pages, config.page_size, device), StatePool(spec, num_states, device))
+        cache._stats.page_bytes, cache._stats.state_bytes = page_bytes, state_bytes
+        return cache
+
+    # The life of a lease
+
+    def open(self, key: Key, limit: int) -> Lease | None:
+        """Start a request that may use at most `limit` tokens of what is known. None when no state slot can be had.
+
+        Args:
+            limit: at most `len(key) - 1`, so that a token is left to compute.
+        """
+        found = self._find(key, limit)
+        page_lock = self.tree.lock_pages(found.deepest) if found.deepest is not None else None
+        state_lock = self.tree.lock_state(found.checkpoint) if found.checkpoint is not None else None
+        front = self._take_state()
+        if front is None:
+            self._unlock(page_lock, state_lock)
+            return None
+        self.tree.touch(found)
+        source = found.checkpoint.slot if found.checkpoint is not None else EMPTY_STATE
+        assert source is not None
+        lease = Lease(
+            front=front,
+            read_slot=source,
+            front_tokens=found.num_tokens,
+            num_hit_tokens=found.num_tokens,
+            branching_len=found.branching_len,
+            explanation=self._explain(key, limit, found),
+            block_table=self.tree.pages(found.deepest, found.num_page_tokens),
+            num_shared=found.num_page_tokens // self.config.page_size,
+            page_lock=page_lock,
+            state_lock=state_lock,
+        )
+        self.leases.add(lease)
+        stats = self._stats
+        stats.requests += 1
+        stats.prompt_tokens += len(key)
+        stats.usable_tokens += found.num_tokens
+        stats.page_tokens += found.num_page_tokens
+        return lease
+
+    def reserve(self, lease: Lease, num_tokens: int) -> bool:
+        """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it cannot."""
+        missing = -(-num_tokens // self.config.page_size) - len(lease.block_table)
+        if missing > 0:
+            pages = self._take_pages(missing)
+            if pages is None:
+                return False
+            lease.block_table.extend(pages)
+        return True
+
+    def capture(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
+        """Take a slot for the state after `num_tokens` tokens, which the pass under way writes. None when none can be had."""
+        return self._capture(lease, num_tokens, self._take_state(), spare=False)
+
+    def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
+        """As `capture`, from memory that nobody else wants: nothing is evicted, and a quarter of the slots stays free."""
+        if 4 * self.states.num_free <= self.states.capacity:
+            return None
+        return self._capture(lease, num_tokens, self._take_state(), spare=True)
+
+    def take_back(self, lease: Lease) -> bool:
+        """Make sure that the lease has the second slot of its ping-pong pair. False when none can be had."""
+        if lease.back is None:
+            lease.back = self._take_state()
+        return lease.back is not None
+
+    def swap(self, lease: Lease) -> None:
+        """The pass read the front and wrote the back: the back is the front now, and the old state stays behind it."""
+        assert lease.back is not None
+        lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
+
+    def advance(self, lease: Lease, num_tokens: int) -> None:
+        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is not needed any more."""
+        if lease.state_lock is not None:
+            self.tree.unlock(lease.state_lock)
+            lease.state_lock = None
+        lease.read_slot = lease.front
+        lease.front_tokens = num_tokens
+
+    def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
+        """Hand the pages of `[0, num_tokens)`, and the checkpoints captured there, to the tree.
+
+        What the tree has already is freed, and the block table points at the tree's pages afterwards.
+
+        Raises:
+            OwnershipError: `num_tokens` is no multiple of the page size, or more than the lease has pages for.
+        """
+        if num_tokens % self.config.page_size or num_tokens > len(lease.block_table) * self.config.page_size:
+            raise OwnershipError(f"commit: {num_tokens} tokens, with {len(lease.block_table)} pages of {self.config.page_size}")
+        for checkpoint in sorted(lease.captured, key=lambda c: c.num_tokens):
+            if checkpoint.num_tokens <= num_tokens:
+                self._insert(lease, key, checkpoint.num_tokens, checkpoint)
+        if num_tokens > lease.num_shared * self.config.page_size:
+            self._insert(lease, key, num_tokens, None)
+
+    def donate_states(self, lease: Lease, limit: int) -> None:
+        """Offer the deepest of the lease's own states that lies on the grid and not beyond `limit`, for the next commit.
+
+        It is the end of a request's life: the front or the back changes hands without a copy.
+        """
+        grid = self.config.grid
+        if 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0 and lease.state_lock is None:
+            lease.captured.append(Checkpoint(lease.front, lease.front_tokens))
+            lease.front = EMPTY_STATE
+        elif lease.back is not None and 0 < lease.back_tokens <= limit:
+            lease.captured.append(Checkpoint(lease.back, lease.back_tokens))
+            lease.back = None
+
+    def close(self, lease: Lease) -> None:
+        """Give back everything the lease holds.
+
+        Raises:
+            OwnershipError: it was closed before.
+        """
+        if lease not in self.leases:
+            raise OwnershipError("this lease was closed before, or belongs to another cache")
+        self.leases.remove(lease)
+        self._unlock(lease.page_lock, lease.state_lock)
+        lease.page_lock = lease.state_lock = None
+        self.pages.free(lease.block_table[lease.num_shared :])
+        self.states.free(self.private_slots(lease))
+        lease.block_table = array("i")
+        lease.num_shared = 0
+        lease.captured = []
+        lease.front, lease.back = EMPTY_STATE, None
+
+    @staticmethod
+    def private_slots(lease: Lease) -> list[int]:
+        """The state slots that belong to the lease alone."""
+        slots = [checkpoint.slot for checkpoint in lease.captured]
+        if lease.front != EMPTY_STATE:
+            slots.append(lease.front)
+        if lease.back is not None:
+            slots.append(lease.back)
+        return slots
+
+    # The whole
+
+    def clear(self) -> None:
+        """Forget everything that no running request needs."""
+        self._let_go(self.tree.evict_all())
+
+    def stats(self) -> CacheStats:
+        """What the cache did and holds. May be called from any thread."""
+        now = CacheStats(**{name: getattr(self._stats, name) for name in CacheStats.__dataclass_fields__})
+        now.pages_total, now.pages_free, now.pages_cached = self.pages.capacity, self.pages.num_free, self.tree.num_pages
+        now.states_total, now.states_free, now.checkpoints = self.states.capacity, self.states.num_free, self.tree.num_checkpoints
+        now.pages_private = now.pages_total - now.pages_free - now.pages_cached
+        now.states_private = now.states_total - now.states_free - now.checkpoints
+        return now
+
+    def audit(self) -> None:
+        """Prove that every page and every slot is in exactly one place, and that the tree holds together.
+
+        Raises:
+            AuditError: it is not so; the message names what is wrong.
+        """
+        from hybrid.audit import audit  # the audit looks at a cache from outside
+
+        audit(self)
+
+    def _find(self, key: Key, limit: int) -> Match:
+        return self.tree.peek(key, limit)
+
+    def _explain(self, key: Key, limit: int, found: Match) -> Explanation:
+        return explain(self.tree, key, limit, found)
+
+    def _insert(self, lease: Lease, key: Key, num_tokens: int, checkpoint: Checkpoint | None) -> None:
+        page_size = self.config.page_size
+        inserted = self.tree.insert(key, num_tokens, lease.block_table[: num_tokens // page_size], checkpoint)
+        if checkpoint is not None:
+            lease.captured.remove(checkpoint)
+            if not inserted.adopted:
+                self.states.free([checkpoint.slot])
+        num_existing = inserted.num_existing // page_size
+        if num_existing > lease.num_shared:
+            kept = self.tree.pages(inserted.node, inserted.num_existing)
+            duplicates = lease.block_table[lease.num_shared : num_existing]
+            lease.block_table[:num_existing] = kept
+            lease.num_shared = num_existing
+            self.pages.free(duplicates)
+        if num_tokens // page_size >= lease.num_shared:
+            lease.num_shared = num_tokens // page_size
+            old, lease.page_lock = lease.page_lock, self.tree.lock_pages(inserted.node)
+            self._unlock(old)
+
+    def _capture(self, lease: Lease, num_tokens: int, slot: int | None, *, spare: bool) -> Checkpoint | None:
+        if slot is None:
+            return None
+        checkpoint = Checkpoint(slot, num_tokens, spare)
+        lease.captured.append(checkpoint)
+        return checkpoint
+
+    def _take_pages(self, count: int) -> list[int] | None:
+        missing = count - self.pages.num_free
+        if missing > 0:
+            locks: list[Lock] = [lease.page_lock for lease in self.leases if lease.page_lock is not None]
+            if missing > self.tree.num_pages - self.tree.num_locked_pages(locks):
+                return None  # it would not suffice: spare the cache
+            self._let_go(self.tree.evict_pages(missing))
+        return self.pages.allocate(count)
+
+    def _take_state(self) -> int | None:
+        if not self.states.num_free:
+            self._let_go(self.tree.evict_checkpoints(1))
+        slots = self.states.allocate(1)
+        return slots[0] if slots else None
+
+    def _let_go(self, released: Released) -> None:
+        self.pages.free(released.pages)
+        self.states.free(released.slots)
+        self._stats.evicted_pages += len(released.pages)
+        self._stats.evicted_checkpoints += len(released.slots)
+
+    def _unlock(self, *locks: Lock | None) -> None:
+        for lock in locks:
+            if lock is not None:
+                self.tree.unlock(lock)
+
+
+class PassThroughCache(HybridCache):
+    """A cache that keeps nothing: every request computes its whole prompt. Memory is managed all the same."""
+
+    def capture(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
+        return None
+
+    def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
+        return None
+
+    def take_back(self, lease: Lease) -> bool:
+        return False
+
+    def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
+        return None
+
+    def donate_states(self, lease: Lease, limit: int) -> None:
+        return None
+
+    def _explain(self, key: Key, limit: int, found: Match) -> Explanation:
+        return cache_off(key)

@@ -1,0 +1,94 @@
+"""What a user decides about the cache."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from hybrid.errors import ArgumentError, MemoryBudgetError
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """Settings of the prefix cache.
+
+    Args:
+        enabled: keep prefixes of finished and running requests. Without it every request computes its whole prompt.
+        page_size: tokens per page of KV.
+        chunk_size: tokens per chunk of the linear layers. Checkpoints lie at multiples of both sizes.
+        memory: bytes for pages and states together: a number of bytes, a text as "512MiB" or "2GB", or a fraction of the
+            memory that is free on the device (0.5).
+        state_share: the part of `memory` that holds states; the rest holds pages.
+        eviction: name of the eviction policy ("lru").
+        deterministic: make the output of a hit bitwise that of a cold run, whatever else is in the batch.
+            None: on for CPU, off for GPU.
+
+    Raises:
+        ArgumentError: a value is out of range.
+    """
+
+    enabled: bool = True
+    page_size: int = 64
+    chunk_size: int = 64
+    memory: int | float | str = "4GiB"
+    state_share: float = 0.5
+    eviction: str = "lru"
+    deterministic: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "chunk_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= 4096 or value & (value - 1):
+                raise ArgumentError(f"CacheConfig: {name} must be a power of two from 1 to 4096, got {value!r}")
+        if not 0 < self.state_share < 1:
+            raise ArgumentError(f"CacheConfig: state_share must lie between 0 and 1, got {self.state_share!r}")
+        self.memory_bytes(free=2**40)
+
+    @property
+    def grid(self) -> int:
+        """Checkpoints lie at multiples of this many tokens."""
+        return math.lcm(self.page_size, self.chunk_size)
+
+    def memory_bytes(self, free: int) -> int:
+        """The budget in bytes, on a device with `free` bytes to give.
+
+        Raises:
+            ArgumentError: `memory` is no amount.
+            MemoryBudgetError: more is asked for than is free.
+        """
+        amount = self.memory
+        if isinstance(amount, str):
+            amount = parse_bytes(amount)
+        elif isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
+            raise ArgumentError(f"CacheConfig: memory must be bytes, a text as '512MiB' or a fraction, got {amount!r}")
+        elif isinstance(amount, float) and amount <= 1:
+            amount = int(amount * free)
+        if amount > free:
+            raise MemoryBudgetError(
+                f"CacheConfig: memory={self.memory!r} is {format_bytes(int(amount))}, but only {format_bytes(free)} is free; "
+                "give less, or a fraction of what is free as memory=0.5"
+            )
+        return int(amount)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a text as "512MiB", "2 GB" or "1000000".
+
+    Raises:
+        ArgumentError: the text is no amount of bytes.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
+        raise ArgumentError(f"not an amount of memory: {text!r}; write it as '512MiB', '4GiB' or '2GB'")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def format_bytes(count: int) -> str:
+    """A count of bytes for people: "49.5 MiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,63 @@
+"""Which indices of a pool are free."""
+
+from collections.abc import Iterable
+
+from hybrid.errors import OwnershipError
+
+
+class IndexPool:
+    """The free indices of a pool of pages or of state slots.
+
+    Args:
+        size: indices 0 .. size - 1.
+        reserved: the first so many are never handed out.
+        name: what the indices are, for messages ("page").
+    """
+
+    def __init__(self, size: int, reserved: int, name: str) -> None:
+        self.size = size
+        self.reserved = reserved
+        self._name = name
+        self._free = list(range(size - 1, reserved - 1, -1))  # handed out from the lowest
+        self._is_free = bytearray(reserved) + bytearray(b"\x01") * (size - reserved)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        """How many indices there are to hand out."""
+        return self.size - self.reserved
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` indices; None, and nothing taken, when there are not so many."""
+        if count > len(self._free):
+            return None
+        if count == 0:
+            return []
+        taken = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        for index in taken:
+            self._is_free[index] = 0
+        return taken
+
+    def free(self, indices: Iterable[int]) -> None:
+        """Give indices back.
+
+        Raises:
+            OwnershipError: one is free already or was never handed out. None of them was freed.
+        """
+        back = list(indices)
+        for index in back:
+            if not self.reserved <= index < self.size or self._is_free[index]:
+                raise OwnershipError(f"{self._name} {index} is freed, but it is free already or reserved")
+        if len(set(back)) != len(back):
+            raise OwnershipError(f"a {self._name} is freed twice in one call: {sorted(back)}")
+        for index in back:
+            self._is_free[index] = 1
+        self._free.extend(reversed(back))
+
+    def free_indices(self) -> frozenset[int]:
+        """All free indices, for the audit."""
+        return frozenset(self._free)
