@@ -1,0 +1,89 @@
+"""Matrix products whose rows do not depend on how many rows there are.
+
+A BLAS picks another algorithm for another number of rows, and a row's bits change with it. Here a product over a packed batch is
+cut into products of fixed shape: whole chunks, the rest of a prompt by itself, and decoded rows in blocks of one size. A row then
+meets the same algorithm whatever else is in the batch. Several chunks go together where a probe on the weight itself has shown
+that this BLAS, on this machine, gives the same bits (`rows_that_agree`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+DECODE_ROWS = 8
+"""Rows of a block of decoded tokens; a block is filled up with zeros."""
+
+
+@dataclass
+class RowBlocks:
+    """How the rows of a step are cut.
+
+    Attributes:
+        segments: `[start, end)` of the rows of each prompt part; each begins at a multiple of `chunk` of its prompt.
+        decode_start: rows from here on are one token each.
+        num_rows: all rows.
+        chunk: rows of a chunk.
+    """
+
+    segments: Sequence[tuple[int, int]]
+    decode_start: int
+    num_rows: int
+    chunk: int
+    _cuts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def of_single_rows(self, num_rows: int) -> "RowBlocks":
+        """The cut of `num_rows` rows that are one token each."""
+        return RowBlocks((), 0, num_rows, self.chunk)
+
+    def cuts(self, most: int) -> list[tuple[int, int]]:
+        """Row ranges of the prompt parts: powers of two of chunks, of at most `most` rows, and rests."""
+        if most not in self._cuts:
+            cuts = []
+            for start, end in self.segments:
+                size = most
+                while start < end:
+                    while size > self.chunk and start + size > end:
+                        size //= 2
+                    stop = min(start + size, end)
+                    cuts.append((start, stop))
+                    start = stop
+            self._cuts[most] = cuts
+        return self._cuts[most]
+
+
+def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, most_rows: int = 0) -> Tensor:
+    """`x @ weight.T`.
+
+    Args:
+        x: `[rows, in]`.
+        weight: `[out, in]`; fastest with few rows when it lies in memory by columns.
+        blocks: how to cut the rows; None: one product, whose bits depend on the number of rows.
+        most_rows: chunks go together up to this many rows (from `rows_that_agree`); 0: they do not.
+    """
+    if blocks is None:
+        return torch.nn.functional.linear(x, weight)
+    output = x.new_empty(x.shape[0], weight.shape[0])
+    for start, end in blocks.cuts(max(most_rows, blocks.chunk)):
+        torch.mm(x[start:end], weight.t(), out=output[start:end])
+    for start in range(blocks.decode_start, blocks.num_rows, DECODE_ROWS):
+        end = min(start + DECODE_ROWS, blocks.num_rows)
+        if end - start == DECODE_ROWS:
+            torch.mm(x[start:end], weight.t(), out=output[start:end])
+        else:
+            block = x.new_zeros(DECODE_ROWS, x.shape[1])
+            block[: end - start] = x[start:end]
+            output[start:end] = torch.mm(block, weight.t())[: end - start]
+    return output
+
+
+def rows_that_agree(weight: Tensor, chunk: int, limit: int = 1024) -> int:
+    """The largest number of rows, a power of two of `chunk`, up to which a product equals that of its chunks bit by bit."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(limit, weight.shape[1], generator=generator).to(weight)
+    expected = torch.cat([torch.mm(part, weight.t()) for part in x.split(chunk)])
+    most = chunk
+    while 2 * most <= limit and torch.equal(torch.mm(x[: 2 * most], weight.t()), expected[: 2 * most]):
+        most *= 2
+    return most
