@@ -1,4 +1,55 @@
+"""A prefix cache for hybrid-architecture language models, with the engine that runs them.
+
+>>> import hybrid
+>>> engine = hybrid.Engine.from_pretrained("tiny", cache=hybrid.CacheConfig(memory="64MiB"))
+>>> print(engine.generate("def add(a, b):", hybrid.SamplingParams(max_new_tokens=8))[0].text)
+"""
+
 from pathlib import Path
+
 _root = Path(__file__).resolve().parent.parent
 if (_root / "kernels" / "reference.py").is_file():
-    __path__.append(str(_root))
+    __path__.append(str(_root))  # in a checkout ./kernels and ./models lie beside this package; installed, they lie within
+
+from hybrid.cache import CacheStats, HybridCache  # noqa: E402
+from hybrid.config import CacheConfig  # noqa: E402
+from hybrid.engine import Engine  # noqa: E402
+from hybrid.errors import (  # noqa: E402
+    ArgumentError,
+    AuditError,
+    CheckpointError,
+    HybridError,
+    LockError,
+    MemoryBudgetError,
+    OwnershipError,
+    PromptError,
+    RequestError,
+    SamplingError,
+    UnsupportedModelError,
+)
+from hybrid.request import RequestOutput, Usage  # noqa: E402
+from hybrid.sampling import SamplingParams  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "AuditError",
+    "CacheConfig",
+    "CacheStats",
+    "CheckpointError",
+    "Engine",
+    "HybridCache",
+    "HybridError",
+    "LockError",
+    "MemoryBudgetError",
+    "OwnershipError",
+    "PromptError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingError",
+    "SamplingParams",
+    "UnsupportedModelError",
+    "Usage",
+    "__version__",
+]

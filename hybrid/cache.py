@@ -3,7 +3,7 @@
 Every page and every state slot is, at every moment, free, private to one lease, or owned by one node of the tree. A *lease* is
 what one running request holds. Its life:
 
-    open      match; lock pages to the page hit and the checkpoint at the usable hit; take a front slot
+    open      match; lock pages to the page hit and the checkpoint at the usable hit; take a front slot and pages
     reserve   take private pages for the tokens to come
     capture   take a slot for a checkpoint that the next forward pass writes
     advance   a pass is done: the front is valid after so many tokens; the matched checkpoint is unlocked after the first
@@ -69,7 +69,7 @@ class CacheStats:
     """Counts since the cache was made, and what it holds now.
 
     Attributes:
-        requests, prompt_tokens, usable_tokens, page_tokens: leases opened, and their tokens asked, usable, with pages.
+        requests, prompt_tokens, usable_tokens, page_tokens: requests recorded, and their tokens asked, usable, with pages.
         evicted_pages, evicted_checkpoints: given up to make room.
         pages_free, pages_cached, pages_private: the pages by owner; they add up to `pages_total`.
         states_free, checkpoints, states_private: the state slots by owner; they add up to `states_total`.
@@ -151,11 +151,12 @@ class HybridCache:
 
     # The life of a lease
 
-    def open(self, key: Key, limit: int) -> Lease | None:
-        """Start a request that may use at most `limit` tokens of what is known. None when no state slot can be had.
+    def open(self, key: Key, limit: int, num_tokens: int) -> Lease | None:
+        """Start a request that may use at most `limit` tokens of what is known. None when the memory for it cannot be had.
 
         Args:
             limit: at most `len(key) - 1`, so that a token is left to compute.
+            num_tokens: tokens to have pages for at once.
         """
         found = self._find(key, limit)
         page_lock = self.tree.lock_pages(found.deepest) if found.deepest is not None else None
@@ -164,7 +165,6 @@ class HybridCache:
         if front is None:
             self._unlock(page_lock, state_lock)
             return None
-        self.tree.touch(found)
         source = found.checkpoint.slot if found.checkpoint is not None else EMPTY_STATE
         assert source is not None
         lease = Lease(
@@ -180,12 +180,19 @@ class HybridCache:
             state_lock=state_lock,
         )
         self.leases.add(lease)
+        if not self.reserve(lease, num_tokens):
+            self.close(lease)
+            return None
+        self.tree.touch(found)
+        return lease
+
+    def record(self, explanation: Explanation) -> None:
+        """Count a request and its hit in the statistics: once per request, however often its lease is opened."""
         stats = self._stats
         stats.requests += 1
-        stats.prompt_tokens += len(key)
-        stats.usable_tokens += found.num_tokens
-        stats.page_tokens += found.num_page_tokens
-        return lease
+        stats.prompt_tokens += explanation.asked
+        stats.usable_tokens += explanation.usable_hit
+        stats.page_tokens += explanation.page_hit
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
         """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it cannot."""

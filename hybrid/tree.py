@@ -112,8 +112,10 @@ class Tree:
     def was_evicted(self, key: Key, match: Match) -> bool:
         """Whether the token after the page hit was once here. Right after the match; forgets what lay below evicted nodes."""
         node = match.deepest or self._roots.get(key.namespace)
+        if node is None or node.end != match.num_page_tokens:
+            return False  # nothing is lost from inside an edge: what went on from there is there
         start = match.num_page_tokens * TOKEN_BYTES
-        return node is not None and hash(key.ids[start : start + self._page_bytes]) in node.lost_children
+        return hash(key.ids[start : start + self._page_bytes]) in node.lost_children
 
     def lost_checkpoint(self, match: Match) -> bool:
         """Whether a checkpoint between the usable hit and the page hit was evicted."""
@@ -294,6 +296,7 @@ class Tree:
         keep = len(leaf.pages) - num_pages
         self._drop_checkpoint(leaf, released)
         leaf.lost_checkpoint = False  # its place is gone too
+        leaf.lost_children.clear()  # and that of what went on from there
         leaf.remember_lost(leaf.edge[keep * self._page_bytes : (keep + 1) * self._page_bytes])
         released.pages.extend(leaf.pages[keep:])
         del leaf.pages[keep:]

@@ -1,0 +1,360 @@
+"""The engine: prompts in, text out, the prefix cache in between."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from hybrid.cache import HybridCache, PassThroughCache
+from hybrid.config import CacheConfig, format_bytes
+from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
+from hybrid.interrupts import deferred_interrupts
+from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.plan import plan
+from hybrid.request import Request, RequestOutput, Status
+from hybrid.sampling import SamplingParams, sample, token_logprobs
+from hybrid.scheduler import Part, Scheduler
+from hybrid.text import Message, TextStream, encode, load_tokenizer
+
+Prompt = str | list[int] | list[Message]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Engine:
+    """A hybrid model with its prefix cache.
+
+    Use `from_pretrained`. One thread owns an engine.
+
+    Attributes:
+        cache: the `HybridCache`: `stats()`, `audit()`, `clear()`.
+        tokenizer: the checkpoint's tokenizer (of transformers), or None.
+        default_params: what `generation_config.json` asks for; used where a call gives no `SamplingParams`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any | None,
+        cache: HybridCache,
+        *,
+        deterministic: bool,
+        device: torch.device,
+        end_tokens: frozenset[int] = frozenset(),
+        default_params: SamplingParams | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 2048,
+    ) -> None:
+        if max_num_seqs < 1:
+            raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
+        if max_num_batched_tokens < cache.config.chunk_size + max_num_seqs:
+            raise ArgumentError(
+                f"max_num_batched_tokens must hold one chunk and a token of each request: at least "
+                f"{cache.config.chunk_size + max_num_seqs} with max_num_seqs={max_num_seqs}, got {max_num_batched_tokens}"
+            )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.cache = cache
+        self.device = device
+        self.deterministic = deterministic
+        self.default_params = default_params or SamplingParams()
+        self.scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, deterministic)
+        self._end_tokens = end_tokens
+        self._requests: dict[str, Request] = {}
+        self._undelivered: list[RequestOutput] = []
+        self._ids = count()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        cache: CacheConfig | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 2048,
+    ) -> Engine:
+        """Load a checkpoint with its tokenizer, and make room for its cache.
+
+        Args:
+            model: a folder, a hub id, or "tiny" for the small model inside the package.
+            device: "cuda", "cpu", ...; None: a GPU if there is one.
+            dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
+            cache: settings of the cache.
+            max_num_seqs: at most so many requests run at once.
+            max_num_batched_tokens: at most so many tokens are computed in one step.
+
+        Raises:
+            CheckpointError: no usable checkpoint is there.
+            MemoryBudgetError: the memory given to the cache does not suffice.
+            ArgumentError: another argument is wrong.
+        """
+        checkpoint = open_checkpoint(model)
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        config = cache or CacheConfig()
+        tokenizer = load_tokenizer(checkpoint.path)
+        loaded = load_model(checkpoint, _dtype(dtype, checkpoint.config, where), where, config.chunk_size)
+        deterministic = where.type == "cpu" if config.deterministic is None else config.deterministic
+        if deterministic:
+            loaded.make_rows_independent()
+        spec = loaded.spec(checkpoint.config, loaded.lm_head.weight.dtype)
+        free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else psutil.virtual_memory().available
+        kind = HybridCache if config.enabled else PassThroughCache
+        end_tokens, default_params = _generation_config(checkpoint.path, checkpoint.config)
+        return cls(
+            loaded,
+            tokenizer,
+            kind.for_spec(spec, config, where, free),
+            deterministic=deterministic,
+            device=where,
+            end_tokens=end_tokens,
+            default_params=default_params,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+
+    # Whole answers
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: str = "",
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts, all at once.
+
+        Args:
+            prompts: one or more of: a text, a list of token ids, a list of chat messages `{"role": ..., "content": ...}`.
+            params: for all of them, or one for each; None: `default_params`.
+            namespace: prompts share what is cached only within a namespace.
+            progress: show a progress bar; None: when there is a terminal.
+
+        Returns:
+            One result per prompt, in order.
+
+        Raises:
+            PromptError: a prompt cannot be run. None of them was started.
+            MemoryBudgetError: a prompt and its answer do not fit into the memory given.
+        """
+        many = _as_prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise ArgumentError(f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each")
+        requests = [self._request(prompt, p, namespace) for prompt, p in zip(many, each, strict=True)]
+        for request in requests:
+            self._enter(request)
+        mine = {request.request_id for request in requests}
+        done: dict[str, RequestOutput] = {}
+        show = sys.stderr.isatty() if progress is None else progress
+        try:
+            with tqdm(total=len(requests), desc="generate", unit="prompt", disable=not show) as bar:
+                while len(done) < len(mine):
+                    for output in self._advance():
+                        if output.request_id not in mine:
+                            self._undelivered.append(output)
+                        elif output.finish_reason is not None:
+                            done[output.request_id] = output
+                            bar.update()
+            self._settle()
+        except BaseException:
+            for request in requests:
+                if request.status is not Status.FINISHED:
+                    self.abort(request.request_id)
+            raise
+        return [done[request.request_id] for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Iterator[str]:
+        """Answer one prompt, piece by piece. Stopping early aborts it.
+
+        Raises:
+            PromptError: there is no tokenizer, or the prompt cannot be run.
+        """
+        if self.tokenizer is None:
+            raise PromptError("this checkpoint has no tokenizer; use add_request and step for token ids")
+        request = self._request(prompt, params, namespace)
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        self._enter(request)
+        told = 0
+        try:
+            while request.status is not Status.FINISHED:
+                for output in self._advance():
+                    if output.request_id != request.request_id:
+                        self._undelivered.append(output)
+                    elif len(output.text) > told:
+                        yield output.text[told:]
+                        told = len(output.text)
+            self._settle()
+        finally:
+            if request.status is not Status.FINISHED:
+                self.abort(request.request_id)
+
+    # Step by step
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self.scheduler.waiting or self.scheduler.running or self._undelivered)
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> str:
+        """Queue a prompt; returns its id. `step` moves it on.
+
+        Raises:
+            PromptError: the prompt cannot be run.
+            MemoryBudgetError: prompt and answer do not fit into the memory given.
+        """
+        request = self._request(prompt, params, namespace)
+        self._enter(request)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, plan, compute, commit: one token for every request that decodes, and a share of the prompts.
+
+        Returns:
+            The requests that moved: those with a new token, and those that ended.
+
+        Raises:
+            RequestError: there is nothing to do.
+        """
+        if not self.has_work:
+            raise RequestError("there is nothing to do: add_request first, and step while has_work")
+        outputs, self._undelivered = self._undelivered, []
+        return outputs + (self._advance() if self.scheduler.waiting or self.scheduler.running else [])
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request. What it has committed stays cached.
+
+        Raises:
+            RequestError: there is no such request, or it has ended.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            raise RequestError(f"no request {request_id!r} is waiting or running")
+        with deferred_interrupts():
+            self.scheduler.abort(request)
+
+    def _advance(self) -> list[RequestOutput]:
+        with deferred_interrupts():
+            step = self.scheduler.schedule()
+        if not step.parts:
+            return []
+        config = self.cache.config
+        try:
+            batch = plan(step, config.page_size, config.chunk_size, self.device, self.deterministic)
+            logits = self.model(batch, self.cache.pages.kv, self.cache.states.tensors)
+            tokens = [self._sample(part, row) for part, row in zip(step.sampled(), logits, strict=True)]
+        except BaseException:
+            self.scheduler.roll_back(step)
+            raise
+        with deferred_interrupts():
+            alive = {id(part) for part in self.scheduler.commit(step)}
+            sampled = [(part, token) for part, token in zip(step.sampled(), tokens, strict=True) if id(part) in alive]
+            return [self._take(part.request, *token) for part, token in sampled]
+
+    def _sample(self, part: Part, logits: torch.Tensor) -> tuple[int, dict[int, float] | None]:
+        request = part.request
+        assert request.params is not None
+        token = sample(logits, request.params, request.generator)
+        wanted = request.params.logprobs
+        return token, None if wanted is None else token_logprobs(logits, token, wanted)
+
+    def _take(self, request: Request, token: int, logprobs: dict[int, float] | None) -> RequestOutput:
+        assert request.params is not None
+        request.append(token, frozenset() if request.params.ignore_eos else self._end_tokens)
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
+        if request.finish_reason is not None:
+            self.scheduler.finish(request)
+            del self._requests[request.request_id]
+        return request.output()
+
+    def _settle(self) -> None:
+        """Replay what was decoded, as long as nobody waits for anything else."""
+        while not self._requests and (self.scheduler.waiting or self.scheduler.running):
+            self._advance()
+
+    # Coming in
+
+    def _enter(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None, namespace: str) -> Request:
+        params = params or self.default_params
+        ids = encode(self.tokenizer, prompt)
+        config = self.model.config
+        limit = config.max_position_embeddings
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
+        if wrong is not None:
+            raise PromptError(f"token id {wrong} lies outside the vocabulary: ids go from 0 to {config.vocab_size - 1}")
+        if len(ids) >= limit:
+            raise PromptError(f"the prompt has {len(ids)} tokens; this model takes {limit}, the answer included: shorten the prompt")
+        if params.stop and self.tokenizer is None:
+            raise PromptError("stop texts need a tokenizer, and this checkpoint has none; use stop_token_ids")
+        max_len = min(limit, len(ids) + params.max_new_tokens)
+        self._refuse_too_long(len(ids), max_len)
+        text = TextStream(self.tokenizer, tuple(params.stop)) if self.tokenizer is not None else None
+        return Request.of(f"request-{next(self._ids)}", ids, params, namespace, text, max_len)
+
+    def _refuse_too_long(self, prompt_len: int, max_len: int) -> None:
+        config, stats = self.cache.config, self.cache.stats()
+        needed = -(-max_len // config.page_size)
+        if needed > stats.pages_total:
+            memory = math.ceil(needed * stats.page_bytes / (1 - config.state_share))
+            raise MemoryBudgetError(
+                f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there are "
+                f"{stats.pages_total}; the smallest memory that would do is {format_bytes(memory)} "
+                f"(CacheConfig(memory={memory})), or lower max_new_tokens"
+            )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as several. A list of ids and a list of messages are one prompt each."""
+    if isinstance(prompts, str):
+        return [prompts]
+    many: list[Any] = list(prompts)
+    if many and (all(isinstance(item, int) for item in many) or all(isinstance(item, dict) for item in many)):
+        return [many]
+    return many
+
+
+def _dtype(dtype: str | torch.dtype | None, config: Any, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
+        return DTYPES[dtype]
+    if dtype is not None:
+        return dtype
+    stored = getattr(config, "dtype", None)
+    return stored if device.type != "cpu" and isinstance(stored, torch.dtype) else torch.float32
+
+
+def _generation_config(path: Path, config: Any) -> tuple[frozenset[int], SamplingParams]:
+    """End tokens and default sampling of a checkpoint, from generation_config.json, else from config.json."""
+    from transformers import GenerationConfig
+
+    has_file = (path / "generation_config.json").is_file()
+    generation = GenerationConfig.from_pretrained(path) if has_file else GenerationConfig(eos_token_id=config.eos_token_id)
+    end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+    end_tokens = frozenset([end] if isinstance(end, int) else end or ())
+    if not generation.do_sample:
+        return end_tokens, SamplingParams()
+    return end_tokens, SamplingParams(
+        temperature=1.0 if generation.temperature is None else generation.temperature,
+        top_k=generation.top_k or 0,
+        top_p=1.0 if generation.top_p is None else generation.top_p,
+        min_p=generation.min_p or 0.0,
+    )

@@ -1,0 +1,101 @@
+"""From logits to tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybrid.errors import SamplingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. The default is greedy.
+
+    Args:
+        max_new_tokens: at most so many tokens.
+        temperature: 0 takes the likeliest token; otherwise logits are divided by it.
+        top_k: keep the k likeliest tokens; 0: all.
+        top_p: keep the likeliest tokens up to this probability; 1: all.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0: all.
+        seed: of this request's own random numbers; None: another one each time.
+        stop: texts that end the answer; they are not part of it.
+        stop_token_ids: tokens that end the answer, beside the model's own.
+        ignore_eos: go on after the model's end-of-text tokens.
+        logprobs: report for each token the log-probabilities of the k likeliest and of itself; None: none.
+
+    Raises:
+        SamplingError: a value is out of range, or two contradict each other.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._require(isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1, "max_new_tokens must be at least 1")
+        self._require(0 <= self.temperature < float("inf"), "temperature must be 0 (greedy) or a positive number")
+        self._require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be a positive number, or 0 for all tokens")
+        self._require(0 < self.top_p <= 1, "top_p must lie in (0, 1]")
+        self._require(0 <= self.min_p <= 1, "min_p must lie in [0, 1]")
+        self._require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs must lie in 0 .. 100, or be None")
+        self._require(all(isinstance(text, str) and text for text in self.stop), "stop must be non-empty texts")
+        self._require(all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids), "stop_token_ids must be token ids")
+        if self.temperature == 0:
+            for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None)):
+                value = getattr(self, name)
+                greedy = name == "top_k" and value == 1
+                self._require(value == neutral or greedy, f"{name}={value} has no effect with temperature=0 (greedy); set temperature=1.0 or leave it out")
+
+    def _require(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise SamplingError(f"SamplingParams: {message}")
+
+
+def make_generator(params: SamplingParams) -> torch.Generator:
+    """A request's own random numbers, so that they do not depend on what else runs."""
+    generator = torch.Generator()
+    if params.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(params.seed)
+    return generator
+
+
+def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
+    """Choose a token.
+
+    Args:
+        logits: `[vocab]` fp32.
+        generator: needed when `params.temperature` is not 0.
+    """
+    if params.temperature == 0:
+        return int(logits.argmax())
+    probabilities = torch.softmax(logits.cpu() / params.temperature, dim=-1)
+    values, tokens = probabilities.sort(descending=True, stable=True)
+    if params.top_k:
+        values, tokens = values[: params.top_k], tokens[: params.top_k]
+    if params.top_p < 1:
+        before = (values / values.sum()).cumsum(0) - values / values.sum()
+        values = values[before < params.top_p]  # the token that crosses the bound stays
+    if params.min_p:
+        values = values[values >= params.min_p * values[0]]
+    return int(tokens[torch.multinomial(values, 1, generator=generator)])
+
+
+def token_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
+    """Log-probabilities of the `count` likeliest tokens and of the chosen one, before temperature and filters."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    values, tokens = logprobs.topk(min(count, logits.numel()))
+    chosen = dict(zip(tokens.tolist(), values.tolist(), strict=True))
+    chosen.setdefault(token, float(logprobs[token]))
+    return chosen

@@ -1,0 +1,297 @@
+"""Who computes what in the next step.
+
+Continuous batching: each step takes one token of every request that decodes and a share of the prompts, within a budget of tokens.
+A share ends at a multiple of the chunk, or at the end of its prompt (partial prefill).
+
+* Requests are served in the order in which they came. One that cannot have its memory waits, and those behind it with it.
+* When pages run out, the youngest request is retracted: it gives its memory back and is resumed later.
+* A waiting request whose prefix a running one is about to compute waits for it, and nobody else waits for that.
+* In deterministic mode what a finished request has decoded is replayed as whole chunks, after everybody else's share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hybrid import placement
+from hybrid.cache import HybridCache, Lease, PassThroughCache
+from hybrid.key import TOKEN_BYTES, Key, common_prefix
+from hybrid.request import Request, Status
+
+
+@dataclass(slots=True)
+class Part:
+    """A request's part in a step: tokens `[start, end)`.
+
+    Attributes:
+        lease: the request's lease when the step was planned; the step's result belongs to it alone.
+        is_prefill: the tokens are computed as prompt.
+        swaps: the pass reads the front and writes the back, so that the state before it is kept.
+    """
+
+    request: Request
+    lease: Lease
+    start: int
+    end: int
+    is_prefill: bool
+    swaps: bool = False
+
+
+@dataclass(slots=True)
+class Step:
+    """What one forward pass computes: prompt parts first, then single tokens."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    def sampled(self) -> list[Part]:
+        """The parts whose last token's logits are wanted, in order."""
+        return [part for part in self.parts if not part.request.is_replay and part.end == len(part.request.ids)]
+
+
+class Scheduler:
+    """Requests that wait and run, and the memory they hold.
+
+    Args:
+        max_num_seqs: at most so many requests run at once.
+        max_num_batched_tokens: at most so many tokens in a step.
+        deterministic: share nothing that was not computed in whole chunks of a prompt.
+    """
+
+    def __init__(self, cache: HybridCache, max_num_seqs: int, max_num_batched_tokens: int, deterministic: bool) -> None:
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.deterministic = deterministic
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_retractions = 0
+        self._in_flight: Step | None = None
+        self._aborted: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self.waiting.append(request)
+
+    def schedule(self) -> Step:
+        """Plan the next step, and take the memory for it. Its parts may be none when everybody has been retracted."""
+        step = Step()
+        budget = self.max_num_batched_tokens - sum(not request.is_prefilling for request in self.running)
+        for request in sorted(self.running, key=lambda request: request.is_replay):
+            if request.status is not Status.RUNNING:
+                continue  # retracted for one before it
+            part = self._prefill_part(request, budget) if request.is_prefilling else self._decode_part(request)
+            if part is not None:
+                step.parts.append(part)
+                budget -= part.end - part.start if part.is_prefill else 0
+        for request in self._admitted(budget):
+            part = self._prefill_part(request, budget)
+            if part is not None:
+                step.parts.append(part)
+                budget -= part.end - part.start
+        step.parts.sort(key=lambda part: not part.is_prefill)
+        self._in_flight = step
+        return step
+
+    def commit(self, step: Step) -> list[Part]:
+        """The step is computed: move states and finished chunks on. Returns the parts whose requests still want the result.
+
+        A request that was aborted meanwhile gives back its memory now: the pass may have written to it until here.
+        """
+        self._in_flight = None
+        for request in self._aborted:
+            self._leave(request)
+        self._aborted.clear()
+        alive = [part for part in step.parts if part.request.lease is part.lease]
+        for part in alive:
+            request, lease = part.request, part.lease
+            if part.swaps:
+                self.cache.swap(lease)
+            self.cache.advance(lease, part.end)
+            request.num_computed = part.end
+            self._commit_chunks(request)
+            if request.is_replay and request.num_computed == len(request.ids):
+                self._leave(request)
+        return alive
+
+    def roll_back(self, step: Step) -> None:
+        """The step failed or was interrupted: its requests start again from what was committed before it."""
+        self._in_flight = None
+        for request in self._aborted:
+            self._leave(request)
+        self._aborted.clear()
+        for part in reversed(step.parts):
+            if part.request.lease is part.lease:
+                self._retract(part.request)
+
+    def finish(self, request: Request) -> None:
+        """The request has its answer: what it computed goes to the tree, or is replayed first."""
+        lease, grid = request.lease, self.cache.config.grid
+        assert lease is not None
+        if not self.deterministic:
+            kept = min(request.kept_len, request.num_computed)
+            self.cache.donate_states(lease, kept)
+            self.cache.commit(lease, request.key(), kept // self.cache.config.page_size * self.cache.config.page_size)
+        self._leave(request)
+        whole = request.kept_len // grid * grid
+        if self.deterministic and whole > request.prompt_len // grid * grid and not isinstance(self.cache, PassThroughCache):
+            self.waiting.append(Request.replay(request, whole))
+
+    def abort(self, request: Request) -> None:
+        """Stop a request at once; its memory comes back at once, or when the step under way has been computed."""
+        request.finish_reason = "abort"
+        if self._in_flight is not None and any(part.request is request for part in self._in_flight.parts):
+            self._aborted.append(request)
+        else:
+            self._leave(request)
+
+    # One request's part
+
+    def _decode_part(self, request: Request) -> Part | None:
+        lease, start = request.lease, request.num_computed
+        assert lease is not None
+        while not self.cache.reserve(lease, start + 1):
+            victim = self._youngest()
+            self._retract(victim)
+            if victim is request:
+                return None
+        on_grid = start % self.cache.config.grid == 0
+        swaps = on_grid and not self.deterministic and self.cache.take_back(lease)
+        return Part(request, lease, start, start + 1, is_prefill=False, swaps=swaps)
+
+    def _prefill_part(self, request: Request, budget: int) -> Part | None:
+        lease, start, chunk = request.lease, request.num_computed, self.cache.config.chunk_size
+        assert lease is not None
+        end = request.prefill_end
+        if end - start > budget:
+            end = (start + budget) // chunk * chunk
+            if end <= start:
+                return None
+        for position in self._wanted(request):
+            if start < position <= end:
+                self.cache.capture(lease, position)
+        taken = {checkpoint.num_tokens for checkpoint in lease.captured}
+        for position in placement.geometric(start, end, self.cache.config.grid):
+            if position not in taken and not request.is_replay:
+                self.cache.capture_spare(lease, position)
+        return Part(request, lease, start, end, is_prefill=True)
+
+    def _wanted(self, request: Request) -> list[int]:
+        """Positions of a prompt at which a checkpoint is worth evicting another for."""
+        assert request.lease is not None
+        grid = self.cache.config.grid
+        last = len(request.ids) if request.is_replay else placement.prompt_end(request.prefill_end, grid)
+        positions = {last, *request.wanted}
+        if request.lease.branching_len is not None:
+            positions.add(request.lease.branching_len)
+        return sorted(positions)
+
+    def _commit_chunks(self, request: Request) -> None:
+        """Share what is finished: whole chunks, and in deterministic mode only those of the prompt."""
+        assert request.lease is not None
+        grid, page_size = self.cache.config.grid, self.cache.config.page_size
+        computed = min(request.num_computed, request.prefill_end) if self.deterministic else request.num_computed
+        whole = computed // grid * grid
+        if whole > request.lease.num_shared * page_size or request.lease.captured:
+            self.cache.commit(request.lease, request.key(), whole)
+
+    # Coming and going
+
+    def _admitted(self, budget: int) -> Iterator[Request]:
+        """Start waiting requests, oldest first, while there is room. Replays come last."""
+        del budget  # a request without a share yet holds its memory and comes next
+        for request in sorted(self.waiting, key=lambda request: request.is_replay):
+            if len(self.running) >= self.max_num_seqs:
+                return
+            if self._is_held(request):
+                continue
+            if not self._start(request):
+                if request.is_replay and self.running:
+                    continue
+                if not self._drop_replays():
+                    return
+                if not self._start(request):
+                    return
+            self.waiting.remove(request)
+            self.running.append(request)
+            yield request
+
+    def _start(self, request: Request) -> bool:
+        end = request.prompt_len if self.deterministic else len(request.ids)
+        key = request.key()
+        lease = self.cache.open(key, end - 1, end)
+        if lease is None:
+            return False
+        if request.explanation is None:
+            request.explanation = lease.explanation
+            if not request.is_replay:
+                self.cache.record(lease.explanation)
+        request.lease, request.status = lease, Status.RUNNING
+        request.num_computed, request.prefill_end = lease.num_hit_tokens, end
+        request.leader = None
+        return True
+
+    def _is_held(self, request: Request) -> bool:
+        """Whether a running request is about to compute more of this one's prefix than is usable now."""
+        if request.leader is not None:
+            leader, position = request.leader
+            if leader.status is Status.RUNNING and leader.num_computed < position:
+                return True
+            request.leader = None
+        end = request.prompt_len if self.deterministic else len(request.ids)
+        key: Key | None = None
+        usable = 0
+        for leader in self.running:
+            if leader.namespace != request.namespace or not leader.is_prefilling or leader.ids[0] != request.ids[0]:
+                continue
+            if key is None:
+                key = request.key()
+                usable = self.cache.tree.peek(key, end - 1).num_tokens
+            position = self._shared_len(key, leader, end - 1)
+            if position > usable and leader.num_computed < position:
+                leader.wanted.add(position)
+                request.leader = (leader, position)
+                return True
+        return False
+
+    def _shared_len(self, key: Key, leader: Request, limit: int) -> int:
+        """How many tokens, on the grid, the key shares with what the leader computes as prompt."""
+        grid = self.cache.config.grid
+        limit = min(limit, leader.prefill_end) // grid * grid
+        return common_prefix(key.ids[: limit * TOKEN_BYTES], leader.key().ids, 0, 0, grid * TOKEN_BYTES) // TOKEN_BYTES
+
+    def _youngest(self) -> Request:
+        """Who gives way when pages run out: replays first, then who came last."""
+        return next((request for request in self.running if request.is_replay), self.running[-1])
+
+    def _drop_replays(self) -> bool:
+        replays = [request for request in self.running if request.is_replay]
+        for request in replays:
+            self._retract(request)
+        return bool(replays)
+
+    def _retract(self, request: Request) -> None:
+        """Take a request off its memory, to be resumed first. A replay is given up."""
+        assert request.lease is not None
+        if not request.is_replay:
+            self.num_retractions += 1
+        self._release(request)
+        if not request.is_replay:
+            request.status = Status.WAITING
+            self.waiting.appendleft(request)
+
+    def _leave(self, request: Request) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request.lease is not None:
+            self._release(request)
+        request.status = Status.FINISHED
+
+    def _release(self, request: Request) -> None:
+        assert request.lease is not None
+        self.cache.close(request.lease)
+        request.lease = None
+        request.num_computed = 0
+        request.status = Status.FINISHED
+        self.running.remove(request)

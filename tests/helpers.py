@@ -1,0 +1,266 @@
+"""What the tests of the books share: trees written in letters, caches that audit themselves, a model that only remembers."""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from itertools import count
+from random import Random
+from typing import Any
+
+from hybrid.cache import HybridCache, Lease
+from hybrid.config import CacheConfig
+from hybrid.eviction import LeastRecentlyUsed
+from hybrid.key import Key
+from hybrid.node import Checkpoint, Inserted, Match, Node, Released
+from hybrid.states import EMPTY_STATE
+from hybrid.tree import Tree
+
+
+def spell(pages: str, page_size: int) -> list[int]:
+    """Token ids of pages written as letters: "ab" in pages of two tokens is a a b b."""
+    return [ord(letter) for letter in pages for _ in range(page_size)]
+
+
+class TreeCase:
+    """A tree written in letters, one letter a page of two tokens. Pages are numbered from 0 and slots from 1, as they come."""
+
+    def __init__(self, page_size: int = 2, grid: int = 2) -> None:
+        self.tree = Tree(page_size, grid, LeastRecentlyUsed())
+        self._pages, self._slots = count(), count(1)
+
+    def key(self, text: str, namespace: str = "", cut: int = 0) -> Key:
+        """The key of a text, without its last `cut` tokens."""
+        ids = spell(text, self.tree.page_size)
+        return Key.of(ids[: len(ids) - cut], namespace)
+
+    def put(self, text: str, namespace: str = "", *, spare: bool = False) -> Inserted:
+        """Insert a text; one that ends in "*" brings a checkpoint. Offers a fresh page for each letter."""
+        letters = text.removesuffix("*")
+        key = self.key(letters, namespace)
+        checkpoint = Checkpoint(next(self._slots), len(key), spare) if text.endswith("*") else None
+        return self.tree.insert(key, len(key), [next(self._pages) for _ in letters], checkpoint)
+
+    def peek(self, text: str, namespace: str = "", *, limit: int = 10**6, cut: int = 0) -> Match:
+        return self.tree.peek(self.key(text, namespace, cut), limit)
+
+    def use(self, text: str) -> Match:
+        """Match as a request does, which counts as a use."""
+        return self.tree.match(self.key(text), 10**6)
+
+    def node(self, text: str, namespace: str = "") -> Node:
+        """The node that ends where the text does."""
+        node = self.peek(text, namespace).deepest
+        assert node is not None and node.end == len(text) * self.tree.page_size
+        return node
+
+    def draw(self, namespace: str = "") -> list[str]:
+        """A line for each node, indented below its parent: its letters, and "*" for a checkpoint or "o" for a tombstone."""
+        lines = []
+        for name, node in self.tree.nodes():
+            if name == namespace:
+                path, above = self._letters(node), node.parent
+                depth = 0
+                while above is not None and above.parent is not None:
+                    path, above, depth = self._letters(above) + path, above.parent, depth + 1
+                lines.append((path, "  " * depth + self._letters(node) + (" *" if node.slot is not None else " o")))
+        return [line for _, line in sorted(lines)]
+
+    def _letters(self, node: Node) -> str:
+        return "".join(map(chr, array("i", node.edge)[:: self.tree.page_size]))
+
+
+class AuditedCache(HybridCache):
+    """A cache that proves its books after every action, one that raised included. Keeps what it evicted, in order."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.victims: list[tuple[list[int], list[int]]] = []
+
+    def _let_go(self, released: Released) -> None:
+        self.victims.append((list(released.pages), list(released.slots)))
+        super()._let_go(released)
+
+
+def _audited(action: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(action)
+    def audited(cache: HybridCache, *args: Any) -> Any:
+        try:
+            return action(cache, *args)
+        finally:
+            cache.audit()
+
+    return audited
+
+
+for _name in "open reserve capture capture_spare take_back swap advance commit donate_states close clear".split():
+    setattr(AuditedCache, _name, _audited(getattr(HybridCache, _name)))
+
+
+def audited_cache(num_pages: int, num_states: int, page_size: int = 2, chunk_size: int = 2) -> AuditedCache:
+    """A cache on indices that audits itself."""
+    cache = AuditedCache.of_indices(num_pages, num_states, CacheConfig(page_size=page_size, chunk_size=chunk_size))
+    assert isinstance(cache, AuditedCache)
+    return cache
+
+
+def key_of(cache: HybridCache, text: str, namespace: str = "", extra: int = 0) -> Key:
+    """The key of a text of pages, and of `extra` more tokens that fill no page."""
+    return Key.of(spell(text, cache.config.page_size) + [ord("~")] * extra, namespace)
+
+
+def start(cache: HybridCache, key: Key) -> Lease:
+    """Open a lease with pages for its whole prompt; nothing is computed yet."""
+    lease = cache.open(key, len(key) - 1, len(key))
+    assert lease is not None
+    cache.record(lease.explanation)
+    return lease
+
+
+def prefill(cache: HybridCache, key: Key) -> Lease:
+    """Compute a whole prompt in one pass, with checkpoints at its branching point and its last boundary, and commit it."""
+    lease, grid = start(cache, key), cache.config.grid
+    for position in sorted({lease.branching_len or 0, len(key) // grid * grid}):
+        if position > lease.front_tokens:
+            cache.capture(lease, position)
+    cache.advance(lease, len(key))
+    cache.commit(lease, key, len(key) // cache.config.page_size * cache.config.page_size)
+    return lease
+
+
+def serve(cache: HybridCache, key: Key) -> Lease:
+    """A whole request; the lease comes back closed."""
+    lease = prefill(cache, key)
+    cache.close(lease)
+    return lease
+
+
+Content = tuple[str, tuple[int, ...]]
+
+
+class Memory:
+    """What pages and slots would hold: of which tokens, in which namespace. Refuses to read or write what a pass may not."""
+
+    def __init__(self, cache: HybridCache) -> None:
+        self.cache = cache
+        self.pages: dict[int, Content] = {}
+        self.states: dict[int, Content] = {}
+
+    def forward(self, lease: Lease, key: Key, end: int, target: int) -> None:
+        """A pass up to token `end`: reads the lease's state and pages, writes its pages, its checkpoints and the target slot."""
+        begin, page_size = lease.front_tokens, self.cache.config.page_size
+        ids, private = tuple(array("i", key.ids)), self.cache.private_slots(lease)
+        if begin == 0:
+            assert lease.read_slot == EMPTY_STATE
+        else:
+            assert self.states[lease.read_slot] == (key.namespace, ids[:begin])
+        assert target in private
+        for index, page in enumerate(lease.block_table[: -(-end // page_size)]):
+            first, after = index * page_size, (index + 1) * page_size
+            if index < lease.num_shared:
+                assert self.pages[page] == (key.namespace, ids[:after])
+                continue
+            if first < begin:
+                assert self.pages[page] == (key.namespace, ids[: min(begin, after)])
+            self.pages[page] = (key.namespace, ids[: min(end, after)])
+        for slot, position, _ in lease.captured:
+            if begin < position <= end:
+                assert slot in private
+                self.states[slot] = (key.namespace, ids[:position])
+        self.states[target] = (key.namespace, ids[:end])
+
+    def check(self) -> None:
+        """Every page and every checkpoint of the tree holds what its place in the tree claims."""
+        page_size, paths = self.cache.config.page_size, {}
+        for namespace, node in self.cache.tree.nodes():
+            path = paths[id(node)] = paths.get(id(node.parent), ()) + tuple(array("i", node.edge))
+            begin = node.end - len(node.pages) * page_size
+            for index, page in enumerate(node.pages):
+                assert self.pages[page] == (namespace, path[: begin + (index + 1) * page_size])
+            if node.slot is not None:
+                assert self.states[node.slot] == (namespace, path)
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    """A request under way: what it will be in the end, and how much of that was the prompt."""
+
+    key: Key
+    num_prompt: int
+    lease: Lease
+
+
+class RandomWorkload:
+    """Requests that arrive, prefill, decode, finish, are aborted and retracted, in an order drawn from a seed.
+
+    Does what an engine does when memory cannot be had: it waits, goes on with less, or retracts.
+    """
+
+    def __init__(self, cache: HybridCache, seed: int) -> None:
+        self.cache, self.random = cache, Random(seed)
+        self.memory = Memory(cache)
+        self.running: list[Running] = []
+        self.num_finished = 0
+
+    def act(self) -> None:
+        """One action, and the proof that nothing is where it should not be."""
+        if not self.running or self.random.random() < 0.2:
+            self.arrive()
+        else:
+            request = self.random.choice(self.running)
+            if request.lease.front_tokens == len(request.key):
+                self.finish(request)
+            elif self.random.random() < 0.03:
+                self.end(request)
+            else:
+                self.step(request)
+        if self.random.random() < 0.005:
+            self.cache.clear()
+        self.memory.check()
+
+    def arrive(self) -> None:
+        random, page_size = self.random, self.cache.config.page_size
+        text = "".join(random.choice("aaab") for _ in range(random.randint(1, 8)))
+        ids = spell(text, page_size) + [ord("~")] * random.randint(0, page_size)
+        key = Key.of(ids, random.choice(("", "", "other")))
+        num_prompt = random.randint(1, len(ids))
+        prompt = Key.of(ids[:num_prompt], key.namespace)
+        lease = self.cache.open(prompt, num_prompt - 1, random.randint(0, num_prompt))
+        if lease is not None:
+            self.running.append(Running(key, num_prompt, lease))
+
+    def step(self, request: Running) -> None:
+        cache, lease, grid = self.cache, request.lease, self.cache.config.grid
+        begin = lease.front_tokens
+        end = begin + 1
+        if begin < request.num_prompt:
+            end = min(request.num_prompt, (begin // grid + self.random.randint(1, 3)) * grid)
+        if not cache.reserve(lease, end):
+            return self.end(request)
+        for position in range(begin // grid * grid + grid, end + 1, grid):
+            if position == lease.branching_len or self.random.random() < 0.3:
+                cache.capture(lease, position)
+            elif self.random.random() < 0.3:
+                cache.capture_spare(lease, position)
+        swap = begin > 0 and begin % grid == 0 and lease.read_slot == lease.front and cache.take_back(lease)
+        target = lease.back if swap else lease.front
+        assert target is not None
+        self.memory.forward(lease, request.key, end, target)
+        if swap:
+            cache.swap(lease)
+        cache.advance(lease, end)
+        if self.random.random() < 0.7:
+            cache.commit(lease, request.key, end // cache.config.page_size * cache.config.page_size)
+
+    def finish(self, request: Running) -> None:
+        """The end of a request whose text a stop string may have cut."""
+        cache, page_size = self.cache, self.cache.config.page_size
+        limit = self.random.randint(1, len(request.key)) if self.random.random() < 0.3 else len(request.key)
+        cache.donate_states(request.lease, limit)
+        cache.commit(request.lease, request.key, limit // page_size * page_size)
+        self.num_finished += 1
+        self.end(request)
+
+    def end(self, request: Running) -> None:
+        self.running.remove(request)
+        self.cache.close(request.lease)
