@@ -12,8 +12,7 @@ A share ends at a multiple of the chunk, or at the end of its prompt (partial pr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hybrid import placement
 from hybrid.cache import HybridCache, Lease, PassThroughCache
@@ -43,7 +42,7 @@ class Part:
 class Step:
     """What one forward pass computes: prompt parts first, then single tokens."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[Part]
 
     def sampled(self) -> list[Part]:
         """The parts whose last token's logits are wanted, in order."""
@@ -75,24 +74,18 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Step:
-        """Plan the next step, and take the memory for it. Its parts may be none when everybody has been retracted."""
-        step = Step()
-        budget = self.max_num_batched_tokens - sum(not request.is_prefilling for request in self.running)
+        """Plan the next step, and take the memory for it. """
+        decodes = [part for request in list(self.running) if (part := self._decode_part(request)) is not None]
+        budget = self.max_num_batched_tokens - len(decodes)
+        self._admit(budget)
+        prefills = []
         for request in sorted(self.running, key=lambda request: request.is_replay):
-            if request.status is not Status.RUNNING:
-                continue  # retracted for one before it
-            part = self._prefill_part(request, budget) if request.is_prefilling else self._decode_part(request)
-            if part is not None:
-                step.parts.append(part)
-                budget -= part.end - part.start if part.is_prefill else 0
-        for request in self._admitted(budget):
             part = self._prefill_part(request, budget)
             if part is not None:
-                step.parts.append(part)
+                prefills.append(part)
                 budget -= part.end - part.start
-        step.parts.sort(key=lambda part: not part.is_prefill)
-        self._in_flight = step
-        return step
+        self._in_flight = Step(prefills + decodes)
+        return self._in_flight
 
     def commit(self, step: Step) -> list[Part]:
         """The step is computed: move states and finished chunks on. Returns the parts whose requests still want the result.
@@ -150,7 +143,8 @@ class Scheduler:
 
     def _decode_part(self, request: Request) -> Part | None:
         lease, start = request.lease, request.num_computed
-        assert lease is not None
+        if lease is None or request.is_prefilling:  # without a lease: retracted for one before it
+            return None
         while not self.cache.reserve(lease, start + 1):
             victim = self._youngest()
             self._retract(victim)
@@ -162,7 +156,8 @@ class Scheduler:
 
     def _prefill_part(self, request: Request, budget: int) -> Part | None:
         lease, start, chunk = request.lease, request.num_computed, self.cache.config.chunk_size
-        assert lease is not None
+        if lease is None or not request.is_prefilling:
+            return None
         end = request.prefill_end
         if end - start > budget:
             end = (start + budget) // chunk * chunk
@@ -198,24 +193,19 @@ class Scheduler:
 
     # Coming and going
 
-    def _admitted(self, budget: int) -> Iterator[Request]:
-        """Start waiting requests, oldest first, while there is room. Replays come last."""
-        del budget  # a request without a share yet holds its memory and comes next
+    def _admit(self, budget: int) -> None:
+        """Start waiting requests, oldest first, replays last, while there is room and they would have a share of the budget."""
+        budget -= sum(request.prefill_end - request.num_computed for request in self.running if request.is_prefilling)
         for request in sorted(self.waiting, key=lambda request: request.is_replay):
-            if len(self.running) >= self.max_num_seqs:
+            if budget <= 0 or len(self.running) >= self.max_num_seqs:
                 return
             if self._is_held(request):
                 continue
-            if not self._start(request):
-                if request.is_replay and self.running:
-                    continue
-                if not self._drop_replays():
-                    return
-                if not self._start(request):
-                    return
+            if not self._start(request) and not (self._drop_replays() and self._start(request)):
+                return
             self.waiting.remove(request)
             self.running.append(request)
-            yield request
+            budget -= request.prefill_end - request.num_computed
 
     def _start(self, request: Request) -> bool:
         end = request.prompt_len if self.deterministic else len(request.ids)
