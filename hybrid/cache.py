@@ -145,8 +145,13 @@ class HybridCache:
                 f"CacheConfig: memory={config.memory!r} is {format_bytes(memory)}; one request needs at least "
                 f"{format_bytes(int(needed) + page_bytes)} ({MIN_STATE_SLOTS} states of {format_bytes(state_bytes)}, pages of {format_bytes(page_bytes)})"
             )
+        return cls.with_room(spec, config, device, num_pages, num_states)
+
+    @classmethod
+    def with_room(cls, spec: HybridSpec, config: CacheConfig, device: torch.device, num_pages: int, num_states: int) -> HybridCache:
+        """A cache with its tensors, for so many pages and state slots (the reserved one included), whatever `config.memory` says."""
         cache = cls(config, PagePool(spec, num_pages, config.page_size, device), StatePool(spec, num_states, device))
-        cache._stats.page_bytes, cache._stats.state_bytes = page_bytes, state_bytes
+        cache._stats.page_bytes, cache._stats.state_bytes = spec.page_bytes(config.page_size), spec.state_bytes
         return cache
 
     # The life of a lease

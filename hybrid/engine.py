@@ -21,7 +21,7 @@ from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.plan import plan
 from hybrid.request import Request, RequestOutput, Status
 from hybrid.sampling import SamplingParams, sample, token_logprobs
-from hybrid.scheduler import Part, Scheduler
+from hybrid.scheduler import Part, Scheduler, Step
 from hybrid.text import Message, TextStream, encode, load_tokenizer
 
 Prompt = str | list[int] | list[Message]
@@ -106,19 +106,53 @@ class Engine:
         if deterministic:
             loaded.make_rows_independent()
         spec = loaded.spec(checkpoint.config, loaded.lm_head.weight.dtype)
-        free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else psutil.virtual_memory().available
         kind = HybridCache if config.enabled else PassThroughCache
         end_tokens, default_params = _generation_config(checkpoint.path, checkpoint.config)
         return cls(
             loaded,
             tokenizer,
-            kind.for_spec(spec, config, where, free),
+            kind.for_spec(spec, config, where, free_memory(where)),
             deterministic=deterministic,
             device=where,
             end_tokens=end_tokens,
             default_params=default_params,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+        )
+
+    def with_cache(self, cache: CacheConfig, room: tuple[int, int] | None = None) -> Engine:
+        """Another engine on the same weights, with a cache of its own.
+
+        Args:
+            cache: its settings. `chunk_size` must be this engine's: the model was made with it.
+            room: (pages, state slots) of the cache, instead of `cache.memory`.
+
+        Raises:
+            ArgumentError: another chunk size.
+            MemoryBudgetError: the memory does not suffice.
+        """
+        if cache.chunk_size != self.cache.config.chunk_size:
+            raise ArgumentError(f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}")
+        deterministic = self.device.type == "cpu" if cache.deterministic is None else cache.deterministic
+        if deterministic:
+            self.model.make_rows_independent()
+        spec = self.model.spec(self.model.config, self.model.lm_head.weight.dtype)
+        kind = HybridCache if cache.enabled else PassThroughCache
+        pools = (
+            kind.for_spec(spec, cache, self.device, free_memory(self.device))
+            if room is None
+            else kind.with_room(spec, cache, self.device, *room)
+        )
+        return type(self)(
+            self.model,
+            self.tokenizer,
+            pools,
+            deterministic=deterministic,
+            device=self.device,
+            end_tokens=self._end_tokens,
+            default_params=self.default_params,
+            max_num_seqs=self.scheduler.max_num_seqs,
+            max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
         )
 
     # Whole answers
@@ -249,11 +283,8 @@ class Engine:
             step = self.scheduler.schedule()
         if not step.parts:
             return []
-        config = self.cache.config
         try:
-            batch = plan(step, config.page_size, config.chunk_size, self.device, self.deterministic)
-            logits = self.model(batch, self.cache.pages.kv, self.cache.states.tensors)
-            tokens = [self._sample(part, row) for part, row in zip(step.sampled(), logits, strict=True)]
+            tokens = self._compute(step)
         except BaseException:
             self.scheduler.roll_back(step)
             raise
@@ -261,6 +292,13 @@ class Engine:
             alive = {id(part) for part in self.scheduler.commit(step)}
             sampled = [(part, token) for part, token in zip(step.sampled(), tokens, strict=True) if id(part) in alive]
             return [self._take(part.request, *token) for part, token in sampled]
+
+    def _compute(self, step: Step) -> list[tuple[int, dict[int, float] | None]]:
+        """The pass itself: a token, and its log-probabilities if asked for, for each sampled part."""
+        config = self.cache.config
+        batch = plan(step, config.page_size, config.chunk_size, self.device, self.deterministic)
+        logits = self.model(batch, self.cache.pages.kv, self.cache.states.tensors)
+        return [self._sample(part, row) for part, row in zip(step.sampled(), logits, strict=True)]
 
     def _sample(self, part: Part, logits: torch.Tensor) -> tuple[int, dict[int, float] | None]:
         request = part.request
@@ -319,6 +357,11 @@ class Engine:
                 f"{stats.pages_total}; the smallest memory that would do is {format_bytes(memory)} "
                 f"(CacheConfig(memory={memory})), or lower max_new_tokens"
             )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a device can give."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -256,7 +256,7 @@ class Qwen3_5ForCausalLM(nn.Module):
         """Find out, per shape of weight, how many chunks this machine may multiply at once without changing a row's bits."""
         found: dict[tuple[int, ...], int] = {}
         for module in self.modules():
-            if isinstance(module, Linear) and module is not self.lm_head:
+            if isinstance(module, Linear) and module is not self.lm_head and not module.most_rows:
                 shape = tuple(module.weight.shape)
                 if shape not in found:
                     found[shape] = rows_that_agree(module.weight, self.chunk_size)

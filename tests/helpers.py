@@ -77,6 +77,14 @@ class AuditedCache(HybridCache):
         super().__init__(*args)
         self.victims: list[tuple[list[int], list[int]]] = []
 
+    def evict_pages(self, count: int) -> None:
+        """Take what somebody else's need would take."""
+        self._let_go(self.tree.evict_pages(count))
+
+    def evict_checkpoints(self, count: int) -> None:
+        """Take what somebody else's need would take."""
+        self._let_go(self.tree.evict_checkpoints(count))
+
     def _let_go(self, released: Released) -> None:
         self.victims.append((list(released.pages), list(released.slots)))
         super()._let_go(released)
@@ -95,6 +103,8 @@ def _audited(action: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in "open reserve capture capture_spare take_back swap advance commit donate_states close clear".split():
     setattr(AuditedCache, _name, _audited(getattr(HybridCache, _name)))
+for _name in ("evict_pages", "evict_checkpoints"):
+    setattr(AuditedCache, _name, _audited(getattr(AuditedCache, _name)))
 
 
 def audited_cache(num_pages: int, num_states: int, page_size: int = 2, chunk_size: int = 2) -> AuditedCache:
@@ -133,6 +143,16 @@ def serve(cache: HybridCache, key: Key) -> Lease:
     lease = prefill(cache, key)
     cache.close(lease)
     return lease
+
+
+def release(cache: HybridCache) -> None:
+    """Close what is open and forget the rest; then everything is free."""
+    for lease in list(cache.leases):
+        cache.close(lease)
+    cache.clear()
+    stats = cache.stats()
+    assert (stats.pages_free, stats.states_free) == (stats.pages_total, stats.states_total)
+    assert list(cache.tree.nodes()) == []
 
 
 Content = tuple[str, tuple[int, ...]]

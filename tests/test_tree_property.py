@@ -270,7 +270,7 @@ def victims(seed: int) -> list[Released]:
     pages, slots = count(), count(1)
     locks: list[Lock] = []
     for _ in range(400):
-        text = [random.choice((1, 1, 2)) for _ in range(random.randint(1, 8)) for _ in range(2)]
+        text = [token for _ in range(random.randint(1, 8)) for token in [random.choice((1, 1, 2))] * 2]
         key, action = Key.of(text, random.choice(("", "other"))), random.random()
         if action < 0.5:
             checkpoint = Checkpoint(next(slots), len(text), random.random() < 0.3) if len(text) % 4 == 0 else None
