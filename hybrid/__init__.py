@@ -9,7 +9,9 @@ from pathlib import Path
 
 _root = Path(__file__).resolve().parent.parent
 if (_root / "kernels" / "reference.py").is_file():
-    __path__.append(str(_root))  # in a checkout ./kernels and ./models lie beside this package; installed, they lie within
+    __path__.append(
+        str(_root)
+    )  # in a checkout ./kernels and ./models lie beside this package; installed, they lie within
 
 from hybrid.cache import CacheStats, HybridCache  # noqa: E402
 from hybrid.config import CacheConfig  # noqa: E402

@@ -77,15 +77,14 @@ def _locks(cache: HybridCache) -> list[str]:
 
 def _pages(cache: HybridCache) -> list[str]:
     owners: list[tuple[int, str]] = [(page, "free") for page in cache.pages.free_indices()]
-    owned = set()
     for namespace, node in cache.tree.nodes():
         owners += [(page, f"the node of {namespace!r} ending at {node.end}") for page in node.pages]
-        owned.update(node.pages)
     wrong = []
     for lease in cache.leases:
         owners += [(page, "a lease") for page in lease.block_table[lease.num_shared :]]
-        if not owned.issuperset(lease.block_table[: lease.num_shared]):
-            wrong.append("a lease maps a shared page that the tree does not own")
+        locked = lease.page_lock.node if lease.page_lock is not None else None
+        if lease.block_table[: lease.num_shared] != cache.tree.pages(locked, lease.num_shared * cache.config.page_size):
+            wrong.append("a lease maps shared pages that its lock does not keep")
     return wrong + _exactly_one("page", owners, range(cache.pages.reserved, cache.pages.size))
 
 
@@ -94,9 +93,13 @@ def _states(cache: HybridCache) -> list[str]:
     for namespace, node in cache.tree.nodes():
         if node.slot is not None:
             owners.append((node.slot, f"the checkpoint of {namespace!r} at {node.end}"))
+    wrong = []
     for lease in cache.leases:
         owners += [(slot, "a lease") for slot in cache.private_slots(lease)]
-    return _exactly_one("state slot", owners, range(cache.states.reserved, cache.states.size))
+        locked = lease.state_lock.node if lease.state_lock is not None else None
+        if locked is not None and locked.slot != lease.read_slot:
+            wrong.append(f"a lease reads state slot {lease.read_slot}, which is not the checkpoint that it locks")
+    return wrong + _exactly_one("state slot", owners, range(cache.states.reserved, cache.states.size))
 
 
 def _exactly_one(what: str, owners: list[tuple[int, str]], all_indices: range) -> list[str]:

@@ -19,7 +19,8 @@ class Batch:
         block_table: `[R, max_pages]` page ids.
         slot_mapping: `[T]` where each token's K and V go; -1: the page has them already.
         state_read, state_write: `[R]` state slots. Equal only for the request's own slot.
-        checkpoints: `[C, 3]` (request, new tokens, slot): the state after so many of its new tokens goes to the slot too.
+        checkpoints: `[C, 3]` (request, new tokens, slot): the state after so many of its new tokens goes to the slot
+            too.
         sample_rows: `[S]` rows whose logits are wanted.
         num_prefills: requests `[0, num_prefills)` bring prompt parts.
         num_prefill_tokens: their tokens.

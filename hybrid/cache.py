@@ -1,16 +1,17 @@
 """The cache: the one place where pages and state slots change hands.
 
-Every page and every state slot is, at every moment, free, private to one lease, or owned by one node of the tree. A *lease* is
-what one running request holds. Its life:
+Every page and every state slot is, at every moment, free, private to one lease, or owned by one node of the tree. A
+*lease* is what one running request holds. Its life:
 
     open      match; lock pages to the page hit and the checkpoint at the usable hit; take a front slot and pages
     reserve   take private pages for the tokens to come
     capture   take a slot for a checkpoint that the next forward pass writes
-    advance   a pass is done: the front is valid after so many tokens; the matched checkpoint is unlocked after the first
-    commit    hand finished pages and captured checkpoints to the tree; duplicates are freed, the block table points at the tree's
-    close     give everything back
+    advance   a pass is done: the front is valid after so many tokens; the matched checkpoint is unlocked after the
+    first commit    hand finished pages and captured checkpoints to the tree; duplicates are freed, the block table
+    points at the tree's close     give everything back
 
-An allocation that fails changes nothing: the call returns None or False. One thread owns a cache; `stats()` may be called from any.
+An allocation that fails changes nothing: the call returns None or False. One thread owns a cache; `stats()` may be
+called from any.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ class CacheStats:
     """Counts since the cache was made, and what it holds now.
 
     Attributes:
-        requests, prompt_tokens, usable_tokens, page_tokens: requests recorded, and their tokens asked, usable, with pages.
+        requests, prompt_tokens, usable_tokens, page_tokens: requests recorded, and their tokens asked, usable, with
+            pages.
         evicted_pages, evicted_checkpoints: given up to make room.
         pages_free, pages_cached, pages_private: the pages by owner; they add up to `pages_total`.
         states_free, checkpoints, states_private: the state slots by owner; they add up to `states_total`.
@@ -123,7 +125,11 @@ class HybridCache:
         Args:
             num_states: state slots to hand out; they are numbered from 1.
         """
-        return cls(config or CacheConfig(), IndexPool(num_pages, 0, "page"), IndexPool(num_states + 1, EMPTY_STATE + 1, "state slot"))
+        return cls(
+            config or CacheConfig(),
+            IndexPool(num_pages, 0, "page"),
+            IndexPool(num_states + 1, EMPTY_STATE + 1, "state slot"),
+        )
 
     @classmethod
     def for_spec(cls, spec: HybridSpec, config: CacheConfig, device: torch.device, free: int) -> HybridCache:
@@ -143,21 +149,38 @@ class HybridCache:
             needed = max(MIN_STATE_SLOTS * state_bytes / config.state_share, page_bytes / (1 - config.state_share))
             raise MemoryBudgetError(
                 f"CacheConfig: memory={config.memory!r} is {format_bytes(memory)}; one request needs at least "
-                f"{format_bytes(int(needed) + page_bytes)} ({MIN_STATE_SLOTS} states of {format_bytes(state_bytes)}, pages of {format_bytes(page_bytes)})"
+                f"{format_bytes(int(needed) + page_bytes)} "
+                f"({MIN_STATE_SLOTS} states of {format_bytes(state_bytes)}, pages of {format_bytes(page_bytes)})"
             )
         return cls.with_room(spec, config, device, num_pages, num_states)
 
     @classmethod
-    def with_room(cls, spec: HybridSpec, config: CacheConfig, device: torch.device, num_pages: int, num_states: int) -> HybridCache:
-        """A cache with its tensors, for so many pages and state slots (the reserved one included), whatever `config.memory` says."""
+    def with_room(
+        cls, spec: HybridSpec, config: CacheConfig, device: torch.device, num_pages: int, num_states: int
+    ) -> HybridCache:
+        """A cache with its tensors, for so many pages and state slots (the reserved one included), whatever
+        `config.memory` says."""
         cache = cls(config, PagePool(spec, num_pages, config.page_size, device), StatePool(spec, num_states, device))
         cache._stats.page_bytes, cache._stats.state_bytes = spec.page_bytes(config.page_size), spec.state_bytes
         return cache
 
+    @property
+    def kv(self) -> torch.Tensor:
+        """The pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; only where the cache has tensors."""
+        assert isinstance(self.pages, PagePool)
+        return self.pages.kv
+
+    @property
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """The state slots, `[num_slots, ...]` by name; only where the cache has tensors."""
+        assert isinstance(self.states, StatePool)
+        return self.states.tensors
+
     # The life of a lease
 
     def open(self, key: Key, limit: int, num_tokens: int) -> Lease | None:
-        """Start a request that may use at most `limit` tokens of what is known. None when the memory for it cannot be had.
+        """Start a request that may use at most `limit` tokens of what is known. None when the memory for it cannot be
+        had.
 
         Args:
             limit: at most `len(key) - 1`, so that a token is left to compute.
@@ -200,7 +223,8 @@ class HybridCache:
         stats.page_tokens += explanation.page_hit
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
-        """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it cannot."""
+        """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it
+        cannot."""
         missing = -(-num_tokens // self.config.page_size) - len(lease.block_table)
         if missing > 0:
             pages = self._take_pages(missing)
@@ -210,11 +234,13 @@ class HybridCache:
         return True
 
     def capture(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
-        """Take a slot for the state after `num_tokens` tokens, which the pass under way writes. None when none can be had."""
+        """Take a slot for the state after `num_tokens` tokens, which the pass under way writes. None when none can be
+        had."""
         return self._capture(lease, num_tokens, self._take_state(), spare=False)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
-        """As `capture`, from memory that nobody else wants: nothing is evicted, and a quarter of the slots stays free."""
+        """As `capture`, from memory that nobody else wants: nothing is evicted, and a quarter of the slots stays
+        free."""
         if 4 * self.states.num_free <= self.states.capacity:
             return None
         return self._capture(lease, num_tokens, self._take_state(), spare=True)
@@ -231,7 +257,8 @@ class HybridCache:
         lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
 
     def advance(self, lease: Lease, num_tokens: int) -> None:
-        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is not needed any more."""
+        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is not needed any
+        more."""
         if lease.state_lock is not None:
             self.tree.unlock(lease.state_lock)
             lease.state_lock = None
@@ -247,7 +274,9 @@ class HybridCache:
             OwnershipError: `num_tokens` is no multiple of the page size, or more than the lease has pages for.
         """
         if num_tokens % self.config.page_size or num_tokens > len(lease.block_table) * self.config.page_size:
-            raise OwnershipError(f"commit: {num_tokens} tokens, with {len(lease.block_table)} pages of {self.config.page_size}")
+            raise OwnershipError(
+                f"commit: {num_tokens} tokens, with {len(lease.block_table)} pages of {self.config.page_size}"
+            )
         for checkpoint in sorted(lease.captured, key=lambda c: c.num_tokens):
             if checkpoint.num_tokens <= num_tokens:
                 self._insert(lease, key, checkpoint.num_tokens, checkpoint)
@@ -255,7 +284,8 @@ class HybridCache:
             self._insert(lease, key, num_tokens, None)
 
     def donate_states(self, lease: Lease, limit: int) -> None:
-        """Offer the deepest of the lease's own states that lies on the grid and not beyond `limit`, for the next commit.
+        """Offer the deepest of the lease's own states that lies on the grid and not beyond `limit`, for the next
+        commit.
 
         It is the end of a request's life: the front or the back changes hands without a copy.
         """
@@ -304,8 +334,16 @@ class HybridCache:
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""
         now = CacheStats(**{name: getattr(self._stats, name) for name in CacheStats.__dataclass_fields__})
-        now.pages_total, now.pages_free, now.pages_cached = self.pages.capacity, self.pages.num_free, self.tree.num_pages
-        now.states_total, now.states_free, now.checkpoints = self.states.capacity, self.states.num_free, self.tree.num_checkpoints
+        now.pages_total, now.pages_free, now.pages_cached = (
+            self.pages.capacity,
+            self.pages.num_free,
+            self.tree.num_pages,
+        )
+        now.states_total, now.states_free, now.checkpoints = (
+            self.states.capacity,
+            self.states.num_free,
+            self.tree.num_checkpoints,
+        )
         now.pages_private = now.pages_total - now.pages_free - now.pages_cached
         now.states_private = now.states_total - now.states_free - now.checkpoints
         return now

@@ -17,8 +17,8 @@ class CacheConfig:
         enabled: keep prefixes of finished and running requests. Without it every request computes its whole prompt.
         page_size: tokens per page of KV.
         chunk_size: tokens per chunk of the linear layers. Checkpoints lie at multiples of both sizes.
-        memory: bytes for pages and states together: a number of bytes, a text as "512MiB" or "2GB", or a fraction of the
-            memory that is free on the device (0.5).
+        memory: bytes for pages and states together: a number of bytes, a text as "512MiB" or "2GB", or a fraction of
+            the memory that is free on the device (0.5).
         state_share: the part of `memory` that holds states; the rest holds pages.
         eviction: name of the eviction policy ("lru").
         deterministic: make the output of a hit bitwise that of a cold run, whatever else is in the batch.
@@ -66,8 +66,8 @@ class CacheConfig:
             amount = int(amount * free)
         if amount > free:
             raise MemoryBudgetError(
-                f"CacheConfig: memory={self.memory!r} is {format_bytes(int(amount))}, but only {format_bytes(free)} is free; "
-                "give less, or a fraction of what is free as memory=0.5"
+                f"CacheConfig: memory={self.memory!r} is {format_bytes(int(amount))}, but only {format_bytes(free)} "
+                "is free; give less, or a fraction of what is free as memory=0.5"
             )
         return int(amount)
 

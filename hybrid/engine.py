@@ -56,8 +56,9 @@ class Engine:
             raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         if max_num_batched_tokens < cache.config.chunk_size + max_num_seqs:
             raise ArgumentError(
-                f"max_num_batched_tokens must hold one chunk and a token of each request: at least "
-                f"{cache.config.chunk_size + max_num_seqs} with max_num_seqs={max_num_seqs}, got {max_num_batched_tokens}"
+                "max_num_batched_tokens must hold one chunk and a token of each request: at least "
+                f"{cache.config.chunk_size + max_num_seqs} with max_num_seqs={max_num_seqs}, "
+                f"got {max_num_batched_tokens}"
             )
         self.model = model
         self.tokenizer = tokenizer
@@ -132,7 +133,9 @@ class Engine:
             MemoryBudgetError: the memory does not suffice.
         """
         if cache.chunk_size != self.cache.config.chunk_size:
-            raise ArgumentError(f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}")
+            raise ArgumentError(
+                f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
+            )
         deterministic = self.device.type == "cpu" if cache.deterministic is None else cache.deterministic
         if deterministic:
             self.model.make_rows_independent()
@@ -168,7 +171,8 @@ class Engine:
         """Answer prompts, all at once.
 
         Args:
-            prompts: one or more of: a text, a list of token ids, a list of chat messages `{"role": ..., "content": ...}`.
+            prompts: one or more of: a text, a list of token ids, a list of chat messages `{"role": ..., "content":
+                ...}`.
             params: for all of them, or one for each; None: `default_params`.
             namespace: prompts share what is cached only within a namespace.
             progress: show a progress bar; None: when there is a terminal.
@@ -183,7 +187,9 @@ class Engine:
         many = _as_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
-            raise ArgumentError(f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each")
+            raise ArgumentError(
+                f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each"
+            )
         requests = [self._request(prompt, p, namespace) for prompt, p in zip(many, each, strict=True)]
         for request in requests:
             self._enter(request)
@@ -297,7 +303,7 @@ class Engine:
         """The pass itself: a token, and its log-probabilities if asked for, for each sampled part."""
         config = self.cache.config
         batch = plan(step, config.page_size, config.chunk_size, self.device, self.deterministic)
-        logits = self.model(batch, self.cache.pages.kv, self.cache.states.tensors)
+        logits = self.model(batch, self.cache.kv, self.cache.state_tensors)
         return [self._sample(part, row) for part, row in zip(step.sampled(), logits, strict=True)]
 
     def _sample(self, part: Part, logits: torch.Tensor) -> tuple[int, dict[int, float] | None]:
@@ -339,7 +345,9 @@ class Engine:
         if wrong is not None:
             raise PromptError(f"token id {wrong} lies outside the vocabulary: ids go from 0 to {config.vocab_size - 1}")
         if len(ids) >= limit:
-            raise PromptError(f"the prompt has {len(ids)} tokens; this model takes {limit}, the answer included: shorten the prompt")
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens; this model takes {limit}, the answer included: shorten the prompt"
+            )
         if params.stop and self.tokenizer is None:
             raise PromptError("stop texts need a tokenizer, and this checkpoint has none; use stop_token_ids")
         max_len = min(limit, len(ids) + params.max_new_tokens)
@@ -353,8 +361,8 @@ class Engine:
         if needed > stats.pages_total:
             memory = math.ceil(needed * stats.page_bytes / (1 - config.state_share))
             raise MemoryBudgetError(
-                f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there are "
-                f"{stats.pages_total}; the smallest memory that would do is {format_bytes(memory)} "
+                f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there "
+                f"are {stats.pages_total}; the smallest memory that would do is {format_bytes(memory)} "
                 f"(CacheConfig(memory={memory})), or lower max_new_tokens"
             )
 
@@ -390,7 +398,9 @@ def _generation_config(path: Path, config: Any) -> tuple[frozenset[int], Samplin
     from transformers import GenerationConfig
 
     has_file = (path / "generation_config.json").is_file()
-    generation = GenerationConfig.from_pretrained(path) if has_file else GenerationConfig(eos_token_id=config.eos_token_id)
+    generation = (
+        GenerationConfig.from_pretrained(path) if has_file else GenerationConfig(eos_token_id=config.eos_token_id)
+    )
     end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
     end_tokens = frozenset([end] if isinstance(end, int) else end or ())
     if not generation.do_sample:

@@ -1,8 +1,8 @@
 """Which page or checkpoint goes first.
 
-A policy ranks what it is shown and sees no tree: `rank(usage)`, the lowest goes first. The queue keeps the candidates in a heap
-with stale entries: whatever changes a rank pushes a fresh entry, and an entry whose rank is no longer the present one is
-dropped when it comes up. Finding a victim costs O(log n), whatever the number of candidates.
+A policy ranks what it is shown and sees no tree: `rank(usage)`, the lowest goes first. The queue keeps the candidates
+in a heap with stale entries: whatever changes a rank pushes a fresh entry, and an entry whose rank is no longer the
+present one is dropped when it comes up. Finding a victim costs O(log n), whatever the number of candidates.
 """
 
 import heapq

@@ -1,7 +1,7 @@
 """Keys of the tree: token ids as bytes, in a namespace.
 
-Ids are kept as the bytes of 32-bit integers. A child of a node is found by the bytes of its first page, and an edge is compared
-with one `bytes.startswith`, which is one memcmp without a copy.
+Ids are kept as the bytes of 32-bit integers. A child of a node is found by the bytes of its first page, and an edge is
+compared with one `bytes.startswith`, which is one memcmp without a copy.
 """
 
 from array import array

@@ -26,7 +26,17 @@ class Node:
     """
 
     __slots__ = (
-        "parent", "edge", "pages", "end", "children", "slot", "page_locks", "state_locks", "usage", "lost_checkpoint", "lost_children",
+        "children",
+        "edge",
+        "end",
+        "lost_checkpoint",
+        "lost_children",
+        "page_locks",
+        "pages",
+        "parent",
+        "slot",
+        "state_locks",
+        "usage",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, pages: array[int], end: int, usage: Usage) -> None:
@@ -55,7 +65,8 @@ class Match(NamedTuple):
     Attributes:
         num_tokens: the usable hit: there is a checkpoint at this length (0: the empty prefix).
         num_page_tokens: the page hit, at least `num_tokens`.
-        branching_len: the deepest position on the grid, beyond `num_tokens`, that has pages and no checkpoint; None if there is none.
+        branching_len: the deepest position on the grid, beyond `num_tokens`, that has pages and no checkpoint; None if
+            there is none.
         checkpoint: the node whose checkpoint it is; None for the empty prefix.
         deepest: the node of the last matched page; None when no page matched. Its edge may go on beyond the match.
     """

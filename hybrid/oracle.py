@@ -14,8 +14,8 @@ TORCH_FUNCTIONS = (
 def use_torch_functions(model: Any) -> None:
     """Make a transformers model run its plain torch functions, whatever kernels are installed.
 
-    Where flash-linear-attention is installed, transformers picks its kernels when the modeling module is imported, for every
-    device, and the model then fails on a CPU. The torch functions stay reachable behind `__wrapped__`.
+    Where flash-linear-attention is installed, transformers picks its kernels when the modeling module is imported, for
+    every device, and the model then fails on a CPU. The torch functions stay reachable behind `__wrapped__`.
     """
     module = importlib.import_module(type(model).__module__)
     for name in TORCH_FUNCTIONS:

@@ -1,4 +1,5 @@
-"""The proof that hits do not change results: against transformers' own model, and a hit against a cold run, bit by bit."""
+"""The proof that hits do not change results: against transformers' own model, and a hit against a cold run, bit by
+bit."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class Judge:
         self.grid = config.grid
         self._config = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True)
         self._cold = engine.with_cache(
-            CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, enabled=False), room=(256, 16)
+            CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, enabled=False),
+            room=(256, 16),
         )
 
     def ids(self, count: int) -> list[int]:
@@ -79,9 +81,14 @@ class Judge:
         return wrong
 
     def check(self, name: str, outputs: list[RequestOutput], *also: tuple[str, bool]) -> Check:
-        """A scenario passes when its outputs are those of cold runs, something was hit, and what else must have happened did."""
+        """A scenario passes when its outputs are those of cold runs, something was hit, and what else must have
+        happened did."""
         hits = sum(output.usage.cached_tokens for output in outputs)
-        wrong = self.differences(outputs) + ([] if hits else ["nothing was hit"]) + [what for what, happened in also if not happened]
+        wrong = (
+            self.differences(outputs)
+            + ([] if hits else ["nothing was hit"])
+            + [what for what, happened in also if not happened]
+        )
         detail = "; ".join(wrong) if wrong else f"{len(outputs)} requests, bitwise equal"
         return Check(name, not wrong, hits, detail)
 
@@ -94,7 +101,9 @@ def repeated_prompt(judge: Judge) -> Check:
 
 def second_turn(judge: Judge) -> Check:
     warm, outputs = judge.warm(), []
-    first = warm.generate([judge.ids(3 * judge.grid + 7), judge.ids(2 * judge.grid + judge.grid // 2)], ANSWER, progress=False)
+    first = warm.generate(
+        [judge.ids(3 * judge.grid + 7), judge.ids(2 * judge.grid + judge.grid // 2)], ANSWER, progress=False
+    )
     for _ in range(2):
         prompts = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in first]
         first = warm.generate(prompts, ANSWER, progress=False)
@@ -131,13 +140,17 @@ def memory_pressure(judge: Judge) -> Check:
     shared = judge.ids(4 * judge.grid)
     outputs = []
     for _ in range(3):
-        prompts = [shared + judge.ids(own) for own in (1, judge.grid - 20, judge.grid, judge.grid + 50)] + [judge.ids(6 * judge.grid)]
+        prompts = [shared + judge.ids(own) for own in (1, judge.grid - 20, judge.grid, judge.grid + 50)] + [
+            judge.ids(6 * judge.grid)
+        ]
         outputs += warm.generate(prompts, ANSWER, progress=False)
     stats = warm.cache.stats()
     warm.cache.audit()
     evicted = stats.evicted_pages > 0 and stats.evicted_checkpoints > 0
     retracted = warm.scheduler.num_retractions > 0
-    return judge.check("under memory pressure", outputs, ("nothing was evicted", evicted), ("nobody was retracted", retracted))
+    return judge.check(
+        "under memory pressure", outputs, ("nothing was evicted", evicted), ("nobody was retracted", retracted)
+    )
 
 
 def launched_together(judge: Judge) -> Check:
@@ -147,7 +160,14 @@ def launched_together(judge: Judge) -> Check:
     return judge.check("launched together", outputs, ("the shared part was computed more than once", shared_by_all))
 
 
-SCENARIOS: tuple[Callable[[Judge], Check], ...] = (repeated_prompt, second_turn, branch, busy_batch, memory_pressure, launched_together)
+SCENARIOS: tuple[Callable[[Judge], Check], ...] = (
+    repeated_prompt,
+    second_turn,
+    branch,
+    busy_batch,
+    memory_pressure,
+    launched_together,
+)
 
 
 def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check]:
@@ -169,8 +189,8 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
 
 
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
-    """`[len(ids), vocab]` logits of every token: the first ones in prompt parts of `share` tokens, what is left token by token
-    when it does not fill a chunk."""
+    """`[len(ids), vocab]` logits of every token: the first ones in prompt parts of `share` tokens, what is left token
+    by token when it does not fill a chunk."""
     request = Request.of("parity", ids, SamplingParams(), "", None, len(ids) + 1)
     lease = engine.cache.open(request.key(), 0, len(ids))
     assert lease is not None
@@ -182,7 +202,7 @@ def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
         batch = plan(step, config.page_size, config.chunk_size, engine.device, engine.deterministic)
         every_row = {"sample_rows": torch.arange(end - start, device=engine.device)}
         batch = type(batch)(**{**{name: getattr(batch, name) for name in batch.__slots__}, **every_row})
-        logits.append(engine.model(batch, engine.cache.pages.kv, engine.cache.states.tensors))
+        logits.append(engine.model(batch, engine.cache.kv, engine.cache.state_tensors))
         engine.cache.advance(lease, end)
         start = end
     engine.cache.close(lease)
@@ -195,7 +215,8 @@ def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check:
     top = theirs.topk(2, dim=-1).values
     clear = top[:, 0] - top[:, 1] > bound
     same = bool((ours.argmax(-1) == theirs.argmax(-1))[clear].all())
-    detail = f"largest difference {worst:.2e}, allowed {bound:.2e}; {'same' if same else 'another'} likeliest token in {int(clear.sum())} clear rows"
+    likeliest = "the same likeliest token" if same else "ANOTHER likeliest token"
+    detail = f"largest difference {worst:.2e}, allowed {bound:.2e}; {likeliest} in {int(clear.sum())} clear rows"
     return Check(name, worst <= bound and same, None, detail)
 
 

@@ -21,7 +21,11 @@ def plan(step: Step, page_size: int, chunk_size: int, device: torch.device, dete
         positions += range(part.start, part.end)
         slots += _slots(part, page_size)
         starts.append(len(token_ids))
-        checkpoints += [(row, c.num_tokens - part.start, c.slot) for c in part.lease.captured if part.start < c.num_tokens <= part.end]
+        checkpoints += [
+            (row, c.num_tokens - part.start, c.slot)
+            for c in part.lease.captured
+            if part.start < c.num_tokens <= part.end
+        ]
         if id(part) in sampled:
             sample_rows.append(len(token_ids) - 1)
     num_prefills = sum(part.is_prefill for part in step.parts)
@@ -56,4 +60,6 @@ def _slots(part: Part, page_size: int) -> list[int]:
     """Where the part's K and V go: nowhere on pages that the tree owns, which have them already."""
     table, private = part.lease.block_table, part.lease.num_shared * page_size
     first = min(max(part.start, private), part.end)
-    return [-1] * (first - part.start) + [table[at // page_size] * page_size + at % page_size for at in range(first, part.end)]
+    return [-1] * (first - part.start) + [
+        table[at // page_size] * page_size + at % page_size for at in range(first, part.end)
+    ]

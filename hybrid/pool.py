@@ -58,6 +58,6 @@ class IndexPool:
             self._is_free[index] = 1
         self._free.extend(reversed(back))
 
-    def free_indices(self) -> frozenset[int]:
-        """All free indices, for the audit."""
-        return frozenset(self._free)
+    def free_indices(self) -> tuple[int, ...]:
+        """All free indices, for the audit: one that is free twice is there twice."""
+        return tuple(self._free)

@@ -109,7 +109,15 @@ class Request:
     last_token_at: float | None = None
 
     @classmethod
-    def of(cls, request_id: str, ids: Sequence[int], params: SamplingParams, namespace: str, text: TextStream | None, max_len: int) -> Request:
+    def of(
+        cls,
+        request_id: str,
+        ids: Sequence[int],
+        params: SamplingParams,
+        namespace: str,
+        text: TextStream | None,
+        max_len: int,
+    ) -> Request:
         """A user's request, of at most `max_len` tokens in the end."""
         generator = make_generator(params) if params.temperature else None
         return cls(request_id, array("i", ids), len(ids), params, namespace, text, max_len, generator=generator)
@@ -147,15 +155,15 @@ class Request:
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         self.ids.append(token)
-        if token in end_tokens or token in params.stop_token_ids:
-            self.finish_reason = "stop"
-        elif self.text is not None and self.text.append(token):
+        if token in end_tokens or token in params.stop_token_ids or (self.text is not None and self.text.append(token)):
             self.finish_reason = "stop"
         elif self.num_output >= params.max_new_tokens or len(self.ids) >= self.max_len:
             self.finish_reason = "length"
         if self.finish_reason and self.text is not None:
             self.text.finish()
-        self.kept_len = self.prompt_len + self.text.num_kept if self.text is not None and self.text.stopped else len(self.ids)
+        self.kept_len = (
+            self.prompt_len + self.text.num_kept if self.text is not None and self.text.stopped else len(self.ids)
+        )
 
     def output(self) -> RequestOutput:
         """What there is to tell now."""

@@ -42,19 +42,29 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._require(isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1, "max_new_tokens must be at least 1")
+        self._require(
+            isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1, "max_new_tokens must be at least 1"
+        )
         self._require(0 <= self.temperature < float("inf"), "temperature must be 0 (greedy) or a positive number")
-        self._require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be a positive number, or 0 for all tokens")
+        self._require(
+            isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be a positive number, or 0 for all tokens"
+        )
         self._require(0 < self.top_p <= 1, "top_p must lie in (0, 1]")
         self._require(0 <= self.min_p <= 1, "min_p must lie in [0, 1]")
         self._require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs must lie in 0 .. 100, or be None")
         self._require(all(isinstance(text, str) and text for text in self.stop), "stop must be non-empty texts")
-        self._require(all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids), "stop_token_ids must be token ids")
+        self._require(
+            all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids),
+            "stop_token_ids must be token ids",
+        )
         if self.temperature == 0:
             for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None)):
                 value = getattr(self, name)
                 greedy = name == "top_k" and value == 1
-                self._require(value == neutral or greedy, f"{name}={value} has no effect with temperature=0 (greedy); set temperature=1.0 or leave it out")
+                self._require(
+                    value == neutral or greedy,
+                    f"{name}={value} has no effect with temperature=0 (greedy); set temperature=1.0 or leave it out",
+                )
 
     def _require(self, holds: bool, message: str) -> None:
         if not holds:

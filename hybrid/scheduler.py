@@ -1,9 +1,10 @@
 """Who computes what in the next step.
 
-Continuous batching: each step takes one token of every request that decodes and a share of the prompts, within a budget of tokens.
-A share ends at a multiple of the chunk, or at the end of its prompt (partial prefill).
+Continuous batching: each step takes one token of every request that decodes and a share of the prompts, within a budget
+of tokens. A share ends at a multiple of the chunk, or at the end of its prompt (partial prefill).
 
-* Requests are served in the order in which they came. One that cannot have its memory waits, and those behind it with it.
+* Requests are served in the order in which they came. One that cannot have its memory waits, and those behind it with
+  it.
 * When pages run out, the youngest request is retracted: it gives its memory back and is resumed later.
 * A waiting request whose prefix a running one is about to compute waits for it, and nobody else waits for that.
 * In deterministic mode what a finished request has decoded is replayed as whole chunks, after everybody else's share.
@@ -74,7 +75,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Step:
-        """Plan the next step, and take the memory for it. """
+        """Plan the next step, and take the memory for it."""
         decodes = [part for request in list(self.running) if (part := self._decode_part(request)) is not None]
         budget = self.max_num_batched_tokens - len(decodes)
         self._admit(budget)
@@ -88,7 +89,8 @@ class Scheduler:
         return self._in_flight
 
     def commit(self, step: Step) -> list[Part]:
-        """The step is computed: move states and finished chunks on. Returns the parts whose requests still want the result.
+        """The step is computed: move states and finished chunks on. Returns the parts whose requests still want the
+        result.
 
         A request that was aborted meanwhile gives back its memory now: the pass may have written to it until here.
         """
@@ -128,7 +130,11 @@ class Scheduler:
             self.cache.commit(lease, request.key(), kept // self.cache.config.page_size * self.cache.config.page_size)
         self._leave(request)
         whole = request.kept_len // grid * grid
-        if self.deterministic and whole > request.prompt_len // grid * grid and not isinstance(self.cache, PassThroughCache):
+        if (
+            self.deterministic
+            and whole > request.prompt_len // grid * grid
+            and not isinstance(self.cache, PassThroughCache)
+        ):
             self.waiting.append(Request.replay(request, whole))
 
     def abort(self, request: Request) -> None:
@@ -194,7 +200,8 @@ class Scheduler:
     # Coming and going
 
     def _admit(self, budget: int) -> None:
-        """Start waiting requests, oldest first, replays last, while there is room and they would have a share of the budget."""
+        """Start waiting requests, oldest first, replays last, while there is room and they would have a share of the
+        budget."""
         budget -= sum(request.prefill_end - request.num_computed for request in self.running if request.is_prefilling)
         for request in sorted(self.waiting, key=lambda request: request.is_replay):
             if budget <= 0 or len(self.running) >= self.max_num_seqs:

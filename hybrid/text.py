@@ -88,11 +88,15 @@ def encode(tokenizer: Any | None, prompt: str | list[int] | list[Message]) -> li
     Raises:
         PromptError: the prompt is of another form, or there is no tokenizer or no template for it.
     """
-    if isinstance(prompt, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
-        return prompt
+    if isinstance(prompt, list):
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) == len(prompt):
+            return ids
     is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not is_chat and not isinstance(prompt, str):
-        raise PromptError(f"a prompt is a text, a list of token ids, or a list of chat messages; got {type(prompt).__name__}")
+        raise PromptError(
+            f"a prompt is a text, a list of token ids, or a list of chat messages; got {type(prompt).__name__}"
+        )
     if tokenizer is None:
         raise PromptError("this checkpoint has no tokenizer; give the prompt as a list of token ids")
     if isinstance(prompt, str):

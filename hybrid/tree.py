@@ -1,17 +1,19 @@
 """The radix tree: which pages hold which tokens, and where a state was kept.
 
-One tree tracks two resources that live and die separately. A node owns the pages of its edge, and may own a *checkpoint*: the
-slot of the state after exactly the tokens from the root to the node's end. A node without one is a *tombstone*.
+One tree tracks two resources that live and die separately. A node owns the pages of its edge, and may own a
+*checkpoint*: the slot of the state after exactly the tokens from the root to the node's end. A node without one is a
+*tombstone*.
 
 What holds at every moment (`hybrid.audit` states it in code):
 
 * Edges are whole pages; `0 < len(edge)`; a child is found by the bytes of the first page of its edge.
-* Only a leaf gives up pages. A lock on a node's pages therefore protects every page above it too, and costs nothing but one count.
+* Only a leaf gives up pages. A lock on a node's pages therefore protects every page above it too, and costs nothing but
+  one count.
 * A checkpoint may go from any node. `page_locks >= state_locks`.
 * A tombstone that loses its last child goes with it, unless it is locked (the cascade).
 
-The tree knows integers only: tokens, page ids, slots, counts. It allocates and frees nothing: it returns what it lets go of.
-`match` changes nothing but recency, `peek` changes nothing at all, only `insert` splits.
+The tree knows integers only: tokens, page ids, slots, counts. It allocates and frees nothing: it returns what it lets
+go of. `match` changes nothing but recency, `peek` changes nothing at all, only `insert` splits.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Tree:
     # Reading
 
     def match(self, key: Key, limit: int) -> Match:
-        """The longest known prefix of the first `limit` tokens. Counts as a use of the checkpoint found, and of nothing else."""
+        """The longest known prefix of the first `limit` tokens. Counts as a use of the checkpoint found, and of nothing
+        else."""
         found = self.peek(key, limit)
         self.touch(found)
         return found
@@ -68,7 +71,7 @@ class Tree:
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, and counts as nothing."""
-        node = self._roots.get(key.namespace)
+        node: Node | None = self._roots.get(key.namespace)
         if node is None:
             return Match(0, 0, None, None, None)
         ids, page_bytes = key.ids, self._page_bytes
@@ -110,7 +113,8 @@ class Tree:
         return pages
 
     def was_evicted(self, key: Key, match: Match) -> bool:
-        """Whether the token after the page hit was once here. Right after the match; forgets what lay below evicted nodes."""
+        """Whether the token after the page hit was once here. Right after the match; forgets what lay below evicted
+        nodes."""
         node = match.deepest or self._roots.get(key.namespace)
         if node is None or node.end != match.num_page_tokens:
             return False  # nothing is lost from inside an edge: what went on from there is there
@@ -144,9 +148,9 @@ class Tree:
     def insert(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None = None) -> Inserted:
         """Enter the first `num_tokens` tokens of a key: pages `[0, num_tokens)`, and the checkpoint at their end.
 
-        The tree keeps its own page where it has one, and becomes the owner of the pages of `[num_existing, num_tokens)`. It
-        refuses a second checkpoint at the same place (`adopted` is False). Splits at most one node; the checkpoint, the
-        children and the locks of a split node stay with its lower half.
+        The tree keeps its own page where it has one, and becomes the owner of the pages of `[num_existing,
+        num_tokens)`. It refuses a second checkpoint at the same place (`adopted` is False). Splits at most one node;
+        the checkpoint, the children and the locks of a split node stay with its lower half.
 
         Args:
             pages: page ids of `[0, num_tokens)` in order.
@@ -192,19 +196,34 @@ class Tree:
         return Inserted(node, num_existing, adopted)
 
     def _refuse_mismatch(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None) -> None:
-        if num_tokens <= 0 or num_tokens > len(key) or num_tokens % self.page_size or len(pages) * self.page_size != num_tokens:
+        if (
+            num_tokens <= 0
+            or num_tokens > len(key)
+            or num_tokens % self.page_size
+            or len(pages) * self.page_size != num_tokens
+        ):
             raise OwnershipError(
-                f"insert: {num_tokens} tokens of a key of {len(key)} and {len(pages)} pages of {self.page_size} do not belong together"
+                f"insert: {num_tokens} tokens of a key of {len(key)} and {len(pages)} pages of "
+                f"{self.page_size} do not belong together"
             )
         if checkpoint is not None and (checkpoint.num_tokens != num_tokens or num_tokens % self.grid):
-            raise OwnershipError(f"insert: a state captured after {checkpoint.num_tokens} tokens is offered for {num_tokens} (grid {self.grid})")
+            raise OwnershipError(
+                f"insert: a state captured after {checkpoint.num_tokens} tokens is offered for {num_tokens} "
+                f"(grid {self.grid})"
+            )
 
     def _split(self, lower: Node, length: int) -> Node:
         """Cut an edge after `length` bytes; returns the upper half, which is a tombstone."""
         upper_parent, num_pages = lower.parent, length // self._page_bytes
         assert upper_parent is not None and 0 < length < len(lower.edge)
         usage = Usage(lower.usage.created, lower.usage.last_used)
-        upper = Node(upper_parent, lower.edge[:length], lower.pages[:num_pages], lower.end - (len(lower.edge) - length) // TOKEN_BYTES, usage)
+        upper = Node(
+            upper_parent,
+            lower.edge[:length],
+            lower.pages[:num_pages],
+            lower.end - (len(lower.edge) - length) // TOKEN_BYTES,
+            usage,
+        )
         edge, pages = lower.edge[length:], lower.pages[num_pages:]
         upper.children[edge[: self._page_bytes]] = lower
         # Everything that can fail is done; from here on the books are moved.

@@ -1,9 +1,9 @@
 """Matrix products whose rows do not depend on how many rows there are.
 
-A BLAS picks another algorithm for another number of rows, and a row's bits change with it. Here a product over a packed batch is
-cut into products of fixed shape: whole chunks, the rest of a prompt by itself, and decoded rows in blocks of one size. A row then
-meets the same algorithm whatever else is in the batch. Several chunks go together where a probe on the weight itself has shown
-that this BLAS, on this machine, gives the same bits (`rows_that_agree`).
+A BLAS picks another algorithm for another number of rows, and a row's bits change with it. Here a product over a packed
+batch is cut into products of fixed shape: whole chunks, the rest of a prompt by itself, and decoded rows in blocks of
+one size. A row then meets the same algorithm whatever else is in the batch. Several chunks go together where a probe on
+the weight itself has shown that this BLAS, on this machine, gives the same bits (`rows_that_agree`).
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,8 @@ def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, most_rows
 
 
 def rows_that_agree(weight: Tensor, chunk: int, limit: int = 1024) -> int:
-    """The largest number of rows, a power of two of `chunk`, up to which a product equals that of its chunks bit by bit."""
+    """The largest number of rows, a power of two of `chunk`, up to which a product equals that of its chunks bit by
+    bit."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(limit, weight.shape[1], generator=generator).to(weight)
     expected = torch.cat([torch.mm(part, weight.t()) for part in x.split(chunk)])

@@ -1,15 +1,17 @@
-"""The kernels in plain torch: correct on every device, fast enough to be the CPU path, and the truth that faster ones are held to.
+"""The kernels in plain torch: correct on every device, fast enough to be the CPU path, and the truth that faster ones
+are held to.
 
-Packed batches: the new tokens of all requests lie in one row, `cu_seqlens` `[R + 1]` says where each begins, no padding. Pools are
-addressed by page ids (`block_table`) and by state slots (`state_read`, `state_write`, `[R]`); a request reads one slot and writes
-another, and the two may be equal only for its own slot.
+Packed batches: the new tokens of all requests lie in one row, `cu_seqlens` `[R + 1]` says where each begins, no
+padding. Pools are addressed by page ids (`block_table`) and by state slots (`state_read`, `state_write`, `[R]`); a
+request reads one slot and writes another, and the two may be equal only for its own slot.
 
-Results do not depend on what else is in the batch. Every request's chunks have a shape of their own; where torch's own function
-gives other bits at the end of a tensor than in its middle (sigmoid, silu, softplus: vector code and its scalar rest), it is
-written with `exp`, which does not.
+Results do not depend on what else is in the batch. Every request's chunks have a shape of their own; where torch's own
+function gives other bits at the end of a tensor than in its middle (sigmoid, silu, softplus: vector code and its scalar
+rest), it is written with `exp`, which does not.
 """
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -38,7 +40,8 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) ->
     Args:
         key, value: `[T, kv_heads, head_dim]`.
         cache: one layer's pages, `[num_pages, 2, page_size, kv_heads, head_dim]`, any strides; written.
-        slot_mapping: `[T]` int64, `page * page_size + offset` per token; -1 writes nothing: the page holds the token already.
+        slot_mapping: `[T]` int64, `page * page_size + offset` per token; -1 writes nothing: the page holds the token
+            already.
     """
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     if rows.numel() < slot_mapping.numel():
@@ -60,12 +63,13 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of new tokens over a cached prefix and over themselves, K and V of both in pages.
 
-    The new tokens are the last of their sequence (right-aligned). Decoding is the case of one new token. Queries are taken in
-    chunks that end at multiples of `chunk_size`, each over exactly the keys that it may see, so that a token's output is the
-    same bits however the prompt is cut at such multiples.
+    The new tokens are the last of their sequence (right-aligned). Decoding is the case of one new token. Queries are
+    taken in chunks that end at multiples of `chunk_size`, each over exactly the keys that it may see, so that a token's
+    output is the same bits however the prompt is cut at such multiples.
 
     Args:
-        query: `[T, heads, head_dim]`; `heads` is a multiple of `kv_heads`, head h reads KV head `h // (heads / kv_heads)`.
+        query: `[T, heads, head_dim]`; `heads` is a multiple of `kv_heads`, head h reads KV head `h // (heads /
+            kv_heads)`.
         cache: one layer's pages, `[num_pages, 2, page_size, kv_heads, head_dim]`, any strides.
         block_table: `[R, max_pages]` page ids of each request in order.
         cu_seqlens: `[R + 1]` where each request's new tokens begin.
@@ -92,7 +96,9 @@ def paged_attention(
             chunk = (chunk * scale).permute(1, 2, 0, 3).reshape(kv_heads, group * count, head_dim)
             scores = torch.bmm(chunk, keys[:, :, :stop])
             if count > 1:
-                scores.view(kv_heads, group, count, stop)[..., position:].masked_fill_(_above_diagonal(count, scores.device), float("-inf"))
+                scores.view(kv_heads, group, count, stop)[..., position:].masked_fill_(
+                    _above_diagonal(count, scores.device), float("-inf")
+                )
             weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
             mixed = torch.bmm(weights, values[:, :stop]).view(kv_heads, group, count, head_dim)
             output[start : start + count] = mixed.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
@@ -114,9 +120,11 @@ def causal_conv1d(
     Args:
         x: `[T, channels]`.
         weight: `[channels, width]`.
-        state: one layer's windows, `[slots, width - 1, channels]`: the last inputs of a sequence, oldest first; written.
+        state: one layer's windows, `[slots, width - 1, channels]`: the last inputs of a sequence, oldest first;
+            written.
         state_read, state_write: `[R]` slots.
-        captures: `[C, 3]` rows of (request, new tokens, slot): the window after so many of its new tokens goes to the slot too.
+        captures: `[C, 3]` rows of (request, new tokens, slot): the window after so many of its new tokens goes to the
+            slot too.
 
     Returns:
         `[T, channels]`.
@@ -138,7 +146,9 @@ def causal_conv1d(
     for tap in range(1, past + 1):
         mixed.addcmul_(extended[tap : tap + length], weight[:, tap])
     if len(starts) > 2:
-        mixed = torch.cat([mixed[starts[row] + row * past : starts[row + 1] + row * past] for row in range(len(starts) - 1)])
+        mixed = torch.cat(
+            [mixed[starts[row] + row * past : starts[row + 1] + row * past] for row in range(len(starts) - 1)]
+        )
     return silu(mixed)
 
 
@@ -171,9 +181,9 @@ def chunk_gated_delta_rule(
 ) -> Tensor:
     """The gated delta rule over a packed batch, chunk by chunk, each request going on from its state.
 
-    S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t / sqrt(key_dim), with q and k l2-normalised,
-    in the chunked form of Yang et al., "Gated Delta Networks" (2024). Every request's tokens begin at a multiple of `chunk_size`;
-    the last chunk may be short. All arithmetic is fp32.
+    S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t / sqrt(key_dim), with q and k
+    l2-normalised, in the chunked form of Yang et al., "Gated Delta Networks" (2024). Every request's tokens begin at a
+    multiple of `chunk_size`; the last chunk may be short. All arithmetic is fp32.
 
     Args:
         q, k: `[T, key_heads, key_dim]`; value head h uses key head `h // (value_heads / key_heads)`.
@@ -189,7 +199,7 @@ def chunk_gated_delta_rule(
         `[T, value_heads, value_dim]` in the type of `v`.
     """
     layout = _chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
-    group = v.shape[1] // k.shape[1]
+    group, dtype = v.shape[1] // k.shape[1], v.dtype
 
     def chunks(x: Tensor) -> Tensor:
         """`[T, heads, ...]` to `[chunks, heads, chunk_size, ...]` in fp32, short chunks filled with zeros."""
@@ -202,7 +212,11 @@ def chunk_gated_delta_rule(
     q = q * q.shape[-1] ** -0.5
     v, g, beta = chunks(v), chunks(g), chunks(beta)
     decay = g.cumsum(-1)  # log of the decay from the start of the chunk to each of its tokens
-    ratio = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill_(_above_diagonal(chunk_size, q.device), float("-inf")).exp_()
+    ratio = (
+        (decay.unsqueeze(-1) - decay.unsqueeze(-2))
+        .masked_fill_(_above_diagonal(chunk_size, q.device), float("-inf"))
+        .exp_()
+    )
     grown = decay.exp()
 
     def per_value_head(x: Tensor) -> Tensor:
@@ -233,13 +247,14 @@ def chunk_gated_delta_rule(
                 state[slot] = current
         state[writes[row]] = current
     flat = output.transpose(1, 2).flatten(0, 1)
-    return (flat if layout.tokens is None else flat[layout.tokens.to(flat.device)]).to(v.dtype)
+    return (flat if layout.tokens is None else flat[layout.tokens.to(flat.device)]).to(dtype)
 
 
 def recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor
 ) -> Tensor:
-    """One step of the gated delta rule: one new token per request. Arguments as for `chunk_gated_delta_rule`, with T = R."""
+    """One step of the gated delta rule: one new token per request. Arguments as for `chunk_gated_delta_rule`, with T =
+    R."""
     group = v.shape[1] // k.shape[1]
     rows, heads = v.shape[:2]
     q, k = (l2norm(x.float()).repeat_interleave(group, dim=1).flatten(0, 1).unsqueeze(1) for x in (q, k))
@@ -273,9 +288,11 @@ class _ChunkLayout(NamedTuple):
 
 @lru_cache(maxsize=32)  # every layer of a step asks for the same one
 def _chunk_layout(starts: tuple[int, ...], chunk_size: int) -> _ChunkLayout:
-    spans, rows, tokens = [], [], []
+    spans: list[tuple[int, int]] = []
+    rows: list[int] = []
+    tokens: list[int] = []
     first = 0
-    for start, end in zip(starts, starts[1:], strict=False):
+    for start, end in pairwise(starts):
         count = -(-(end - start) // chunk_size)
         spans.append((first, first + count))
         rows += [*range(start, end)] + [starts[-1]] * (count * chunk_size - (end - start))

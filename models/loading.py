@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hybrid.models.qwen3_5 import Linear, Qwen3_5ForCausalLM
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hybrid.errors import CheckpointError, UnsupportedModelError
-from hybrid.models.qwen3_5 import Linear, Qwen3_5ForCausalLM
 
 ARCHITECTURES = {"qwen3_5_text": Qwen3_5ForCausalLM, "qwen3_5": Qwen3_5ForCausalLM}
-"""Model types of config.json that run here. `qwen3_5` is the vision-language layout, of which the language part is taken."""
+"""Model types of config.json that run here. `qwen3_5` is the vision-language layout, of which the language part is
+taken."""
 
 TINY = Path(__file__).parent / "tiny"
 """The checkpoint that the package carries."""
@@ -55,7 +56,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     except ValueError as error:
         raise CheckpointError(f"{path / 'config.json'} is no valid JSON: {error}") from error
     if model_type not in ARCHITECTURES:
-        raise UnsupportedModelError(f"{path} is a {model_type!r} model; supported are: {', '.join(sorted(ARCHITECTURES))}")
+        raise UnsupportedModelError(
+            f"{path} is a {model_type!r} model; supported are: {', '.join(sorted(ARCHITECTURES))}"
+        )
     from transformers import AutoConfig
 
     try:
@@ -67,7 +70,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, chunk_size: int) -> Qwen3_5ForCausalLM:
-    """Build the model and load its weights, one tensor at a time from the mapped files: there is no second copy in memory.
+    """Build the model and load its weights, one tensor at a time from the mapped files: there is no second copy in
+    memory.
 
     Raises:
         CheckpointError: weights are missing, unexpected, truncated or of another shape.
@@ -87,7 +91,9 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
             unexpected.append(name)
             continue
         if tensor.shape != wanted[name].shape:
-            raise CheckpointError(f"{checkpoint.path}: {name} has shape {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}")
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has shape {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
+            )
         del wanted[name]
         if name in by_columns:  # few rows times a weight that lies by columns is up to 1.7 times as fast on a CPU
             tensor = tensor.t().to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format).t()
@@ -96,10 +102,11 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
         _assign(model, name, tensor)
     if wanted or unexpected:
         raise CheckpointError(
-            f"{checkpoint.path} does not fit its config.json: missing {sorted(wanted) or 'nothing'}, unexpected {unexpected or 'nothing'}"
+            f"{checkpoint.path} does not fit its config.json: missing {sorted(wanted) or 'nothing'}, "
+            f"unexpected {unexpected or 'nothing'}"
         )
     if checkpoint.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.tie_head()
     return model.eval()
 
 
@@ -110,13 +117,18 @@ def _locate(name: str | Path) -> Path:
             raise CheckpointError(f"{path} is no checkpoint: it has no config.json")
         return path
     if path.exists() or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
-        raise CheckpointError(f"{name} is no checkpoint: give a folder with config.json and *.safetensors, or a hub id as 'Qwen/Qwen3.5-0.8B'")
+        raise CheckpointError(
+            f"{name} is no checkpoint: give a folder with config.json and *.safetensors, "
+            "or a hub id as 'Qwen/Qwen3.5-0.8B'"
+        )
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=FILES))
     except Exception as error:  # the hub's client raises many kinds: no network, no such repository, no access
-        raise CheckpointError(f"{name} is no folder here, and the hub did not give it: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"{name} is no folder here, and the hub did not give it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _refuse_unsupported(config: Any, path: Path) -> None:

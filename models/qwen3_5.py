@@ -1,18 +1,18 @@
 """Qwen3.5, the dense text model: gated delta rule in most layers, full attention in the rest.
 
-Parameter names are the checkpoint's. The model works on a packed batch and knows nothing of requests: it reads and writes pages and
-state slots where the step's plan says.
+Parameter names are the checkpoint's. The model works on a packed batch and knows nothing of requests: it reads and
+writes pages and state slots where the step's plan says.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hybrid.kernels import reference as kernels
+from hybrid.kernels.linear import linear, rows_that_agree
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
-from hybrid.kernels import reference as kernels
-from hybrid.kernels.linear import linear, rows_that_agree
 from hybrid.spec import HybridSpec, StateTensor
 
 
@@ -25,7 +25,8 @@ class Rotary:
 
 
 class Linear(nn.Module):
-    """A matrix product whose weight may lie in memory by columns, and whose rows can be made independent of their number."""
+    """A matrix product whose weight may lie in memory by columns, and whose rows can be made independent of their
+    number."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
@@ -104,9 +105,16 @@ class GatedDeltaNet(nn.Module):
         parts = []
         requests, tokens = batch.num_prefills, batch.num_prefill_tokens
         if requests:
-            where = (batch.cu_seqlens[: requests + 1], batch.state_read[:requests], batch.state_write[:requests], batch.checkpoints)
+            where = (
+                batch.cu_seqlens[: requests + 1],
+                batch.state_read[:requests],
+                batch.state_write[:requests],
+                batch.checkpoints,
+            )
             q, k, v = self._split(kernels.causal_conv1d(mixed[:tokens], taps, conv, *where))
-            parts.append(kernels.chunk_gated_delta_rule(q, k, v, decay[:tokens], beta[:tokens], recurrent, *where, chunk_size))
+            parts.append(
+                kernels.chunk_gated_delta_rule(q, k, v, decay[:tokens], beta[:tokens], recurrent, *where, chunk_size)
+            )
         if tokens < x.shape[0]:
             slots = (batch.state_read[requests:], batch.state_write[requests:])
             q, k, v = self._split(kernels.causal_conv1d_update(mixed[tokens:], taps, conv, *slots))
@@ -126,7 +134,11 @@ class Attention(nn.Module):
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
         bias = bool(config.attention_bias)
         self.q_proj = Linear(config.hidden_size, 2 * self.heads * self.head_dim, bias)
         self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
@@ -142,7 +154,9 @@ class Attention(nn.Module):
         q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
         pages = kv[:, self.layer]
         kernels.store_kv(k, v, pages, batch.slot_mapping)
-        y = kernels.paged_attention(q, pages, batch.block_table, batch.cu_seqlens, batch.seq_lens, self.head_dim**-0.5, chunk_size)
+        y = kernels.paged_attention(
+            q, pages, batch.block_table, batch.cu_seqlens, batch.seq_lens, self.head_dim**-0.5, chunk_size
+        )
         return self.o_proj((y * kernels.sigmoid(gate)).flatten(1), batch)
 
 
@@ -173,7 +187,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+    def forward(
+        self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor], chunk_size: int
+    ) -> Tensor:
         y = self.input_layernorm(x)
         if self.is_linear:
             x = x + self.linear_attn(y, batch, state, chunk_size)
@@ -189,11 +205,13 @@ class TextModel(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         kinds = config.layer_types
-        self.layers = nn.ModuleList(DecoderLayer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class Qwen3_5ForCausalLM(nn.Module):
+class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 (the checkpoint's name)
     """Qwen3.5 text with its head.
 
     Args:
@@ -208,17 +226,25 @@ class Qwen3_5ForCausalLM(nn.Module):
         self.model = TextModel(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.tie_head()
         rope = config.rope_parameters
         rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
         self.inverse_frequencies = 1.0 / (rope["rope_theta"] ** exponents)
 
+    def tie_head(self) -> None:
+        """Let the head share the embedding's weight."""
+        self.lm_head.weight = nn.Parameter(self.model.embed_tokens.weight, requires_grad=False)
+
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """What a model of this configuration keeps per token and per sequence."""
         linear_layers = config.layer_types.count("linear_attention")
-        heads, key_dim, value_dim = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+        heads, key_dim, value_dim = (
+            config.linear_num_value_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
         channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
         return HybridSpec(
             page_layers=config.layer_types.count("full_attention"),
@@ -253,7 +279,8 @@ class Qwen3_5ForCausalLM(nn.Module):
         return linear(x, self.lm_head.weight, blocks).float()
 
     def make_rows_independent(self) -> None:
-        """Find out, per shape of weight, how many chunks this machine may multiply at once without changing a row's bits."""
+        """Find out, per shape of weight, how many chunks this machine may multiply at once without changing a row's
+        bits."""
         found: dict[tuple[int, ...], int] = {}
         for module in self.modules():
             if isinstance(module, Linear) and module is not self.lm_head and not module.most_rows:

@@ -2,10 +2,10 @@
 
     python -m hybrid.models.train_tiny --out models/tiny --minutes 60
 
-The text is what ships with Python: the language reference (`pydoc_data.topics`) and the docstrings of the standard library
-(PSF license), partly written as chats that ask for a docstring. Whole modules are held out; the loss on them, in nats per
-token, is printed at the end and written into the checkpoint's README. The model that is trained is transformers' own, so that
-the checkpoint is a checkpoint of that library before it is one of ours.
+The text is what ships with Python: the language reference (`pydoc_data.topics`) and the docstrings of the standard
+library (PSF license), partly written as chats that ask for a docstring. Whole modules are held out; the loss on them,
+in nats per token, is printed at the end and written into the checkpoint's README. The model that is trained is
+transformers' own, so that the checkpoint is a checkpoint of that library before it is one of ours.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -61,7 +62,11 @@ def docstrings(tree: ast.Module, name: str) -> Iterator[tuple[str, str, str]]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 qualified = f"{prefix}.{child.name}"
-                signature = f"class {child.name}" if isinstance(child, ast.ClassDef) else f"def {child.name}({ast.unparse(child.args)})"
+                signature = (
+                    f"class {child.name}"
+                    if isinstance(child, ast.ClassDef)
+                    else f"def {child.name}({ast.unparse(child.args)})"
+                )
                 text = ast.get_docstring(child)
                 if text and len(text) > 20:
                     yield qualified, signature, text
@@ -96,11 +101,17 @@ def held_out(name: str) -> bool:
 def train_tokenizer(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(WORDS), behavior="isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCAB,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -145,7 +156,9 @@ def loss_on(model: torch.nn.Module, ids: torch.Tensor, length: int = 1024) -> fl
     with torch.inference_mode():
         for batch in rows.split(8):
             logits = model(input_ids=batch).logits[:, :-1].float()
-            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none"))
+            losses.append(
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="none")
+            )
     return torch.cat(losses).mean().item()
 
 
@@ -186,7 +199,7 @@ def train(model: torch.nn.Module, ids: torch.Tensor, minutes: float, tokens_per_
     return step, mean
 
 
-def save(model: torch.nn.Module, tokenizer: Tokenizer, out: Path, facts: dict[str, object]) -> None:
+def save(model: Any, tokenizer: Tokenizer, out: Path, facts: dict[str, object]) -> None:
     """Write a checkpoint in Hugging Face form, weights in bfloat16, and its README."""
     from transformers import PreTrainedTokenizerFast
 
@@ -202,25 +215,28 @@ def save(model: torch.nn.Module, tokenizer: Tokenizer, out: Path, facts: dict[st
 
 README = """# tiny
 
-A Qwen3.5 text model of {parameters:,} parameters (3 gated-delta-rule layers, 1 full-attention layer, hidden size 256, byte-level BPE
-of {vocab} tokens), small enough to travel inside the package. It is the model that the demo and the tests run. It writes English
-that looks like Python documentation, and knows nothing.
+A Qwen3.5 text model of {parameters:,} parameters (3 gated-delta-rule layers, 1 full-attention layer, hidden size 256,
+byte-level BPE of {vocab} tokens), small enough to travel inside the package. It is the model that the demo and the
+tests run. It writes English that looks like Python documentation, and knows nothing.
 
 | | |
 |---|---|
 | loss on held-out text | {loss:.3f} nats per token ({bits:.3f} bits per byte) on {heldout_tokens:,} tokens |
-| trained on | {train_tokens:,} tokens: the language reference (`pydoc_data.topics`) and the docstrings of Python {python}'s standard library |
-| held out | 5 % of the topics and modules, by the hash of their names |
+| trained on | {train_tokens:,} tokens: the language reference (`pydoc_data.topics`) and the docstrings of Python
+{python}'s standard library | | held out | 5 % of the topics and modules, by the hash of their names |
 | training | {steps} steps of {tokens_per_step} tokens, {minutes:.0f} minutes on two CPU cores |
 | stored as | bfloat16 |
 
-Made with `python -m hybrid.models.train_tiny`. The text is under the PSF license; the weights are under this project's license.
+Made with `python -m hybrid.models.train_tiny`. The text is under the PSF license; the weights are under this project's
+license.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("models/tiny"), help="folder of the checkpoint (default: models/tiny)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("models/tiny"), help="folder of the checkpoint (default: models/tiny)"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="wall time to train for (default: 60)")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -233,7 +249,10 @@ def main() -> None:
     num_bytes = len("<|endoftext|>".join(texts[True]).encode())
     model = build_model()
     parameters = sum(p.numel() for p in model.parameters())
-    print(json.dumps({"parameters": parameters, "train_tokens": ids[False].numel(), "heldout_tokens": ids[True].numel()}), flush=True)
+    print(
+        json.dumps({"parameters": parameters, "train_tokens": ids[False].numel(), "heldout_tokens": ids[True].numel()}),
+        flush=True,
+    )
     steps, _ = train(model, ids[False], args.minutes)
     model.to(torch.bfloat16).float()  # the loss of what is stored
     loss = loss_on(model, ids[True])

@@ -1,0 +1,52 @@
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: help setup demo test lint typecheck pytest parity stress bench clean
+
+help:  ## what there is to make
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: .venv/.installed  ## .venv with this package and what its tests need
+
+# Without a GPU a CPU build of torch is taken where the package index has one: it needs no CUDA packages.
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@command -v nvidia-smi >/dev/null 2>&1 \
+		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0+cpu" >/dev/null 2>&1 || true
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup  ## the story of the cache, told on real text
+	$(BIN)/hybrid demo
+
+test: lint typecheck pytest  ## everything that must hold
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# ./kernels and ./models are installed as hybrid.kernels and hybrid.models: the type checker sees them at that place.
+typecheck: setup
+	@mkdir -p .venv/types/hybrid
+	@ln -sfn $(CURDIR)/hybrid/*.py .venv/types/hybrid/
+	@ln -sfn $(CURDIR)/kernels .venv/types/hybrid/kernels
+	@ln -sfn $(CURDIR)/models .venv/types/hybrid/models
+	cd .venv/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache --namespace-packages -p hybrid
+
+pytest: setup
+	$(BIN)/python -m pytest -q --cov --cov-report=term --cov-fail-under=90
+
+parity: setup  ## hits do not change results, and logits are those of transformers
+	$(BIN)/hybrid parity
+
+stress: setup  ## random work with failures injected, audited after every step
+	$(BIN)/hybrid stress
+
+bench: setup  ## our engine against transformers, on this machine
+	$(BIN)/python bench/prefix_reuse.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
