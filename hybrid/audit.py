@@ -95,7 +95,7 @@ def _states(cache: HybridCache) -> list[str]:
             owners.append((node.slot, f"the checkpoint of {namespace!r} at {node.end}"))
     wrong = []
     for lease in cache.leases:
-        owners += [(slot, "a lease") for slot in cache.private_slots(lease)]
+        owners += [(slot, "a lease") for slot in lease.private_slots()]
         locked = lease.state_lock.node if lease.state_lock is not None else None
         if locked is not None and locked.slot != lease.read_slot:
             wrong.append(f"a lease reads state slot {lease.read_slot}, which is not the checkpoint that it locks")

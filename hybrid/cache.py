@@ -16,8 +16,8 @@ called from any.
 
 from __future__ import annotations
 
+import math
 from array import array
-from dataclasses import dataclass, field
 
 import torch
 
@@ -26,79 +26,21 @@ from hybrid.errors import MemoryBudgetError, OwnershipError
 from hybrid.eviction import policy_named
 from hybrid.explain import Explanation, cache_off, explain
 from hybrid.key import Key
-from hybrid.node import Checkpoint, Lock, Match, PageLock, Released, StateLock
+from hybrid.lease import CacheStats, Lease
+from hybrid.node import Checkpoint, Lock, Match, Released
 from hybrid.pages import PagePool
-from hybrid.pool import IndexPool
+from hybrid.pool import EMPTY_STATE, IndexPool
 from hybrid.spec import HybridSpec
-from hybrid.states import EMPTY_STATE, StatePool
+from hybrid.states import StatePool
 from hybrid.tree import Tree
 
 MIN_STATE_SLOTS = 3
 """The empty prefix, the front of one request, and the checkpoint it reads."""
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What one running request holds of the cache.
-
-    Attributes:
-        block_table: its page ids in order; the tree owns `[0, num_shared)` of them, the rest are private.
-        front: its state slot, valid after `front_tokens` tokens.
-        read_slot: where its next pass reads the state: the matched checkpoint at first (copy-on-write), then the front.
-        back: the other slot of the ping-pong pair, when it has one: the state after `back_tokens` tokens.
-        captured: checkpoints that are written by the pass under way, or wait to be committed.
-        explanation: why the hit was what it was.
-    """
-
-    front: int
-    read_slot: int
-    front_tokens: int
-    num_hit_tokens: int
-    branching_len: int | None
-    explanation: Explanation
-    block_table: array[int]
-    num_shared: int
-    page_lock: PageLock | None
-    state_lock: StateLock | None
-    back: int | None = None
-    back_tokens: int = 0
-    captured: list[Checkpoint] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class CacheStats:
-    """Counts since the cache was made, and what it holds now.
-
-    Attributes:
-        requests, prompt_tokens, usable_tokens, page_tokens: requests recorded, and their tokens asked, usable, with
-            pages.
-        evicted_pages, evicted_checkpoints: given up to make room.
-        pages_free, pages_cached, pages_private: the pages by owner; they add up to `pages_total`.
-        states_free, checkpoints, states_private: the state slots by owner; they add up to `states_total`.
-        page_bytes, state_bytes: the size of one, 0 without tensors.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    usable_tokens: int = 0
-    page_tokens: int = 0
-    evicted_pages: int = 0
-    evicted_checkpoints: int = 0
-    pages_total: int = 0
-    pages_free: int = 0
-    pages_cached: int = 0
-    pages_private: int = 0
-    states_total: int = 0
-    states_free: int = 0
-    checkpoints: int = 0
-    states_private: int = 0
-    page_bytes: int = 0
-    state_bytes: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Part of the prompt tokens that were not computed."""
-        return self.usable_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+def smallest_memory(num_pages: int, page_bytes: int, state_bytes: int, state_share: float) -> int:
+    """Bytes that hold so many pages, and the states of one request, at a split between the two."""
+    return math.ceil(max(num_pages * page_bytes / (1 - state_share), MIN_STATE_SLOTS * state_bytes / state_share)) + 1
 
 
 class HybridCache:
@@ -143,14 +85,14 @@ class HybridCache:
         """
         memory = config.memory_bytes(free)
         page_bytes, state_bytes = spec.page_bytes(config.page_size), spec.state_bytes
-        num_states = int(memory * config.state_share) // state_bytes
-        num_pages = (memory - num_states * state_bytes) // page_bytes
+        num_pages = int(memory * (1 - config.state_share)) // page_bytes
+        num_states = (memory - num_pages * page_bytes) // state_bytes
         if num_states < MIN_STATE_SLOTS or num_pages < 1:
-            needed = max(MIN_STATE_SLOTS * state_bytes / config.state_share, page_bytes / (1 - config.state_share))
+            needed = smallest_memory(1, page_bytes, state_bytes, config.state_share)
             raise MemoryBudgetError(
                 f"CacheConfig: memory={config.memory!r} is {format_bytes(memory)}; one request needs at least "
-                f"{format_bytes(int(needed) + page_bytes)} "
-                f"({MIN_STATE_SLOTS} states of {format_bytes(state_bytes)}, pages of {format_bytes(page_bytes)})"
+                f"{format_bytes(needed)} ({MIN_STATE_SLOTS} states of {format_bytes(state_bytes)}, a page of "
+                f"{format_bytes(page_bytes)}): CacheConfig(memory={needed})"
             )
         return cls.with_room(spec, config, device, num_pages, num_states)
 
@@ -309,21 +251,11 @@ class HybridCache:
         self._unlock(lease.page_lock, lease.state_lock)
         lease.page_lock = lease.state_lock = None
         self.pages.free(lease.block_table[lease.num_shared :])
-        self.states.free(self.private_slots(lease))
+        self.states.free(lease.private_slots())
         lease.block_table = array("i")
         lease.num_shared = 0
         lease.captured = []
         lease.front, lease.back = EMPTY_STATE, None
-
-    @staticmethod
-    def private_slots(lease: Lease) -> list[int]:
-        """The state slots that belong to the lease alone."""
-        slots = [checkpoint.slot for checkpoint in lease.captured]
-        if lease.front != EMPTY_STATE:
-            slots.append(lease.front)
-        if lease.back is not None:
-            slots.append(lease.back)
-        return slots
 
     # The whole
 

@@ -169,8 +169,9 @@ def run_demo(args: argparse.Namespace, console: Console) -> tuple[int, dict[str,
 def run_generate(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
     """Continue prompts, all together, and say for each what the cache had."""
     from hybrid.config import CacheConfig
-    from hybrid.engine import Engine, Prompt
+    from hybrid.engine import Engine
     from hybrid.sampling import SamplingParams
+    from hybrid.text import Prompt
 
     memory = float(args.memory) if args.memory.replace(".", "", 1).isdigit() else args.memory
     params = SamplingParams(

@@ -10,9 +10,10 @@ from typing import Any
 
 from hybrid.config import CacheConfig
 from hybrid.draw import LEGEND, draw_tree
-from hybrid.engine import Engine, Prompt
+from hybrid.engine import Engine
 from hybrid.request import RequestOutput
 from hybrid.sampling import SamplingParams
+from hybrid.text import Prompt, encode
 
 __all__ = ["LEGEND", "Row", "Run", "Story", "Verdict", "as_json", "compare", "load_engine"]
 
@@ -141,8 +142,6 @@ class Story:
 
     def _room(self, prompt: Prompt) -> int:
         """Pages of the longest request."""
-        from hybrid.text import encode
-
         return len(encode(self.engine.tokenizer, prompt)) // self.engine.cache.config.page_size + 4
 
     def _engine(self, enabled: bool, pages: int, states: int) -> Engine:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from tqdm import tqdm
 
-from hybrid.cache import HybridCache, PassThroughCache
+from hybrid.cache import HybridCache, PassThroughCache, smallest_memory
 from hybrid.config import CacheConfig, format_bytes
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.interrupts import deferred_interrupts
@@ -22,10 +20,8 @@ from hybrid.plan import plan
 from hybrid.request import Request, RequestOutput, Status
 from hybrid.sampling import SamplingParams, sample, token_logprobs
 from hybrid.scheduler import Part, Scheduler, Step
-from hybrid.text import Message, TextStream, encode, load_tokenizer
-
-Prompt = str | list[int] | list[Message]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from hybrid.settings import as_prompts, free_memory, generation_defaults, settle_dtype
+from hybrid.text import Prompt, TextStream, encode, load_tokenizer
 
 
 class Engine:
@@ -102,13 +98,13 @@ class Engine:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         config = cache or CacheConfig()
         tokenizer = load_tokenizer(checkpoint.path)
-        loaded = load_model(checkpoint, _dtype(dtype, checkpoint.config, where), where, config.chunk_size)
+        loaded = load_model(checkpoint, settle_dtype(dtype, checkpoint.config, where), where, config.chunk_size)
         deterministic = where.type == "cpu" if config.deterministic is None else config.deterministic
         if deterministic:
             loaded.make_rows_independent()
         spec = loaded.spec(checkpoint.config, loaded.lm_head.weight.dtype)
         kind = HybridCache if config.enabled else PassThroughCache
-        end_tokens, default_params = _generation_config(checkpoint.path, checkpoint.config)
+        end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
         return cls(
             loaded,
             tokenizer,
@@ -184,7 +180,7 @@ class Engine:
             PromptError: a prompt cannot be run. None of them was started.
             MemoryBudgetError: a prompt and its answer do not fit into the memory given.
         """
-        many = _as_prompts(prompts)
+        many = as_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
             raise ArgumentError(
@@ -359,55 +355,9 @@ class Engine:
         config, stats = self.cache.config, self.cache.stats()
         needed = -(-max_len // config.page_size)
         if needed > stats.pages_total:
-            memory = math.ceil(needed * stats.page_bytes / (1 - config.state_share))
+            memory = smallest_memory(needed, stats.page_bytes, stats.state_bytes, config.state_share)
             raise MemoryBudgetError(
                 f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there "
                 f"are {stats.pages_total}; the smallest memory that would do is {format_bytes(memory)} "
                 f"(CacheConfig(memory={memory})), or lower max_new_tokens"
             )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that a device can give."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several. A list of ids and a list of messages are one prompt each."""
-    if isinstance(prompts, str):
-        return [prompts]
-    many: list[Any] = list(prompts)
-    if many and (all(isinstance(item, int) for item in many) or all(isinstance(item, dict) for item in many)):
-        return [many]
-    return many
-
-
-def _dtype(dtype: str | torch.dtype | None, config: Any, device: torch.device) -> torch.dtype:
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
-        return DTYPES[dtype]
-    if dtype is not None:
-        return dtype
-    stored = getattr(config, "dtype", None)
-    return stored if device.type != "cpu" and isinstance(stored, torch.dtype) else torch.float32
-
-
-def _generation_config(path: Path, config: Any) -> tuple[frozenset[int], SamplingParams]:
-    """End tokens and default sampling of a checkpoint, from generation_config.json, else from config.json."""
-    from transformers import GenerationConfig
-
-    has_file = (path / "generation_config.json").is_file()
-    generation = (
-        GenerationConfig.from_pretrained(path) if has_file else GenerationConfig(eos_token_id=config.eos_token_id)
-    )
-    end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
-    end_tokens = frozenset([end] if isinstance(end, int) else end or ())
-    if not generation.do_sample:
-        return end_tokens, SamplingParams()
-    return end_tokens, SamplingParams(
-        temperature=1.0 if generation.temperature is None else generation.temperature,
-        top_k=generation.top_k or 0,
-        top_p=1.0 if generation.top_p is None else generation.top_p,
-        min_p=generation.min_p or 0.0,
-    )

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 
 from hybrid.errors import OwnershipError
 
+EMPTY_STATE = 0
+"""The state slot of the empty prefix: zeros, read by every cold request, never written, owned by nobody."""
+
 
 class IndexPool:
     """The free indices of a pool of pages or of state slots.

@@ -10,9 +10,9 @@ from enum import Enum
 
 import torch
 
-from hybrid.cache import Lease
 from hybrid.explain import Explanation
 from hybrid.key import Key
+from hybrid.lease import Lease
 from hybrid.sampling import SamplingParams, make_generator
 from hybrid.text import TextStream
 

@@ -40,23 +40,28 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        self._require(isinstance(self.stop, str | tuple | list), "stop must be a text, or a tuple or list of texts")
+        self._require(
+            isinstance(self.stop_token_ids, tuple | list), "stop_token_ids must be a tuple or list of token ids"
+        )
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._require(_is_int(self.max_new_tokens, 1), "max_new_tokens must be a number, at least 1")
         self._require(
-            isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1, "max_new_tokens must be at least 1"
+            _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
+            "temperature must be 0 (greedy) or a positive number",
         )
-        self._require(0 <= self.temperature < float("inf"), "temperature must be 0 (greedy) or a positive number")
+        self._require(_is_int(self.top_k, 0), "top_k must be a positive number, or 0 for all tokens")
+        self._require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p must lie in (0, 1]")
+        self._require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p must lie in [0, 1]")
         self._require(
-            isinstance(self.top_k, int) and self.top_k >= 0, "top_k must be a positive number, or 0 for all tokens"
+            self.seed is None or _is_int(self.seed, 0, 2**63 - 1), "seed must lie in 0 .. 2**63 - 1, or be None"
         )
-        self._require(0 < self.top_p <= 1, "top_p must lie in (0, 1]")
-        self._require(0 <= self.min_p <= 1, "min_p must lie in [0, 1]")
-        self._require(self.logprobs is None or 0 <= self.logprobs <= 100, "logprobs must lie in 0 .. 100, or be None")
+        self._require(
+            self.logprobs is None or _is_int(self.logprobs, 0, 100), "logprobs must lie in 0 .. 100, or be None"
+        )
         self._require(all(isinstance(text, str) and text for text in self.stop), "stop must be non-empty texts")
-        self._require(
-            all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids),
-            "stop_token_ids must be token ids",
-        )
+        self._require(all(_is_int(token, 0) for token in self.stop_token_ids), "stop_token_ids must be token ids")
         if self.temperature == 0:
             for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None)):
                 value = getattr(self, name)
@@ -69,6 +74,14 @@ class SamplingParams:
     def _require(self, holds: bool, message: str) -> None:
         if not holds:
             raise SamplingError(f"SamplingParams: {message}")
+
+
+def _is_int(value: object, least: int, most: float = float("inf")) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def make_generator(params: SamplingParams) -> torch.Generator:
@@ -90,13 +103,15 @@ def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | 
     """
     if params.temperature == 0:
         return int(logits.argmax())
-    probabilities = torch.softmax(logits.cpu() / params.temperature, dim=-1)
+    logits = logits.cpu()
+    coldest = torch.finfo(logits.dtype).tiny  # a smaller number would be 0 here
+    probabilities = torch.softmax((logits - logits.max()) / max(params.temperature, coldest), dim=-1)
     values, tokens = probabilities.sort(descending=True, stable=True)
     if params.top_k:
         values, tokens = values[: params.top_k], tokens[: params.top_k]
     if params.top_p < 1:
         before = (values / values.sum()).cumsum(0) - values / values.sum()
-        values = values[before < params.top_p]  # the token that crosses the bound stays
+        values = values[: int((before < params.top_p).sum())]  # the token that crosses the bound stays
     if params.min_p:
         values = values[values >= params.min_p * values[0]]
     return int(tokens[torch.multinomial(values, 1, generator=generator)])

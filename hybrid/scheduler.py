@@ -16,8 +16,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from hybrid import placement
-from hybrid.cache import HybridCache, Lease, PassThroughCache
+from hybrid.cache import HybridCache, PassThroughCache
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
+from hybrid.lease import Lease
 from hybrid.request import Request, Status
 
 

@@ -2,11 +2,8 @@
 
 import torch
 
-from hybrid.pool import IndexPool
+from hybrid.pool import EMPTY_STATE, IndexPool
 from hybrid.spec import HybridSpec
-
-EMPTY_STATE = 0
-"""The slot that holds the state of the empty prefix, zeros. It is read by every cold request and never written."""
 
 
 class StatePool(IndexPool):

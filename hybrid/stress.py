@@ -215,7 +215,10 @@ class Stress:
 
 
 def check_checkpoints(engine: Engine) -> tuple[int, int]:
-    """Compare every checkpoint in the tree with the state of its key, computed anew: (checked, wrong)."""
+    """Compare every checkpoint in the tree with the state of its key, computed anew: (checked, wrong).
+
+    Bit by bit in deterministic mode; within rounding in the other, where decoded states are shared as they are.
+    """
     cache = engine.cache
     cold = engine.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True), room=(2 * PAGES, STATES))
     wrong = checked = 0
@@ -234,14 +237,16 @@ def check_checkpoints(engine: Engine) -> tuple[int, int]:
         assert lease is not None
         assert lease.num_hit_tokens == len(ids)
         for name, tensor in cache.state_tensors.items():
-            wrong += not torch.equal(tensor[node.slot], cold.cache.state_tensors[name][lease.read_slot])
+            expected = cold.cache.state_tensors[name][lease.read_slot]
+            bound = 0.0 if engine.deterministic else 1e-4 * float(expected.abs().max())
+            wrong += not torch.allclose(tensor[node.slot], expected, rtol=0.0, atol=bound)
         cold.cache.close(lease)
     return checked, wrong
 
 
-def make_engine(model: str | Path | None) -> Engine:
+def make_engine(model: str | Path | None, deterministic: bool) -> Engine:
     """A tiny engine: on a model in fp32, or on none."""
-    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="64MiB", deterministic=True)
+    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="64MiB", deterministic=deterministic)
     if model is not None:
         engine = Engine.from_pretrained(
             model, dtype="float32", cache=config, max_num_seqs=6, max_num_batched_tokens=5 * GRID
@@ -252,7 +257,7 @@ def make_engine(model: str | Path | None) -> Engine:
         nothing,
         None,
         HybridCache.of_indices(PAGES, STATES, config),
-        deterministic=True,
+        deterministic=deterministic,
         device=torch.device("cpu"),
         max_num_seqs=6,
         max_num_batched_tokens=5 * GRID,
@@ -266,9 +271,10 @@ def run_stress(
 
     Args:
         model: a checkpoint, or None for the bookkeeping alone.
+        seed: even seeds run in deterministic mode, odd ones in the other.
         operations: stop after so many; None: stop by time.
     """
-    run = Stress(make_engine(model), seed)
+    run = Stress(make_engine(model, deterministic=seed % 2 == 0), seed)
     end = time.monotonic() + seconds
     with tqdm(total=operations, desc="stress", unit="op", disable=None if progress is None else not progress) as bar:
         while run.report.operations < operations if operations is not None else time.monotonic() < end:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tokenizers.decoders import DecodeStream
 from hybrid.errors import CheckpointError, PromptError
 
 Message = dict[str, Any]
+Prompt = str | list[int] | list[Message]
 
 
 class TextStream:
@@ -56,7 +58,9 @@ class TextStream:
         if found:
             self.text = self._seen[: min(found)]
             self.stopped = True
-            self.num_kept = sum(end <= len(self.text) for end in self._ends)
+            # a token that tells nothing yet is the beginning of a character, and goes where the character goes
+            ends = enumerate(pairwise([0, *self._ends]), start=1)
+            self.num_kept = max((n for n, (start, end) in ends if start < end <= len(self.text)), default=0)
             return True
         held = max((n for stop in self._stop for n in range(1, len(stop)) if self._seen.endswith(stop[:n])), default=0)
         self.text = self._seen[: len(self._seen) - held]
@@ -82,7 +86,7 @@ def load_tokenizer(path: Path) -> Any | None:
     return tokenizer
 
 
-def encode(tokenizer: Any | None, prompt: str | list[int] | list[Message]) -> list[int]:
+def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
     """Token ids of a prompt: a text, token ids as they are, or chat messages through the chat template.
 
     Raises:

@@ -1,7 +1,69 @@
 """What pytest must know before it collects."""
 
+import os
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 # The tests of the books (tree, pools, leases) share tests/helpers.py, which they import by its name.
 sys.path.insert(0, str(Path(__file__).parent))
+
+# What the tests of the tensor half share: a tokenizer and a random checkpoint, made once per session. transformers
+# takes seconds to import, and the tests of the books do without it, so the fixtures import it.
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test reaches the network
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """A byte-level BPE with a chat template, a `PreTrainedTokenizerFast`."""
+    from checkpoint_helpers import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A random checkpoint with a tokenizer. Tests that change its files copy it."""
+    from checkpoint_helpers import random_model, text_config, write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), random_model(text_config()), tokenizer)
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the random checkpoint, to be changed."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+# The tests of the engine run the model inside the package, with chunks of 16 so that short prompts cross many of them.
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """The engine on the model inside the package. Take caches of your own with `with_cache`."""
+    from hybrid import CacheConfig, Engine
+
+    config = CacheConfig(page_size=16, chunk_size=16, memory="64MiB")
+    return Engine.from_pretrained("tiny", cache=config, max_num_seqs=8, max_num_batched_tokens=256)
+
+
+@pytest.fixture(autouse=True)
+def audit_every_step(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The audit is on in every test that runs an engine: after each step the books balance."""
+    if "tiny" not in request.fixturenames:
+        return
+    from hybrid import Engine
+    from hybrid.request import RequestOutput
+
+    advance = Engine._advance
+
+    def audited(engine: Engine) -> list[RequestOutput]:
+        outputs = advance(engine)
+        engine.cache.audit()
+        return outputs
+
+    monkeypatch.setattr(Engine, "_advance", audited)

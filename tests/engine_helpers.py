@@ -1,0 +1,51 @@
+"""What the tests of the engine share."""
+
+import random
+from typing import Any
+
+from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
+
+GRID = 16
+
+
+def engine_on(tiny: Engine, *, pages: int = 128, states: int = 32, **config: Any) -> Engine:
+    """An engine with an empty cache of its own: pages of 16 tokens, so many pages and state slots."""
+    return tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, **config), room=(pages, states))
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    """Token ids of a prompt. Another seed, another prompt."""
+    dice = random.Random(seed)
+    return [dice.randrange(3, 1024) for _ in range(count)]
+
+
+def greedy(count: int = 8, **more: Any) -> SamplingParams:
+    """Exactly `count` tokens."""
+    return SamplingParams(max_new_tokens=count, ignore_eos=True, **more)
+
+
+def answer(engine: Engine, prompt: Any, params: SamplingParams | None = None, **more: Any) -> RequestOutput:
+    """The answer to one prompt."""
+    return engine.generate([prompt], params or greedy(), progress=False, **more)[0]
+
+
+def cold(tiny: Engine, prompt: list[int], params: SamplingParams | None = None) -> RequestOutput:
+    """The answer of an engine that keeps nothing, to this prompt alone."""
+    return answer(engine_on(tiny, enabled=False), prompt, params)
+
+
+def run_to_end(engine: Engine) -> dict[str, RequestOutput]:
+    """Step until there is nothing to do; the last output of each request."""
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work:
+        outputs.update({output.request_id: output for output in engine.step()})
+    return outputs
+
+
+def assert_nothing_held(engine: Engine) -> None:
+    """No request holds anything: every page and every slot is free or cached."""
+    engine.cache.audit()
+    stats = engine.cache.stats()
+    assert stats.pages_private == 0
+    assert stats.states_private == 0
+    assert not engine.has_work
