@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hybrid.kernels import reference as kernels
 from hybrid.kernels.linear import linear, rows_that_agree
 from torch import Tensor, nn
@@ -46,11 +47,16 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
+        self.scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (y * (1.0 + self.weight.float())).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, self._scale(), self.eps).to(x.dtype)
+
+    def _scale(self) -> Tensor:
+        """`1 + weight` in fp32, made once."""
+        if self.scale is None:
+            self.scale = 1.0 + self.weight.float()
+        return self.scale
 
 
 class GatedRMSNorm(nn.Module):
@@ -62,9 +68,8 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return ((self.weight * y.to(x.dtype)) * kernels.silu(gate.float())).to(x.dtype)
+        y = F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+        return ((self.weight * y) * kernels.silu(gate.float())).to(x.dtype)
 
 
 class DepthwiseWeight(nn.Module):
@@ -203,7 +208,8 @@ class TextModel(nn.Module):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        # from_pretrained: an Embedding made otherwise fills itself, which costs seconds where the device is "meta"
+        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
         kinds = config.layer_types
         self.layers = nn.ModuleList(
             DecoderLayer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)
