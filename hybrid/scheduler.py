@@ -239,9 +239,13 @@ class Scheduler:
             request.leader = None
         end = request.prompt_len if self.deterministic else len(request.ids)
         key: Key | None = None
-        usable = 0
+        usable, grid = 0, self.cache.config.grid
         for leader in self.running:
-            if leader.namespace != request.namespace or not leader.is_prefilling or leader.ids[0] != request.ids[0]:
+            if (
+                leader.namespace != request.namespace
+                or not leader.is_prefilling
+                or leader.ids[:grid] != request.ids[:grid]
+            ):
                 continue
             if key is None:
                 key = request.key()

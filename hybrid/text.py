@@ -93,7 +93,7 @@ def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
         PromptError: the prompt is of another form, or there is no tokenizer or no template for it.
     """
     if isinstance(prompt, list):
-        ids = [token for token in prompt if isinstance(token, int)]
+        ids = [token for token in prompt if isinstance(token, int) and not isinstance(token, bool)]
         if len(ids) == len(prompt):
             return ids
     is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)

@@ -65,6 +65,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         config = AutoConfig.from_pretrained(path).get_text_config()
     except Exception as error:  # transformers raises many kinds for a malformed configuration
         raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from error
+    # the vision-language layout says it outside of the text model's part, inside, or both
+    config.tie_word_embeddings = bool(config.tie_word_embeddings or raw.get("tie_word_embeddings"))
     _refuse_unsupported(config, path)
     return Checkpoint(path, model_type, config)
 
@@ -146,7 +148,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of every weight of the text model, from one file or several."""
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is no index of weights: it needs a weight_map of names to files") from error
     else:
         files = ["model.safetensors"]
     for file in files:

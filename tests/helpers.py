@@ -1,4 +1,4 @@
-"""What the tests of the books share: trees written in letters, caches that audit themselves, a model that only remembers."""
+"""What the tests of the books share: trees in letters, caches that audit themselves, a model that only remembers."""
 
 from array import array
 from collections.abc import Callable
@@ -8,10 +8,11 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from hybrid.cache import HybridCache, Lease
+from hybrid.cache import HybridCache
 from hybrid.config import CacheConfig
 from hybrid.eviction import LeastRecentlyUsed
 from hybrid.key import Key
+from hybrid.lease import Lease
 from hybrid.node import Checkpoint, Inserted, Match, Node, Released
 from hybrid.states import EMPTY_STATE
 from hybrid.tree import Tree
@@ -23,7 +24,7 @@ def spell(pages: str, page_size: int) -> list[int]:
 
 
 class TreeCase:
-    """A tree written in letters, one letter a page of two tokens. Pages are numbered from 0 and slots from 1, as they come."""
+    """A tree written in letters, one letter a page of two tokens. Pages count from 0 and slots from 1, as they come."""
 
     def __init__(self, page_size: int = 2, grid: int = 2) -> None:
         self.tree = Tree(page_size, grid, LeastRecentlyUsed())
@@ -55,7 +56,7 @@ class TreeCase:
         return node
 
     def draw(self, namespace: str = "") -> list[str]:
-        """A line for each node, indented below its parent: its letters, and "*" for a checkpoint or "o" for a tombstone."""
+        """A line for each node, indented below its parent: its letters, "*" for a checkpoint, "o" for a tombstone."""
         lines = []
         for name, node in self.tree.nodes():
             if name == namespace:
@@ -101,7 +102,19 @@ def _audited(action: Callable[..., Any]) -> Callable[..., Any]:
     return audited
 
 
-for _name in "open reserve capture capture_spare take_back swap advance commit donate_states close clear".split():
+for _name in [
+    "open",
+    "reserve",
+    "capture",
+    "capture_spare",
+    "take_back",
+    "swap",
+    "advance",
+    "commit",
+    "donate_states",
+    "close",
+    "clear",
+]:
     setattr(AuditedCache, _name, _audited(getattr(HybridCache, _name)))
 for _name in ("evict_pages", "evict_checkpoints"):
     setattr(AuditedCache, _name, _audited(getattr(AuditedCache, _name)))
@@ -128,7 +141,7 @@ def start(cache: HybridCache, key: Key) -> Lease:
 
 
 def prefill(cache: HybridCache, key: Key) -> Lease:
-    """Compute a whole prompt in one pass, with checkpoints at its branching point and its last boundary, and commit it."""
+    """Compute a prompt in one pass, with checkpoints at its branching point and its last boundary, and commit it."""
     lease, grid = start(cache, key), cache.config.grid
     for position in sorted({lease.branching_len or 0, len(key) // grid * grid}):
         if position > lease.front_tokens:
@@ -159,7 +172,7 @@ Content = tuple[str, tuple[int, ...]]
 
 
 class Memory:
-    """What pages and slots would hold: of which tokens, in which namespace. Refuses to read or write what a pass may not."""
+    """What pages and slots would hold: which tokens, in which namespace. Refuses what a pass may not read or write."""
 
     def __init__(self, cache: HybridCache) -> None:
         self.cache = cache
@@ -167,9 +180,9 @@ class Memory:
         self.states: dict[int, Content] = {}
 
     def forward(self, lease: Lease, key: Key, end: int, target: int) -> None:
-        """A pass up to token `end`: reads the lease's state and pages, writes its pages, its checkpoints and the target slot."""
+        """A pass up to token `end`: reads the lease's state and pages, writes pages, checkpoints and target slot."""
         begin, page_size = lease.front_tokens, self.cache.config.page_size
-        ids, private = tuple(array("i", key.ids)), self.cache.private_slots(lease)
+        ids, private = tuple(array("i", key.ids)), lease.private_slots()
         if begin == 0:
             assert lease.read_slot == EMPTY_STATE
         else:
@@ -191,7 +204,8 @@ class Memory:
 
     def check(self) -> None:
         """Every page and every checkpoint of the tree holds what its place in the tree claims."""
-        page_size, paths = self.cache.config.page_size, {}
+        page_size = self.cache.config.page_size
+        paths: dict[int, tuple[int, ...]] = {}
         for namespace, node in self.cache.tree.nodes():
             path = paths[id(node)] = paths.get(id(node.parent), ()) + tuple(array("i", node.edge))
             begin = node.end - len(node.pages) * page_size
@@ -221,6 +235,10 @@ class RandomWorkload:
         self.memory = Memory(cache)
         self.running: list[Running] = []
         self.num_finished = 0
+
+    def run(self, num_actions: int) -> None:
+        for _ in range(num_actions):
+            self.act()
 
     def act(self) -> None:
         """One action, and the proof that nothing is where it should not be."""

@@ -1,5 +1,7 @@
 """The settings of the cache: what is accepted, what is refused, and what the refusal says."""
 
+from typing import Any
+
 import pytest
 
 from hybrid.config import CacheConfig, format_bytes, parse_bytes
@@ -8,7 +10,7 @@ from hybrid.errors import ArgumentError, HybridError, MemoryBudgetError
 
 @pytest.mark.parametrize("name", ["page_size", "chunk_size"])
 @pytest.mark.parametrize("value", [0, -1, 3, 63, 8192, 64.0, "64", None])
-def test_sizes_are_powers_of_two(name: str, value: object) -> None:
+def test_sizes_are_powers_of_two(name: str, value: Any) -> None:
     with pytest.raises(ArgumentError, match=f"{name} must be a power of two from 1 to 4096, got {value!r}"):
         CacheConfig(**{name: value})
 
@@ -24,8 +26,10 @@ def test_the_state_share_lies_between_zero_and_one(share: float) -> None:
         CacheConfig(state_share=share)
 
 
-@pytest.mark.parametrize("memory", [0, -1, -0.5, 0.0, True, None, [], "", "much", "-1GB", "0", "0MiB", "1.2.3GB", "5 parsecs", "GiB"])
-def test_memory_that_is_no_amount_is_refused(memory: object) -> None:
+@pytest.mark.parametrize(
+    "memory", [0, -1, -0.5, 0.0, True, None, [], "", "much", "-1GB", "0", "0MiB", "1.2.3GB", "5 parsecs", "GiB"]
+)
+def test_memory_that_is_no_amount_is_refused(memory: Any) -> None:
     with pytest.raises(ArgumentError, match="memory"):
         CacheConfig(memory=memory)
 
@@ -70,7 +74,14 @@ def test_texts_of_bytes_are_read(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (49.5 * 2**20, "49.5 MiB"), (2**40, "1.0 TiB"), (2**52, "4096.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (49.5 * 2**20, "49.5 MiB"),
+        (2**40, "1.0 TiB"),
+        (2**52, "4096.0 TiB"),
+    ],
 )
 def test_counts_of_bytes_are_written_for_people(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text

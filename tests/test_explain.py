@@ -47,6 +47,11 @@ def test_first_sight_of_what_follows(cache: AuditedCache) -> None:
     assert reason(cache, "abcdxyz") == "first sight of what follows 8"
 
 
+def test_first_sight_of_what_follows_pages_that_reach_no_checkpoint(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    assert reason(cache, "axyz") == "first sight of what follows 2"
+
+
 def test_pages_but_no_checkpoint(cache: AuditedCache) -> None:
     serve(cache, key_of(cache, "abcdef"))
     assert reason(cache, "abcdxyz") == "pages but no checkpoint there, between 0 and 8; one is put at 8 now"

@@ -75,6 +75,13 @@ def test_the_limit_caps_pages_and_checkpoint(case: TreeCase, limit: int, num_tok
     assert (found.num_tokens, found.num_page_tokens) == (num_tokens, num_page_tokens)
 
 
+def test_a_limit_inside_a_page_does_not_reach_the_node_of_that_page(case: TreeCase) -> None:
+    case.put("ab*")
+    case.put("abcd*")
+    assert case.peek("abcd", limit=5).deepest is case.node("ab")
+    assert case.peek("abcd", limit=1) == NOTHING
+
+
 def test_a_key_cut_inside_a_page_matches_whole_pages_only(case: TreeCase) -> None:
     case.put("ab*")
     case.put("abc*")
@@ -276,7 +283,9 @@ def test_the_tree_keeps_no_reference_to_the_pages_it_was_given(case: TreeCase) -
         (6, 3, 6),  # a state off the grid
     ],
 )
-def test_lengths_that_disagree_are_refused_and_nothing_is_changed(num_tokens: int, num_pages: int, state_after: int | None) -> None:
+def test_lengths_that_disagree_are_refused_and_nothing_is_changed(
+    num_tokens: int, num_pages: int, state_after: int | None
+) -> None:
     case = TreeCase(page_size=2, grid=4)
     checkpoint = None if state_after is None else Checkpoint(7, state_after)
     with pytest.raises(OwnershipError):

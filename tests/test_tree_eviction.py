@@ -1,10 +1,9 @@
-"""The tree: what locks keep, what goes first, and what is remembered of what went. Trees are drawn as in test_tree.py."""
+"""The tree: what locks keep, what goes first, what is remembered of what went. Trees are drawn as in test_tree.py."""
 
 import pytest
 from helpers import TreeCase
 
-from hybrid.errors import ArgumentError, LockError
-from hybrid.eviction import EvictionQueue, Usage, policy_named
+from hybrid.errors import LockError
 from hybrid.node import MAX_LOST
 from hybrid.tree import Tree
 
@@ -260,29 +259,6 @@ def test_a_refused_checkpoint_does_not_refresh_the_one_that_is_there(case: TreeC
     assert case.tree.evict_checkpoints(1).slots == [1]
 
 
-def test_the_queue_stays_small_however_often_its_candidates_are_used(case: TreeCase) -> None:
-    queue: EvictionQueue[Usage] = EvictionQueue(lambda usage: usage.last_used, lambda _: True)
-    usages = [Usage(0, 0) for _ in range(10)]
-    for tick in range(20_000):
-        usages[tick % 10].last_used = tick
-        queue.push(usages[tick % 10])
-        assert len(queue._heap) <= 1025
-    assert [queue.pop() for _ in range(11)] == [*usages, None]
-
-
-def test_candidates_of_equal_rank_go_in_the_order_in_which_they_came() -> None:
-    queue: EvictionQueue[str] = EvictionQueue(lambda _: 1.0, lambda _: True)
-    for name in "cab":
-        queue.push(name)
-    assert [queue.pop() for _ in range(3)] == ["c", "a", "b"]
-
-
-def test_a_policy_is_chosen_by_name_and_a_wrong_name_tells_the_right_ones() -> None:
-    assert policy_named("lru").rank(Usage(created=1, last_used=5)) == 5
-    with pytest.raises(ArgumentError, match="lru"):
-        policy_named("most recently bought")
-
-
 # What is remembered of what went
 
 
@@ -330,6 +306,14 @@ def test_a_checkpoint_that_went_between_the_usable_hit_and_the_page_hit_is_known
     assert not case.tree.lost_checkpoint(case.peek("ax"))
     case.put("ab*")
     assert not case.tree.lost_checkpoint(case.peek("abcd"))
+    assert not case.node("ab").lost_checkpoint
+
+
+def test_a_checkpoint_that_went_beyond_the_page_hit_explains_nothing(case: TreeCase) -> None:
+    case.put("abcd*")
+    case.tree.evict_checkpoints(1)
+    assert case.tree.lost_checkpoint(case.peek("abcd"))
+    assert not case.tree.lost_checkpoint(case.peek("abx"))
 
 
 def test_a_node_remembers_a_bounded_number_of_lost_children(case: TreeCase) -> None:

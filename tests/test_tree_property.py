@@ -1,6 +1,7 @@
-"""The tree against a model that knows no tree: dictionaries of whole prefixes, searched from scratch for every question.
+"""The tree against a model that knows no tree: dictionaries of whole prefixes, searched from scratch each time.
 
-The order of eviction is the policy's, so the model is told what went, and judges whether it might go and whether enough did.
+The order of eviction is the policy's, so the model is told what went, and judges whether it might go and whether it is
+enough.
 """
 
 from array import array
@@ -82,7 +83,11 @@ class TreeMachine(RuleBasedStateMachine):
     def spell(self, pages: list[str]) -> tuple[int, ...]:
         """Three pages, of which a and b differ in their last token only."""
         inner = self.model.page_size - 1
-        return tuple(token for page in pages for token in {"a": [1] * inner + [1], "b": [1] * inner + [2], "c": [3] * (inner + 1)}[page])
+        return tuple(
+            token
+            for page in pages
+            for token in {"a": [1] * inner + [1], "b": [1] * inner + [2], "c": [3] * (inner + 1)}[page]
+        )
 
     @rule(pages=PAGES, namespace=NAMESPACES, more=st.integers(0, 5), state=st.booleans(), spare=st.booleans())
     def insert(self, pages: list[str], namespace: str, more: int, state: bool, spare: bool) -> None:
@@ -155,7 +160,9 @@ class TreeMachine(RuleBasedStateMachine):
         found = self.tree.peek(Key.of(ids, namespace), 10**6)
         if found.checkpoint is None:
             return multiple()
-        return self.hold(Held(self.tree.lock_state(found.checkpoint), (namespace, ids[: found.num_tokens]), is_state=True))
+        return self.hold(
+            Held(self.tree.lock_state(found.checkpoint), (namespace, ids[: found.num_tokens]), is_state=True)
+        )
 
     def hold(self, held: Held) -> Held:
         self.model.held.append(held)
@@ -176,7 +183,9 @@ class TreeMachine(RuleBasedStateMachine):
         gone = self.take(released)
         for prefix in gone[wanted:]:  # more than asked for goes only as a tombstone that has lost its last child
             assert prefix not in self.model.checkpoints
-            assert not any(other[0] == prefix[0] and other[1][: len(prefix[1])] == prefix[1] for other in self.model.pages)
+            assert not any(
+                other[0] == prefix[0] and other[1][: len(prefix[1])] == prefix[1] for other in self.model.pages
+            )
 
     @rule(wanted=st.integers(0, 4))
     def evict_checkpoints(self, wanted: int) -> None:
@@ -201,7 +210,7 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.model.pages.keys() == self.model.kept_pages()
 
     def take(self, released: Released) -> list[Prefix]:
-        """Remove from the model what went: pages that no lock keeps, each with its checkpoint. Returns the prefixes in order."""
+        """Remove what went: pages that no lock keeps, each with its checkpoint. Returns the prefixes in order."""
         owner = {page: prefix for prefix, page in self.model.pages.items()}
         gone = [owner[page] for page in released.pages]
         assert len(set(gone)) == len(gone)
