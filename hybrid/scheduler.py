@@ -241,12 +241,10 @@ class Scheduler:
         key: Key | None = None
         usable, grid = 0, self.cache.config.grid
         for leader in self.running:
-            if (
-                leader.namespace != request.namespace
-                or not leader.is_prefilling
-                or leader.ids[:grid] != request.ids[:grid]
-            ):
+            if not leader.is_prefilling or leader.namespace != request.namespace:
                 continue
+            if leader.ids[:grid] != request.ids[:grid]:
+                continue  # most have nothing in common: no key is made for them
             if key is None:
                 key = request.key()
                 usable = self.cache.tree.peek(key, end - 1).num_tokens

@@ -142,6 +142,7 @@ def causal_conv1d(
         end = starts[row] + (row + 1) * past + count
         state[slot] = extended[end - past : end]
     length = extended.shape[0] - past
+    extended, weight = extended.float(), weight.float()
     mixed = extended[:length] * weight[:, 0]
     for tap in range(1, past + 1):
         mixed.addcmul_(extended[tap : tap + length], weight[:, tap])
@@ -149,7 +150,7 @@ def causal_conv1d(
         mixed = torch.cat(
             [mixed[starts[row] + row * past : starts[row + 1] + row * past] for row in range(len(starts) - 1)]
         )
-    return silu(mixed)
+    return silu(mixed).to(x.dtype)
 
 
 def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
@@ -160,10 +161,11 @@ def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, state_read: T
     """
     window = torch.cat((state[state_read], x.unsqueeze(1)), dim=1)
     state[state_write] = window[:, 1:]
+    window, weight = window.float(), weight.float()
     mixed = window[:, 0] * weight[:, 0]
     for tap in range(1, window.shape[1]):
         mixed.addcmul_(window[:, tap], weight[:, tap])
-    return silu(mixed)
+    return silu(mixed).to(x.dtype)
 
 
 def chunk_gated_delta_rule(
