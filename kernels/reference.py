@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -86,21 +87,20 @@ def paged_attention(
     for row, length in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
         pages = block_table[row, : -(-length // page_size)]
-        keys = cache[:, 0][pages].view(-1, kv_heads, head_dim).permute(1, 2, 0)
+        keys = cache[:, 0][pages].view(-1, kv_heads, head_dim).transpose(0, 1)
         values = cache[:, 1][pages].view(-1, kv_heads, head_dim).transpose(0, 1)
         position = length - (end - start)
         while start < end:
             stop = min((position // chunk_size + 1) * chunk_size, length)
             count = stop - position
-            chunk = query[start : start + count].view(count, kv_heads, group, head_dim)
-            chunk = (chunk * scale).permute(1, 2, 0, 3).reshape(kv_heads, group * count, head_dim)
-            scores = torch.bmm(chunk, keys[:, :, :stop])
-            if count > 1:
-                scores.view(kv_heads, group, count, stop)[..., position:].masked_fill_(
-                    _above_diagonal(count, scores.device), float("-inf")
-                )
-            weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-            mixed = torch.bmm(weights, values[:, :stop]).view(kv_heads, group, count, head_dim)
+            grouped = query[start : start + count].view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+            mixed = scaled_dot_product_attention(
+                grouped,
+                keys[:, None, :stop].expand(-1, group, -1, -1),
+                values[:, None, :stop].expand(-1, group, -1, -1),
+                attn_mask=_causal(count, stop, query.device) if count > 1 else None,
+                scale=scale,
+            )
             output[start : start + count] = mixed.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
             start, position = start + count, stop
     return output
@@ -308,3 +308,16 @@ def _chunk_layout(starts: tuple[int, ...], chunk_size: int) -> _ChunkLayout:
 @lru_cache(maxsize=256)
 def _above_diagonal(size: int, device: torch.device) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool, device=device).triu_(1)
+
+
+def _causal(count: int, length: int, device: torch.device) -> Tensor:
+    """`[count, length]`: whether each of the last `count` tokens may see each of `length`. A view of one buffer."""
+    rows = 1 << (count - 1).bit_length()
+    width = max(1024, 1 << (length - 1).bit_length())
+    end = width + count
+    return _causal_buffer(rows, width, device)[:count, end - length : end]
+
+
+@lru_cache(maxsize=4)
+def _causal_buffer(rows: int, width: int, device: torch.device) -> Tensor:
+    return torch.ones(rows, width + rows, dtype=torch.bool, device=device).tril_(width)

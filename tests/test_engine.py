@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_helpers import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
-from hybrid import Engine, SamplingParams
+from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.oracle import use_torch_functions
 
 
@@ -269,3 +269,17 @@ def test_clear_forgets_what_nobody_needs(tiny: Engine) -> None:
     assert next(iter(outputs.values())).token_ids == cold(tiny, ids(64), greedy(4)).token_ids
     engine.cache.clear()
     assert engine.cache.stats().pages_free == engine.cache.stats().pages_total
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_hits_are_bitwise_cold_runs_in_half_precision_too(dtype: str) -> None:
+    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="64MiB")
+    half = Engine.from_pretrained("tiny", dtype=dtype, cache=config, max_num_seqs=8, max_num_batched_tokens=256)
+    engine, params = engine_on(half), greedy(GRID + 3, logprobs=3)
+    shared = ids(4 * GRID)
+    first = engine.generate([shared + ids(own, seed=own) for own in (5, GRID, 30)], params, progress=False)
+    turns = [output.prompt_token_ids + output.token_ids + ids(7) for output in first]
+    second = engine.generate(turns, params, progress=False)
+    assert all(output.usage.cached_tokens > 4 * GRID for output in second)
+    for output in [*first, *second]:
+        assert output.logprobs == cold(half, output.prompt_token_ids, params).logprobs

@@ -1,0 +1,187 @@
+"""Nothing is lost on failure: every allocation of a busy cache fails once, in each way it can."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from helpers import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
+
+import hybrid.tree
+from hybrid.key import Key
+from hybrid.node import Checkpoint, Node
+from hybrid.pool import IndexPool
+
+NUM_ACTIONS = 80
+
+
+@contextmanager
+def failing(at: int | None, error: type[BaseException] | None) -> Iterator[Callable[[], int]]:
+    """The allocation of number `at` yields nothing, or raises. Gives a function that counts the allocations."""
+    allocate, num_calls = IndexPool.allocate, 0
+
+    def counted(pool: IndexPool, count: int) -> list[int] | None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls - 1 != at:
+            return allocate(pool, count)
+        if error is not None:
+            raise error("planted")
+        return None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IndexPool, "allocate", counted)
+        yield lambda: num_calls
+
+
+def busy_cache() -> tuple[AuditedCache, RandomWorkload]:
+    """A cache too small for its requests: they share, evict, and are retracted."""
+    cache = audited_cache(num_pages=14, num_states=6, page_size=2, chunk_size=4)
+    return cache, RandomWorkload(cache, seed=7)
+
+
+def count_allocations() -> int:
+    cache, workload = busy_cache()
+    with failing(None, None) as num_calls:
+        workload.run(NUM_ACTIONS)
+    stats = cache.stats()
+    assert stats.evicted_pages > 5 and stats.evicted_checkpoints > 5 and workload.num_finished > 3
+    return num_calls()
+
+
+def recover(cache: AuditedCache, workload: RandomWorkload) -> None:
+    """Whatever failed: what is open can be closed, nothing is leaked, and the cache goes on serving right contents."""
+    for lease in list(cache.leases):
+        cache.close(lease)
+    stats = cache.stats()
+    assert (stats.pages_private, stats.states_private) == (0, 0)
+    assert sum(node.page_locks + node.state_locks for _, node in cache.tree.nodes()) == 0
+    workload.running.clear()
+    num_finished = workload.num_finished
+    while workload.num_finished < num_finished + 3:
+        workload.act()
+    release(cache)
+
+
+def test_the_workload_allocates_often_enough_to_prove_something() -> None:
+    assert count_allocations() > 40
+
+
+def test_an_allocation_that_yields_nothing_is_survived_wherever_it_happens() -> None:
+    for at in range(count_allocations()):
+        cache, workload = busy_cache()
+        with failing(at, None):
+            workload.run(NUM_ACTIONS)
+        recover(cache, workload)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_an_allocation_that_raises_leaves_the_books_balanced_wherever_it_happens(error: type[BaseException]) -> None:
+    for at in range(count_allocations()):
+        cache, workload = busy_cache()
+        with failing(at, error), pytest.raises(error, match="planted"):
+            workload.run(NUM_ACTIONS)
+        recover(cache, workload)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_open_that_raises_leaves_no_lease_and_no_lock_behind(at: int) -> None:
+    """At 0 the front slot fails, at 1 the pages."""
+    cache = audited_cache(num_pages=8, num_states=4)
+    serve(cache, key_of(cache, "ab"))
+    before = cache.stats()
+    with failing(at, MemoryError), pytest.raises(MemoryError):
+        start(cache, key_of(cache, "abc"))
+    cache.audit()
+    assert cache.leases == set()
+    assert cache.stats() == before
+
+
+class Failing:
+    """A constructor of which the call of number `at` raises."""
+
+    def __init__(self, constructor: Callable[..., object], at: int) -> None:
+        self.constructor, self.calls_left = constructor, at
+
+    def __call__(self, *args: object) -> object:
+        self.calls_left -= 1
+        if self.calls_left < 0:
+            raise MemoryError("planted")
+        return self.constructor(*args)
+
+
+@pytest.mark.parametrize(("name", "num_calls"), [("Node", 2), ("Usage", 2), ("array", 1)])
+def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(name: str, num_calls: int) -> None:
+    """A fork makes two nodes, the upper half of the split one and the leaf: each fails in turn.
+
+    abcd *      inserting abxy*       ab o
+                                        cd *
+                                        xy *
+    """
+    for at in range(num_calls):
+        case = TreeCase()
+        case.put("abcd*")
+        lock = case.tree.lock_state(case.node("abcd"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hybrid.tree, name, Failing(getattr(hybrid.tree, name), at))
+            with pytest.raises(MemoryError):
+                case.put("abxy*")
+        assert case.peek("abcd")[:2] == (8, 8)
+        assert case.peek("abxy")[:2] == (0, 4)
+        assert (case.tree.num_pages, case.tree.num_checkpoints) == (4, 1)
+        assert case.put("abxy*").adopted
+        assert case.draw() == ["ab o", "  cd *", "  xy *"]
+        case.tree.unlock(lock)
+        assert len(case.tree.evict_all().pages) == 6
+
+
+@pytest.mark.parametrize("name", ["Node", "Usage", "Root"])
+def test_a_first_insert_that_breaks_off_makes_no_namespace(name: str) -> None:
+    case = TreeCase()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid.tree, name, Failing(getattr(hybrid.tree, name), 0))
+        with pytest.raises(MemoryError):
+            case.put("ab*", "tenant")
+    assert not case.tree.knows("tenant")
+    assert (case.tree.num_pages, case.tree.num_checkpoints) == (0, 0)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_commit_that_breaks_off_leaves_pages_and_checkpoints_with_the_lease(at: int) -> None:
+    """The first checkpoint splits (0) and hangs a leaf (1); the second hangs another (2)."""
+    cache = audited_cache(num_pages=16, num_states=8)
+    serve(cache, key_of(cache, "abcd"))
+    key = key_of(cache, "abxyz")
+    lease = start(cache, key)
+    cache.capture(lease, 6)
+    cache.capture(lease, 10)
+    cache.advance(lease, 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid.tree, "Node", Failing(Node, at))
+        with pytest.raises(MemoryError):
+            cache.commit(lease, key, 10)
+    cache.audit()
+    assert len(lease.captured) == (2 if at < 2 else 1)
+    cache.commit(lease, key, 10)
+    assert lease.captured == []
+    assert cache.tree.peek(key, 10)[:2] == (10, 10)
+    cache.close(lease)
+    release(cache)
+
+
+def test_an_insert_that_was_refused_can_be_made_right() -> None:
+    case = TreeCase(page_size=2, grid=4)
+    with pytest.raises(Exception, match="insert"):
+        case.tree.insert(Key.of([1, 1, 2, 2]), 4, [0, 1], Checkpoint(1, 2))
+    assert case.tree.insert(Key.of([1, 1, 2, 2]), 4, [0, 1], Checkpoint(1, 4)).adopted
+
+
+def test_a_lease_goes_on_after_a_step_that_had_no_memory() -> None:
+    cache = audited_cache(num_pages=4, num_states=4)
+    one = prefill(cache, key_of(cache, "abc"))
+    two = cache.open(key_of(cache, "x"), 1, 2)
+    assert two is not None
+    assert not cache.reserve(two, 4)
+    cache.close(one)
+    assert cache.reserve(two, 4)
+    cache.close(two)
+    release(cache)

@@ -1,0 +1,217 @@
+"""From logits to tokens: what is refused, what is drawn and how often, and what a seed promises."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hybrid
+from hybrid.sampling import SamplingParams, make_generator, sample, token_logprobs
+
+LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
+
+# Parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 1.5),
+        ("max_new_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", math.nan),
+        ("temperature", "hot"),
+        ("temperature", None),
+        ("top_k", -1),
+        ("top_k", 2.0),
+        ("top_k", None),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", math.nan),
+        ("top_p", "most"),
+        ("min_p", -0.01),
+        ("min_p", 1.01),
+        ("min_p", None),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("seed", 1.0),
+        ("seed", "seven"),
+        ("logprobs", -1),
+        ("logprobs", 101),
+        ("logprobs", 1.5),
+        ("logprobs", True),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", [5]),
+        ("stop", None),
+        ("stop", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("stop_token_ids", None),
+        ("stop_token_ids", 7),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_name(name: str, value: Any) -> None:
+    settings: dict[str, Any] = {"temperature": 1.0, name: value}
+    with pytest.raises(hybrid.SamplingError, match=rf"^SamplingParams: {name} ") as raised:
+        SamplingParams(**settings)
+    assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("setting", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"seed": 0}])
+def test_what_has_no_effect_on_a_greedy_answer_is_refused(setting: dict[str, Any]) -> None:
+    with pytest.raises(hybrid.SamplingError, match=r"no effect with temperature=0 \(greedy\)"):
+        SamplingParams(**setting)
+    SamplingParams(temperature=1.0, **setting)
+
+
+def test_an_unknown_parameter_is_refused() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_the_default_is_greedy_and_the_likeliest_token_alone_is_greedy_too() -> None:
+    assert SamplingParams() == SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, seed=None)
+    assert SamplingParams(top_k=1).temperature == 0
+
+
+def test_stops_are_kept_as_tuples_however_they_are_given() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+    assert SamplingParams().stop == ()
+
+
+@pytest.mark.parametrize(
+    "setting", [{"top_p": 1}, {"min_p": 1}, {"temperature": 2}, {"seed": 2**63 - 1}, {"logprobs": 0}, {"logprobs": 100}]
+)
+def test_the_ends_of_a_range_belong_to_it(setting: dict[str, Any]) -> None:
+    SamplingParams(**{"temperature": 1.0, **setting})
+
+
+# Tokens
+
+
+def expected_distribution(params: SamplingParams) -> dict[int, float]:
+    """Probabilities of the tokens of `LOGITS`, by the definitions of the parameters, in plain Python."""
+    weights = {token: math.exp(logit / params.temperature) for token, logit in enumerate(LOGITS)}
+    best = sorted(weights, key=lambda token: -weights[token])
+    if params.top_k:
+        best = best[: params.top_k]
+    total, mass, kept = sum(weights[token] for token in best), 0.0, []
+    for token in best:
+        kept.append(token)
+        mass += weights[token] / total
+        if mass >= params.top_p:
+            break
+    kept = [token for token in kept if weights[token] >= params.min_p * weights[best[0]]]
+    total = sum(weights[token] for token in kept)
+    return {token: weights[token] / total for token in kept}
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"temperature": 0.3},
+        {"temperature": 5.0},
+        {"top_k": 1},
+        {"top_k": 3},
+        {"top_k": 100},
+        {"top_p": 1e-6},
+        {"top_p": 0.5},
+        {"top_p": 0.9},
+        {"min_p": 0.2},
+        {"min_p": 1.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.8},
+        {"temperature": 2.0, "top_p": 0.95, "min_p": 0.4},
+        {"top_k": 4, "min_p": 0.35},
+    ],
+)
+def test_tokens_are_drawn_as_often_as_they_should_be(setting: dict[str, Any]) -> None:
+    params, draws = SamplingParams(**{"temperature": 1.0, "seed": 1, **setting}), 3000
+    generator, logits = make_generator(params), torch.tensor(LOGITS)
+    counts = Counter(sample(logits, params, generator) for _ in range(draws))
+    expected = expected_distribution(params)
+    assert counts.keys() <= expected.keys()
+    for token, probability in expected.items():
+        deviation = math.sqrt(draws * probability * (1 - probability))
+        assert abs(counts[token] - draws * probability) <= 4.5 * deviation + 1e-9
+
+
+def test_greedy_takes_the_likeliest_token() -> None:
+    assert sample(torch.tensor(LOGITS), SamplingParams(), None) == 2
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 5e-324])
+def test_a_temperature_near_zero_is_greedy_and_not_an_overflow(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=0)
+    logits = 30 * torch.randn(500, generator=torch.Generator().manual_seed(0))
+    assert sample(logits, params, make_generator(params)) == int(logits.argmax())
+
+
+def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
+    params = SamplingParams(temperature=1e6, seed=0)
+    logits, generator = torch.tensor([-math.inf, 0.0, -math.inf, 3.0]), make_generator(params)
+    assert {sample(logits, params, generator) for _ in range(200)} == {1, 3}
+
+
+def test_sampling_leaves_the_logits_alone() -> None:
+    params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=0)
+    logits = torch.tensor(LOGITS)
+    sample(logits, params, make_generator(params))
+    assert logits.tolist() == torch.tensor(LOGITS).tolist()
+
+
+def test_equal_seeds_draw_equal_tokens_and_others_do_not() -> None:
+    def draws(seed: int | None) -> list[int]:
+        params = SamplingParams(temperature=3.0, seed=seed)
+        generator = make_generator(params)
+        return [sample(torch.tensor(LOGITS), params, generator) for _ in range(50)]
+
+    assert draws(7) == draws(7)
+    assert draws(7) != draws(8)
+    assert draws(None) != draws(None)
+
+
+def test_drawing_does_not_touch_the_random_numbers_of_torch() -> None:
+    before = torch.random.get_rng_state()
+    params = SamplingParams(temperature=1.0)
+    sample(torch.tensor(LOGITS), params, make_generator(params))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+# Log-probabilities
+
+
+def test_logprobs_are_those_of_the_likeliest_tokens_and_of_the_chosen_one() -> None:
+    total = math.log(sum(map(math.exp, LOGITS)))
+    chosen = token_logprobs(torch.tensor(LOGITS), 5, 3)
+    assert list(chosen) == [2, 4, 0, 5]
+    for token, logprob in chosen.items():
+        assert logprob == pytest.approx(LOGITS[token] - total, abs=1e-5)
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(0, {4}), (1, {2, 4}), (2, {2, 4}), (100, set(range(8)))])
+def test_the_chosen_token_is_reported_once_however_many_are_asked_for(count: int, tokens: set[int]) -> None:
+    assert token_logprobs(torch.tensor(LOGITS), 4, count).keys() == tokens
+
+
+# In the engine
+
+
+def test_a_seed_gives_the_same_answer_whatever_else_runs(checkpoint: Path) -> None:
+    config = hybrid.CacheConfig(memory="8MiB", page_size=16)
+    engine = hybrid.Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config)
+    prompt, others = list(range(10, 100)), [[5, 6, 7], list(range(200, 280))]
+    seeded = SamplingParams(temperature=2.0, seed=3, max_new_tokens=16, ignore_eos=True)
+    free = SamplingParams(temperature=2.0, max_new_tokens=12, ignore_eos=True)
+    alone = engine.generate([prompt], seeded)[0].token_ids
+    together = engine.generate([others[0], prompt, others[1]], [free, seeded, free])[1].token_ids
+    assert together == alone
+    assert engine.generate([prompt], SamplingParams(temperature=2.0, seed=4, max_new_tokens=16))[0].token_ids != alone
