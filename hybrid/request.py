@@ -104,6 +104,7 @@ class Request:
     wanted: set[int] = field(default_factory=set)
     leader: tuple[Request, int] | None = None
     generator: torch.Generator | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -120,7 +121,18 @@ class Request:
     ) -> Request:
         """A user's request, of at most `max_len` tokens in the end."""
         generator = make_generator(params) if params.temperature else None
-        return cls(request_id, array("i", ids), len(ids), params, namespace, text, max_len, generator=generator)
+        prompt = list(ids)
+        return cls(
+            request_id,
+            array("i", prompt),
+            len(prompt),
+            params,
+            namespace,
+            text,
+            max_len,
+            prompt_token_ids=prompt,
+            generator=generator,
+        )
 
     @classmethod
     def replay(cls, of: Request, num_tokens: int) -> Request:
@@ -134,11 +146,6 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_end
-
-    @property
-    def samples_next(self) -> bool:
-        """Whether computing one more token gives a token that is not known yet."""
-        return not self.is_replay and self.num_computed == len(self.ids)
 
     @property
     def num_output(self) -> int:
@@ -171,7 +178,7 @@ class Request:
         hit = self.explanation
         return RequestOutput(
             request_id=self.request_id,
-            prompt_token_ids=list(self.ids[: self.prompt_len]),
+            prompt_token_ids=self.prompt_token_ids,
             text=self.text.text if self.text is not None else "",
             token_ids=list(self.ids[self.prompt_len :]),
             finish_reason=self.finish_reason,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 
@@ -25,7 +26,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as several. A list of ids and a list of messages are one prompt each."""
     if isinstance(prompts, str):
         return [prompts]
-    many: list[Any] = list(prompts)
+    many: list[Any] = prompts.tolist() if isinstance(prompts, np.ndarray | torch.Tensor) else list(prompts)
     if many and (all(isinstance(item, int) for item in many) or all(isinstance(item, dict) for item in many)):
         return [many]
     return many

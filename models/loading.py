@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hybrid.models.qwen3_5 import Linear, Qwen3_5ForCausalLM
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from hybrid.errors import CheckpointError, UnsupportedModelError
+from hybrid.models.qwen3_5 import Linear, Qwen3_5ForCausalLM
 
 ARCHITECTURES = {"qwen3_5_text": Qwen3_5ForCausalLM, "qwen3_5": Qwen3_5ForCausalLM}
 """Model types of config.json that run here. `qwen3_5` is the vision-language layout, of which the language part is

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hybrid.kernels import reference as kernels
-from hybrid.kernels.linear import linear, rows_that_agree
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
+from hybrid.kernels import reference as kernels
+from hybrid.kernels.linear import linear, rows_that_agree
 from hybrid.spec import HybridSpec, StateTensor
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hybrid.models.loading import TINY
 
 from hybrid import Engine, parity, stress
 from hybrid.cli import main
+from hybrid.models.loading import TINY
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -12,8 +12,9 @@ from hybrid.oracle import use_torch_functions
 
 
 def test_greedy_answers_are_those_of_transformers(tiny: Engine) -> None:
-    from hybrid.models.loading import TINY
     from transformers import AutoModelForCausalLM
+
+    from hybrid.models.loading import TINY
 
     theirs = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     use_torch_functions(theirs)
@@ -39,6 +40,8 @@ def test_a_prompt_is_a_text_or_ids_or_chat_messages(tiny: Engine) -> None:
     in_ids = tiny.tokenizer(text).input_ids
     assert engine.generate(text, greedy(4))[0].token_ids == engine.generate([in_ids], greedy(4))[0].token_ids
     assert engine.generate(in_ids, greedy(4))[0].prompt_token_ids == in_ids
+    as_tensor = torch.tensor([in_ids, in_ids])
+    assert [output.prompt_token_ids for output in engine.generate(as_tensor, greedy(1))] == [in_ids, in_ids]
     messages = [{"role": "user", "content": "What is a list?"}]
     chat = tiny.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     one, several = engine.generate(messages, greedy(4))[0], engine.generate([messages, text], greedy(4))

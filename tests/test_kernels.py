@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from hybrid.kernels import reference as kernels
 from tensor_helpers import ints, poisoned_pages, poisoned_states, rows_of, same_bits, starts_of, untouched
 from torch import Tensor
+
+from hybrid.kernels import reference as kernels
 
 CHUNK = 16
 RAGGED = [

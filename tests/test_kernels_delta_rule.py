@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hybrid.kernels import reference as kernels
 from tensor_helpers import ints, poisoned_states, rows_of, same_bits, starts_of, untouched
 from torch import Tensor
 
+from hybrid.kernels import reference as kernels
 from hybrid.oracle import use_torch_functions
 
 CHUNK = 16

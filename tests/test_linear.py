@@ -4,11 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hybrid.kernels.linear import DECODE_ROWS, RowBlocks, linear, rows_that_agree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_helpers import same_bits, starts_of
 from torch import Tensor
+
+from hybrid.kernels.linear import DECODE_ROWS, RowBlocks, linear, rows_that_agree
 
 CHUNK = 64
 SHAPES = [(96, 64), (64, 96), (50, 33), (512, 192), (4, 64)]

@@ -17,13 +17,13 @@ from checkpoint_helpers import (
     text_config,
     write_checkpoint,
 )
-from hybrid.models.loading import load_model, open_checkpoint
-from hybrid.models.qwen3_5 import Linear, Qwen3_5ForCausalLM
 from safetensors.torch import load_file
 from tensor_helpers import CPU, same_bits
 from torch import Tensor
 
 import hybrid
+from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.qwen3_5 import Linear, Qwen3_5ForCausalLM
 
 SMALL = hybrid.CacheConfig(memory="8MiB", page_size=16)
 

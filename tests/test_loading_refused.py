@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import INDEX, WEIGHTS, edit_config, edit_weights, layers, shard
-from hybrid.models.loading import load_model, open_checkpoint
 from tensor_helpers import CPU
 
 import hybrid
+from hybrid.models.loading import load_model, open_checkpoint
 
 SMALL = hybrid.CacheConfig(memory="8MiB", page_size=16)
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import layers, random_model, text_config, write_checkpoint
-from hybrid.kernels.linear import RowBlocks
-from hybrid.models.loading import load_model, open_checkpoint
-from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from tensor_helpers import CPU, ints, rows_of, same_bits, starts_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 import hybrid
 from hybrid.batch import Batch
+from hybrid.kernels.linear import RowBlocks
+from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from hybrid.oracle import use_torch_functions
 from hybrid.pages import PagePool
 from hybrid.states import EMPTY_STATE, StatePool
