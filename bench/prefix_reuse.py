@@ -3,8 +3,8 @@
 
     python bench/prefix_reuse.py [--runs 7] [--threads 1] [--json]
 
-fp32, one thread, medians of runs that alternate between the sides. Each line is a ratio with the target it should reach; a line
-says in which mode our side ran. Exit status 1 when a target is missed.
+fp32, one thread, medians of runs that alternate between the sides. Each line is a ratio with the target it should
+reach; a line says in which mode our side ran. Exit status 1 when a target is missed.
 """
 
 import argparse
@@ -110,13 +110,17 @@ class Sides:
         engine.cache.clear()
         shared = self.ids(GROUP_SHARED)
         prompts = [shared + self.ids(GROUP_OWN) for _ in range(GROUP)]
-        return timed(lambda: engine.generate(prompts, SamplingParams(max_new_tokens=GROUP_NEW, ignore_eos=True), progress=False))
+        return timed(
+            lambda: engine.generate(prompts, SamplingParams(max_new_tokens=GROUP_NEW, ignore_eos=True), progress=False)
+        )
 
     def their_generate(self, prompts: list[list[int]], new: int) -> float:
         batch = torch.tensor(prompts)
         mask = torch.ones_like(batch)
         return timed(
-            lambda: self.theirs.generate(batch, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+            lambda: self.theirs.generate(
+                batch, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
+            )
         )
 
     def their_decode(self) -> float:
@@ -152,7 +156,9 @@ def measure(sides: Sides, runs: int) -> list[Line]:
     ours, fast = sides.ours, sides.fast
     lines = []
     few = max(2, runs // 2)
-    with tqdm(total=3 * (runs + 1) + 3 * (few + 1), desc="measuring", unit="run", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(
+        total=3 * (runs + 1) + 3 * (few + 1), desc="measuring", unit="run", disable=not sys.stderr.isatty()
+    ) as bar:
         sides.first_token(ours, [*document, *sides.ids(NEW)])
         t = alternate(
             runs,
@@ -178,7 +184,9 @@ def measure(sides: Sides, runs: int) -> list[Line]:
             one=lambda: sides.decode(fast, 1),
             one_deterministic=lambda: sides.decode(ours, 1),
         )
-        lines.append(Line("decode of one, times as fast as transformers", t["transformers"] / t["one"], 1.2, False, "fast", t))
+        lines.append(
+            Line("decode of one, times as fast as transformers", t["transformers"] / t["one"], 1.2, False, "fast", t)
+        )
         cost = t["one_deterministic"] / t["one"]
         lines.append(Line("what deterministic mode costs: decode of one, times as slow", cost, None, True, "both", t))
         t = alternate(
@@ -188,13 +196,15 @@ def measure(sides: Sides, runs: int) -> list[Line]:
             eight=lambda: sides.decode(fast, 8),
             eight_deterministic=lambda: sides.decode(ours, 8),
         )
-        lines.append(Line("decode of eight, tokens per second over those of one", t["one"] / t["eight"], 3.0, False, "fast", t))
+        lines.append(
+            Line("decode of eight, tokens per second over those of one", t["one"] / t["eight"], 3.0, False, "fast", t)
+        )
         cost = t["eight_deterministic"] / t["eight"]
         lines.append(Line("what deterministic mode costs: decode of eight, times as slow", cost, None, True, "both", t))
         batches = {f"transformers_batch_{size}": (lambda size=size: sides.their_group(size)) for size in (4, 16)}
         t = alternate(few, bar, ours=lambda: sides.together(ours), ours_fast=lambda: sides.together(fast), **batches)
         best = min(t[name] for name in batches)
-        name = f"{GROUP} requests sharing {GROUP_SHARED}, launched together, times as fast as transformers in its best batch"
+        name = f"{GROUP} requests sharing {GROUP_SHARED}, together, times as fast as transformers in its best batch"
         lines.append(Line(name, best / t["ours"], 4.0, False, "deterministic", t))
     ours.cache.audit()
     fast.cache.audit()
@@ -205,7 +215,8 @@ def machine() -> dict[str, Any]:
     """What the figures were taken on."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").is_file():
-        names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
         cpu = names[0] if names else cpu
     return {
         "cpu": cpu,
@@ -227,7 +238,11 @@ def main() -> int:
         theirs = save_random_model(Path(folder))
         parameters = sum(parameter.numel() for parameter in theirs.parameters())
         lines = measure(Sides(Path(folder), theirs), args.runs)
-    result = {"machine": machine(), "parameters": parameters, "lines": [{**asdict(line), "reached": line.reached} for line in lines]}
+    result = {
+        "machine": machine(),
+        "parameters": parameters,
+        "lines": [{**asdict(line), "reached": line.reached} for line in lines],
+    }
     if args.json:
         print(json.dumps(result))
     else:

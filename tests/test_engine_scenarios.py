@@ -1,4 +1,5 @@
-"""What must hold of running requests that share, wait, branch, give way and disappear. Chunks and pages have 16 tokens."""
+"""What must hold of running requests that share, wait, branch, give way and disappear. Chunks and pages have 16
+tokens."""
 
 from typing import Any
 
@@ -24,7 +25,8 @@ def test_abort_at_any_point_gives_everything_back(tiny: Engine, steps: int, dete
 
 
 def test_a_late_result_for_a_dead_request_writes_nowhere(tiny: Engine) -> None:
-    """Scenario 6, second half: aborted while its pass is under way, a request keeps its memory until the pass is done."""
+    """Scenario 6, second half: aborted while its pass is under way, a request keeps its memory until the pass is
+    done."""
     engine = engine_on(tiny)
     dead = engine.add_request(ids(40, seed=1), greedy(20))
     alive = engine.add_request(ids(40, seed=2), greedy(20))
@@ -156,7 +158,8 @@ def test_a_request_shares_what_a_running_one_has_finished(tiny: Engine) -> None:
 
 
 def test_a_first_branch_resumes_close_by_and_gets_a_checkpoint_at_its_branching_point(tiny: Engine) -> None:
-    """With memory to spare a long prompt leaves checkpoints on its way; the second branch at the same place hits in full."""
+    """With memory to spare a long prompt leaves checkpoints on its way; the second branch at the same place hits in
+    full."""
     engine = engine_on(tiny, states=64)
     document = ids(14 * GRID)
     answer(engine, document)
