@@ -65,8 +65,13 @@ class HybridCache:
         """A cache without tensors, for those who keep their own memory.
 
         Args:
-            num_states: state slots to hand out; they are numbered from 1.
+            num_states: state slots to hand out, at least 2 (a front, and the checkpoint it reads); numbered from 1.
+
+        Raises:
+            MemoryBudgetError: fewer than 2 state slots, or no page.
         """
+        if num_states < MIN_STATE_SLOTS - 1 or num_pages < 1:
+            raise MemoryBudgetError(f"one request needs a page and 2 state slots; got {num_pages} and {num_states}")
         return cls(
             config or CacheConfig(),
             IndexPool(num_pages, 0, "page"),
@@ -129,29 +134,32 @@ class HybridCache:
             num_tokens: tokens to have pages for at once.
         """
         found = self._find(key, limit)
-        page_lock = self.tree.lock_pages(found.deepest) if found.deepest is not None else None
-        state_lock = self.tree.lock_state(found.checkpoint) if found.checkpoint is not None else None
-        front = self._take_state()
-        if front is None:
-            self._unlock(page_lock, state_lock)
-            return None
-        source = found.checkpoint.slot if found.checkpoint is not None else EMPTY_STATE
-        assert source is not None
         lease = Lease(
-            front=front,
-            read_slot=source,
+            front=EMPTY_STATE,
+            read_slot=EMPTY_STATE,
             front_tokens=found.num_tokens,
             num_hit_tokens=found.num_tokens,
             branching_len=found.branching_len,
             explanation=self._explain(key, limit, found),
             block_table=self.tree.pages(found.deepest, found.num_page_tokens),
             num_shared=found.num_page_tokens // self.config.page_size,
-            page_lock=page_lock,
-            state_lock=state_lock,
+            page_lock=None,
+            state_lock=None,
         )
         self.leases.add(lease)
-        if not self.reserve(lease, num_tokens):
-            self.close(lease)
+        opened = False
+        try:
+            if found.deepest is not None:
+                lease.page_lock = self.tree.lock_pages(found.deepest)
+            if found.checkpoint is not None:
+                assert found.checkpoint.slot is not None
+                lease.state_lock, lease.read_slot = self.tree.lock_state(found.checkpoint), found.checkpoint.slot
+            lease.front = self._take_state() or EMPTY_STATE
+            opened = lease.front != EMPTY_STATE and self.reserve(lease, num_tokens)
+        finally:
+            if not opened:
+                self.close(lease)
+        if not opened:
             return None
         self.tree.touch(found)
         return lease
@@ -167,6 +175,7 @@ class HybridCache:
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
         """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it
         cannot."""
+        self._refuse_closed(lease)
         missing = -(-num_tokens // self.config.page_size) - len(lease.block_table)
         if missing > 0:
             pages = self._take_pages(missing)
@@ -178,17 +187,20 @@ class HybridCache:
     def capture(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
         """Take a slot for the state after `num_tokens` tokens, which the pass under way writes. None when none can be
         had."""
+        self._refuse_closed(lease)
         return self._capture(lease, num_tokens, self._take_state(), spare=False)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
         """As `capture`, from memory that nobody else wants: nothing is evicted, and a quarter of the slots stays
         free."""
+        self._refuse_closed(lease)
         if 4 * self.states.num_free <= self.states.capacity:
             return None
         return self._capture(lease, num_tokens, self._take_state(), spare=True)
 
     def take_back(self, lease: Lease) -> bool:
         """Make sure that the lease has the second slot of its ping-pong pair. False when none can be had."""
+        self._refuse_closed(lease)
         if lease.back is None:
             lease.back = self._take_state()
         return lease.back is not None
@@ -219,6 +231,13 @@ class HybridCache:
             raise OwnershipError(
                 f"commit: {num_tokens} tokens, with {len(lease.block_table)} pages of {self.config.page_size}"
             )
+        shared = min(lease.num_shared * self.config.page_size, num_tokens)
+        found = self.tree.peek(key, shared)
+        if (
+            self.tree.pages(found.deepest, found.num_page_tokens)
+            != lease.block_table[: shared // self.config.page_size]
+        ):
+            raise OwnershipError("commit: the key does not begin as the one under which the lease found its pages")
         for checkpoint in sorted(lease.captured, key=lambda c: c.num_tokens):
             if checkpoint.num_tokens <= num_tokens:
                 self._insert(lease, key, checkpoint.num_tokens, checkpoint)
@@ -232,10 +251,11 @@ class HybridCache:
         It is the end of a request's life: the front or the back changes hands without a copy.
         """
         grid = self.config.grid
-        if 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0 and lease.state_lock is None:
+        own = lease.front != EMPTY_STATE and lease.state_lock is None
+        if own and 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0:
             lease.captured.append(Checkpoint(lease.front, lease.front_tokens))
             lease.front = EMPTY_STATE
-        elif lease.back is not None and 0 < lease.back_tokens <= limit:
+        elif lease.back is not None and 0 < lease.back_tokens <= limit and lease.back_tokens % grid == 0:
             lease.captured.append(Checkpoint(lease.back, lease.back_tokens))
             lease.back = None
 
@@ -245,8 +265,7 @@ class HybridCache:
         Raises:
             OwnershipError: it was closed before.
         """
-        if lease not in self.leases:
-            raise OwnershipError("this lease was closed before, or belongs to another cache")
+        self._refuse_closed(lease)
         self.leases.remove(lease)
         self._unlock(lease.page_lock, lease.state_lock)
         lease.page_lock = lease.state_lock = None
@@ -289,6 +308,10 @@ class HybridCache:
         from hybrid.audit import audit  # the audit looks at a cache from outside
 
         audit(self)
+
+    def _refuse_closed(self, lease: Lease) -> None:
+        if lease not in self.leases:
+            raise OwnershipError("this lease was closed before, or belongs to another cache")
 
     def _find(self, key: Key, limit: int) -> Match:
         return self.tree.peek(key, limit)

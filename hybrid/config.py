@@ -43,7 +43,7 @@ class CacheConfig:
                 raise ArgumentError(f"CacheConfig: {name} must be a power of two from 1 to 4096, got {value!r}")
         if not 0 < self.state_share < 1:
             raise ArgumentError(f"CacheConfig: state_share must lie between 0 and 1, got {self.state_share!r}")
-        self.memory_bytes(free=2**40)
+        self._amount()
 
     @property
     def grid(self) -> int:
@@ -57,19 +57,24 @@ class CacheConfig:
             ArgumentError: `memory` is no amount.
             MemoryBudgetError: more is asked for than is free.
         """
-        amount = self.memory
-        if isinstance(amount, str):
-            amount = parse_bytes(amount)
-        elif isinstance(amount, bool) or not isinstance(amount, int | float) or amount <= 0:
-            raise ArgumentError(f"CacheConfig: memory must be bytes, a text as '512MiB' or a fraction, got {amount!r}")
-        elif isinstance(amount, float) and amount <= 1:
+        amount = self._amount()
+        if isinstance(amount, float):
             amount = int(amount * free)
         if amount > free:
             raise MemoryBudgetError(
-                f"CacheConfig: memory={self.memory!r} is {format_bytes(int(amount))}, but only {format_bytes(free)} "
+                f"CacheConfig: memory={self.memory!r} is {format_bytes(amount)}, but only {format_bytes(free)} "
                 "is free; give less, or a fraction of what is free as memory=0.5"
             )
-        return int(amount)
+        return amount
+
+    def _amount(self) -> int | float:
+        """`memory` as a number of bytes, or as a fraction (a float, at most 1)."""
+        amount = self.memory
+        if isinstance(amount, str):
+            return parse_bytes(amount)
+        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < math.inf:
+            raise ArgumentError(f"CacheConfig: memory must be bytes, a text as '512MiB' or a fraction, got {amount!r}")
+        return amount if isinstance(amount, float) and amount <= 1 else int(amount)
 
 
 def parse_bytes(text: str) -> int:
