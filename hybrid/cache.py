@@ -231,12 +231,9 @@ class HybridCache:
             raise OwnershipError(
                 f"commit: {num_tokens} tokens, with {len(lease.block_table)} pages of {self.config.page_size}"
             )
-        shared = min(lease.num_shared * self.config.page_size, num_tokens)
-        found = self.tree.peek(key, shared)
-        if (
-            self.tree.pages(found.deepest, found.num_page_tokens)
-            != lease.block_table[: shared // self.config.page_size]
-        ):
+        num_shared = min(lease.num_shared, num_tokens // self.config.page_size)
+        found = self.tree.peek(key, num_shared * self.config.page_size)
+        if self.tree.pages(found.deepest, found.num_page_tokens) != lease.block_table[:num_shared]:
             raise OwnershipError("commit: the key does not begin as the one under which the lease found its pages")
         for checkpoint in sorted(lease.captured, key=lambda c: c.num_tokens):
             if checkpoint.num_tokens <= num_tokens:
