@@ -281,14 +281,15 @@ class Engine:
             self.scheduler.abort(request)
 
     def _advance(self) -> list[RequestOutput]:
-        with deferred_interrupts():
-            step = self.scheduler.schedule()
-        if not step.parts:
-            return []
         try:
+            with deferred_interrupts():
+                step = self.scheduler.schedule()
+            if not step.parts:
+                return []
             tokens = self._compute(step)
         except BaseException:
-            self.scheduler.roll_back(step)
+            with deferred_interrupts():
+                self.scheduler.roll_back()
             raise
         with deferred_interrupts():
             alive = {id(part) for part in self.scheduler.commit(step)}

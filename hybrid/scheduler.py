@@ -86,8 +86,9 @@ class Scheduler:
             if part is not None:
                 prefills.append(part)
                 budget -= part.end - part.start
-        self._in_flight = Step(prefills + decodes)
-        return self._in_flight
+        step = Step(prefills + decodes)
+        self._in_flight = step if step.parts else None
+        return step
 
     def commit(self, step: Step) -> list[Part]:
         """The step is computed: move states and finished chunks on. Returns the parts whose requests still want the
@@ -111,13 +112,14 @@ class Scheduler:
                 self._leave(request)
         return alive
 
-    def roll_back(self, step: Step) -> None:
-        """The step failed or was interrupted: its requests start again from what was committed before it."""
-        self._in_flight = None
+    def roll_back(self) -> None:
+        """The step under way, if there is one, failed or was interrupted: its requests start again from what was
+        committed before it."""
+        step, self._in_flight = self._in_flight, None
         for request in self._aborted:
             self._leave(request)
         self._aborted.clear()
-        for part in reversed(step.parts):
+        for part in reversed(step.parts if step is not None else []):
             if part.request.lease is part.lease:
                 self._retract(part.request)
 

@@ -222,7 +222,7 @@ def chunk_gated_delta_rule(
     grown = decay.exp()
 
     def per_value_head(x: Tensor) -> Tensor:
-        return x if group == 1 else x.repeat_interleave(group, dim=1)
+        return x if group == 1 else x.unsqueeze(2).expand(-1, -1, group, *x.shape[2:]).flatten(1, 2)
 
     inner = per_value_head(q @ k.transpose(-1, -2)) * ratio
     # (I + A) [u | w] = beta [v | grown k]: what each token adds, given the old state (Yang et al., section 3.3)
@@ -259,14 +259,23 @@ def recurrent_gated_delta_rule(
     R."""
     group = v.shape[1] // k.shape[1]
     rows, heads = v.shape[:2]
-    q, k = (l2norm(x.float()).repeat_interleave(group, dim=1).flatten(0, 1).unsqueeze(1) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    old = state[state_read].flatten(0, 1)
-    old *= g.float().exp().flatten()[:, None, None]
-    new = (v.float().flatten(0, 1).unsqueeze(1) - torch.bmm(k, old)) * beta.float().flatten()[:, None, None]
-    current = old.baddbmm_(k.transpose(1, 2), new)
-    state[state_write] = current.unflatten(0, (rows, heads))
-    return torch.bmm(q, current).view(rows, heads, -1).to(v.dtype)
+    unit = l2norm(torch.cat((q, k), dim=1).float())  # [R, 2 * key_heads, key_dim]
+    unit = unit.unsqueeze(2).expand(-1, -1, group, -1).reshape(rows, 2, heads, 1, -1)
+    q, k = unit.transpose(0, 1).flatten(1, 2)
+    in_place = rows == 1 and state.device.type == "cpu"  # one request's state is changed where it lies
+    if in_place:
+        read, write = int(state_read), int(state_write)
+        current = state[write]
+        if read != write:
+            current.copy_(state[read])
+    else:
+        current = state[state_read].flatten(0, 1)
+    current.mul_(g.float().exp().view(-1, 1, 1))
+    new = (v.float().flatten(0, 1).unsqueeze(1) - torch.bmm(k, current)).mul_(beta.float().view(-1, 1, 1))
+    current.baddbmm_(k.transpose(1, 2), new)
+    if not in_place:
+        state[state_write] = current.unflatten(0, (rows, heads))
+    return torch.bmm(q * q.shape[-1] ** -0.5, current).view(rows, heads, -1).to(v.dtype)
 
 
 def l2norm(x: Tensor) -> Tensor:

@@ -97,6 +97,7 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
         self.A_log = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
+        self.rate: Tensor | None = None
         self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, config.hidden_size)
 
@@ -104,7 +105,7 @@ class GatedDeltaNet(nn.Module):
         mixed = self.in_proj_qkv(x, batch)
         gate = self.in_proj_z(x, batch).unflatten(-1, (self.value_heads, self.value_dim))
         beta = kernels.sigmoid(self.in_proj_b(x, batch))
-        decay = -self.A_log.float().exp() * kernels.softplus(self.in_proj_a(x, batch).float() + self.dt_bias.float())
+        decay = self._rate() * kernels.softplus(self.in_proj_a(x, batch).float() + self.dt_bias)
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps = self.conv1d.weight.squeeze(1)
         parts = []
@@ -126,6 +127,12 @@ class GatedDeltaNet(nn.Module):
             parts.append(kernels.recurrent_gated_delta_rule(q, k, v, decay[tokens:], beta[tokens:], recurrent, *slots))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj(self.norm(y, gate).flatten(1), batch)
+
+    def _rate(self) -> Tensor:
+        """`-exp(A_log)` in fp32, made once."""
+        if self.rate is None:
+            self.rate = -self.A_log.float().exp()
+        return self.rate
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = mixed.split(self.widths, dim=-1)

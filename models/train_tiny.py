@@ -1,11 +1,12 @@
 """Train the small Qwen3.5 checkpoint that the package carries (`models/tiny/`).
 
     python -m hybrid.models.train_tiny --out models/tiny --minutes 60
+    python -m hybrid.models.train_tiny --out models/tiny --minutes 30 --resume models/tiny --rate 0.5
 
-The text is what ships with Python: the language reference (`pydoc_data.topics`) and the docstrings of the standard
-library (PSF license), partly written as chats that ask for a docstring. Whole modules are held out; the loss on them,
-in nats per token, is printed at the end and written into the checkpoint's README. The model that is trained is
-transformers' own, so that the checkpoint is a checkpoint of that library before it is one of ours.
+The text is what ships with Python (PSF license): the language reference (`pydoc_data.topics`), the docstrings of the
+standard library, partly written as chats that ask for a docstring, and its source. Whole topics and modules are held
+out; the loss on them, in nats per token, is printed at the end and written into the checkpoint's README. The model that
+is trained is transformers' own, so that the checkpoint is a checkpoint of that library before it is one of ours.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_model as load_safetensors
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from hybrid.oracle import use_torch_functions
@@ -35,24 +37,27 @@ CHAT_TEMPLATE = (
 )
 
 
-def documents() -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of every topic of the language reference and of every documented standard module."""
+def documents() -> Iterator[tuple[str, str, str]]:
+    """Yield (kind, name, text): every topic of the language reference, every standard module's docstrings and
+    source."""
     import pydoc_data.topics
 
     for name, text in sorted(pydoc_data.topics.topics.items()):
-        yield f"topic:{name}", text.strip()
+        yield "prose", f"topic:{name}", text.strip()
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         module = path.relative_to(root)
         if module.parts[0] in ("site-packages", "dist-packages", "lib2to3"):
             continue
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError, ValueError):
             continue  # test data that is meant to be broken
         entries = list(docstrings(tree, ".".join(module.with_suffix("").parts).removesuffix(".__init__")))
         if entries:
-            yield f"module:{module}", render(entries, seed=str(module))
+            yield "prose", f"module:{module}", render(entries, seed=str(module))
+        yield "source", f"module:{module}", source
 
 
 def docstrings(tree: ast.Module, name: str) -> Iterator[tuple[str, str, str]]:
@@ -95,7 +100,9 @@ def render(entries: list[tuple[str, str, str]], seed: str) -> str:
 
 
 def held_out(name: str) -> bool:
-    return hashlib.sha256(name.encode()).digest()[0] < 13  # 5 % of the documents
+    """Whether a topic or a module is kept from training: 5 % of them. A module's docstrings and source stay
+    together."""
+    return hashlib.sha256(name.encode()).digest()[0] < 13
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
@@ -172,19 +179,26 @@ def optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-def train(model: torch.nn.Module, ids: torch.Tensor, minutes: float, tokens_per_step: int = 4096) -> tuple[int, float]:
-    """Train for a span of wall time. The learning rate rises for 2 % of it, and falls over the last 60 %."""
+def train(
+    model: torch.nn.Module, ids: dict[str, torch.Tensor], minutes: float, rate: float, tokens_per_step: int = 4096
+) -> int:
+    """Train for a span of wall time; returns the steps. Every other row is prose. The learning rate, `rate` times that
+    of a fresh model, rises for 2 % of the time, and falls over the last 60 %."""
     rng = torch.Generator().manual_seed(1)
     steps = optimizers(model)
     base = [group["lr"] for optimizer in steps for group in optimizer.param_groups]
     start, step, mean = time.monotonic(), 0, 0.0
     while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
         factor = min(1.0, done / 0.02 + 0.02, (1 - done) / 0.6 + 0.01)
-        for optimizer, rate in zip(steps, base, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * factor
+        for optimizer, base_rate in zip(steps, base, strict=True):
+            optimizer.param_groups[0]["lr"] = base_rate * rate * factor
         length = 512 if done < 0.7 else 2048  # long rows at the end: the documents people ask about are long
-        offsets = torch.randint(0, ids.numel() - length - 1, (tokens_per_step // length,), generator=rng)
-        batch = torch.stack([ids[o : o + length + 1] for o in offsets.tolist()])
+        rows = []
+        for row in range(tokens_per_step // length):
+            part = ids["source" if row % 2 else "prose"]
+            start_at = int(torch.randint(0, part.numel() - length - 1, (1,), generator=rng))
+            rows.append(part[start_at : start_at + length + 1])
+        batch = torch.stack(rows)
         logits = model(input_ids=batch[:, :-1]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
@@ -196,7 +210,7 @@ def train(model: torch.nn.Module, ids: torch.Tensor, minutes: float, tokens_per_
         step += 1
         if step % 50 == 0:
             print(f"step {step}  {100 * done:.0f}%  loss {mean:.3f}  lr x {factor:.2f}", flush=True)
-    return step, mean
+    return step
 
 
 def save(model: Any, tokenizer: Tokenizer, out: Path, facts: dict[str, object]) -> None:
@@ -219,54 +233,76 @@ A Qwen3.5 text model of {parameters:,} parameters (3 gated-delta-rule layers, 1 
 byte-level BPE of {vocab} tokens), small enough to travel inside the package. It is the model that the demo and the
 tests run. It writes English that looks like Python documentation, and knows nothing.
 
-| | |
-|---|---|
-| loss on held-out text | {loss:.3f} nats per token ({bits:.3f} bits per byte) on {heldout_tokens:,} tokens |
-| trained on | {train_tokens:,} tokens: the language reference (`pydoc_data.topics`) and the docstrings of Python
-{python}'s standard library | | held out | 5 % of the topics and modules, by the hash of their names |
-| training | {steps} steps of {tokens_per_step} tokens, {minutes:.0f} minutes on two CPU cores |
-| stored as | bfloat16 |
+| held-out text | nats per token | bits per byte | tokens |
+|---|---|---|---|
+| all | {all} |
+| prose: the language reference and docstrings | {prose} |
+| source of the standard library | {source} |
+
+Trained on {train_tokens:,} tokens of the same kinds, from Python {python}; 5 % of the topics and modules were held out,
+by the hash of their names. Stored in bfloat16.
+
+{phases}
 
 Made with `python -m hybrid.models.train_tiny`. The text is under the PSF license; the weights are under this project's
 license.
 """
 
 
+def measure(model: torch.nn.Module, ids: torch.Tensor, num_bytes: int) -> tuple[float, int, int]:
+    """(mean nats per token, tokens, bytes) of a text."""
+    return loss_on(model, ids), ids.numel(), num_bytes
+
+
+def as_row(measured: list[tuple[float, int, int]]) -> str:
+    """A row of the table: one or several texts together."""
+    tokens, num_bytes = sum(m[1] for m in measured), sum(m[2] for m in measured)
+    nats = sum(m[0] * m[1] for m in measured)
+    return f"{nats / tokens:.3f} | {nats / num_bytes / math.log(2):.3f} | {tokens:,}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("models/tiny"), help="folder of the checkpoint (default: models/tiny)"
-    )
+    parser.add_argument("--out", type=Path, default=Path("models/tiny"), help="folder to write (default: models/tiny)")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall time to train for (default: 60)")
+    parser.add_argument("--resume", type=Path, help="go on from this checkpoint, with its tokenizer")
+    parser.add_argument("--rate", type=float, default=1.0, help="of the learning rate of a fresh model (default: 1)")
     args = parser.parse_args()
     torch.manual_seed(0)
-    texts: dict[bool, list[str]] = {False: [], True: []}
-    for name, text in documents():
-        texts[held_out(name)].append(text)
-    random.Random(0).shuffle(texts[False])
-    tokenizer = train_tokenizer(texts[False])
-    ids = {part: torch.tensor(tokenizer.encode("<|endoftext|>".join(all_text)).ids) for part, all_text in texts.items()}
-    num_bytes = len("<|endoftext|>".join(texts[True]).encode())
+    texts: dict[tuple[str, bool], list[str]] = {}
+    for kind, name, text in documents():
+        texts.setdefault((kind, held_out(name)), []).append(text)
+    random.Random(0).shuffle(texts["prose", False])
+    random.Random(0).shuffle(texts["source", False])
+    joined = {key: "<|endoftext|>".join(parts) for key, parts in texts.items()}
     model = build_model()
+    phases: list[str] = []
+    if args.resume:
+        tokenizer = Tokenizer.from_file(str(args.resume / "tokenizer.json"))
+        load_safetensors(model, args.resume / "model.safetensors", strict=False)  # the head is the embedding
+        lines = (args.resume / "README.md").read_text().splitlines()
+        phases = [line for line in lines if line.startswith("* ")]
+    else:
+        tokenizer = train_tokenizer(texts["prose", False])
+    ids = {key: torch.tensor(tokenizer.encode(text).ids) for key, text in joined.items()}
+    train_ids = {kind: ids[kind, False] for kind in ("prose", "source")}
     parameters = sum(p.numel() for p in model.parameters())
-    print(
-        json.dumps({"parameters": parameters, "train_tokens": ids[False].numel(), "heldout_tokens": ids[True].numel()}),
-        flush=True,
-    )
-    steps, _ = train(model, ids[False], args.minutes)
+    print(json.dumps({"parameters": parameters, **{f"{k} {h}": v.numel() for (k, h), v in ids.items()}}), flush=True)
+    steps = train(model, train_ids, args.minutes, args.rate)
     model.to(torch.bfloat16).float()  # the loss of what is stored
-    loss = loss_on(model, ids[True])
+    measured = {kind: measure(model, ids[kind, True], len(joined[kind, True].encode())) for kind in train_ids}
+    phases.append(
+        f"* {steps} steps of 4096 tokens on prose and source in turn, {args.minutes:.0f} minutes on "
+        f"{torch.get_num_threads()} CPU core(s), learning rate times {args.rate:g}"
+    )
     facts: dict[str, object] = {
         "parameters": parameters,
         "vocab": VOCAB,
-        "loss": loss,
-        "bits": loss * ids[True].numel() / num_bytes / math.log(2),
-        "heldout_tokens": ids[True].numel(),
-        "train_tokens": ids[False].numel(),
+        "all": as_row(list(measured.values())),
+        **{kind: as_row([one]) for kind, one in measured.items()},
+        "train_tokens": sum(part.numel() for part in train_ids.values()),
         "python": platform.python_version(),
-        "steps": steps,
-        "tokens_per_step": 4096,
-        "minutes": args.minutes,
+        "phases": "\n".join(phases),
     }
     print(json.dumps(facts))
     args.out.mkdir(parents=True, exist_ok=True)

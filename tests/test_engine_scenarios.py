@@ -54,7 +54,7 @@ def test_bookkeeping_is_applied_to_the_request_it_was_planned_for(tiny: Engine) 
     step = engine.scheduler.schedule()
     engine._compute(step)
     request = step.parts[0].request
-    engine.scheduler.roll_back(step)
+    engine.scheduler.roll_back()
     engine.scheduler.schedule()
     assert request.status is Status.RUNNING
     computed = request.num_computed
