@@ -26,6 +26,7 @@ QUESTIONS = (
 )
 FOLLOW_UP = "Explain that again, shorter."
 FIRST_WORDS = 44
+STEPS_TO_PICTURE = 4
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Story:
         self._stages(roomy, run, "", told)
         if enabled:
             run.trees["after the branch"] = self._draw(roomy)
-        small = self._engine(enabled, pages=2 * longest + 4, states=9)
+        small = self._engine(enabled, pages=2 * longest + 4, states=12)
         self._stages(small, run, ", small memory", told)
         if enabled:
             run.trees["in the small memory"] = self._draw(small)
@@ -104,22 +105,31 @@ class Story:
         return run
 
     def _stages(self, engine: Engine, run: Run, suffix: str, told: Callable[[str, list[Row]], None]) -> None:
-        def stage(name: str, prompts: list[Prompt]) -> list[RequestOutput]:
-            outputs = engine.generate(prompts, ANSWER, progress=False)
+        def stage(name: str, prompts: list[Prompt], picture: str | None = None) -> list[RequestOutput]:
+            outputs = self._answer(engine, prompts, run, picture)
             rows = [_row(name + suffix, output) for output in outputs]
             run.rows += rows
             run.outputs += outputs
             told(name + suffix, rows)
             return outputs
 
-        prompts = self._prompts(self._text)
-        first = stage("four questions, launched together", prompts)
-        stage(
-            "a second turn of each",
-            [self._next_turn(prompt, answer) for prompt, answer in zip(prompts, first, strict=True)],
-        )
+        first = stage("four questions, launched together", self._prompts(self._text))
+        picture = "while the second turns run" if engine.cache.config.enabled and not suffix else None
+        stage("a second turn of each", [self._next_turn(answer) for answer in first], picture)
         half = self._text[: len(self._text) // 2]
         stage("a branch in the middle of the document", self._prompts(half + "\n\n[The rest is missing.]")[:1])
+
+    def _answer(self, engine: Engine, prompts: list[Prompt], run: Run, picture: str | None) -> list[RequestOutput]:
+        """Answer prompts that come together, step by step; `picture`: draw the tree while they run."""
+        requests = [engine.add_request(prompt, ANSWER) for prompt in prompts]
+        outputs: dict[str, RequestOutput] = {}
+        steps = 0
+        while engine.has_work:
+            outputs.update({output.request_id: output for output in engine.step()})
+            steps += 1
+            if picture is not None and steps == STEPS_TO_PICTURE:
+                run.trees[picture] = self._draw(engine)
+        return [outputs[request] for request in requests]
 
     def _prompts(self, text: str) -> list[Prompt]:
         asked = [f"{text}\n\n{question}" for question in QUESTIONS]
@@ -127,9 +137,8 @@ class Story:
             return [[{"role": "user", "content": content}] for content in asked]
         return [f"{content}\nAnswer:" for content in asked]
 
-    def _next_turn(self, prompt: Prompt, answer: RequestOutput) -> Prompt:
+    def _next_turn(self, answer: RequestOutput) -> Prompt:
         """The conversation with one more question: in tokens, as an agent or a chat server keeps it."""
-        del prompt
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         follow_up = f"\nQuestion: {FOLLOW_UP}\nAnswer:"
@@ -200,4 +209,4 @@ def as_json(cached: Run | None, plain: Run, verdict: Verdict | None) -> dict[str
 
 def load_engine(model: str | Path) -> Engine:
     """The engine of the demo. Its own cache is small: every telling makes its own."""
-    return Engine.from_pretrained(model, cache=CacheConfig(memory="512MiB"))
+    return Engine.from_pretrained(model, cache=CacheConfig(memory="2GiB"))

@@ -226,7 +226,7 @@ def run_parity(model: str | Path, seed: int = 0) -> list[Check]:
     Raises:
         CheckpointError: no usable checkpoint is there.
     """
-    engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="256MiB", deterministic=True))
+    engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
     judge = Judge(engine, seed)
     checks = against_transformers(engine, open_checkpoint(model).path, judge)
     return checks + [scenario(judge) for scenario in SCENARIOS]

@@ -246,7 +246,7 @@ def check_checkpoints(engine: Engine) -> tuple[int, int]:
 
 def make_engine(model: str | Path | None, deterministic: bool) -> Engine:
     """A tiny engine: on a model in fp32, or on none."""
-    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="64MiB", deterministic=deterministic)
+    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="2GiB", deterministic=deterministic)
     if model is not None:
         engine = Engine.from_pretrained(
             model, dtype="float32", cache=config, max_num_seqs=6, max_num_batched_tokens=5 * GRID
