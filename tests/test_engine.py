@@ -1,6 +1,7 @@
 """The engine: prompts in, answers out."""
 
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -229,6 +230,15 @@ def interrupted_model(model: Any, forward: Any) -> Any:
     return Interrupted()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("where", ["commit", "capture", "open", "reserve"])
 def test_a_signal_in_the_middle_of_the_bookkeeping_waits_for_its_end(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, where: str
