@@ -1,8 +1,6 @@
 """Which page or checkpoint goes first.
 
-A policy ranks what it is shown and sees no tree: `rank(usage)`, the lowest goes first. The queue keeps the candidates
-in a heap with stale entries: whatever changes a rank pushes a fresh entry, and an entry whose rank is no longer the
-present one is dropped when it comes up. Finding a victim costs O(log n), whatever the number of candidates.
+A policy ranks what it is shown and sees no tree: `rank(usage)`, the lowest goes first.
 """
 
 import heapq
@@ -35,7 +33,7 @@ class Policy(Protocol):
     """Ranks candidates for eviction. The lowest rank goes first."""
 
     def rank(self, usage: Usage) -> float:
-        """The rank of a node. May depend on `usage` only, and may change only when `usage` does."""
+        """The rank of a node. May depend on `usage` only, and may only rise as it is used."""
         ...
 
 
@@ -63,8 +61,11 @@ def policy_named(name: str) -> Policy:
 class EvictionQueue(Generic[Candidate]):
     """Candidates in the order in which they go.
 
+    A use raises a rank, and costs nothing here: an entry is looked at when it comes up, and goes back if its rank has
+    risen since. A candidate has at most one entry. Finding a victim costs O(log n), whatever the number of candidates.
+
     Args:
-        rank: the present rank of a candidate.
+        rank: the present rank of a candidate; it may only rise.
         is_candidate: whether it may be evicted at present.
     """
 
@@ -72,26 +73,41 @@ class EvictionQueue(Generic[Candidate]):
         self._rank = rank
         self._is_candidate = is_candidate
         self._heap: list[tuple[float, int, Candidate]] = []
+        self._entered: set[int] = set()
         self._order = count()  # equal ranks go in the order in which they came: the same run evicts the same victims
         self._compact_at = 1024
 
     def push(self, candidate: Candidate) -> None:
-        """Enter a candidate, or enter it again after its rank has changed or it has become evictable."""
+        """Enter a candidate that has become evictable. One that is entered already stays where it is."""
+        if id(candidate) in self._entered:
+            return
+        self._entered.add(id(candidate))
         heapq.heappush(self._heap, (self._rank(candidate), next(self._order), candidate))
         if len(self._heap) > self._compact_at:
             self._compact()
 
     def pop(self) -> Candidate | None:
         """Take out the candidate of the lowest rank; None when there is none left."""
-        while self._heap:
-            rank, _, candidate = heapq.heappop(self._heap)
-            if self._is_candidate(candidate) and rank == self._rank(candidate):
-                return candidate
+        heap = self._heap
+        while heap:
+            rank, _, candidate = heap[0]
+            if self._is_candidate(candidate):
+                present = self._rank(candidate)
+                if present > rank:
+                    heapq.heapreplace(heap, (present, next(self._order), candidate))
+                    continue
+                found: Candidate | None = candidate
+            else:
+                found = None
+            heapq.heappop(heap)
+            self._entered.discard(id(candidate))
+            if found is not None:
+                return found
         return None
 
     def _compact(self) -> None:
-        """Drop stale and repeated entries, so that the heap stays within a small multiple of the candidates."""
-        valid = [e for e in self._heap if self._is_candidate(e[2]) and e[0] == self._rank(e[2])]
-        self._heap = list({id(e[2]): e for e in sorted(valid, key=lambda e: -e[1])}.values())
+        """Drop what is no candidate any more; it is entered again when it becomes one."""
+        self._heap = [entry for entry in self._heap if self._is_candidate(entry[2])]
+        self._entered = {id(entry[2]) for entry in self._heap}
         heapq.heapify(self._heap)
-        self._compact_at = max(1024, 4 * len(self._heap))
+        self._compact_at = max(1024, 2 * len(self._heap))

@@ -260,8 +260,8 @@ class Scheduler:
     def _shared_len(self, key: Key, leader: Request, limit: int) -> int:
         """How many tokens, on the grid, the key shares with what the leader computes as prompt."""
         grid = self.cache.config.grid
-        limit = min(limit, leader.prefill_end) // grid * grid
-        return common_prefix(key.ids[: limit * TOKEN_BYTES], leader.key().ids, 0, 0, grid * TOKEN_BYTES) // TOKEN_BYTES
+        most = min(limit, leader.prefill_end) * TOKEN_BYTES
+        return common_prefix(key.ids, leader.key().ids, 0, 0, grid * TOKEN_BYTES, most) // TOKEN_BYTES
 
     def _youngest(self) -> Request:
         """Who gives way when pages run out: replays first, then who came last."""

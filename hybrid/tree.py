@@ -67,7 +67,6 @@ class Tree:
         if node is not None:
             node.usage.last_used = next(self._ticks)
             node.usage.hits += 1
-            self._enter(node)
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, and counts as nothing."""
@@ -76,6 +75,7 @@ class Tree:
             return Match(0, 0, None, None, None)
         ids, page_bytes = key.ids, self._page_bytes
         end = min(limit * TOKEN_BYTES, len(ids)) // page_bytes * page_bytes
+        starts_with = ids.startswith
         offset = 0
         checkpoint: Node | None = None
         while offset < end:
@@ -83,10 +83,11 @@ class Tree:
             if child is None:
                 break
             node, edge = child, child.edge
-            if offset + len(edge) > end or not ids.startswith(edge, offset):
-                offset += common_prefix(ids[:end], edge, offset, 0, page_bytes)
+            stop = offset + len(edge)
+            if stop > end or not starts_with(edge, offset):
+                offset += common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
                 break
-            offset += len(edge)
+            offset = stop
             if node.slot is not None:
                 checkpoint = node
         num_page_tokens = offset // TOKEN_BYTES
@@ -171,7 +172,7 @@ class Tree:
                 break
             edge = child.edge
             if offset + len(edge) > end or not ids.startswith(edge, offset):
-                shared = common_prefix(ids[:end], edge, offset, 0, page_bytes)
+                shared = common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
                 node = self._split(child, shared)
                 offset += shared
                 break
@@ -189,7 +190,10 @@ class Tree:
         if checkpoint is not None and node.slot is None:
             node.slot = checkpoint.slot
             node.lost_checkpoint = False
-            node.usage.last_used = 0 if checkpoint.spare else tick
+            if not checkpoint.spare:
+                node.usage.last_used = tick
+            elif node.usage.created == tick:
+                node.usage.last_used = 0
             self.num_checkpoints += 1
             adopted = True
         self._enter(node)
