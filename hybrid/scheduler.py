@@ -185,8 +185,11 @@ class Scheduler:
         """Positions of a prompt at which a checkpoint is worth evicting another for."""
         assert request.lease is not None
         grid = self.cache.config.grid
-        last = len(request.ids) if request.is_replay else placement.prompt_end(request.prefill_end, grid)
-        positions = {last, *request.wanted}
+        positions = set(request.wanted)
+        if not request.is_replay:
+            positions.add(placement.prompt_end(request.prefill_end, grid))
+        if request.prefill_end % grid == 0:
+            positions.add(request.prefill_end)  # where a next turn goes on
         if request.lease.branching_len is not None:
             positions.add(request.lease.branching_len)
         return sorted(positions)

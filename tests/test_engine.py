@@ -175,7 +175,7 @@ def test_without_the_cache_nothing_is_kept(tiny: Engine) -> None:
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_next_turn_hits_up_to_the_last_whole_chunk_of_prompt_and_answer(tiny: Engine, deterministic: bool) -> None:
     engine = engine_on(tiny, deterministic=deterministic)
-    for length, new in ((3 * GRID + 5, 2 * GRID + 1), (2 * GRID, GRID + 7), (7, 3)):
+    for length, new in ((3 * GRID + 5, 2 * GRID + 1), (2 * GRID, GRID + 7), (7, 3), (4 * GRID, 5), (3 * GRID - 2, 2)):
         first = answer(engine, ids(length, seed=length), greedy(new))
         turn = answer(engine, first.prompt_token_ids + first.token_ids + ids(GRID, seed=9))
         # Without determinism the last token of the answer was never computed.
