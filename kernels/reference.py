@@ -261,21 +261,25 @@ def recurrent_gated_delta_rule(
     rows, heads = v.shape[:2]
     unit = l2norm(torch.cat((q, k), dim=1).float())  # [R, 2 * key_heads, key_dim]
     unit = unit.unsqueeze(2).expand(-1, -1, group, -1).reshape(rows, 2, heads, 1, -1)
-    q, k = unit.transpose(0, 1).flatten(1, 2)
-    in_place = rows == 1 and state.device.type == "cpu"  # one request's state is changed where it lies
-    if in_place:
-        read, write = int(state_read), int(state_write)
-        current = state[write]
+    q, k = unit[:, 0] * unit.shape[-1] ** -0.5, unit[:, 1]  # [R, value_heads, 1, key_dim]
+    values, decay, rate = v.float().unsqueeze(2), g.float().exp()[..., None, None], beta.float()[..., None, None]
+    if state.device.type != "cpu":
+        current = state[state_read] * decay
+        current += k.transpose(2, 3) * ((values - k @ current) * rate)
+        state[state_write] = current
+        return (q @ current).squeeze(2).to(v.dtype)
+    output = torch.empty_like(values)
+    for row, (read, write) in enumerate(zip(state_read.tolist(), state_write.tolist(), strict=True)):
+        current = state[
+            write
+        ]  # changed where it lies: on a CPU gathering and scattering cost more than the rule itself
         if read != write:
             current.copy_(state[read])
-    else:
-        current = state[state_read].flatten(0, 1)
-    current.mul_(g.float().exp().view(-1, 1, 1))
-    new = (v.float().flatten(0, 1).unsqueeze(1) - torch.bmm(k, current)).mul_(beta.float().view(-1, 1, 1))
-    current.baddbmm_(k.transpose(1, 2), new)
-    if not in_place:
-        state[state_write] = current.unflatten(0, (rows, heads))
-    return torch.bmm(q * q.shape[-1] ** -0.5, current).view(rows, heads, -1).to(v.dtype)
+        current.mul_(decay[row])
+        added = (values[row] - torch.bmm(k[row], current)).mul_(rate[row])
+        current.baddbmm_(k[row].transpose(1, 2), added)
+        torch.bmm(q[row], current, out=output[row])
+    return output.squeeze(2).to(v.dtype)
 
 
 def l2norm(x: Tensor) -> Tensor:
