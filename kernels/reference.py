@@ -263,16 +263,9 @@ def recurrent_gated_delta_rule(
     unit = unit.unsqueeze(2).expand(-1, -1, group, -1).reshape(rows, 2, heads, 1, -1)
     q, k = unit[:, 0] * unit.shape[-1] ** -0.5, unit[:, 1]  # [R, value_heads, 1, key_dim]
     values, decay, rate = v.float().unsqueeze(2), g.float().exp()[..., None, None], beta.float()[..., None, None]
-    if state.device.type != "cpu":
-        current = state[state_read] * decay
-        current += k.transpose(2, 3) * ((values - k @ current) * rate)
-        state[state_write] = current
-        return (q @ current).squeeze(2).to(v.dtype)
     output = torch.empty_like(values)
     for row, (read, write) in enumerate(zip(state_read.tolist(), state_write.tolist(), strict=True)):
-        current = state[
-            write
-        ]  # changed where it lies: on a CPU gathering and scattering cost more than the rule itself
+        current = state[write]  # changed where it lies: to gather and scatter costs more than the rule itself
         if read != write:
             current.copy_(state[read])
         current.mul_(decay[row])
