@@ -99,16 +99,12 @@ class Engine:
         config = cache or CacheConfig()
         tokenizer = load_tokenizer(checkpoint.path)
         loaded = load_model(checkpoint, settle_dtype(dtype, checkpoint.config, where), where, config.chunk_size)
-        deterministic = where.type == "cpu" if config.deterministic is None else config.deterministic
-        if deterministic:
-            loaded.make_rows_independent()
-        spec = loaded.spec(checkpoint.config, loaded.lm_head.weight.dtype)
-        kind = HybridCache if config.enabled else PassThroughCache
+        own, deterministic = _furnish(loaded, config, where, None)
         end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
         return cls(
             loaded,
             tokenizer,
-            kind.for_spec(spec, config, where, free_memory(where)),
+            own,
             deterministic=deterministic,
             device=where,
             end_tokens=end_tokens,
@@ -132,20 +128,11 @@ class Engine:
             raise ArgumentError(
                 f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
             )
-        deterministic = self.device.type == "cpu" if cache.deterministic is None else cache.deterministic
-        if deterministic:
-            self.model.make_rows_independent()
-        spec = self.model.spec(self.model.config, self.model.lm_head.weight.dtype)
-        kind = HybridCache if cache.enabled else PassThroughCache
-        pools = (
-            kind.for_spec(spec, cache, self.device, free_memory(self.device))
-            if room is None
-            else kind.with_room(spec, cache, self.device, *room)
-        )
+        own, deterministic = _furnish(self.model, cache, self.device, room)
         return type(self)(
             self.model,
             self.tokenizer,
-            pools,
+            own,
             deterministic=deterministic,
             device=self.device,
             end_tokens=self._end_tokens,
@@ -362,3 +349,17 @@ class Engine:
                 f"are {stats.pages_total}; the smallest memory that would do is {format_bytes(memory)} "
                 f"(CacheConfig(memory={memory})), or lower max_new_tokens"
             )
+
+
+def _furnish(
+    model: Any, config: CacheConfig, device: torch.device, room: tuple[int, int] | None
+) -> tuple[HybridCache, bool]:
+    """A cache for a model, and whether the model runs in deterministic mode; it is made ready for that."""
+    deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
+    if deterministic:
+        model.make_rows_independent()
+    spec = model.spec(model.config, model.lm_head.weight.dtype)
+    kind = HybridCache if config.enabled else PassThroughCache
+    if room is not None:
+        return kind.with_room(spec, config, device, *room), deterministic
+    return kind.for_spec(spec, config, device, free_memory(device)), deterministic
