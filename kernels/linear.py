@@ -78,7 +78,7 @@ def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, most_rows
     return output
 
 
-def rows_that_agree(weight: Tensor, chunk: int, limit: int = 1024) -> int:
+def rows_that_agree(weight: Tensor, chunk: int, limit: int = 512) -> int:
     """The largest number of rows, a power of two of `chunk`, up to which a product equals that of its chunks bit by
     bit."""
     generator = torch.Generator().manual_seed(0)
