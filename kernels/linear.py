@@ -2,8 +2,9 @@
 
 A BLAS picks another algorithm for another number of rows, and a row's bits change with it. Here a product over a packed
 batch is cut into products of fixed shape: whole chunks, the rest of a prompt by itself, and decoded rows in blocks of
-one size. A row then meets the same algorithm whatever else is in the batch. Several chunks go together where a probe on
-the weight itself has shown that this BLAS, on this machine, gives the same bits (`rows_that_agree`).
+one size. A row then meets the same algorithm whatever else is in the batch. Several chunks go together, and blocks of
+decoded rows have other sizes, where a probe on the weight itself has shown that this BLAS, on this machine, gives the
+same bits (`rows_that_agree`, `decode_rows_that_agree`).
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from torch import Tensor
 
 DECODE_ROWS = 8
 """Rows of a block of decoded tokens; a block is filled up with zeros."""
+
+MAX_DECODE_ROWS = 32
+"""The largest block of decoded tokens that is tried."""
 
 
 @dataclass
@@ -53,7 +57,13 @@ class RowBlocks:
         return self._cuts[most]
 
 
-def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, most_rows: int = 0) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    blocks: RowBlocks | None = None,
+    most_rows: int = 0,
+    decode_rows: Sequence[int] = (DECODE_ROWS,),
+) -> Tensor:
     """`x @ weight.T`.
 
     Args:
@@ -61,20 +71,25 @@ def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, most_rows
         weight: `[out, in]`; fastest with few rows when it lies in memory by columns.
         blocks: how to cut the rows; None: one product, whose bits depend on the number of rows.
         most_rows: chunks go together up to this many rows (from `rows_that_agree`); 0: they do not.
+        decode_rows: sizes that a block of decoded tokens may have, rising (from `decode_rows_that_agree`).
     """
     if blocks is None:
         return torch.nn.functional.linear(x, weight)
     output = x.new_empty(x.shape[0], weight.shape[0])
     for start, end in blocks.cuts(max(most_rows, blocks.chunk)):
         torch.mm(x[start:end], weight.t(), out=output[start:end])
-    for start in range(blocks.decode_start, blocks.num_rows, DECODE_ROWS):
-        end = min(start + DECODE_ROWS, blocks.num_rows)
-        if end - start == DECODE_ROWS:
+    start = blocks.decode_start
+    while start < blocks.num_rows:
+        left = blocks.num_rows - start
+        size = next((size for size in decode_rows if size >= left), decode_rows[-1])
+        end = min(start + size, blocks.num_rows)
+        if end - start == size:
             torch.mm(x[start:end], weight.t(), out=output[start:end])
         else:
-            block = x.new_zeros(DECODE_ROWS, x.shape[1])
+            block = x.new_zeros(size, x.shape[1])
             block[: end - start] = x[start:end]
             output[start:end] = torch.mm(block, weight.t())[: end - start]
+        start = end
     return output
 
 
@@ -88,3 +103,19 @@ def rows_that_agree(weight: Tensor, chunk: int, limit: int = 512) -> int:
     while 2 * most <= limit and torch.equal(torch.mm(x[: 2 * most], weight.t()), expected[: 2 * most]):
         most *= 2
     return most
+
+
+def decode_rows_that_agree(weight: Tensor) -> tuple[int, ...]:
+    """The sizes of blocks, powers of two, whose rows equal those of blocks of `DECODE_ROWS` bit by bit, rising.
+
+    The rows of the probe lie at every place of a block, among other rows: the bits depend on neither.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * MAX_DECODE_ROWS, weight.shape[1], generator=generator).to(weight)
+
+    def in_blocks_of(size: int) -> Tensor:
+        return torch.cat([torch.mm(part, weight.t()) for part in x.split(size)])
+
+    expected = in_blocks_of(DECODE_ROWS)
+    sizes = [2**power for power in range(1, MAX_DECODE_ROWS.bit_length())]
+    return tuple(size for size in sizes if torch.equal(in_blocks_of(size), expected))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import reference as kernels
-from hybrid.kernels.linear import linear, rows_that_agree
+from hybrid.kernels.linear import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
 from hybrid.spec import HybridSpec, StateTensor
 
 
@@ -34,9 +34,10 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.most_rows = 0
+        self.decode_rows: tuple[int, ...] = (DECODE_ROWS,)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        y = linear(x, self.weight, batch.blocks, self.most_rows)
+        y = linear(x, self.weight, batch.blocks, self.most_rows, self.decode_rows)
         return y if self.bias is None else y + self.bias
 
 
@@ -236,6 +237,7 @@ class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 (the checkpoint's name)
         super().__init__()
         self.config = config
         self.chunk_size = chunk_size
+        self.rows_are_independent = False
         self.model = TextModel(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
@@ -289,18 +291,23 @@ class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 (the checkpoint's name)
             x = layer(x, batch, rotary, kv, state, self.chunk_size)
         x = self.model.norm(x[batch.sample_rows])
         blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
-        return linear(x, self.lm_head.weight, blocks).float()
+        return linear(x, self.lm_head.weight, blocks, decode_rows=self.lm_head.decode_rows).float()
 
     def make_rows_independent(self) -> None:
-        """Find out, per shape of weight, how many chunks this machine may multiply at once without changing a row's
+        """Find out, per shape of weight, which numbers of rows this machine multiplies without changing a row's
         bits."""
-        found: dict[tuple[int, ...], int] = {}
+        if self.rows_are_independent:
+            return
+        self.rows_are_independent = True
+        found: dict[object, tuple[int, tuple[int, ...]]] = {}
         for module in self.modules():
-            if isinstance(module, Linear) and module is not self.lm_head and not module.most_rows:
-                shape = tuple(module.weight.shape)
-                if shape not in found:
-                    found[shape] = rows_that_agree(module.weight, self.chunk_size)
-                module.most_rows = found[shape]
+            if isinstance(module, Linear):
+                weight = module.weight
+                kind = (*weight.shape, *weight.stride())
+                if kind not in found:
+                    most_rows = 0 if module is self.lm_head else rows_that_agree(weight, self.chunk_size)
+                    found[kind] = most_rows, decode_rows_that_agree(weight)
+                module.most_rows, module.decode_rows = found[kind]
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

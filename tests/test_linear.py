@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tensor_helpers import same_bits, starts_of
 from torch import Tensor
 
-from hybrid.kernels.linear import DECODE_ROWS, RowBlocks, linear, rows_that_agree
+from hybrid.kernels.linear import DECODE_ROWS, RowBlocks, decode_rows_that_agree, linear, rows_that_agree
 
 CHUNK = 64
 SHAPES = [(96, 64), (64, 96), (50, 33), (512, 192), (4, 64)]
@@ -148,3 +148,23 @@ def test_rows_that_agree_stops_where_a_product_takes_another_way(last: int, monk
 
     monkeypatch.setattr(torch, "mm", another_way_beyond)
     assert rows_that_agree(by_columns(50, 33), CHUNK, limit=512) == last
+
+
+@pytest.mark.parametrize("by_columns", [True, False])
+def test_decoded_rows_have_the_same_bits_in_every_size_of_block_that_agrees(by_columns: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(96, 160, generator=generator)
+    weight = weight.t().contiguous().t() if by_columns else weight
+    sizes = decode_rows_that_agree(weight)
+    assert DECODE_ROWS in sizes
+    assert list(sizes) == sorted(sizes)
+    x = torch.randn(70, 160, generator=generator)
+    alone = torch.cat([linear(x[row : row + 1], weight, single_rows(1), decode_rows=sizes) for row in range(70)])
+    for count in (2, 3, 5, 8, 9, 17, 33, 70):
+        together = linear(x[:count], weight, single_rows(count), decode_rows=sizes)
+        assert torch.equal(together, alone[:count])
+
+
+def single_rows(count: int) -> RowBlocks:
+    """A step in which so many requests decode."""
+    return RowBlocks((), 0, count, 16)
