@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from dataclasses import replace
 
 import torch
 
@@ -133,7 +134,7 @@ class HybridCache:
             limit: at most `len(key) - 1`, so that a token is left to compute.
             num_tokens: tokens to have pages for at once.
         """
-        found = self._find(key, limit)
+        found = self.tree.peek(key, limit)
         lease = Lease(
             front=EMPTY_STATE,
             read_slot=EMPTY_STATE,
@@ -281,7 +282,7 @@ class HybridCache:
 
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""
-        now = CacheStats(**{name: getattr(self._stats, name) for name in CacheStats.__dataclass_fields__})
+        now = replace(self._stats)
         now.pages_total, now.pages_free, now.pages_cached = (
             self.pages.capacity,
             self.pages.num_free,
@@ -309,9 +310,6 @@ class HybridCache:
     def _refuse_closed(self, lease: Lease) -> None:
         if lease not in self.leases:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
-
-    def _find(self, key: Key, limit: int) -> Match:
-        return self.tree.peek(key, limit)
 
     def _explain(self, key: Key, limit: int, found: Match) -> Explanation:
         return explain(self.tree, key, limit, found)

@@ -96,10 +96,7 @@ class Scheduler:
 
         A request that was aborted meanwhile gives back its memory now: the pass may have written to it until here.
         """
-        self._in_flight = None
-        for request in self._aborted:
-            self._leave(request)
-        self._aborted.clear()
+        self._land()
         alive = [part for part in step.parts if part.request.lease is part.lease]
         for part in alive:
             request, lease = part.request, part.lease
@@ -115,10 +112,7 @@ class Scheduler:
     def roll_back(self) -> None:
         """The step under way, if there is one, failed or was interrupted: its requests start again from what was
         committed before it."""
-        step, self._in_flight = self._in_flight, None
-        for request in self._aborted:
-            self._leave(request)
-        self._aborted.clear()
+        step = self._land()
         for part in reversed(step.parts if step is not None else []):
             if part.request.lease is part.lease:
                 self._retract(part.request)
@@ -147,6 +141,14 @@ class Scheduler:
             self._aborted.append(request)
         else:
             self._leave(request)
+
+    def _land(self) -> Step | None:
+        """The pass writes no more: returns its step, and what was aborted meanwhile gives back its memory."""
+        step, self._in_flight = self._in_flight, None
+        for request in self._aborted:
+            self._leave(request)
+        self._aborted.clear()
+        return step
 
     # One request's part
 
