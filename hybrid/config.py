@@ -2,9 +2,17 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybrid.errors import ArgumentError, MemoryBudgetError
+from hybrid.eviction import Policy
+
+PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
+"""Where checkpoints are put."""
+
+STATE_DTYPES = ("float32", "bfloat16", "int8")
+"""How checkpoints are stored."""
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -19,10 +27,17 @@ class CacheConfig:
         chunk_size: tokens per chunk of the linear layers. Checkpoints lie at multiples of both sizes.
         memory: bytes for pages and states together: a number of bytes, a text as "512MiB" or "2GB", or a fraction of
             the memory that is free on the device (0.5).
-        state_share: the part of `memory` that holds states; the rest holds pages.
-        eviction: name of the eviction policy ("lru").
+        state_share: None: pages and states share `memory`, and it goes to whoever is worth more. A number: the part of
+            it that holds states, once and for all.
+        eviction: what goes first: "lhd" (learned hit density), "lru", "lfu", "fifo", "mru", "filo", "priority",
+            "flop_aware", or an object of yours with a method `rank(facts)` (`hybrid.eviction.Policy`).
+        placement: where checkpoints are put beside the positions that a request names: any of "branch" (where a request
+            leaves what is known), "turn_end", "prompt_end", "geometric" (in between, while memory is free).
+        state_dtype: how checkpoints are stored: "float32" as they are; "bfloat16" or "int8" smaller, which changes
+            results a little, and which deterministic mode does not accept.
         deterministic: make the output of a hit bitwise that of a cold run, whatever else is in the batch.
             None: on for CPU, off for GPU.
+        seed: of the eviction policy's dice.
 
     Raises:
         ArgumentError: a value is out of range.
@@ -32,17 +47,40 @@ class CacheConfig:
     page_size: int = 64
     chunk_size: int = 64
     memory: int | float | str = "4GiB"
-    state_share: float = 0.5
-    eviction: str = "lru"
+    state_share: float | None = None
+    eviction: str | Policy = "lhd"
+    placement: Sequence[str] = PLACEMENTS
+    state_dtype: str = "float32"
     deterministic: bool | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("page_size", "chunk_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 4096 or value & (value - 1):
                 raise ArgumentError(f"CacheConfig: {name} must be a power of two from 1 to 4096, got {value!r}")
-        if not 0 < self.state_share < 1:
+        if self.state_share is not None and not 0 < self.state_share < 1:
             raise ArgumentError(f"CacheConfig: state_share must lie between 0 and 1, got {self.state_share!r}")
+        names = self.placement.split(",") if isinstance(self.placement, str) else self.placement
+        object.__setattr__(self, "placement", tuple(names))
+        unknown = [name for name in self.placement if name not in PLACEMENTS]
+        if unknown:
+            raise ArgumentError(
+                f"CacheConfig: no placement is named {unknown[0]!r}; there are: {', '.join(PLACEMENTS)}"
+            )
+        if self.state_dtype not in STATE_DTYPES:
+            raise ArgumentError(
+                f"CacheConfig: state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}"
+            )
+        if self.state_dtype != "float32":
+            if self.deterministic:
+                raise ArgumentError(
+                    f"CacheConfig: state_dtype={self.state_dtype!r} changes results; deterministic mode needs 'float32'"
+                )
+            if self.state_share is not None:
+                raise ArgumentError(
+                    f"CacheConfig: state_dtype={self.state_dtype!r} needs one budget for everything: state_share=None"
+                )
         self._amount()
 
     @property

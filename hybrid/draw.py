@@ -37,7 +37,7 @@ def draw_tree(cache: HybridCache, decode: Callable[[list[int]], str]) -> str:
         if stats.page_bytes:
             owned += f" {format_bytes(len(node.pages) * stats.page_bytes)}"
         if node.slot is not None:
-            owned += " + state" + (f" {format_bytes(stats.state_bytes)}" if stats.state_bytes else "")
+            owned += " + state" + (f" {format_bytes(stats.checkpoint_bytes)}" if stats.checkpoint_bytes else "")
         mark = "●" if node.slot is not None else "○"
         locks = f"  ⚿ {node.page_locks},{node.state_locks}" if node.page_locks else ""
         branch = "└─" if is_last else "├─"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -11,11 +12,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hybrid.cache import HybridCache, PassThroughCache, smallest_memory
+from hybrid.cache import HybridCache, smallest_memory
 from hybrid.config import CacheConfig, format_bytes
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.interrupts import deferred_interrupts
+from hybrid.key import Key
+from hybrid.lease import Pin
 from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.passthrough import PassThroughCache
 from hybrid.plan import plan
 from hybrid.request import Request, RequestOutput, Status
 from hybrid.sampling import SamplingParams, sample, token_logprobs
@@ -267,6 +271,29 @@ class Engine:
         with deferred_interrupts():
             self.scheduler.abort(request)
 
+    # Pins
+
+    def pin(self, prompt: Prompt, ttl: float = math.inf, *, namespace: str = "") -> Pin:
+        """Keep what is cached of a prompt from eviction.
+
+        Args:
+            ttl: seconds until it is let go by itself.
+
+        Raises:
+            PromptError: nothing of the prompt is cached.
+            MemoryBudgetError: more than half of the memory would be pinned.
+        """
+        if not ttl > 0:
+            raise ArgumentError(f"pin: ttl must be a positive number of seconds, got {ttl!r}")
+        pin = self.cache.pin(Key.of(encode(self.tokenizer, prompt), namespace), ttl)
+        if pin is None:
+            raise PromptError("nothing of this prompt is cached; generate with it first, or give pin_for with it")
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Let go of a pin; one that has been let go of already stays so."""
+        self.cache.unpin(pin)
+
     def _advance(self) -> list[RequestOutput]:
         try:
             with deferred_interrupts():
@@ -334,19 +361,23 @@ class Engine:
             )
         if params.stop and self.tokenizer is None:
             raise PromptError("stop texts need a tokenizer, and this checkpoint has none; use stop_token_ids")
+        outside = next((at for at in params.checkpoint_at if not -len(ids) <= at <= len(ids)), None)
+        if outside is not None:
+            raise PromptError(f"checkpoint_at={outside} lies outside the prompt of {len(ids)} tokens")
         max_len = min(limit, len(ids) + params.max_new_tokens)
         self._refuse_too_long(len(ids), max_len)
         text = TextStream(self.tokenizer, tuple(params.stop)) if self.tokenizer is not None else None
         return Request.of(f"request-{next(self._ids)}", ids, params, namespace, text, max_len)
 
     def _refuse_too_long(self, prompt_len: int, max_len: int) -> None:
-        config, stats = self.cache.config, self.cache.stats()
+        config, most = self.cache.config, self.cache.largest_request
         needed = -(-max_len // config.page_size)
-        if needed > stats.pages_total:
-            memory = smallest_memory(needed, stats.page_bytes, stats.state_bytes, config.state_share)
+        if needed > most:
+            page_bytes, state_bytes = self.cache.unit_bytes
+            memory = smallest_memory(needed, page_bytes, state_bytes, config.state_share)
             raise MemoryBudgetError(
                 f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there "
-                f"are {stats.pages_total}; the smallest memory that would do is {format_bytes(memory)} "
+                f"are {most}; the smallest memory that would do is {format_bytes(memory)} "
                 f"(CacheConfig(memory={memory})), or lower max_new_tokens"
             )
 
@@ -355,7 +386,9 @@ def _furnish(
     model: Any, config: CacheConfig, device: torch.device, room: tuple[int, int] | None
 ) -> tuple[HybridCache, bool]:
     """A cache for a model, and whether the model runs in deterministic mode; it is made ready for that."""
-    deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
+    deterministic = config.deterministic
+    if deterministic is None:
+        deterministic = device.type == "cpu" and config.state_dtype == "float32"
     if deterministic:
         model.make_rows_independent()
     spec = model.spec(model.config, model.lm_head.weight.dtype)

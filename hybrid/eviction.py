@@ -1,113 +1,156 @@
-"""Which page or checkpoint goes first.
+"""What a policy is, and what it may know.
 
-A policy ranks what it is shown and sees no tree: `rank(usage)`, the lowest goes first.
+A policy ranks what it is shown and sees no tree: `rank(facts)`, the lowest goes first. A policy that learns is also
+told what was used, what went, and what was asked for after it had gone.
 """
 
-import heapq
-from collections.abc import Callable
+from __future__ import annotations
+
 from dataclasses import dataclass
-from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from hybrid.errors import ArgumentError
+if TYPE_CHECKING:
+    from hybrid.node import Node
 
-Candidate = TypeVar("Candidate")
+BRANCH = "branch"
+TURN_END = "turn_end"
+PROMPT_END = "prompt_end"
+INTERVAL = "interval"
+USER = "user"
+PAGES = "pages"
+"""Kinds of what may go: checkpoints by the reason for which they were put there, and pages without a checkpoint."""
 
 
 @dataclass(slots=True)
 class Usage:
-    """What a policy knows of a node.
+    """What is remembered of a node's use.
 
     Attributes:
         created: tick at which it was inserted.
         last_used: tick of its last use; 0 for a spare checkpoint that nobody has used yet.
         hits: number of requests that resumed from its checkpoint.
+        kind: why its checkpoint was put there.
+        used_at: number of requests that had come when it was last used.
+        priority: the highest that a request gave it.
     """
 
     created: int
     last_used: int
     hits: int = 0
+    kind: str = BRANCH
+    used_at: int = 0
+    priority: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What things weigh.
+
+    Attributes:
+        page: bytes of a page.
+        checkpoint: bytes of a checkpoint.
+    """
+
+    page: int = 1
+    checkpoint: int = 24
+
+
+class Facts:
+    """What a policy may know of a candidate. Valid during the call that it is handed to.
+
+    Attributes:
+        kind: "branch", "turn_end", "prompt_end", "interval", "user"; "pages" for pages without a checkpoint.
+        age: requests since its last use, or since it was put there.
+        hits: requests that resumed from it.
+        priority: the highest that a request gave it (0 unless somebody said otherwise).
+        created, last_used: ticks of a clock that moves with every insert and use.
+        num_tokens: tokens from the start of the prompt to its end.
+        tokens_saved: tokens that would be computed again without it: those since the next checkpoint above it.
+        bytes_freed: what would come free with it: its state, and the pages that nothing else needs.
+        has_below: something goes on from it.
+    """
+
+    __slots__ = ("_node", "_now", "_prices")
+
+    def __init__(self, node: Node, now: int, prices: Prices) -> None:
+        self._node = node
+        self._now = now
+        self._prices = prices
+
+    @property
+    def kind(self) -> str:
+        return self._node.usage.kind if self._node.slot is not None else PAGES
+
+    @property
+    def age(self) -> int:
+        return self._now - self._node.usage.used_at
+
+    @property
+    def hits(self) -> int:
+        return self._node.usage.hits
+
+    @property
+    def priority(self) -> int:
+        return self._node.usage.priority
+
+    @property
+    def created(self) -> int:
+        return self._node.usage.created
+
+    @property
+    def last_used(self) -> int:
+        return self._node.usage.last_used
+
+    @property
+    def num_tokens(self) -> int:
+        return self._node.end
+
+    @property
+    def tokens_saved(self) -> int:
+        node = self._node
+        if node.slot is None:
+            return 0
+        above = node.parent
+        while above is not None and above.slot is None:
+            above = above.parent
+        return node.end - (above.end if above is not None else 0)
+
+    @property
+    def bytes_freed(self) -> int:
+        node, total = self._node, 0
+        if node.slot is not None:
+            total = self._prices.checkpoint
+        if not node.children:
+            while node.parent is not None and not node.page_locks:
+                total += len(node.pages) * self._prices.page
+                node = node.parent
+                if node.slot is not None or len(node.children) > 1:
+                    break
+        return total
+
+    @property
+    def has_below(self) -> bool:
+        return bool(self._node.children)
+
+    def __repr__(self) -> str:
+        return (
+            f"Facts(kind={self.kind!r}, age={self.age}, hits={self.hits}, num_tokens={self.num_tokens}, "
+            f"tokens_saved={self.tokens_saved}, bytes_freed={self.bytes_freed})"
+        )
+
+
+@runtime_checkable
 class Policy(Protocol):
-    """Ranks candidates for eviction. The lowest rank goes first."""
+    """Ranks candidates for eviction. The lowest rank goes first.
 
-    def rank(self, usage: Usage) -> float:
-        """The rank of a node. May depend on `usage` only, and may only rise as it is used."""
+    That is all a policy must do: it is asked about a sample of the candidates each time something must go. One whose
+    ranks change only when a candidate is used may say so with an attribute `order`: "rising" if a use never lowers the
+    rank, "any" if it may; its candidates are then kept in order, and the lowest of all goes.
+
+    A policy that learns may have these too: `hit(facts)` before a use is counted, `evicted(facts)` before a candidate
+    goes, `missed(usage, age, num_tokens)` when a request would have resumed from a checkpoint that has gone.
+    """
+
+    def rank(self, facts: Facts) -> float:
+        """The rank of a candidate: a number, not NaN."""
         ...
-
-
-class LeastRecentlyUsed:
-    """The least recently used goes first."""
-
-    def rank(self, usage: Usage) -> float:
-        return usage.last_used
-
-
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": LeastRecentlyUsed}
-
-
-def policy_named(name: str) -> Policy:
-    """The policy of that name.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    if name not in POLICIES:
-        raise ArgumentError(f"no eviction policy is named {name!r}; there are: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]()
-
-
-class EvictionQueue(Generic[Candidate]):
-    """Candidates in the order in which they go.
-
-    A use raises a rank, and costs nothing here: an entry is looked at when it comes up, and goes back if its rank has
-    risen since. A candidate has at most one entry. Finding a victim costs O(log n), whatever the number of candidates.
-
-    Args:
-        rank: the present rank of a candidate; it may only rise.
-        is_candidate: whether it may be evicted at present.
-    """
-
-    def __init__(self, rank: Callable[[Candidate], float], is_candidate: Callable[[Candidate], bool]) -> None:
-        self._rank = rank
-        self._is_candidate = is_candidate
-        self._heap: list[tuple[float, int, Candidate]] = []
-        self._entered: set[int] = set()
-        self._order = count()  # equal ranks go in the order in which they came: the same run evicts the same victims
-        self._compact_at = 1024
-
-    def push(self, candidate: Candidate) -> None:
-        """Enter a candidate that has become evictable. One that is entered already stays where it is."""
-        if id(candidate) in self._entered:
-            return
-        self._entered.add(id(candidate))
-        heapq.heappush(self._heap, (self._rank(candidate), next(self._order), candidate))
-        if len(self._heap) > self._compact_at:
-            self._compact()
-
-    def pop(self) -> Candidate | None:
-        """Take out the candidate of the lowest rank; None when there is none left."""
-        heap = self._heap
-        while heap:
-            rank, _, candidate = heap[0]
-            if self._is_candidate(candidate):
-                present = self._rank(candidate)
-                if present > rank:
-                    heapq.heapreplace(heap, (present, next(self._order), candidate))
-                    continue
-                found: Candidate | None = candidate
-            else:
-                found = None
-            heapq.heappop(heap)
-            self._entered.discard(id(candidate))
-            if found is not None:
-                return found
-        return None
-
-    def _compact(self) -> None:
-        """Drop what is no candidate any more; it is entered again when it becomes one."""
-        self._heap = [entry for entry in self._heap if self._is_candidate(entry[2])]
-        self._entered = {id(entry[2]) for entry in self._heap}
-        heapq.heapify(self._heap)
-        self._compact_at = max(1024, 2 * len(self._heap))

@@ -33,6 +33,7 @@ class Lease:
     num_shared: int
     page_lock: PageLock | None
     state_lock: StateLock | None
+    priority: int = 0
     back: int | None = None
     back_tokens: int = 0
     captured: list[Checkpoint] = field(default_factory=list)
@@ -47,6 +48,21 @@ class Lease:
         return slots
 
 
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A prefix that somebody wants kept.
+
+    Attributes:
+        num_tokens: what is kept: so many tokens, and the checkpoint at their end.
+        expires: when it is let go by itself, by `time.monotonic`.
+    """
+
+    num_tokens: int
+    expires: float
+    page_lock: PageLock
+    state_lock: StateLock
+
+
 @dataclass(slots=True)
 class CacheStats:
     """Counts since the cache was made, and what it holds now.
@@ -56,8 +72,12 @@ class CacheStats:
             pages.
         evicted_pages, evicted_checkpoints: given up to make room.
         pages_free, pages_cached, pages_private: the pages by owner; they add up to `pages_total`.
-        states_free, checkpoints, states_private: the state slots by owner; they add up to `states_total`.
-        page_bytes, state_bytes: the size of one, 0 without tensors.
+        states_free, checkpoints, states_private: the state slots by owner; they add up to `states_total` where they do
+            not share their memory with pages.
+        moved_pages: pages (and states) that were moved together so that memory could go from one kind to the other.
+        page_bytes, checkpoint_bytes: the size of one, 0 where the cache does not know it.
+        pins: prefixes that are pinned.
+        policy_failure: why the eviction policy was dismissed; None while it holds.
     """
 
     requests: int = 0
@@ -75,7 +95,10 @@ class CacheStats:
     checkpoints: int = 0
     states_private: int = 0
     page_bytes: int = 0
-    state_bytes: int = 0
+    checkpoint_bytes: int = 0
+    moved_pages: int = 0
+    pins: int = 0
+    policy_failure: str | None = None
 
     @property
     def hit_rate(self) -> float:

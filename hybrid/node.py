@@ -6,10 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hybrid.eviction import Usage
-
-MAX_LOST = 4096
-"""A node remembers at most so many evicted children: they serve explanations only."""
+from hybrid.eviction import BRANCH, Usage
 
 
 class Node:
@@ -20,17 +17,19 @@ class Node:
         edge: the bytes of the edge's token ids.
         pages: page ids of the edge, one per page.
         end: tokens from the root to this node's end.
+        newest: the child that came last, if it is still there: on a long way of single children the one to try first.
         slot: state slot of the checkpoint at `end`; None for a tombstone.
-        lost_checkpoint: it had a checkpoint, which was evicted.
-        lost_children: hashes of the first pages of children, or of own tails, that were evicted.
+        lost_checkpoint: it had a checkpoint, which was evicted; `usage` is that checkpoint's.
+        chain: hash of the way from the root, once somebody has asked for it (`hybrid.ghosts`).
     """
 
     __slots__ = (
+        "chain",
         "children",
         "edge",
         "end",
         "lost_checkpoint",
-        "lost_children",
+        "newest",
         "page_locks",
         "pages",
         "parent",
@@ -45,18 +44,13 @@ class Node:
         self.pages = pages
         self.end = end
         self.children: dict[bytes, Node] = {}
+        self.newest: Node | None = None
         self.slot: int | None = None
         self.page_locks = 0
         self.state_locks = 0
         self.usage = usage
         self.lost_checkpoint = False
-        self.lost_children: set[int] = set()
-
-    def remember_lost(self, first_page: bytes) -> None:
-        """Remember that what went on with this page was evicted."""
-        if len(self.lost_children) >= MAX_LOST:
-            self.lost_children.pop()
-        self.lost_children.add(hash(first_page))
+        self.chain: tuple[int, bytes] | None = None
 
 
 class Match(NamedTuple):
@@ -82,12 +76,15 @@ class Checkpoint(NamedTuple):
     """A state slot, and the number of tokens after which it was captured.
 
     Attributes:
-        spare: put there only because memory was free: the first to go until somebody has used it.
+        kind: why it was put there: "branch", "turn_end", "prompt_end", "user"; "interval" for a spare one, put there
+            only because memory was free, and the first to go until somebody has used it.
+        priority: how much its request matters, for policies that ask.
     """
 
     slot: int
     num_tokens: int
-    spare: bool = False
+    kind: str = BRANCH
+    priority: int = 0
 
 
 class Inserted(NamedTuple):

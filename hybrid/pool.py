@@ -61,6 +61,10 @@ class IndexPool:
             self._is_free[index] = 1
         self._free.extend(reversed(back))
 
+    def indices(self) -> Iterable[int]:
+        """All indices that are ever handed out."""
+        return range(self.reserved, self.size)
+
     def free_indices(self) -> tuple[int, ...]:
         """All free indices, for the audit: one that is free twice is there twice."""
         return tuple(self._free)

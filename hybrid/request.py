@@ -12,7 +12,7 @@ import torch
 
 from hybrid.explain import Explanation
 from hybrid.key import Key
-from hybrid.lease import Lease
+from hybrid.lease import Lease, Pin
 from hybrid.sampling import SamplingParams, make_generator
 from hybrid.text import TextStream
 
@@ -57,6 +57,7 @@ class RequestOutput:
         explain: why the hit was what it was: tokens asked, page hit, usable hit, and what was missing.
         time_to_first_token: seconds from the arrival; None before it.
         tokens_per_second: of the answer, from its first token on; None before the second token.
+        pin: what `SamplingParams(pin_for=...)` keeps, for `Engine.unpin`; None before the end, and without one.
     """
 
     request_id: str
@@ -69,6 +70,7 @@ class RequestOutput:
     explain: str
     time_to_first_token: float | None
     tokens_per_second: float | None
+    pin: Pin | None = None
 
 
 @dataclass(eq=False)
@@ -84,6 +86,7 @@ class Request:
         kept_len: tokens that a next turn can have in common with this one: those before a stop text.
         wanted: positions at which others wait for a checkpoint of this request.
         leader: (request, position): this one waits until that one has committed so much.
+        pin: what is pinned for it; a replay pins on.
     """
 
     request_id: str
@@ -108,6 +111,9 @@ class Request:
     arrived: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     last_token_at: float | None = None
+    priority: int = 0
+    pin_for: float | None = None
+    pin: Pin | None = None
 
     @classmethod
     def of(
@@ -132,12 +138,23 @@ class Request:
             max_len,
             prompt_token_ids=prompt,
             generator=generator,
+            priority=params.priority,
+            pin_for=params.pin_for,
         )
 
     @classmethod
     def replay(cls, of: Request, num_tokens: int) -> Request:
         """The first `num_tokens` tokens of a finished request, to be computed as whole chunks."""
-        return cls(f"{of.request_id}/replay", of.ids[:num_tokens], num_tokens, None, of.namespace)
+        return cls(
+            f"{of.request_id}/replay",
+            of.ids[:num_tokens],
+            num_tokens,
+            None,
+            of.namespace,
+            priority=of.priority,
+            pin_for=of.pin_for,
+            pin=of.pin,
+        )
 
     @property
     def is_replay(self) -> bool:
@@ -187,4 +204,5 @@ class Request:
             explain=str(hit) if hit else "not started yet",
             time_to_first_token=self.first_token_at - self.arrived if self.first_token_at is not None else None,
             tokens_per_second=(self.num_output - 1) / spent if self.num_output > 1 and spent > 0 else None,
+            pin=self.pin,
         )

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from hybrid.errors import SamplingError
 
+MOST_PRIORITY = 100
+"""Priorities lie between minus this and this."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -23,6 +26,11 @@ class SamplingParams:
         stop_token_ids: tokens that end the answer, beside the model's own.
         ignore_eos: go on after the model's end-of-text tokens.
         logprobs: report for each token the log-probabilities of the k likeliest and of itself; None: none.
+        checkpoint_at: positions of the prompt, in tokens, at which a later prompt will go another way: a checkpoint is
+            put at the multiple of the grid at or before each. Negative positions count from the prompt's end.
+        pin_for: keep what this request has computed from eviction for so many seconds (`math.inf`: until
+            `Engine.unpin`); None: do not pin.
+        priority: of what this request leaves in the cache, for eviction policies that ask; the higher, the longer.
 
     Raises:
         SamplingError: a value is out of range, or two contradict each other.
@@ -38,6 +46,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    checkpoint_at: tuple[int, ...] | list[int] = ()
+    pin_for: float | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         self._require(isinstance(self.stop, str | tuple | list), "stop must be a text, or a tuple or list of texts")
@@ -62,6 +73,20 @@ class SamplingParams:
         )
         self._require(all(isinstance(text, str) and text for text in self.stop), "stop must be non-empty texts")
         self._require(all(_is_int(token, 0) for token in self.stop_token_ids), "stop_token_ids must be token ids")
+        self._require(
+            isinstance(self.checkpoint_at, tuple | list)
+            and all(isinstance(at, int) and not isinstance(at, bool) for at in self.checkpoint_at),
+            "checkpoint_at must be a tuple or list of positions in tokens",
+        )
+        object.__setattr__(self, "checkpoint_at", tuple(self.checkpoint_at))
+        self._require(
+            self.pin_for is None or (_is_number(self.pin_for) and self.pin_for > 0),
+            "pin_for must be a positive number of seconds, math.inf, or None",
+        )
+        self._require(
+            _is_int(self.priority, -MOST_PRIORITY, MOST_PRIORITY),
+            f"priority must be a whole number from {-MOST_PRIORITY} to {MOST_PRIORITY}",
+        )
         if self.temperature == 0:
             for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None)):
                 value = getattr(self, name)

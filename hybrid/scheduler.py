@@ -12,11 +12,13 @@ of tokens. A share ends at a multiple of the chunk, or at the end of its prompt 
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from dataclasses import dataclass
 
 from hybrid import placement
-from hybrid.cache import HybridCache, PassThroughCache
+from hybrid.cache import HybridCache
+from hybrid.errors import MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.lease import Lease
 from hybrid.request import Request, Status
@@ -106,6 +108,7 @@ class Scheduler:
             request.num_computed = part.end
             self._commit_chunks(request)
             if request.is_replay and request.num_computed == len(request.ids):
+                self._pin(request)
                 self._leave(request)
         return alive
 
@@ -119,20 +122,33 @@ class Scheduler:
 
     def finish(self, request: Request) -> None:
         """The request has its answer: what it computed goes to the tree, or is replayed first."""
-        lease, grid = request.lease, self.cache.config.grid
+        lease, config = request.lease, self.cache.config
         assert lease is not None
+        keeps_turns = "turn_end" in config.placement
         if not self.deterministic:
             kept = min(request.kept_len, request.num_computed)
-            self.cache.donate_states(lease, kept)
-            self.cache.commit(lease, request.key(), kept // self.cache.config.page_size * self.cache.config.page_size)
+            if keeps_turns:
+                self.cache.donate_states(lease, kept)
+            self.cache.commit(lease, request.key(), kept // config.page_size * config.page_size)
+        self._pin(request)
         self._leave(request)
-        whole = request.kept_len // grid * grid
-        if (
-            self.deterministic
-            and whole > request.prompt_len // grid * grid
-            and not isinstance(self.cache, PassThroughCache)
-        ):
+        whole = request.kept_len // config.grid * config.grid
+        replays = self.deterministic and keeps_turns and self.cache.keeps
+        if replays and whole > request.prompt_len // config.grid * config.grid:
             self.waiting.append(Request.replay(request, whole))
+
+    def _pin(self, request: Request) -> None:
+        """Keep what a request has computed, if it asked for that."""
+        if request.pin_for is None:
+            return
+        key = request.key()
+        try:
+            if request.pin is None:
+                request.pin = self.cache.pin(key, request.pin_for)
+            else:
+                self.cache.extend_pin(request.pin, key)
+        except MemoryBudgetError as error:
+            warnings.warn(f"{request.request_id} is not pinned: {error}", stacklevel=2)
 
     def abort(self, request: Request) -> None:
         """Stop a request at once; its memory comes back at once, or when the step under way has been computed."""
@@ -174,27 +190,29 @@ class Scheduler:
             end = (start + budget) // chunk * chunk
             if end <= start:
                 return None
-        for position in self._wanted(request):
+        for position, kind in self._wanted(request).items():
             if start < position <= end:
-                self.cache.capture(lease, position)
-        taken = {checkpoint.num_tokens for checkpoint in lease.captured}
-        for position in placement.geometric(start, end, self.cache.config.grid):
-            if position not in taken and not request.is_replay:
-                self.cache.capture_spare(lease, position)
+                self.cache.capture(lease, position, kind)
+        config = self.cache.config
+        if "geometric" in config.placement and not request.is_replay:
+            taken = {checkpoint.num_tokens for checkpoint in lease.captured}
+            for position in placement.spare(start, end, config.grid, self.cache.spare_share):
+                if position not in taken and self.cache.capture_spare(lease, position) is None:
+                    break
         return Part(request, lease, start, end, is_prefill=True)
 
-    def _wanted(self, request: Request) -> list[int]:
-        """Positions of a prompt at which a checkpoint is worth evicting another for."""
+    def _wanted(self, request: Request) -> dict[int, str]:
+        """Positions of a prompt at which a checkpoint is worth evicting another for, and why."""
         assert request.lease is not None
-        grid = self.cache.config.grid
-        positions = set(request.wanted)
-        if not request.is_replay:
-            positions.add(placement.prompt_end(request.prefill_end, grid))
-        if request.prefill_end % grid == 0:
-            positions.add(request.prefill_end)  # where a next turn goes on
-        if request.lease.branching_len is not None:
-            positions.add(request.lease.branching_len)
-        return sorted(positions)
+        return placement.of_prompt(
+            self.cache.config.placement,
+            request.prefill_end,
+            self.cache.config.grid,
+            branching_len=request.lease.branching_len,
+            shared=request.wanted,
+            declared=request.params.checkpoint_at if request.params is not None else (),
+            is_replay=request.is_replay,
+        )
 
     def _commit_chunks(self, request: Request) -> None:
         """Share what is finished: whole chunks, and in deterministic mode only those of the prompt."""
@@ -217,7 +235,8 @@ class Scheduler:
             if self._is_held(request):
                 continue
             if not self._start(request) and not (self._drop_replays() and self._start(request)):
-                return
+                if self.running or not self.cache.give_up_a_pin() or not self._start(request):
+                    return
             self.waiting.remove(request)
             self.running.append(request)
             budget -= request.prefill_end - request.num_computed
@@ -225,7 +244,7 @@ class Scheduler:
     def _start(self, request: Request) -> bool:
         end = request.prompt_len if self.deterministic else len(request.ids)
         key = request.key()
-        lease = self.cache.open(key, end - 1, end)
+        lease = self.cache.open(key, end - 1, end, request.priority)
         if lease is None:
             return False
         if request.explanation is None:

@@ -19,134 +19,37 @@ go of. `match` changes nothing but recency, `peek` changes nothing at all, only 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Sequence
 
 from hybrid.errors import LockError, OwnershipError
-from hybrid.eviction import EvictionQueue, Policy, Usage
+from hybrid.eviction import INTERVAL, PAGES, Usage
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
-from hybrid.node import Checkpoint, Inserted, Lock, Match, Node, PageLock, Released, Root, StateLock
+from hybrid.lookup import Lookup
+from hybrid.node import Checkpoint, Inserted, Lock, Node, PageLock, Released, Root, StateLock
 
 
-class Tree:
+class Tree(Lookup):
     """A radix tree over token ids, in pages, with checkpoints of state.
 
     Args:
         page_size: tokens per page.
         grid: checkpoints lie at multiples of this many tokens; a multiple of `page_size`.
         policy: ranks leaves and checkpoints for eviction.
+        prices: what a page and a checkpoint weigh, for policies that ask.
+        max_ghosts: remember at most so many evicted prefixes.
+        seed: of the dice of policies that are asked about samples.
 
     One thread owns a tree.
     """
 
-    def __init__(self, page_size: int, grid: int, policy: Policy) -> None:
-        assert grid % page_size == 0
-        self.page_size = page_size
-        self.grid = grid
-        self.num_pages = 0
-        self.num_checkpoints = 0
-        self._page_bytes = page_size * TOKEN_BYTES
-        self._policy = policy
-        self._roots: dict[str, Root] = {}
-        self._ticks = count(1)
-        self._leaves: EvictionQueue[Node] = EvictionQueue(self._rank, self._is_evictable_leaf)
-        self._checkpoints: EvictionQueue[Node] = EvictionQueue(self._rank, self._is_evictable_checkpoint)
-
-    # Reading
-
-    def match(self, key: Key, limit: int) -> Match:
-        """The longest known prefix of the first `limit` tokens. Counts as a use of the checkpoint found, and of nothing
-        else."""
-        found = self.peek(key, limit)
-        self.touch(found)
-        return found
-
-    def touch(self, match: Match) -> None:
-        """Count a use of the checkpoint that was found."""
-        node = match.checkpoint
-        if node is not None:
-            node.usage.last_used = next(self._ticks)
-            node.usage.hits += 1
-
-    def peek(self, key: Key, limit: int) -> Match:
-        """As `match`, and counts as nothing."""
-        node: Node | None = self._roots.get(key.namespace)
-        if node is None:
-            return Match(0, 0, None, None, None)
-        ids, page_bytes = key.ids, self._page_bytes
-        end = min(limit * TOKEN_BYTES, len(ids)) // page_bytes * page_bytes
-        starts_with = ids.startswith
-        offset = 0
-        checkpoint: Node | None = None
-        while offset < end:
-            child = node.children.get(ids[offset : offset + page_bytes])
-            if child is None:
-                break
-            node, edge = child, child.edge
-            stop = offset + len(edge)
-            if stop > end or not starts_with(edge, offset):
-                offset += common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
-                break
-            offset = stop
-            if node.slot is not None:
-                checkpoint = node
-        num_page_tokens = offset // TOKEN_BYTES
-        num_tokens = checkpoint.end if checkpoint is not None else 0
-        branching_len = num_page_tokens // self.grid * self.grid
-        return Match(
-            num_tokens,
-            num_page_tokens,
-            branching_len if branching_len > num_tokens else None,
-            checkpoint,
-            node if offset else None,
-        )
-
-    def pages(self, node: Node | None, num_tokens: int) -> array[int]:
-        """Page ids of the first `num_tokens` tokens on the way from the root to `node`."""
-        parts = []
-        while node is not None and node.parent is not None:
-            parts.append(node.pages)
-            node = node.parent
-        pages = array("i")
-        for part in reversed(parts):
-            pages.extend(part)
-        del pages[num_tokens // self.page_size :]
-        return pages
-
-    def was_evicted(self, key: Key, match: Match) -> bool:
-        """Whether the token after the page hit was once here. Right after the match; forgets what lay below evicted
-        nodes."""
-        node = match.deepest or self._roots.get(key.namespace)
-        if node is None or node.end != match.num_page_tokens:
-            return False  # nothing is lost from inside an edge: what went on from there is there
-        start = match.num_page_tokens * TOKEN_BYTES
-        return hash(key.ids[start : start + self._page_bytes]) in node.lost_children
-
-    def lost_checkpoint(self, match: Match) -> bool:
-        """Whether a checkpoint between the usable hit and the page hit was evicted."""
-        node = match.deepest
-        while node is not None and node is not match.checkpoint:
-            if node.lost_checkpoint and node.end <= match.num_page_tokens:
-                return True
-            node = node.parent
-        return False
-
-    def knows(self, namespace: str) -> bool:
-        """Whether anything is kept in the namespace."""
-        return namespace in self._roots
-
-    def nodes(self) -> Iterator[tuple[str, Node]]:
-        """Every node but the roots, parents first, with its namespace."""
-        for namespace, root in self._roots.items():
-            stack = list(reversed(root.children.values()))
-            while stack:
-                node = stack.pop()
-                yield namespace, node
-                stack.extend(reversed(node.children.values()))
-
-    # Writing
-
-    def insert(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None = None) -> Inserted:
+    def insert(
+        self,
+        key: Key,
+        num_tokens: int,
+        pages: Sequence[int],
+        checkpoint: Checkpoint | None = None,
+        below: Node | None = None,
+    ) -> Inserted:
         """Enter the first `num_tokens` tokens of a key: pages `[0, num_tokens)`, and the checkpoint at their end.
 
         The tree keeps its own page where it has one, and becomes the owner of the pages of `[num_existing,
@@ -155,6 +58,7 @@ class Tree:
 
         Args:
             pages: page ids of `[0, num_tokens)` in order.
+            below: a node that the caller knows to lie on the key's way, and keeps locked: the search starts there.
 
         Raises:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
@@ -163,15 +67,20 @@ class Tree:
         ids, page_bytes = key.ids, self._page_bytes
         end = num_tokens * TOKEN_BYTES
         tick = next(self._ticks)
-        root = self._roots.get(key.namespace) or Root(key.namespace, Usage(tick, tick))
+        root = self._roots.get(key.namespace) or Root(key.namespace, self._usage(tick))
         node: Node = root
         offset = 0
+        if below is not None and below.end <= num_tokens:
+            node, offset = below, below.end * TOKEN_BYTES
+        starts_with = ids.startswith
         while offset < end:
-            child = node.children.get(ids[offset : offset + page_bytes])
-            if child is None:
-                break
+            child = node.newest
+            if child is None or not starts_with(child.edge, offset):
+                child = node.children.get(ids[offset : offset + page_bytes])
+                if child is None:
+                    break
             edge = child.edge
-            if offset + len(edge) > end or not ids.startswith(edge, offset):
+            if offset + len(edge) > end or not starts_with(edge, offset):
                 shared = common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
                 node = self._split(child, shared)
                 offset += shared
@@ -181,23 +90,26 @@ class Tree:
         num_existing = offset // TOKEN_BYTES
         if offset < end:
             first = offset // page_bytes
-            leaf = Node(node, ids[offset:end], array("i", pages[first:]), num_tokens, Usage(tick, tick))
-            node.children[ids[offset : offset + page_bytes]] = leaf
+            leaf = Node(node, ids[offset:end], array("i", pages[first:]), num_tokens, self._usage(tick))
+            node.children[ids[offset : offset + page_bytes]] = node.newest = leaf
             self._roots[key.namespace] = root
             self.num_pages += len(leaf.pages)
             node = leaf
         adopted = False
-        if checkpoint is not None and node.slot is None:
-            node.slot = checkpoint.slot
-            node.lost_checkpoint = False
-            if not checkpoint.spare:
-                node.usage.last_used = tick
-            elif node.usage.created == tick:
-                node.usage.last_used = 0
-            self.num_checkpoints += 1
-            adopted = True
-        self._enter(node)
+        if checkpoint is not None:
+            if node.slot is None:
+                spare = checkpoint.kind == INTERVAL
+                node.usage = self._usage(tick, 0 if spare else tick, checkpoint.kind)
+                node.slot = checkpoint.slot
+                node.lost_checkpoint = False
+                self.num_checkpoints += 1
+                adopted = True
+            node.usage.priority = max(node.usage.priority, checkpoint.priority)
+        self._candidates.enter(node, renewed=adopted)
         return Inserted(node, num_existing, adopted)
+
+    def _usage(self, tick: int, last_used: int | None = None, kind: str = PAGES) -> Usage:
+        return Usage(tick, tick if last_used is None else last_used, 0, kind, self._candidates.now)
 
     def _refuse_mismatch(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None) -> None:
         if (
@@ -220,7 +132,7 @@ class Tree:
         """Cut an edge after `length` bytes; returns the upper half, which is a tombstone."""
         upper_parent, num_pages = lower.parent, length // self._page_bytes
         assert upper_parent is not None and 0 < length < len(lower.edge)
-        usage = Usage(lower.usage.created, lower.usage.last_used)
+        usage = Usage(lower.usage.created, lower.usage.last_used, 0, PAGES, lower.usage.used_at)
         upper = Node(
             upper_parent,
             lower.edge[:length],
@@ -229,9 +141,11 @@ class Tree:
             usage,
         )
         edge, pages = lower.edge[length:], lower.pages[num_pages:]
-        upper.children[edge[: self._page_bytes]] = lower
+        upper.children[edge[: self._page_bytes]] = upper.newest = lower
         # Everything that can fail is done; from here on the books are moved.
         upper_parent.children[upper.edge[: self._page_bytes]] = upper
+        if upper_parent.newest is lower:
+            upper_parent.newest = upper
         lower.parent, lower.edge, lower.pages = upper, edge, pages
         return upper
 
@@ -263,6 +177,10 @@ class Tree:
                 node = node.parent
         return total
 
+    def num_locked_checkpoints(self, locks: Iterable[Lock]) -> int:
+        """How many checkpoints these locks keep."""
+        return len({id(lock.node) for lock in locks if isinstance(lock, StateLock)})
+
     def unlock(self, lock: Lock) -> None:
         """Release a lock.
 
@@ -278,7 +196,7 @@ class Tree:
             node.state_locks -= 1
         node.page_locks -= 1
         if not node.page_locks or not node.state_locks:
-            self._enter(node)
+            self._candidates.enter(node)
 
     # Evicting
 
@@ -289,24 +207,35 @@ class Tree:
         """
         released = Released()
         while len(released.pages) < num_pages:
-            leaf = self._leaves.pop()
+            leaf = self._next(self._candidates.next_leaf)
             if leaf is None:
                 break
-            missing = num_pages - len(released.pages)
-            if missing < len(leaf.pages):
-                self._cut(leaf, missing, released)
-            else:
-                self._remove(leaf, released)
+            self._shorten(leaf, num_pages - len(released.pages), released)
         return released
 
     def evict_checkpoints(self, num_checkpoints: int) -> Released:
         """Give up `num_checkpoints` checkpoints if so many can go, in the order of the policy. Their pages stay."""
         released = Released()
         while len(released.slots) < num_checkpoints:
-            node = self._checkpoints.pop()
+            node = self._next(self._candidates.next_checkpoint)
             if node is None:
                 break
             self._drop_checkpoint(node, released)
+            self._candidates.enter(node)  # a leaf's pages may still go
+        return released
+
+    def evict_one(self, num_pages: int) -> Released:
+        """Give up what goes first of all: a checkpoint, or at most `num_pages` pages from the tail of a leaf that has
+        none. Nothing when nothing can go."""
+        released = Released()
+        node = self._next(self._candidates.next_of_all)
+        if node is None:
+            pass
+        elif node.slot is not None:
+            self._drop_checkpoint(node, released)
+            self._candidates.enter(node)
+        else:
+            self._shorten(node, num_pages, released)
         return released
 
     def evict_all(self) -> Released:
@@ -315,18 +244,34 @@ class Tree:
         everything = self.evict_pages(self.num_pages)
         return Released(everything.pages, released.slots + everything.slots)
 
+    @property
+    def policy_failure(self) -> str | None:
+        """Why the policy was dismissed; None while it holds."""
+        return self._candidates.failure
+
+    def _next(self, find: Callable[[], Node | None]) -> Node | None:
+        self._candidates.settle(self.nodes())
+        return find()
+
+    def _shorten(self, leaf: Node, num_pages: int, released: Released) -> None:
+        if num_pages < len(leaf.pages):
+            self._cut(leaf, num_pages, released)
+        else:
+            self._remove(leaf, released)
+
     def _cut(self, leaf: Node, num_pages: int, released: Released) -> None:
         keep = len(leaf.pages) - num_pages
         self._drop_checkpoint(leaf, released)
+        self._ghosts.bury(leaf, keep * self._page_bytes)
         leaf.lost_checkpoint = False  # its place is gone too
-        leaf.lost_children.clear()  # and that of what went on from there
-        leaf.remember_lost(leaf.edge[keep * self._page_bytes : (keep + 1) * self._page_bytes])
+        leaf.chain = None
+        leaf.usage = Usage(leaf.usage.created, leaf.usage.last_used, 0, PAGES, leaf.usage.used_at)
         released.pages.extend(leaf.pages[keep:])
         del leaf.pages[keep:]
         leaf.edge = leaf.edge[: keep * self._page_bytes]
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
-        self._enter(leaf)
+        self._candidates.enter(leaf)
 
     def _remove(self, leaf: Node, released: Released) -> None:
         node = leaf
@@ -334,11 +279,12 @@ class Tree:
             parent = node.parent
             assert parent is not None and not node.children and not node.page_locks
             self._drop_checkpoint(node, released)
+            self._ghosts.bury(node, 0)
             released.pages.extend(node.pages)
             self.num_pages -= len(node.pages)
-            first = node.edge[: self._page_bytes]
-            del parent.children[first]
-            parent.remember_lost(first)
+            del parent.children[node.edge[: self._page_bytes]]
+            if parent.newest is node:
+                parent.newest = next(reversed(parent.children.values()), None)
             node.parent = None
             if parent.children:
                 return
@@ -346,32 +292,15 @@ class Tree:
                 del self._roots[parent.namespace]
                 return
             if parent.slot is not None or parent.page_locks:
-                self._enter(parent)
+                self._candidates.enter(parent)
                 return
             node = parent
 
     def _drop_checkpoint(self, node: Node, released: Released) -> None:
         if node.slot is not None:
             assert not node.state_locks
+            self._candidates.going(node)
             released.slots.append(node.slot)
             node.slot = None
             node.lost_checkpoint = True
             self.num_checkpoints -= 1
-
-    def _enter(self, node: Node) -> None:
-        """Make a node a candidate for what it may be evicted for."""
-        if self._is_evictable_leaf(node):
-            self._leaves.push(node)
-        if self._is_evictable_checkpoint(node):
-            self._checkpoints.push(node)
-
-    def _rank(self, node: Node) -> float:
-        return self._policy.rank(node.usage)
-
-    @staticmethod
-    def _is_evictable_leaf(node: Node) -> bool:
-        return node.parent is not None and not node.children and not node.page_locks
-
-    @staticmethod
-    def _is_evictable_checkpoint(node: Node) -> bool:
-        return node.parent is not None and node.slot is not None and not node.state_locks

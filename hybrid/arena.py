@@ -1,0 +1,257 @@
+"""One budget of memory for pages and states: pieces that hold one kind or the other.
+
+A piece is as large as a state slot, rounded up to whole pages. It is free, or belongs to one kind, and is then divided
+into units of that kind: pages, state slots, records of stored checkpoints. A piece whose last unit comes free is free
+again, for any kind. Units of a kind are numbered through all pieces, so that a page has one address for its whole life.
+
+When a kind needs a piece and none is free although enough units of another kind are, those are in the way in several
+pieces: `plan_moves` says which units to move together, so that a piece comes free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from hybrid.errors import OwnershipError
+
+ALIGNMENT = 64
+"""State slots start at multiples of this many bytes."""
+
+MOST_WASTE = 0.03
+"""A piece holds several states where one alone would leave more than this part of it empty."""
+
+MOST_STATES = 4
+"""But not more states than this: a piece comes free only when all its states have gone, or have been moved."""
+
+
+class PieceLayout(NamedTuple):
+    """How a piece is divided.
+
+    Attributes:
+        num_bytes: size of a piece: whole pages.
+        pages, states: how many of each a piece holds.
+        records: how many stored checkpoints, when they are stored smaller than states; else 0.
+    """
+
+    num_bytes: int
+    pages: int
+    states: int
+    records: int
+
+    @classmethod
+    def of(cls, page_bytes: int, state_bytes: int, record_bytes: int = 0) -> PieceLayout:
+        """The smallest piece that wastes little whichever kind it holds.
+
+        State slots of a piece are equally far apart, so that all slots are addressed with one stride.
+        """
+        best: tuple[float, PieceLayout] | None = None
+        for states in (1, *range(2, MOST_STATES + 1), *(2**n for n in range(3, 40))):
+            pages = -(-states * state_bytes // page_bytes)
+            num_bytes = pages * page_bytes
+            if states > MOST_STATES and pages > 1:
+                break
+            if num_bytes % (states * ALIGNMENT) and states > 1:
+                continue
+            layout = cls(num_bytes, pages, states, num_bytes // record_bytes if record_bytes else 0)
+            waste = 1 - states * state_bytes / num_bytes
+            if waste <= MOST_WASTE and pages > 1:
+                return layout
+            if best is None or waste < best[0]:
+                best = waste, layout
+        assert best is not None
+        return best[1]
+
+
+class Arena:
+    """The pieces.
+
+    Args:
+        num_pieces: how many there are.
+    """
+
+    def __init__(self, num_pieces: int) -> None:
+        self.num_pieces = num_pieces
+        self._free = list(range(num_pieces - 1, -1, -1))  # handed out from the lowest
+        self.pools: list[ArenaPool] = []
+
+    @property
+    def num_free(self) -> int:
+        """Pieces that belong to no kind."""
+        return len(self._free)
+
+    def pool(self, per_piece: int, reserved: int, name: str) -> ArenaPool:
+        """A kind of unit.
+
+        Args:
+            per_piece: units in a piece.
+            reserved: the first so many units are never handed out; they lie in pieces that stay with this kind.
+            name: what the units are, for messages ("page").
+        """
+        pool = ArenaPool(self, per_piece, reserved, name)
+        self.pools.append(pool)
+        return pool
+
+    def free_pieces(self) -> tuple[int, ...]:
+        """All free pieces, for the audit."""
+        return tuple(self._free)
+
+
+class ArenaPool:
+    """The units of one kind: the same face as an `IndexPool`."""
+
+    def __init__(self, arena: Arena, per_piece: int, reserved: int, name: str) -> None:
+        self.arena = arena
+        self.per_piece = per_piece
+        self.reserved = reserved
+        self.size = arena.num_pieces * per_piece
+        self.name = name
+        self._is_free = bytearray(self.size)
+        self._free_in: dict[int, list[int]] = {}  # piece of this kind -> its free units
+        self._open: dict[int, None] = {}  # pieces with a free unit, in the order in which they are filled
+        self._num_free = 0
+        for piece in range(-(-reserved // per_piece)):
+            arena._free.remove(piece)
+            first = piece * per_piece
+            self._add(piece, [unit for unit in range(first, first + per_piece) if unit >= reserved])
+
+    @property
+    def num_free(self) -> int:
+        """Units that can be had without evicting anything: those of free pieces count for every kind."""
+        return self._num_free + len(self.arena._free) * self.per_piece
+
+    @property
+    def num_loose(self) -> int:
+        """Free units in pieces of this kind."""
+        return self._num_free
+
+    @property
+    def num_used(self) -> int:
+        """Units that are handed out."""
+        return len(self._free_in) * self.per_piece - self._num_free - self.reserved
+
+    @property
+    def capacity(self) -> int:
+        """Units there would be if every piece were of this kind."""
+        return self.size - self.reserved
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """The pieces of this kind, for the audit."""
+        return tuple(self._free_in)
+
+    def indices(self) -> Iterable[int]:
+        """The units that exist now, but for the reserved ones."""
+        for piece in self._free_in:
+            for unit in range(piece * self.per_piece, (piece + 1) * self.per_piece):
+                if unit >= self.reserved:
+                    yield unit
+
+    def free_indices(self) -> tuple[int, ...]:
+        """All free units in pieces of this kind, for the audit."""
+        return tuple(unit for units in self._free_in.values() for unit in units)
+
+    def is_unused(self, piece: int) -> bool:
+        """Whether nothing in a piece of this kind is in use, nor reserved: it should be free then."""
+        return len(self._free_in[piece]) == self.per_piece
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take `count` units; None, and nothing taken, when there are not so many."""
+        if count > self.num_free:
+            return None
+        taken: list[int] = []
+        while len(taken) < count:
+            if not self._open:
+                piece = self.arena._free.pop()
+                first = piece * self.per_piece
+                self._add(piece, list(range(first, first + self.per_piece)))
+            piece = next(iter(self._open))
+            units = self._free_in[piece]
+            part = units[: -(count - len(taken)) - 1 : -1]
+            del units[len(units) - len(part) :]
+            if not units:
+                del self._open[piece]
+            taken += part
+        for unit in taken:
+            self._is_free[unit] = 0
+        self._num_free -= count
+        return taken
+
+    def free(self, indices: Iterable[int]) -> None:
+        """Give units back.
+
+        Raises:
+            OwnershipError: one is free already or was never handed out. None of them was freed.
+        """
+        back = list(indices)
+        for unit in back:
+            exists = self.reserved <= unit < self.size and unit // self.per_piece in self._free_in
+            if not exists or self._is_free[unit]:
+                raise OwnershipError(f"{self.name} {unit} is freed, but it is free already or reserved")
+        if len(set(back)) != len(back):
+            raise OwnershipError(f"a {self.name} is freed twice in one call: {sorted(back)}")
+        for unit in reversed(back):
+            self._put_back(unit)
+
+    def _put_back(self, unit: int) -> None:
+        piece = unit // self.per_piece
+        units = self._free_in[piece]
+        self._is_free[unit] = 1
+        units.append(unit)
+        self._num_free += 1
+        if len(units) == self.per_piece:
+            del self._free_in[piece]
+            self._open.pop(piece, None)
+            self._num_free -= self.per_piece
+            for other in units:
+                self._is_free[other] = 0
+            self.arena._free.append(piece)
+        else:
+            self._open[piece] = None
+
+    def _add(self, piece: int, units: list[int]) -> None:
+        self._free_in[piece] = units[::-1]
+        self._num_free += len(units)
+        for unit in units:
+            self._is_free[unit] = 1
+        if units:
+            self._open[piece] = None
+
+    def plan_moves(self, may_move: Callable[[int], bool]) -> dict[int, int] | None:
+        """Which units to move where, so that a piece comes free: of the emptiest piece that can be emptied.
+
+        Changes nothing. None when no piece can be emptied.
+
+        Args:
+            may_move: whether a unit in use may be moved.
+        """
+        pieces = sorted(
+            (piece for piece in self._open if piece * self.per_piece >= self.reserved),
+            key=lambda piece: (-len(self._free_in[piece]), piece),
+        )
+        for piece in pieces:
+            free_here = self._free_in[piece]
+            used = [
+                unit for unit in range(piece * self.per_piece, (piece + 1) * self.per_piece) if not self._is_free[unit]
+            ]
+            if len(used) > self._num_free - len(free_here):
+                return None  # and so it is for the fuller ones
+            if not all(map(may_move, used)):
+                continue
+            fullest_first = [other for other in reversed(pieces) if other != piece]
+            targets = [unit for other in fullest_first for unit in reversed(self._free_in[other])]
+            if len(targets) >= len(used):
+                return dict(zip(used, targets, strict=False))
+        return None
+
+    def move(self, moves: dict[int, int]) -> None:
+        """The units have been moved: the old places are free, the new ones are not."""
+        for target in moves.values():
+            piece = target // self.per_piece
+            self._free_in[piece].remove(target)
+            if not self._free_in[piece]:
+                del self._open[piece]
+            self._is_free[target] = 0
+        self._num_free -= len(moves)
+        for source in moves:
+            self._put_back(source)

@@ -1,0 +1,161 @@
+"""The reading half of the tree: what it knows of a key."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from itertools import count
+
+from hybrid.candidates import Candidates
+from hybrid.eviction import Policy, Prices, Usage
+from hybrid.ghosts import Ghosts
+from hybrid.key import TOKEN_BYTES, Key, common_prefix
+from hybrid.node import Match, Node, Root
+
+
+class Lookup:
+    """What can be asked of a tree; see `Tree` for its arguments."""
+
+    def __init__(
+        self,
+        page_size: int,
+        grid: int,
+        policy: Policy,
+        prices: Prices = Prices(),  # noqa: B008 - it is frozen
+        max_ghosts: int = 1 << 16,
+        seed: int = 0,
+    ) -> None:
+        assert grid % page_size == 0
+        self.page_size = page_size
+        self.grid = grid
+        self.num_pages = 0
+        self.num_checkpoints = 0
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._roots: dict[str, Root] = {}
+        self._ticks = count(1)
+        self._candidates = Candidates(policy, prices, seed)
+        self._ghosts = Ghosts(grid, max_ghosts)
+
+    def match(self, key: Key, limit: int) -> Match:
+        """The longest known prefix of the first `limit` tokens. Counts as a use of the checkpoint found, and of nothing
+        else."""
+        found = self.peek(key, limit)
+        self.touch(found)
+        return found
+
+    def touch(self, match: Match) -> None:
+        """Count a request, and its use of the checkpoint that was found."""
+        candidates = self._candidates
+        candidates.now += 1
+        node = match.checkpoint
+        if node is not None:
+            candidates.used(node)
+            usage = node.usage
+            usage.last_used = next(self._ticks)
+            usage.used_at = candidates.now
+            usage.hits += 1
+            candidates.reordered(node)
+
+    def peek(self, key: Key, limit: int) -> Match:
+        """As `match`, and counts as nothing."""
+        node: Node | None = self._roots.get(key.namespace)
+        if node is None:
+            return Match(0, 0, None, None, None)
+        ids, page_bytes = key.ids, self._page_bytes
+        end = min(limit * TOKEN_BYTES, len(ids)) // page_bytes * page_bytes
+        starts_with = ids.startswith
+        offset = 0
+        checkpoint: Node | None = None
+        while offset < end:
+            child = node.newest
+            if child is None or not starts_with(child.edge, offset):
+                child = node.children.get(ids[offset : offset + page_bytes])
+                if child is None:
+                    break
+                if not starts_with(child.edge, offset):
+                    node = child
+                    offset += common_prefix(ids, child.edge, offset, 0, page_bytes, end - offset)
+                    break
+            node = child
+            stop = offset + len(child.edge)
+            if stop > end:
+                offset = end
+                break
+            offset = stop
+            if child.slot is not None:
+                checkpoint = child
+        num_page_tokens = offset // TOKEN_BYTES
+        num_tokens = checkpoint.end if checkpoint is not None else 0
+        branching_len = num_page_tokens // self.grid * self.grid
+        return Match(
+            num_tokens,
+            num_page_tokens,
+            branching_len if branching_len > num_tokens else None,
+            checkpoint,
+            node if offset else None,
+        )
+
+    def recall(self, key: Key, match: Match, limit: int) -> int:
+        """To how many of the first `limit` tokens the key was once known, right after the match: at least the page hit.
+
+        Tells the policy of the use that the match would have made of a checkpoint that has been evicted.
+        """
+        known, lost, lost_tokens = self._beyond(key, match, limit)
+        if lost is None:
+            node = match.deepest
+            while node is not None and node is not match.checkpoint:
+                if node.lost_checkpoint and node.end <= match.num_page_tokens:
+                    lost, lost_tokens = node.usage, node.end
+                    break
+                node = node.parent
+        if lost is not None:
+            candidates = self._candidates
+            candidates.missed(lost, lost_tokens)
+            lost.hits += 1
+            lost.used_at = candidates.now
+        return known
+
+    def was_evicted(self, key: Key, match: Match) -> bool:
+        """Whether what follows the page hit was once here, right after the match."""
+        end = (match.num_page_tokens // self.grid + 1) * self.grid
+        return self._beyond(key, match, end)[0] > match.num_page_tokens
+
+    def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, Usage | None, int]:
+        node = match.deepest
+        if node is not None and node.end != match.num_page_tokens:
+            return match.num_page_tokens, None, 0  # the match ends inside an edge: what went on from there is there
+        return self._ghosts.follow(key, node, match.num_page_tokens, limit)
+
+    def pages(self, node: Node | None, num_tokens: int) -> array[int]:
+        """Page ids of the first `num_tokens` tokens on the way from the root to `node`."""
+        parts = []
+        while node is not None and node.parent is not None:
+            parts.append(node.pages)
+            node = node.parent
+        pages = array("i")
+        for part in reversed(parts):
+            pages.extend(part)
+        del pages[num_tokens // self.page_size :]
+        return pages
+
+    def lost_checkpoint(self, match: Match) -> bool:
+        """Whether a checkpoint between the usable hit and the page hit was evicted."""
+        node = match.deepest
+        while node is not None and node is not match.checkpoint:
+            if node.lost_checkpoint and node.end <= match.num_page_tokens:
+                return True
+            node = node.parent
+        return False
+
+    def knows(self, namespace: str) -> bool:
+        """Whether anything is kept in the namespace."""
+        return namespace in self._roots
+
+    def nodes(self) -> Iterator[tuple[str, Node]]:
+        """Every node but the roots, parents first, with its namespace."""
+        for namespace, root in self._roots.items():
+            stack = list(reversed(root.children.values()))
+            while stack:
+                node = stack.pop()
+                yield namespace, node
+                stack.extend(reversed(node.children.values()))
