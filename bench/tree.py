@@ -41,6 +41,9 @@ PARTS = ("match", "insert", "lock", "evict", "mixed", "memory")
 LEAVES = ((10_000, 128), (1_000, 4096))
 """How many leaves of how many tokens, behind a prompt that they share, memory is measured with."""
 
+QUIET = 0.85
+"""A part that had less of its core was disturbed: what is left is waiting for files."""
+
 Figures = dict[str, float]
 
 
@@ -118,30 +121,36 @@ class Bench:
     core: int
 
     def run(self, factory: str, part: str) -> Figures:
-        """One part for one tree, in a process of its own."""
-        if part != "memory":
-            return self._figures(factory, [str(self.peers / TREE_BENCH), factory, "--only", part])
-        figures: Figures = {}
-        for leaves in range(len(LEAVES)):
-            figures |= self._figures(factory, [str(BENCH / "tree.py"), "--memory-of", factory, "--leaves", str(leaves)])
-        return figures
-
-    def _figures(self, factory: str, command: list[str]) -> Figures:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "figures.json"
-            done = subprocess.run(
-                [self.python, "-W", "ignore", *command, "--json", *([str(file)] if TREE_BENCH in command[0] else [])],
-                env=self._environment(factory),
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                preexec_fn=self._pin,
-            )
-            if done.returncode:
-                raise BenchError(f"{' '.join([self.python, *command])} failed:\n{done.stderr.strip()[-2000:]}")
-            text = file.read_text(encoding="utf-8") if file.is_file() else done.stdout
-            figures = json.loads(text)["figures"]
+        """The figures of one part for one tree, taken in a process of their own."""
+        figures: dict[str, Any] = {}
+        if part == "memory":
+            for leaves in range(len(LEAVES)):
+                figures |= json.loads(
+                    self._spawn(factory, str(BENCH / "tree.py"), "--memory-of", factory, "--leaves", str(leaves))
+                )
+        else:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "figures.json"
+                self._spawn(factory, str(self.peers / TREE_BENCH), factory, "--only", part, "--json", str(file))
+                figures = json.loads(file.read_text(encoding="utf-8"))["figures"]
         return dict(flattened(figures))
+
+    def _spawn(self, factory: str, *command: str) -> str:
+        """What a Python process for one tree prints.
+
+        Raises:
+            BenchError: it failed.
+        """
+        done = subprocess.run(
+            [self.python, "-W", "ignore", *command],
+            env=self._environment(factory),
+            capture_output=True,
+            text=True,
+            preexec_fn=self._pin,
+        )
+        if done.returncode:
+            raise BenchError(f"{' '.join([self.python, *command])} failed:\n{done.stderr.strip()[-2000:]}")
+        return done.stdout
 
     def _environment(self, factory: str) -> dict[str, str]:
         """The environment in which a tree finds its adapter, the peers' modules and, in a checkout, our package.
@@ -199,23 +208,35 @@ def memory_of(factory: str, count: int, length: int) -> Figures:
     return {f"memory, {count} leaves of {length} tokens page64: B/token": round(grown / (count * length), 2)}
 
 
-def measure(bench: Bench, sides: dict[str, str], parts: list[str], runs: int) -> dict[str, Figures]:
-    """Median figures of each side; the sides take turns, part by part."""
+def measure(bench: Bench, sides: dict[str, str], parts: list[str], runs: int) -> tuple[dict[str, Figures], float]:
+    """Median figures of each side, which take turns, part by part; and the least share of the core that a part had."""
     taken: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
     started = time.monotonic()
+    least = 1.0
     for run in range(runs):
         for part in parts:
             for side, factory in sides.items():
+                wall, cpu = time.monotonic(), cpu_of_children()
+                for name, value in bench.run(factory, part).items():
+                    taken[side].setdefault(name, []).append(value)
+                now = time.monotonic()
+                share = (cpu_of_children() - cpu) / (now - wall)
+                least = min(least, share)
                 print(
-                    f"{time.monotonic() - started:4.0f} s  run {run + 1} of {runs}: {part}, {side}",
+                    f"{now - started:4.0f} s  run {run + 1} of {runs}: {part}, {side} ({share:.0%} of a core)",
                     file=sys.stderr,
                     flush=True,
                 )
-                for name, value in bench.run(factory, part).items():
-                    taken[side].setdefault(name, []).append(value)
-    return {
+    medians = {
         side: {name: statistics.median(values) for name, values in figures.items()} for side, figures in taken.items()
     }
+    return medians, least
+
+
+def cpu_of_children() -> float:
+    """CPU seconds of the processes that this one has waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def unit_of(figure: str) -> str:
@@ -230,7 +251,7 @@ def line(name: str, figures: tuple[str, ...], theirs: Figures, ours: Figures, ta
     a, b = (sum(side[figure] for figure in figures) if figures[0] in side else None for side in (theirs, ours))
     ratio = None
     if a and b and unit != "hit rate":
-        ratio = b / a if unit.endswith("/s") or unit.endswith("/cpu-s") else a / b
+        ratio = b / a if unit.endswith(("/s", "/cpu-s")) else a / b
     return Line(name, unit, a, b, ratio, target)
 
 
@@ -260,8 +281,8 @@ def machine(bench: Bench, no_peer: bool) -> dict[str, Any]:
     if done.returncode:
         raise BenchError(
             f"{bench.python} cannot be used: it lacks one of {', '.join(distributions)}.\nName a Python that has them "
-            f"with --peer-python ({bench.peers / 'README.md'} says how to make one); without SGLang, --no-peer measures "
-            "our side alone"
+            f"with --peer-python ({bench.peers / 'README.md'} says how to make one); --no-peer measures our side "
+            "alone, without SGLang"
         )
     return {"cpu": cpu, "cores": os.cpu_count(), "core": bench.core, **json.loads(done.stdout)}
 
@@ -335,13 +356,13 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     if args.memory_of:
-        print(json.dumps({"figures": memory_of(args.memory_of, *LEAVES[args.leaves])}))
+        print(json.dumps(memory_of(args.memory_of, *LEAVES[args.leaves])))
         return 0
     sides = {"ours": args.ours} if args.no_peer else {"theirs": THEIRS, "ours": args.ours}
     try:
         bench = Bench(peers_folder(args.peers or os.environ.get("HYBRID_PEERS")), args.peer_python, args.core)
         taken_on = machine(bench, args.no_peer)
-        figures = measure(bench, sides, args.only, args.runs)
+        figures, share = measure(bench, sides, args.only, args.runs)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -351,6 +372,7 @@ def main() -> int:
         result = {
             "machine": taken_on,
             "runs": args.runs,
+            "least_share_of_core": share,
             "figures": figures,
             "ratios": {row.name: row.ratio for row in lines},
             "targets": {row.name: row.target for row in lines if row.target is not None},
@@ -360,6 +382,11 @@ def main() -> int:
         print(json.dumps(result))
     else:
         print_table(lines, taken_on, args.runs)
+    if share < QUIET:
+        print(
+            f"others used this core: a part had {share:.0%} of it. Take the figures again when it is quiet.",
+            file=sys.stderr,
+        )
     return 1 if any(row.reached is False for row in lines) else 0
 
 

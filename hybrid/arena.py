@@ -114,6 +114,8 @@ class ArenaPool:
             arena._free.remove(piece)
             first = piece * per_piece
             self._add(piece, [unit for unit in range(first, first + per_piece) if unit >= reserved])
+        # Units there would be if every piece that other kinds have not reserved were of this kind.
+        self.capacity = self.num_free
 
     @property
     def num_free(self) -> int:
@@ -129,11 +131,6 @@ class ArenaPool:
     def num_used(self) -> int:
         """Units that are handed out."""
         return len(self._free_in) * self.per_piece - self._num_free - self.reserved
-
-    @property
-    def capacity(self) -> int:
-        """Units there would be if every piece were of this kind."""
-        return self.size - self.reserved
 
     @property
     def pieces(self) -> tuple[int, ...]:

@@ -164,8 +164,9 @@ class SampledQueue:
 class Candidates:
     """What a tree could give up, in the order of a policy.
 
-    Three kinds: checkpoints; leaves with a checkpoint, for their pages; tails, which are leaves without one. A policy
-    that raises, or whose rank is no number, is dismissed: a `PolicyWarning` says why, and LRU takes over.
+    Three kinds: checkpoints; leaves with a checkpoint, for their pages; tails, which are leaves without one. Tails
+    spare nobody anything: a policy that is asked about samples is not asked about them, they go first, oldest first. A
+    policy that raises, or whose rank is no number, is dismissed: a `PolicyWarning` says why, and LRU takes over.
 
     Attributes:
         failure: why the policy was dismissed; None while it holds.
@@ -186,12 +187,18 @@ class Candidates:
         order = getattr(policy, "order", None)
         self._checkpoints = self._queue(order, is_evictable_checkpoint)
         self._leaves = self._queue(order, is_evictable_leaf)
-        self._tails = self._queue(order, is_evictable_tail)
+        self._samples = order is None
+        rank = self._recency if self._samples else self._rank
+        self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
     def _queue(self, order: str | None, is_candidate: Callable[[Node], bool]) -> Queue:
         if order is None:
             return SampledQueue(self._rank, is_candidate, self._dice)
-        return OrderedQueue(self._rank, is_candidate, falls=order != "rising")
+        return OrderedQueue(self._rank, is_candidate, falls=order == "any")
+
+    @staticmethod
+    def _recency(node: Node) -> float:
+        return node.usage.last_used
 
     def facts(self, node: Node) -> Facts:
         return Facts(node, self.now, self._prices)
@@ -231,6 +238,8 @@ class Candidates:
             found = queue.peek()
             if found is not None and (best is None or found[0] < best[0]):
                 best, source = found, queue
+                if self._samples and queue is self._tails:
+                    break
         if best is None or source is None:
             return None
         source.pop(best[1])

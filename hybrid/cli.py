@@ -19,7 +19,7 @@ EPILOG = """examples:
   hybrid generate tiny "The with statement"     continue a prompt with the model inside the package
   hybrid generate Qwen/Qwen3.5-0.8B --chat "Why is the sky blue?" --memory 2GiB
   hybrid parity --model ./my-checkpoint         hits are bitwise what cold runs are, and logits those of transformers
-  hybrid stress --seconds 30 --seed 7           random work with failures injected, audited after every step
+  hybrid stress --seconds 30 --seed 7           random work with failures injected, audited
 
 Exit status: 0 when all is well, 1 when what was checked failed, 2 when the command was wrong.
 """
@@ -116,7 +116,13 @@ def make_parser() -> argparse.ArgumentParser:
     stress.add_argument("--seconds", type=float, default=20.0, help="how long (default: 20)")
     stress.add_argument("--operations", type=int, default=None, help="stop after so many operations instead")
     stress.add_argument(
-        "--seed", type=int, default=0, help="the same seed makes the same run; odd seeds run non-deterministic mode"
+        "--audit-every", type=int, help="operations between audits (default: 1 on a model, 100 without)"
+    )
+    stress.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="the same seed makes the same run; it also chooses mode (odd: not deterministic), memory and policy",
     )
     stress.set_defaults(run=run_stress)
     return parser
@@ -221,12 +227,17 @@ def run_parity(args: argparse.Namespace, console: Console) -> tuple[int, dict[st
 
 
 def run_stress(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:
-    """Random conversations, forks and aborts in a tiny memory, with allocations and forward passes that fail, and the
-    audit after every step."""
+    """Random conversations, forks and aborts in a tiny memory, with allocations and forward passes that fail, pins,
+    moves, and the audit."""
     from hybrid import stress
 
     report = stress.run_stress(
-        None if args.no_model else args.model, args.seed, args.seconds, args.operations, progress=not args.json and None
+        None if args.no_model else args.model,
+        args.seed,
+        args.seconds,
+        args.operations,
+        progress=not args.json and None,
+        audit_every=args.audit_every or (100 if args.no_model else 1),
     )
     result = report.as_json()
     for name, value in result.items():

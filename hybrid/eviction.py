@@ -59,7 +59,8 @@ class Facts:
     """What a policy may know of a candidate. Valid during the call that it is handed to.
 
     Attributes:
-        kind: "branch", "turn_end", "prompt_end", "interval", "user"; "pages" for pages without a checkpoint.
+        kind: "branch", "turn_end", "prompt_end", "interval", "user"; "pages" for pages without a checkpoint, about
+            which only policies with an `order` are asked: for others they go first, for they spare nobody anything.
         age: requests since its last use, or since it was put there.
         hits: requests that resumed from it.
         priority: the highest that a request gave it (0 unless somebody said otherwise).

@@ -6,8 +6,9 @@ Every page and every state slot is, at every moment, free, private to one lease,
     open      match; lock pages to the page hit and the checkpoint at the usable hit; take a front slot and pages
     reserve   take private pages for the tokens to come
     capture   take a slot for a checkpoint that the next forward pass writes
-    advance   a pass is done: the front is valid after so many tokens; the matched checkpoint is unlocked after the first
-    commit    hand finished pages and captured checkpoints to the tree; duplicates are freed, the block table points at
+    advance   a pass is done: the front is valid after so many tokens; the matched checkpoint is unlocked after the
+    first commit    hand finished pages and captured checkpoints to the tree; duplicates are freed, the block table
+    points at
               the tree's
     close     give everything back
 
@@ -109,11 +110,12 @@ class Leasing:
             if found.deepest is not None:
                 lease.page_lock = self.tree.lock_pages(found.deepest)
             if found.checkpoint is not None:
-                lease.state_lock = self.tree.lock_state(found.checkpoint)
+                assert found.checkpoint.slot is not None
+                lease.state_lock, lease.read_slot = self.tree.lock_state(found.checkpoint), found.checkpoint.slot
             lease.front = self._room.take_state() or EMPTY_STATE
             opened = lease.front != EMPTY_STATE and self.reserve(lease, num_tokens)
-            if opened and found.checkpoint is not None:
-                self._read(lease, found.checkpoint)
+            if opened and self.checkpoints is not self.states:
+                self._restore(lease)
         except BaseException:
             opened = False
             raise
@@ -128,17 +130,17 @@ class Leasing:
         self.tree.touch(found)
         return lease
 
-    def _read(self, lease: Lease, checkpoint: Node) -> None:
-        """Have the lease read a checkpoint in its first pass; one that is stored smaller is restored at once."""
-        assert checkpoint.slot is not None and lease.state_lock is not None
-        if self.checkpoints is self.states:
-            lease.read_slot = checkpoint.slot
-            return
-        if self._tensors is not None:
-            self._tensors.restore(checkpoint.slot, lease.front)
-        lease.read_slot = lease.front
+    def _restore(self, lease: Lease) -> None:
+        """Checkpoints are stored smaller than states: the one that was found is restored to the front at once."""
         lock, lease.state_lock = lease.state_lock, None
-        self.tree.unlock(lock)
+        if lock is None:
+            return
+        record, lease.read_slot = lease.read_slot, lease.front
+        try:
+            if self._tensors is not None:
+                self._tensors.restore(record, lease.front)
+        finally:
+            self.tree.unlock(lock)
 
     def record(self, explanation: Explanation) -> None:
         """Count a request and its hit in the statistics: once per request, however often its lease is opened."""

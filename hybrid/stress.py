@@ -7,10 +7,11 @@ the end are compared with a recomputation, bit by bit.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ from hybrid.config import CacheConfig
 from hybrid.engine import Engine
 from hybrid.errors import HybridError
 from hybrid.key import Key
+from hybrid.lease import Pin
+from hybrid.policies import POLICIES
 from hybrid.pool import IndexPool
 from hybrid.request import RequestOutput
 from hybrid.sampling import SamplingParams
@@ -77,6 +80,10 @@ class Report:
     failed_allocations: int = 0
     failed_passes: int = 0
     refused: int = 0
+    pins: int = 0
+    moved_pages: int = 0
+    policy: str = ""
+    memory: str = ""
     checked_checkpoints: int = 0
     wrong_checkpoints: int = 0
     leaked: int = 0
@@ -111,12 +118,15 @@ def fail_at_random(pool: IndexPool, dice: random.Random, report: Report) -> Call
 class Stress:
     """One run."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: Engine, seed: int, audit_every: int = 1) -> None:
         self.engine = engine
         self.dice = random.Random(seed)
-        self.report = Report(seed)
+        elastic = "one budget" if engine.cache.arena is not None else "fixed"
+        self.report = Report(seed, policy=str(engine.cache.config.eviction), memory=elastic)
+        self._audit_every = audit_every
         self._histories: list[list[int]] = []
         self._live: list[str] = []
+        self._pins: list[Pin] = []
         if isinstance(engine, BookkeepingEngine):
             engine.dice = random.Random(seed + 1)
         faults = random.Random(seed + 2)
@@ -133,7 +143,7 @@ class Stress:
         engine._compute = unreliable  # type: ignore[method-assign]
 
     def operate(self) -> None:
-        """One random action, and the audit."""
+        """One random action, and now and then the audit."""
         dice, report = self.dice, self.report
         report.operations += 1
         action = dice.random()
@@ -146,8 +156,9 @@ class Stress:
             self.engine.cache.clear()
         else:
             self._step()
-        self.engine.cache.audit()
-        report.audits += 1
+        if report.operations % self._audit_every == 0:
+            self.engine.cache.audit()
+            report.audits += 1
 
     def finish(self) -> Report:
         """Let everybody end, check what is left, and count what leaked."""
@@ -162,6 +173,9 @@ class Stress:
             report.checked_checkpoints, report.wrong_checkpoints = check_checkpoints(self.engine)
         stats = cache.stats()
         report.evicted_pages, report.evicted_checkpoints = stats.evicted_pages, stats.evicted_checkpoints
+        report.moved_pages = stats.moved_pages
+        for pin in list(cache.pins):
+            self.engine.unpin(pin)
         report.retractions = self.engine.scheduler.num_retractions
         cache.clear()
         cache.audit()
@@ -182,7 +196,13 @@ class Stress:
             prompt = history[: dice.randrange(len(history))]
             self.report.forks += 1
         prompt += [dice.randrange(vocab) for _ in range(dice.choice((1, 3, GRID - 1, GRID, GRID + 1, 3 * GRID)))]
-        params = SamplingParams(max_new_tokens=dice.choice((1, 2, GRID, 2 * GRID + 1)), ignore_eos=True)
+        params = SamplingParams(
+            max_new_tokens=dice.choice((1, 2, GRID, 2 * GRID + 1)),
+            ignore_eos=True,
+            checkpoint_at=[dice.randrange(len(prompt))] if dice.random() < 0.1 else (),
+            pin_for=math.inf if dice.random() < 0.05 else None,
+            priority=dice.choice((0, 0, 0, 1)),
+        )
         namespace = dice.choice(("", "", "", "other"))
         if len(prompt) > MAX_TOKENS:
             prompt = prompt[-GRID:]
@@ -209,6 +229,11 @@ class Stress:
         report.hit_tokens += output.usage.cached_tokens
         report.hits += output.usage.cached_tokens > 0
         report.fingerprint = hash((report.fingerprint, *output.token_ids))
+        if output.pin is not None:
+            report.pins += 1
+            self._pins.append(output.pin)
+            if len(self._pins) > 2:
+                self.engine.unpin(self._pins.pop(0))
         if output.request_id in self._live:
             self._live.remove(output.request_id)
         self._histories = [*self._histories[-15:], output.prompt_token_ids + output.token_ids]
@@ -244,20 +269,32 @@ def check_checkpoints(engine: Engine) -> tuple[int, int]:
     return checked, wrong
 
 
-def make_engine(model: str | Path | None, deterministic: bool) -> Engine:
-    """A tiny engine: on a model in fp32, or on none."""
-    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="2GiB", deterministic=deterministic)
+def make_engine(model: str | Path | None, seed: int) -> Engine:
+    """A tiny engine: on a model in fp32, or on none. Even seeds run in deterministic mode, odd ones in the other; two of
+    four with one budget for pages and states, two with a fixed split; each policy has its turn, "lhd" with seed 0."""
+    policy = list(POLICIES)[-1 - seed % len(POLICIES)]
+    elastic = seed // 2 % 2 == 0
+    config = CacheConfig(
+        page_size=GRID, chunk_size=GRID, memory="2GiB", deterministic=seed % 2 == 0, eviction=policy, seed=seed
+    )
     if model is not None:
         engine = Engine.from_pretrained(
             model, dtype="float32", cache=config, max_num_seqs=6, max_num_batched_tokens=5 * GRID
         )
+        if elastic:
+            page_bytes, state_bytes = engine.cache.unit_bytes
+            return engine.with_cache(replace(config, memory=PAGES * page_bytes + STATES * state_bytes))
         return engine.with_cache(config, room=(PAGES, STATES))
     nothing = SimpleNamespace(config=SimpleNamespace(vocab_size=50, max_position_embeddings=100_000))
+    if elastic:
+        cache = HybridCache.of_bytes((PAGES + 3 * STATES) * 64, 64, 180, config)
+    else:
+        cache = HybridCache.of_indices(PAGES, STATES, config)
     return BookkeepingEngine(
         nothing,
         None,
-        HybridCache.of_indices(PAGES, STATES, config),
-        deterministic=deterministic,
+        cache,
+        deterministic=seed % 2 == 0,
         device=torch.device("cpu"),
         max_num_seqs=6,
         max_num_batched_tokens=5 * GRID,
@@ -265,16 +302,22 @@ def make_engine(model: str | Path | None, deterministic: bool) -> Engine:
 
 
 def run_stress(
-    model: str | Path | None, seed: int, seconds: float, operations: int | None, progress: bool | None = None
+    model: str | Path | None,
+    seed: int,
+    seconds: float,
+    operations: int | None,
+    progress: bool | None = None,
+    audit_every: int = 1,
 ) -> Report:
     """Work for a span of time, or for a number of operations.
 
     Args:
         model: a checkpoint, or None for the bookkeeping alone.
-        seed: even seeds run in deterministic mode, odd ones in the other.
+        seed: of the work; also chooses mode, memory and policy (`make_engine`).
         operations: stop after so many; None: stop by time.
+        audit_every: operations between two audits.
     """
-    run = Stress(make_engine(model, deterministic=seed % 2 == 0), seed)
+    run = Stress(make_engine(model, seed), seed, audit_every)
     end = time.monotonic() + seconds
     with tqdm(total=operations, desc="stress", unit="op", disable=None if progress is None else not progress) as bar:
         while run.report.operations < operations if operations is not None else time.monotonic() < end:

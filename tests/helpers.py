@@ -10,11 +10,12 @@ from typing import Any
 
 from hybrid.cache import HybridCache
 from hybrid.config import CacheConfig
-from hybrid.eviction import LeastRecentlyUsed
+from hybrid.eviction import BRANCH, INTERVAL
 from hybrid.key import Key
 from hybrid.lease import Lease
 from hybrid.node import Checkpoint, Inserted, Match, Node, Released
-from hybrid.states import EMPTY_STATE
+from hybrid.policies import LeastRecentlyUsed
+from hybrid.pool import EMPTY_STATE
 from hybrid.tree import Tree
 
 
@@ -26,8 +27,8 @@ def spell(pages: str, page_size: int) -> list[int]:
 class TreeCase:
     """A tree written in letters, one letter a page of two tokens. Pages count from 0 and slots from 1, as they come."""
 
-    def __init__(self, page_size: int = 2, grid: int = 2) -> None:
-        self.tree = Tree(page_size, grid, LeastRecentlyUsed())
+    def __init__(self, page_size: int = 2, grid: int = 2, max_ghosts: int = 1000) -> None:
+        self.tree = Tree(page_size, grid, LeastRecentlyUsed(), max_ghosts=max_ghosts)
         self._pages, self._slots = count(), count(1)
 
     def key(self, text: str, namespace: str = "", cut: int = 0) -> Key:
@@ -39,7 +40,9 @@ class TreeCase:
         """Insert a text; one that ends in "*" brings a checkpoint. Offers a fresh page for each letter."""
         letters = text.removesuffix("*")
         key = self.key(letters, namespace)
-        checkpoint = Checkpoint(next(self._slots), len(key), spare) if text.endswith("*") else None
+        checkpoint = (
+            Checkpoint(next(self._slots), len(key), INTERVAL if spare else BRANCH) if text.endswith("*") else None
+        )
         return self.tree.insert(key, len(key), [next(self._pages) for _ in letters], checkpoint)
 
     def peek(self, text: str, namespace: str = "", *, limit: int = 10**6, cut: int = 0) -> Match:
@@ -77,18 +80,21 @@ class AuditedCache(HybridCache):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.victims: list[tuple[list[int], list[int]]] = []
+        let_go = self._room.let_go
+
+        def noted(released: Released) -> None:
+            self.victims.append((list(released.pages), list(released.slots)))
+            let_go(released)
+
+        self._room.let_go = noted  # type: ignore[method-assign]
 
     def evict_pages(self, count: int) -> None:
         """Take what somebody else's need would take."""
-        self._let_go(self.tree.evict_pages(count))
+        self._room.let_go(self.tree.evict_pages(count))
 
     def evict_checkpoints(self, count: int) -> None:
         """Take what somebody else's need would take."""
-        self._let_go(self.tree.evict_checkpoints(count))
-
-    def _let_go(self, released: Released) -> None:
-        self.victims.append((list(released.pages), list(released.slots)))
-        super()._let_go(released)
+        self._room.let_go(self.tree.evict_checkpoints(count))
 
 
 def _audited(action: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +128,9 @@ for _name in ("evict_pages", "evict_checkpoints"):
 
 def audited_cache(num_pages: int, num_states: int, page_size: int = 2, chunk_size: int = 2) -> AuditedCache:
     """A cache on indices that audits itself."""
-    cache = AuditedCache.of_indices(num_pages, num_states, CacheConfig(page_size=page_size, chunk_size=chunk_size))
+    cache = AuditedCache.of_indices(
+        num_pages, num_states, CacheConfig(page_size=page_size, chunk_size=chunk_size, eviction="lru")
+    )
     assert isinstance(cache, AuditedCache)
     return cache
 
@@ -196,7 +204,7 @@ class Memory:
             if first < begin:
                 assert self.pages[page] == (key.namespace, ids[: min(begin, after)])
             self.pages[page] = (key.namespace, ids[: min(end, after)])
-        for slot, position, _ in lease.captured:
+        for slot, position, *_ in lease.captured:
             if begin < position <= end:
                 assert slot in private
                 self.states[slot] = (key.namespace, ids[:position])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from helpers import AuditedCache, audited_cache, key_of, prefill, release, serve, start
 
-from hybrid.cache import MIN_STATE_SLOTS, HybridCache, PassThroughCache
+from hybrid.cache import MIN_STATE_SLOTS, HybridCache
 from hybrid.config import CacheConfig
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.lease import Lease
-from hybrid.pages import PagePool
+from hybrid.passthrough import PassThroughCache
+from hybrid.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec, StateTensor
-from hybrid.states import EMPTY_STATE, StatePool
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def test_a_cache_of_indices_numbers_pages_from_zero_and_slots_from_one() -> None
     assert set(cache.pages.free_indices()) == {0, 1, 2}
     assert set(cache.states.free_indices()) == {1, 2}
     assert (cache.stats().pages_total, cache.stats().states_total) == (3, 2)
-    assert (cache.stats().page_bytes, cache.stats().state_bytes) == (0, 0)
+    assert (cache.stats().page_bytes, cache.stats().checkpoint_bytes) == (0, 0)
     assert cache.config == CacheConfig()
 
 
@@ -122,10 +122,9 @@ def test_the_memory_is_shared_between_states_and_pages_and_never_exceeded() -> N
     cache = sized(10_000, state_share=0.25)
     assert cache.states.size == 2500 // STATE_BYTES == 13
     assert cache.pages.size == (10_000 - 13 * STATE_BYTES) // PAGE_BYTES == 29
-    assert isinstance(cache.pages, PagePool) and isinstance(cache.states, StatePool)
-    num_bytes = cache.pages.kv.numel() * 2 + cache.states._bytes.numel()
+    num_bytes = cache.kv.numel() * 2 + cache.state_tensors["conv"].stride(0) * 2 * cache.states.size
     assert 10_000 - PAGE_BYTES < num_bytes <= 10_000
-    assert (cache.stats().page_bytes, cache.stats().state_bytes) == (PAGE_BYTES, STATE_BYTES)
+    assert (cache.stats().page_bytes, cache.stats().checkpoint_bytes) == (PAGE_BYTES, STATE_BYTES)
     cache.audit()
 
 
@@ -135,19 +134,17 @@ def test_memory_may_be_a_part_of_what_is_free() -> None:
 
 def test_the_empty_state_is_zeros_and_is_never_handed_out() -> None:
     cache = sized(10_000)
-    assert isinstance(cache.states, StatePool)
-    assert all(not tensor[EMPTY_STATE].any() for tensor in cache.states.tensors.values())
-    assert cache.states.tensors["conv"].shape == (cache.states.size, 3, 5)
-    assert cache.states.tensors["recurrent"].dtype == torch.float32
+    assert all(not tensor[EMPTY_STATE].any() for tensor in cache.state_tensors.values())
+    assert cache.state_tensors["conv"].shape == (cache.states.size, 3, 5)
+    assert cache.state_tensors["recurrent"].dtype == torch.float32
     assert EMPTY_STATE not in cache.states.free_indices()
 
 
 def test_slots_and_pages_do_not_overlap() -> None:
     cache = sized(5_000)
-    assert isinstance(cache.pages, PagePool) and isinstance(cache.states, StatePool)
-    for pool in (*cache.states.tensors.values(), cache.pages.kv):
+    for pool in (*cache.state_tensors.values(), cache.kv):
         pool.copy_(torch.arange(len(pool)).view(-1, *[1] * (pool.dim() - 1)).expand_as(pool))
-    for pool in (*cache.states.tensors.values(), cache.pages.kv, cache.pages.layer(1)):
+    for pool in (*cache.state_tensors.values(), cache.kv):
         assert all((pool[index] == index).all() for index in range(len(pool)))
 
 
@@ -179,8 +176,8 @@ def test_the_amount_named_suffices_where_states_are_large_and_pages_small() -> N
     for num_bytes in range(1_000_000, 1_400_000, 31_000):
         spec = HybridSpec(1, 1, 1024, torch.float16, (StateTensor("recurrent", (num_bytes,), torch.uint8),))
         with pytest.raises(MemoryBudgetError) as refused:
-            HybridCache.for_spec(spec, CacheConfig(page_size=4, memory=1000), CPU, free=10**9)
-        enough = CacheConfig(page_size=4, memory=named_amount(refused.value))
+            HybridCache.for_spec(spec, CacheConfig(page_size=4, memory=1000, state_share=0.5), CPU, free=10**9)
+        enough = CacheConfig(page_size=4, memory=named_amount(refused.value), state_share=0.5)
         HybridCache.for_spec(spec, enough, CPU, free=10**9).audit()
 
 

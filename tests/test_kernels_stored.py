@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import GRID, answer, engine_on, greedy
+from engine_helpers import GRID, answer, cold, engine_on, greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensor_helpers import same_bits
 from torch import Tensor
 
-from hybrid import RequestOutput
 from hybrid.kernels import stored
 from hybrid.kernels.stored import STORED_AS, StoredLayout, dequantize_rows, quantize_rows, restore, store, stored_layout
 from hybrid.spec import HybridSpec, StateTensor
@@ -24,8 +23,7 @@ def spec_of(recurrent: tuple[int, ...], conv: tuple[int, ...], conv_dtype: torch
     return HybridSpec(1, 1, 1, conv_dtype, state)
 
 
-SPEC = spec_of((3, 4, 10, 17), (3, 3, 21), torch.float32)
-"""Three layers; no size is round."""
+SPEC = spec_of((3, 4, 10, 17), (3, 3, 21), torch.float32)  # three layers; no size is round
 
 
 @pytest.fixture(autouse=True)
@@ -78,28 +76,24 @@ def within_half_a_step(near: Tensor, values: Tensor) -> bool:
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-@given(rows=st.integers(1, 33).flatmap(lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1)))
-@settings(deadline=None)
-def test_every_row_comes_back_within_half_its_step_and_then_stays(rows: list[list[float]]) -> None:
-    values = torch.tensor(rows, dtype=torch.float32)
+def assert_comes_back_and_stays(values: Tensor) -> None:
     codes, scales = quantize_rows(values)
-    assert (codes.dtype, codes.shape) == (torch.int8, values.shape)
-    assert (scales.dtype, scales.shape) == (torch.float32, values.shape[:-1])
-    assert int(codes.min()) >= -127
+    assert (codes.dtype, scales.dtype, int(codes.min()) >= -127) == (torch.int8, torch.float32, True)
+    assert (codes.shape, scales.shape) == (values.shape, values.shape[:-1])
     once = restored_rows(values)
     assert within_half_a_step(once, values)
     assert bool((once.abs().amax(-1) <= values.abs().amax(-1).clamp(min=127 * TINY)).all())
-    again, same = quantize_rows(once)
-    assert torch.equal(again, codes)
-    assert same_bits(same, scales)
+    assert all(same_bits(x, y) for x, y in zip(quantize_rows(once), (codes, scales), strict=True))
 
 
-def test_codes_and_steps_do_not_drift_at_any_size_of_a_row() -> None:
-    values = torch.randn(20000, 8) * 10 ** (10 * torch.randn(20000, 1)).clamp(-37, 37)
-    codes, scales = quantize_rows(values)
-    again, same = quantize_rows(restored_rows(values))
-    assert torch.equal(again, codes)
-    assert same_bits(same, scales)
+@given(rows=st.integers(1, 33).flatmap(lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1)))
+@settings(deadline=None)
+def test_every_row_comes_back_within_half_its_step_and_then_stays(rows: list[list[float]]) -> None:
+    assert_comes_back_and_stays(torch.tensor(rows, dtype=torch.float32))
+
+
+def test_rows_of_all_sizes_come_back_and_then_stay() -> None:
+    assert_comes_back_and_stays(torch.randn(20000, 8) * 10 ** (10 * torch.randn(20000, 1)).clamp(-37, 37))
 
 
 @pytest.mark.parametrize("odd", [1e30, 3.4e38, -3.4e38, 1e-44, NAN, INF, -INF])
@@ -116,7 +110,6 @@ def test_an_odd_row_does_not_disturb_its_neighbours(odd: float) -> None:
         assert within_half_a_step(near, values)
     else:  # no step fits: the row is broken, and says so
         assert bool(near[1, 1, 2].isnan().all())
-        assert bool((quantize_rows(values)[0][1, 1, 2] == 0).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -226,10 +219,9 @@ def test_what_does_not_fit_the_layout_is_refused_before_anything_is_written() ->
             store(layout, slot, wrong)
     with pytest.raises(ValueError, match=r"has the tensors \['conv', 'recurrent'\]; got \['recurrent'\]"):
         store(layout, {"recurrent": slot["recurrent"]}, record)
-    with pytest.raises(ValueError, match=r"'conv' is \[3, 3, 21\] torch.float32 in this layout"):
-        store(layout, {**slot, "conv": slot["conv"][:2]}, record)
-    with pytest.raises(ValueError, match=r"got \[3, 3, 21\] torch.float16"):
-        restore(layout, record, {**slot, "conv": slot["conv"].half()})
+    for odd in (slot["conv"][:2], slot["conv"].half()):
+        with pytest.raises(ValueError, match=r"'conv' is \[3, 3, 21\] torch.float32 in this layout; got"):
+            store(layout, {**slot, "conv": odd}, record)
     assert not record.any()
 
 
@@ -240,25 +232,18 @@ the optional argument is given, it must be a function of one item; items for whi
 out. Raises a TypeError if the object is not iterable, and a ValueError when the number of items is negative."""
 
 
-def answer_from_checkpoints(tiny: Any, stored_as: str) -> RequestOutput:
-    """The answer to a prompt that goes on one token after a checkpoint that was stored and restored."""
-    engine, tokens = engine_on(tiny), tiny.tokenizer.encode(PASSAGE)
+@pytest.mark.parametrize(("stored_as", "most"), [("float32", 0.0), ("bfloat16", 0.05), ("int8", 0.1)])
+def test_a_model_that_goes_on_from_a_stored_state_says_almost_the_same(tiny: Any, stored_as: str, most: float) -> None:
+    engine, tokens, params = engine_on(tiny), tiny.tokenizer.encode(PASSAGE), greedy(16, logprobs=100)
     end = len(tokens) // GRID * GRID
     answer(engine, tokens[:end], greedy(1))
     layout = layout_of(stored_as, engine.model.spec(engine.model.config, torch.float32))
     for slot in [node.slot for _, node in engine.cache.tree.nodes() if node.slot is not None]:
         state = {name: tensor[slot] for name, tensor in engine.cache.state_tensors.items()}
         restore(layout, record_of(layout, state), state)
-    output = answer(engine, tokens[: end + 1], greedy(16, logprobs=100))
-    assert output.usage.cached_tokens == end
-    return output
-
-
-@pytest.mark.parametrize(("stored_as", "most"), [("float32", 0.0), ("bfloat16", 0.05), ("int8", 0.1)])
-def test_a_model_that_goes_on_from_a_stored_state_says_almost_the_same(tiny: Any, stored_as: str, most: float) -> None:
-    exact, near = answer_from_checkpoints(tiny, "float32"), answer_from_checkpoints(tiny, stored_as)
-    assert near.token_ids == exact.token_ids
+    exact, near = cold(tiny, tokens[: end + 1], params), answer(engine, tokens[: end + 1], params)
+    assert (near.usage.cached_tokens, near.token_ids) == (end, exact.token_ids)
     assert exact.logprobs is not None and near.logprobs is not None
     for ours, theirs in zip(near.logprobs, exact.logprobs, strict=True):
-        assert len(ours.keys() & theirs.keys()) > 90
-        assert max(abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()) <= most
+        errors = [abs(ours[token] - theirs[token]) for token in ours.keys() & theirs.keys()]
+        assert (len(errors) > 90, max(errors) <= most) == (True, True)

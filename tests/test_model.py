@@ -24,8 +24,8 @@ from hybrid.kernels.linear import RowBlocks
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from hybrid.oracle import use_torch_functions
-from hybrid.pages import PagePool
-from hybrid.states import EMPTY_STATE, StatePool
+from hybrid.pool import EMPTY_STATE
+from hybrid.tensors import CacheTensors
 
 CHUNK = 64
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -83,9 +83,9 @@ class Runner:
     def __init__(self, model: Qwen3_5ForCausalLM, page_size: int = 16, blocks: bool = True) -> None:
         self.model, self.page_size, self.blocks = model, page_size, blocks
         spec = model.spec(model.config, model.lm_head.weight.dtype)
-        self.pages, self.states = PagePool(spec, 200, page_size, CPU), StatePool(spec, 40, CPU)
-        self.pages.kv.fill_(float("nan"))
-        for tensor in self.states.tensors.values():
+        self.tensors = CacheTensors.fixed(spec, page_size, 200, 40, CPU)
+        self.tensors.kv.fill_(float("nan"))
+        for tensor in self.tensors.state.values():
             tensor[EMPTY_STATE + 1 :] = float("nan")
         self._free_pages = torch.randperm(200, generator=torch.Generator().manual_seed(1)).tolist()
         self._free_slots = list(range(EMPTY_STATE + 1, 40))
@@ -130,7 +130,7 @@ class Runner:
             num_prefill_tokens=starts[len(prompts)],
             blocks=RowBlocks(segments, starts[len(prompts)], starts[-1], CHUNK) if self.blocks else None,
         )
-        logits = self.model(batch, self.pages.kv, self.states.tensors)
+        logits = self.model(batch, self.tensors.kv, self.tensors.state)
         for (sequence, count), slot in zip(parts, writes, strict=True):
             sequence.computed, sequence.state = sequence.computed + count, slot
         return list(logits.split(lengths))

@@ -13,9 +13,9 @@ import pytest
 from helpers import TreeCase
 
 from hybrid.errors import OwnershipError
-from hybrid.eviction import LeastRecentlyUsed
 from hybrid.key import Key
 from hybrid.node import Checkpoint, Match
+from hybrid.policies import LeastRecentlyUsed
 from hybrid.tree import Tree
 
 NOTHING = Match(0, 0, None, None, None)

@@ -4,8 +4,6 @@ import pytest
 from helpers import TreeCase
 
 from hybrid.errors import LockError
-from hybrid.node import MAX_LOST
-from hybrid.tree import Tree
 
 
 @pytest.fixture
@@ -316,13 +314,9 @@ def test_a_checkpoint_that_went_beyond_the_page_hit_explains_nothing(case: TreeC
     assert not case.tree.lost_checkpoint(case.peek("abx"))
 
 
-def test_a_node_remembers_a_bounded_number_of_lost_children(case: TreeCase) -> None:
-    tree: Tree = case.tree
-    case.put("a*")
-    lock = tree.lock_pages(case.node("a"))
-    for letter in range(MAX_LOST + 10):
+def test_a_tree_remembers_a_bounded_number_of_evicted_prefixes() -> None:
+    case = TreeCase(max_ghosts=10)
+    for letter in range(25):
         case.put("a" + chr(1000 + letter))
-    tree.evict_pages(MAX_LOST + 10)
-    assert case.draw() == ["a *"]
-    assert len(case.node("a").lost_children) == MAX_LOST
-    tree.unlock(lock)
+    case.tree.evict_all()
+    assert len(case.tree._ghosts) == 10

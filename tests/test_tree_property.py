@@ -15,9 +15,10 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from hybrid.errors import LockError, OwnershipError
-from hybrid.eviction import LeastRecentlyUsed
+from hybrid.eviction import BRANCH, INTERVAL
 from hybrid.key import Key
 from hybrid.node import Checkpoint, Lock, Match, Released
+from hybrid.policies import LeastRecentlyUsed
 from hybrid.tree import Tree
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -95,7 +96,7 @@ class TreeMachine(RuleBasedStateMachine):
         num_tokens, page_size = len(prefix[1]), self.model.page_size
         offered = [next(self.next_page) for _ in pages]
         state = state and num_tokens % self.model.grid == 0
-        checkpoint = Checkpoint(next(self.next_slot), num_tokens, spare) if state else None
+        checkpoint = Checkpoint(next(self.next_slot), num_tokens, INTERVAL if spare else BRANCH) if state else None
         existing = self.model.page_hit(prefix)
 
         inserted = self.tree.insert(Key.of((*prefix[1], *[1] * more), namespace), num_tokens, offered, checkpoint)
