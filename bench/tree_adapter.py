@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from allocs import StateAlloc  # beside tree_bench.py
@@ -59,24 +59,6 @@ class PageAlloc:
         self._num_free = end
 
 
-class Match(NamedTuple):
-    """What `tree_bench.py` wants to know of a match; its node is None for the empty prefix."""
-
-    hit: int
-    node: Node | None
-    branching_len: int | None
-    kv_hit: int
-
-
-class Sizes(NamedTuple):
-    """Tokens and states that the tree owns: free to go, and kept by a lock."""
-
-    kv_evictable: int
-    kv_protected: int
-    st_evictable: int
-    st_protected: int
-
-
 class HybridTree:
     """A `hybrid.tree.Tree` with allocators of its own.
 
@@ -102,9 +84,10 @@ class HybridTree:
         """The key of token ids of 64 bits."""
         return Key(np.frombuffer(tokens, dtype=np.int64).astype(np.int32).tobytes())
 
-    def match(self, key: Key, num_tokens: int) -> Match:
+    def match(self, key: Key, num_tokens: int) -> tuple[int, Node | None, int | None, int]:
+        """The usable hit, its node (None for the empty prefix), the branching length, and the page hit."""
         found = self.tree.match(key, num_tokens)
-        return Match(found.num_tokens, found.checkpoint, found.branching_len, found.num_page_tokens)
+        return found.num_tokens, found.checkpoint, found.branching_len, found.num_page_tokens
 
     def indices(self, node: Node | None) -> np.ndarray:
         """Page ids from the root to the end of a node."""
@@ -160,7 +143,7 @@ class HybridTree:
     # Checking
 
     def sizes(self) -> dict[str, int]:
-        """What could be evicted if everything without a lock went, counted node by node from the locks."""
+        """Tokens and states that could be evicted, and those that a lock keeps, counted node by node."""
         kept: set[int] = set()
         pages: Counter[bool] = Counter()
         states: Counter[bool] = Counter()
@@ -171,8 +154,12 @@ class HybridTree:
             pages[id(node) in kept] += len(node.pages)
             if node.slot is not None:
                 states[node.state_locks > 0] += 1
-        sizes = Sizes(pages[False] * self.page, pages[True] * self.page, states[False], states[True])
-        return sizes._asdict()
+        return {
+            "kv_evictable": pages[False] * self.page,
+            "kv_protected": pages[True] * self.page,
+            "st_evictable": states[False],
+            "st_protected": states[True],
+        }
 
     def check(self) -> None:
         """Walk the tree.

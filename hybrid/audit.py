@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hybrid.errors import AuditError
 from hybrid.key import TOKEN_BYTES
+from hybrid.node import StateLock
 
 if TYPE_CHECKING:
     from hybrid.cache import HybridCache
@@ -59,12 +60,9 @@ def _locks(cache: HybridCache) -> list[str]:
     wrong = []
     page_locks: Counter[int] = Counter()
     state_locks: Counter[int] = Counter()
-    for holder in (*cache.leases, *cache.pins):
-        if holder.page_lock is not None:
-            page_locks[id(holder.page_lock.node)] += 1
-        if holder.state_lock is not None:
-            page_locks[id(holder.state_lock.node)] += 1
-            state_locks[id(holder.state_lock.node)] += 1
+    for lock in cache.locks():
+        page_locks[id(lock.node)] += 1
+        state_locks[id(lock.node)] += isinstance(lock, StateLock)
     for namespace, node in cache.tree.nodes():
         name = f"node of {namespace!r} ending at {node.end}"
         if node.page_locks != page_locks.pop(id(node), 0):
@@ -75,7 +73,7 @@ def _locks(cache: HybridCache) -> list[str]:
             wrong.append(f"{name}: {node.state_locks} state locks exceed {node.page_locks} page locks")
         if node.state_locks and node.slot is None:
             wrong.append(f"{name}: a state lock on a tombstone")
-    if page_locks or state_locks:
+    if +page_locks or +state_locks:
         wrong.append("a lease or a pin holds a lock on a node that is not in the tree")
     for pin in cache.pins:
         kept = pin.state_lock.node

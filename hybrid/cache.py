@@ -31,7 +31,10 @@ MIN_STATE_SLOTS = 3
 MOST_PINNED = 0.5
 """Pins may keep this part of the memory."""
 
-PINNED_TOO_MUCH = "pinning this would keep over half of the memory from everybody else; unpin something, or give the cache more memory"
+PINNED_TOO_MUCH = (
+    "pinning this would keep over half of the memory from everybody else; "
+    "unpin something, or give the cache more memory"
+)
 
 
 def smallest_memory(num_pages: int, page_bytes: int, state_bytes: int, state_share: float | None) -> int:

@@ -8,6 +8,7 @@ Both find a victim without looking at all candidates.
 from __future__ import annotations
 
 import heapq
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import count
@@ -272,9 +273,9 @@ class Candidates:
         if self.failure is not None:
             return facts.last_used  # dismissed in the middle of a search: the queues are made anew after it
         try:
-            rank = self._policy.rank(facts)
-            if not rank != rank:
-                return 0.0 + rank
+            rank = 0.0 + self._policy.rank(facts)
+            if not math.isnan(rank):
+                return rank
             reason = "its rank is NaN"
         except Exception as error:
             reason = f"rank raised {error!r}"

@@ -23,16 +23,17 @@ class Ghosts:
 
     Args:
         grid: tokens per block.
-        limit: at most so many; the oldest are forgotten first.
+        limit: at most so many; the older half is forgotten when there would be more.
     """
 
     def __init__(self, grid: int, limit: int) -> None:
         self._block = grid * TOKEN_BYTES
-        self._limit = limit
-        self._ghosts: dict[int, Usage | None] = {}
+        self._half = max(1, limit // 2)
+        self._young: dict[int, Usage | None] = {}
+        self._old: dict[int, Usage | None] = {}
 
     def __len__(self) -> int:
-        return len(self._ghosts)
+        return len(self._young) + sum(value not in self._young for value in self._old)
 
     def chain(self, node: Node) -> Chain:
         """The hash of the way from the root to a node's end."""
@@ -62,18 +63,17 @@ class Ghosts:
         parent = node.parent
         assert parent is not None
         value, rest = self.chain(parent)
-        ids, block, ghosts = rest + node.edge if rest else node.edge, self._block, self._ghosts
+        ids, block, young = rest + node.edge if rest else node.edge, self._block, self._young
         keep += len(rest)
         whole = len(ids) - len(ids) % block
         for start in range(0, whole, block):
             value = hash((value, ids[start : start + block]))
             if start + block > keep:
-                ghosts.pop(value, None)  # it is the newest now
-                ghosts[value] = None
+                young[value] = None
         if node.lost_checkpoint and whole == len(ids):
-            ghosts[value] = node.usage
-        while len(ghosts) > self._limit:
-            del ghosts[next(iter(ghosts))]
+            young[value] = node.usage
+        if len(young) > self._half:
+            self._old, self._young = young, {}
 
     def follow(self, key: Key, node: Node | None, num_tokens: int, limit: int) -> tuple[int, Usage | None, int]:
         """How far beyond `num_tokens`, where the node ends, a key was once known.
@@ -86,8 +86,8 @@ class Ghosts:
             Tokens to which it was known (a multiple of the grid, or `num_tokens`); the use of the deepest evicted
             checkpoint on that way, and its tokens.
         """
-        ghosts, block = self._ghosts, self._block
-        if not ghosts:
+        young, old, block = self._young, self._old, self._block
+        if not young and not old:
             return num_tokens, None, 0
         value, rest = self.chain(node) if node is not None else (hash(key.namespace), b"")
         ids, start = key.ids, num_tokens * TOKEN_BYTES - len(rest)
@@ -95,10 +95,11 @@ class Ghosts:
         end = min(limit * TOKEN_BYTES, len(ids))
         while start + block <= end:
             value = hash((value, ids[start : start + block]))
-            if value not in ghosts:
+            if value not in young and value not in old:
                 break
             start += block
             known = start // TOKEN_BYTES
-            if ghosts[value] is not None:
-                lost, lost_tokens = ghosts[value], known
+            usage = young[value] if value in young else old[value]
+            if usage is not None:
+                lost, lost_tokens = usage, known
         return known, lost, lost_tokens

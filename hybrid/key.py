@@ -5,7 +5,7 @@ compared with one `bytes.startswith`, which is one memcmp without a copy.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 TOKEN_BYTES = array("i").itemsize
@@ -18,15 +18,31 @@ class Key:
     Attributes:
         ids: the token ids, `TOKEN_BYTES` bytes each.
         namespace: a LoRA adapter, a cache salt, a tenant.
+        units: spans `(start, end)` of tokens that are one thing, as the positions of an image: nothing ends inside one.
     """
 
     ids: bytes
     namespace: str = ""
+    units: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, ids: Sequence[int], namespace: str = "") -> "Key":
-        """The key of token ids. Make it once per request: 128k ids from a list take 2 ms."""
-        return cls((ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)).tobytes(), namespace)
+    def of(cls, ids: Sequence[int], namespace: str = "", units: Iterable[tuple[int, int]] = ()) -> "Key":
+        """The key of token ids. Make it once per request: 128k ids from a list take 2 ms.
+
+        Args:
+            units: spans that nothing may end inside; in any order, not overlapping. Equal ids must mean equal things:
+                give the positions of different images different ids (a hash of the image, not one placeholder).
+        """
+        ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+        return cls(ids.tobytes(), namespace, tuple(sorted(units)))
+
+    def whole(self, num_tokens: int, step: int) -> int:
+        """The largest multiple of `step`, at most `num_tokens`, that lies inside no unit."""
+        num_tokens -= num_tokens % step
+        for start, end in reversed(self.units):
+            if start < num_tokens < end:
+                num_tokens = start - start % step
+        return num_tokens
 
     def __len__(self) -> int:
         """Number of tokens."""

@@ -28,7 +28,7 @@ from hybrid.eviction import INTERVAL, PROMPT_END, TURN_END, Prices
 from hybrid.explain import Explanation, explain
 from hybrid.key import Key
 from hybrid.lease import CacheStats, Lease, Pin
-from hybrid.node import Checkpoint, Lock, Match, Node
+from hybrid.node import Checkpoint, Lock, Match
 from hybrid.policies import policy_of
 from hybrid.pool import EMPTY_STATE
 from hybrid.room import Pool, Room
@@ -124,7 +124,7 @@ class Leasing:
                 self.close(lease)
         if not opened:
             return None
-        known = self.tree.recall(key, found, limit) // self.config.grid * self.config.grid
+        known = key.whole(self.tree.recall(key, found, limit), self.config.grid)
         if known > max(found.num_tokens, lease.branching_len or 0):
             lease.branching_len = known  # its pages have gone, but it was here
         self.tree.touch(found)
@@ -259,6 +259,10 @@ class Leasing:
         lease.num_shared = 0
         lease.captured = []
         lease.front, lease.back = EMPTY_STATE, None
+
+    def locks(self) -> list[Lock]:
+        """Every lock that leases and pins hold."""
+        return self._room.locks()
 
     def _refuse_closed(self, lease: Lease) -> None:
         self._refuse_other_threads()

@@ -84,6 +84,8 @@ class Lookup:
             offset = stop
             if child.slot is not None:
                 checkpoint = child
+        if key.units:
+            return self._whole(key, offset // TOKEN_BYTES, node if offset else None, checkpoint)
         num_page_tokens = offset // TOKEN_BYTES
         num_tokens = checkpoint.end if checkpoint is not None else 0
         branching_len = num_page_tokens // self.grid * self.grid
@@ -93,6 +95,23 @@ class Lookup:
             branching_len if branching_len > num_tokens else None,
             checkpoint,
             node if offset else None,
+        )
+
+    def _whole(self, key: Key, num_page_tokens: int, node: Node | None, checkpoint: Node | None) -> Match:
+        """A match that ends inside none of the key's units."""
+        num_page_tokens = key.whole(num_page_tokens, self.page_size)
+        while node is not None and node.parent is not None and node.parent.end >= num_page_tokens:
+            node = node.parent
+        while checkpoint is not None and (checkpoint.slot is None or key.whole(checkpoint.end, 1) != checkpoint.end):
+            checkpoint = checkpoint.parent
+        num_tokens = checkpoint.end if checkpoint is not None else 0
+        branching_len = key.whole(num_page_tokens, self.grid)
+        return Match(
+            num_tokens,
+            num_page_tokens,
+            branching_len if branching_len > num_tokens else None,
+            checkpoint,
+            node if num_page_tokens else None,
         )
 
     def recall(self, key: Key, match: Match, limit: int) -> int:

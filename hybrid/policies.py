@@ -83,8 +83,8 @@ class FlopAware:
         self._densest = 1e-30
 
     def rank(self, facts: Facts) -> float:
-        saved = facts.tokens_saved
-        saved += saved * self._attention * (facts.num_tokens - saved / 2)
+        tokens = facts.tokens_saved
+        saved = tokens + tokens * self._attention * (facts.num_tokens - tokens / 2)
         density = saved / max(facts.bytes_freed, 1)
         self._densest = max(self._densest, density)
         return 1 / (1 + facts.age) + self._alpha * density / self._densest

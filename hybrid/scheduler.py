@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybrid import placement
@@ -234,9 +235,10 @@ class Scheduler:
                 return
             if self._is_held(request):
                 continue
-            if not self._start(request) and not (self._drop_replays() and self._start(request)):
-                if self.running or not self.cache.give_up_a_pin() or not self._start(request):
-                    return
+            if not (self._start(request) or self._start_after(self._drop_replays, request)) and (
+                self.running or not self._start_after(self.cache.give_up_a_pin, request)
+            ):
+                return
             self.waiting.remove(request)
             self.running.append(request)
             budget -= request.prefill_end - request.num_computed
@@ -255,6 +257,13 @@ class Scheduler:
         request.num_computed, request.prefill_end = lease.num_hit_tokens, end
         request.leader = None
         return True
+
+    def _start_after(self, give_way: Callable[[], bool], request: Request) -> bool:
+        """Start a request once others give way, as long as there are any."""
+        while give_way():
+            if self._start(request):
+                return True
+        return False
 
     def _is_held(self, request: Request) -> bool:
         """Whether a running request is about to compute more of this one's prefix than is usable now."""

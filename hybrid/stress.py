@@ -26,8 +26,8 @@ from hybrid.errors import HybridError
 from hybrid.key import Key
 from hybrid.lease import Pin
 from hybrid.policies import POLICIES
-from hybrid.pool import IndexPool
 from hybrid.request import RequestOutput
+from hybrid.room import Pool
 from hybrid.sampling import SamplingParams
 from hybrid.scheduler import Step
 
@@ -97,7 +97,7 @@ class Report:
         return {"passed": self.passed, **asdict(self)}
 
 
-def fail_at_random(pool: IndexPool, dice: random.Random, report: Report) -> Callable[[], None]:
+def fail_at_random(pool: Pool, dice: random.Random, report: Report) -> Callable[[], None]:
     """Make a pool's allocations fail now and then; returns how to stop that."""
     allocate = pool.allocate
 
@@ -270,8 +270,9 @@ def check_checkpoints(engine: Engine) -> tuple[int, int]:
 
 
 def make_engine(model: str | Path | None, seed: int) -> Engine:
-    """A tiny engine: on a model in fp32, or on none. Even seeds run in deterministic mode, odd ones in the other; two of
-    four with one budget for pages and states, two with a fixed split; each policy has its turn, "lhd" with seed 0."""
+    """A tiny engine: on a model in fp32, or on none. Even seeds run in deterministic mode, odd ones in the other; two
+    of four with one budget for pages and states, two with a fixed split; each policy has its turn, "lhd" with seed
+    0."""
     policy = list(POLICIES)[-1 - seed % len(POLICIES)]
     elastic = seed // 2 % 2 == 0
     config = CacheConfig(

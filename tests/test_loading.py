@@ -124,8 +124,8 @@ def test_the_engine_takes_a_dtype_by_name_or_as_it_is_and_fp32_on_a_cpu(
 ) -> None:
     engine = hybrid.Engine.from_pretrained(checkpoint, device="cpu", dtype=asked, cache=SMALL)
     assert {parameter.dtype for parameter in engine.model.parameters()} == {dtype}
-    assert engine.cache.pages.kv.dtype == dtype
-    assert engine.cache.states.tensors["recurrent"].dtype == torch.float32
+    assert engine.cache.kv.dtype == dtype
+    assert engine.cache.state_tensors["recurrent"].dtype == torch.float32
     prompts = [list(range(5, 100)), [3, 4]]
     assert [
         len(o.token_ids) for o in engine.generate(prompts, hybrid.SamplingParams(max_new_tokens=3, ignore_eos=True))

@@ -224,7 +224,7 @@ def test_a_resumed_prompt_gives_the_bits_of_the_whole_one_and_writes_nothing_sha
     ids, runner = random_ids(5 * CHUNK + 11), Runner(ours)
     owner = runner.sequence(ids, captures=[CHUNK, 3 * CHUNK, 5 * CHUNK])
     whole = runner.run(owner, [len(ids)])
-    kv, states = runner.pages.kv.clone(), {name: tensor.clone() for name, tensor in runner.states.tensors.items()}
+    kv, states = runner.tensors.kv.clone(), {name: tensor.clone() for name, tensor in runner.tensors.state.items()}
     for start, slot in owner.captures.items():
         reader = runner.sequence(ids)
         shared = (
@@ -235,10 +235,10 @@ def test_a_resumed_prompt_gives_the_bits_of_the_whole_one_and_writes_nothing_sha
         if start > shared:
             reader.pages = owner.pages[: start // runner.page_size] + reader.pages[start // runner.page_size :]
         assert same_bits(runner.run(reader, [len(ids) - start]), whole[start:])
-        assert same_bits(runner.pages.kv[owner.pages], kv[owner.pages])
+        assert same_bits(runner.tensors.kv[owner.pages], kv[owner.pages])
         for name, tensor in states.items():
             kept = [*owner.captures.values(), EMPTY_STATE]
-            assert same_bits(runner.states.tensors[name][kept], tensor[kept])
+            assert same_bits(runner.tensors.state[name][kept], tensor[kept])
 
 
 # The whole way
