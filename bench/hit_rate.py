@@ -181,6 +181,8 @@ def serve(cache: HybridCache, request: Request) -> tuple[int, bool, bool]:
             cache.capture(lease, whole, TURN_END)
         cache.advance(lease, len(ids))
         cache.commit(lease, key, whole)
+        if "turn_end" in names:
+            cache.end_turn(lease, len(ids))
     cache.close(lease)
     return hit, True, lost
 

@@ -185,6 +185,8 @@ class Candidates:
         self._hit = getattr(policy, "hit", None)
         self._evicted = getattr(policy, "evicted", None)
         self._missed = getattr(policy, "missed", None)
+        self._entered = getattr(policy, "entered", None)
+        self._changed = getattr(policy, "changed", None)
         order = getattr(policy, "order", None)
         self._checkpoints = self._queue(order, is_evictable_checkpoint)
         self._leaves = self._queue(order, is_evictable_leaf)
@@ -264,12 +266,46 @@ class Candidates:
             self._tell(self._evicted, self.facts(node))
 
     def missed(self, usage: Usage, num_tokens: int) -> None:
-        """A request would have resumed from a checkpoint that has gone."""
+        """A request would have resumed from a checkpoint that has gone: tell the policy, and count it."""
         if self._missed is not None:
-            self._tell(self._missed, usage, self.now - usage.used_at, num_tokens)
+            self._tell(self._missed, Facts.without_node(usage, self.now, num_tokens))
+        usage.hits += 1
+        usage.used_at = self.now
+
+    def entered(self, node: Node) -> None:
+        """The node got a checkpoint, or the memory of one that was not admitted."""
+        if self._entered is not None:
+            self._tell(self._entered, self.facts(node))
+
+    def changed(self, node: Node) -> None:
+        """The node got its first child or request, or lost its last one; or its checkpoint is of another kind."""
+        if self._changed is not None and (node.slot is not None or node.lost_checkpoint):
+            self._tell(self._changed, self.facts(node))
+
+    def admits(
+        self, usage: Usage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool
+    ) -> bool:
+        """Whether a checkpoint that is to be is worth more than the one that would go for it.
+
+        Args:
+            num_pages: pages that only it would need; 0: something goes on from it.
+            tails_help: pages without a checkpoint may go for it instead.
+        """
+        if not self._samples or (tails_help and self._tails.peek() is not None):
+            return True
+        least = self._checkpoints.peek()
+        if least is None:
+            return True
+        freed = self._prices.checkpoint + num_pages * self._prices.page
+        facts = Facts.without_node(usage, self.now, num_tokens, tokens_saved, freed, has_below=num_pages == 0)
+        if self._changed is not None:
+            self._tell(self._changed, facts)
+        return self._value(facts) >= least[0]
 
     def _rank(self, node: Node) -> float:
-        facts = Facts(node, self.now, self._prices)
+        return self._value(Facts(node, self.now, self._prices))
+
+    def _value(self, facts: Facts) -> float:
         if self.failure is not None:
             return facts.last_used  # dismissed in the middle of a search: the queues are made anew after it
         try:

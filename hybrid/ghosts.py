@@ -75,7 +75,7 @@ class Ghosts:
         if len(young) > self._half:
             self._old, self._young = young, {}
 
-    def follow(self, key: Key, node: Node | None, num_tokens: int, limit: int) -> tuple[int, Usage | None, int]:
+    def follow(self, key: Key, node: Node | None, num_tokens: int, limit: int) -> tuple[int, list[tuple[Usage, int]]]:
         """How far beyond `num_tokens`, where the node ends, a key was once known.
 
         Args:
@@ -83,15 +83,16 @@ class Ghosts:
             limit: look no further than so many tokens.
 
         Returns:
-            Tokens to which it was known (a multiple of the grid, or `num_tokens`); the use of the deepest evicted
-            checkpoint on that way, and its tokens.
+            Tokens to which it was known (a multiple of the grid, or `num_tokens`); the use of each evicted checkpoint
+            on that way, and its tokens.
         """
         young, old, block = self._young, self._old, self._block
         if not young and not old:
-            return num_tokens, None, 0
+            return num_tokens, []
         value, rest = self.chain(node) if node is not None else (hash(key.namespace), b"")
         ids, start = key.ids, num_tokens * TOKEN_BYTES - len(rest)
-        known, lost, lost_tokens = num_tokens, None, 0
+        known = num_tokens
+        gone: list[tuple[Usage, int]] = []
         end = min(limit * TOKEN_BYTES, len(ids))
         while start + block <= end:
             value = hash((value, ids[start : start + block]))
@@ -101,5 +102,5 @@ class Ghosts:
             known = start // TOKEN_BYTES
             usage = young[value] if value in young else old[value]
             if usage is not None:
-                lost, lost_tokens = usage, known
-        return known, lost, lost_tokens
+                gone.append((usage, known))
+        return known, gone

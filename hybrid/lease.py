@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from hybrid.eviction import Usage
 from hybrid.explain import Explanation
 from hybrid.node import Checkpoint, PageLock, StateLock
 from hybrid.pool import EMPTY_STATE
@@ -19,6 +20,9 @@ class Lease:
         front: its state slot, valid after `front_tokens` tokens; `EMPTY_STATE` once it has been donated.
         read_slot: where its next pass reads the state: the matched checkpoint at first (copy-on-write), then the front.
         back: the other slot of the ping-pong pair, when it has one: the state after `back_tokens` tokens.
+        turn: turn ends before its own on its way.
+        marks: the use of checkpoints that are not there, by their tokens: they were evicted, or not worth their room.
+            The next commit notes them in the tree.
         captured: checkpoints that are written by the pass under way, or wait to be committed.
         explanation: why the hit was what it was.
     """
@@ -34,6 +38,8 @@ class Lease:
     page_lock: PageLock | None
     state_lock: StateLock | None
     priority: int = 0
+    turn: int = 0
+    marks: dict[int, Usage] = field(default_factory=dict)
     back: int | None = None
     back_tokens: int = 0
     captured: list[Checkpoint] = field(default_factory=list)

@@ -35,7 +35,7 @@ from hybrid.room import Pool, Room
 from hybrid.tensors import CacheTensors
 from hybrid.tree import Tree
 
-GHOSTS_PER_PAGE = 8
+GHOSTS_PER_PAGE = 200
 """The tree remembers so many evicted prefixes for each page of the memory."""
 
 
@@ -124,10 +124,12 @@ class Leasing:
                 self.close(lease)
         if not opened:
             return None
-        known = key.whole(self.tree.recall(key, found, limit), self.config.grid)
+        self.tree.touch(found)
+        past = self.tree.recall(key, found, limit)
+        lease.turn, lease.marks = past.turn, past.gone
+        known = key.whole(past.num_tokens, self.config.grid)
         if known > max(found.num_tokens, lease.branching_len or 0):
             lease.branching_len = known  # its pages have gone, but it was here
-        self.tree.touch(found)
         return lease
 
     def _restore(self, lease: Lease) -> None:
@@ -164,13 +166,26 @@ class Leasing:
 
     def capture(self, lease: Lease, num_tokens: int, kind: str = PROMPT_END) -> Checkpoint | None:
         """Take a slot for the state after `num_tokens` tokens, which the pass under way writes. None when none can be
-        had.
+        had, or it would not be worth what would have to go for it.
 
         Args:
             kind: why it is kept: "branch", "prompt_end", "turn_end", "user".
         """
         self._refuse_closed(lease)
+        if not self.checkpoints.num_free and not self._is_worth_its_room(lease, num_tokens, kind):
+            return None
         return self._capture(lease, num_tokens, self._room.take_state(), kind)
+
+    def _is_worth_its_room(self, lease: Lease, num_tokens: int, kind: str) -> bool:
+        """Ask the policy. What is not is remembered all the same, so that the policy learns what it missed."""
+        usage = lease.marks.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn))
+        usage.priority = max(usage.priority, lease.priority)
+        above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
+        node = lease.page_lock.node if lease.page_lock is not None else None
+        while node is not None and (node.slot is None or node.end >= num_tokens):
+            node = node.parent
+        above.append(node.end if node is not None else 0)
+        return self.tree.admits(usage, num_tokens, max(above), kind == TURN_END, self.arena is not None)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
         """As `capture`, from memory that nobody else wants: nothing is evicted, and a quarter stays free."""
@@ -222,9 +237,10 @@ class Leasing:
         found = self.tree.peek(key, num_shared * self.config.page_size)
         if self.tree.pages(found.deepest, found.num_page_tokens) != lease.block_table[:num_shared]:
             raise OwnershipError("commit: the key does not begin as the one under which the lease found its pages")
-        for checkpoint in sorted(lease.captured, key=lambda c: c.num_tokens):
-            if checkpoint.num_tokens <= num_tokens:
-                self._insert(lease, key, checkpoint.num_tokens, checkpoint)
+        captured = {checkpoint.num_tokens: checkpoint for checkpoint in lease.captured}
+        for position in sorted({*captured, *lease.marks}):
+            if position <= num_tokens:
+                self._insert(lease, key, position, captured.get(position))
         if num_tokens > lease.num_shared * self.config.page_size:
             self._insert(lease, key, num_tokens, None)
 
@@ -237,11 +253,22 @@ class Leasing:
         grid = self.config.grid
         own = lease.front != EMPTY_STATE and lease.state_lock is None
         if own and 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0:
-            lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority))
+            lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority, lease.turn))
             lease.front = EMPTY_STATE
         elif lease.back is not None and 0 < lease.back_tokens <= limit and lease.back_tokens % grid == 0:
-            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority))
+            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority, lease.turn))
             lease.back = None
+
+    def end_turn(self, lease: Lease, num_tokens: int) -> None:
+        """A request's turn ends after so many tokens, which have been committed: a checkpoint of its prompt that turns
+        out to be at the last boundary of the turn is that of the turn's end."""
+        self._refuse_closed(lease)
+        node = lease.page_lock.node if lease.page_lock is not None else None
+        boundary = num_tokens // self.config.grid * self.config.grid
+        while node is not None and node.end > boundary:
+            node = node.parent
+        if node is not None and node.end == boundary:
+            self.tree.relabel(node, PROMPT_END, TURN_END)
 
     def close(self, lease: Lease) -> None:
         """Give back everything the lease holds.
@@ -290,7 +317,8 @@ class Leasing:
             if below is not None and below.end > lease.num_shared * page_size:
                 below = None  # its edge goes on beyond what the key has in common with it
             pages = lease.block_table[: num_tokens // page_size]
-            inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below)
+            past = lease.marks.pop(num_tokens, None)
+            inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past)
         except BaseException:
             if checkpoint is not None and checkpoint is not captured:
                 self.checkpoints.free([checkpoint.slot])
@@ -334,7 +362,7 @@ class Leasing:
     def _capture(self, lease: Lease, num_tokens: int, slot: int | None, kind: str) -> Checkpoint | None:
         if slot is None:
             return None
-        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority)
+        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn)
         lease.captured.append(checkpoint)
         return checkpoint
 

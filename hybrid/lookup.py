@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import count
 
 from hybrid.candidates import Candidates
-from hybrid.eviction import Policy, Prices, Usage
+from hybrid.eviction import TURN_END, Policy, Prices, Usage
 from hybrid.ghosts import Ghosts
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
-from hybrid.node import Match, Node, Root
+from hybrid.node import Match, Node, Past, Root
 
 
 class Lookup:
@@ -55,6 +55,7 @@ class Lookup:
             usage.used_at = candidates.now
             usage.hits += 1
             candidates.reordered(node)
+            candidates.changed(node)  # whoever uses it has locked it, and goes on from it
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, and counts as nothing."""
@@ -114,35 +115,37 @@ class Lookup:
             node if num_page_tokens else None,
         )
 
-    def recall(self, key: Key, match: Match, limit: int) -> int:
-        """To how many of the first `limit` tokens the key was once known, right after the match: at least the page hit.
+    def recall(self, key: Key, match: Match, limit: int) -> Past:
+        """What was once known of the first `limit` tokens of a key, right after the match.
 
-        Tells the policy of the use that the match would have made of a checkpoint that has been evicted.
+        Tells the policy of every use that the request would have made of a checkpoint that has been evicted.
         """
-        known, lost, lost_tokens = self._beyond(key, match, limit)
-        if lost is None:
-            node = match.deepest
-            while node is not None and node is not match.checkpoint:
-                if node.lost_checkpoint and node.end <= match.num_page_tokens:
-                    lost, lost_tokens = node.usage, node.end
-                    break
-                node = node.parent
-        if lost is not None:
-            candidates = self._candidates
-            candidates.missed(lost, lost_tokens)
-            lost.hits += 1
-            lost.used_at = candidates.now
-        return known
+        known, gone = self._beyond(key, match, limit)
+        for usage, num_tokens in gone:
+            self._candidates.missed(usage, num_tokens)
+        turn = next((usage.turn + 1 for usage, _ in reversed(gone) if usage.kind == TURN_END), None)
+        above = match.deepest
+        while above is not None:
+            if (above.slot is not None or above.lost_checkpoint) and above.end <= match.num_page_tokens:
+                if turn is None and above.usage.kind == TURN_END:
+                    turn = above.usage.turn + 1
+                if above.slot is None and above.end > match.num_tokens:
+                    self._candidates.missed(above.usage, above.end)
+                    gone.append((above.usage, above.end))
+            if turn is not None and above.end <= match.num_tokens:
+                break
+            above = above.parent
+        return Past(known, turn or 0, {num_tokens: usage for usage, num_tokens in gone})
 
     def was_evicted(self, key: Key, match: Match) -> bool:
         """Whether what follows the page hit was once here, right after the match."""
         end = (match.num_page_tokens // self.grid + 1) * self.grid
         return self._beyond(key, match, end)[0] > match.num_page_tokens
 
-    def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, Usage | None, int]:
+    def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, list[tuple[Usage, int]]]:
         node = match.deepest
         if node is not None and node.end != match.num_page_tokens:
-            return match.num_page_tokens, None, 0  # the match ends inside an edge: what went on from there is there
+            return match.num_page_tokens, []  # the match ends inside an edge: what went on from there is there
         return self._ghosts.follow(key, node, match.num_page_tokens, limit)
 
     def pages(self, node: Node | None, num_tokens: int) -> array[int]:

@@ -72,6 +72,20 @@ class Match(NamedTuple):
     deepest: Node | None
 
 
+class Past(NamedTuple):
+    """What was once known of a key.
+
+    Attributes:
+        num_tokens: it was known to here: at least the page hit.
+        turn: turn ends before its own on its way.
+        gone: the use of evicted checkpoints beyond the page hit, by their tokens.
+    """
+
+    num_tokens: int
+    turn: int
+    gone: dict[int, Usage]
+
+
 class Checkpoint(NamedTuple):
     """A state slot, and the number of tokens after which it was captured.
 
@@ -79,12 +93,14 @@ class Checkpoint(NamedTuple):
         kind: why it was put there: "branch", "turn_end", "prompt_end", "user"; "interval" for a spare one, put there
             only because memory was free, and the first to go until somebody has used it.
         priority: how much its request matters, for policies that ask.
+        turn: turn ends before it on its way.
     """
 
     slot: int
     num_tokens: int
     kind: str = BRANCH
     priority: int = 0
+    turn: int = 0
 
 
 class Inserted(NamedTuple):

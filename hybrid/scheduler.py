@@ -131,6 +131,8 @@ class Scheduler:
             if keeps_turns:
                 self.cache.donate_states(lease, kept)
             self.cache.commit(lease, request.key(), kept // config.page_size * config.page_size)
+        if keeps_turns:
+            self.cache.end_turn(lease, request.kept_len)
         self._pin(request)
         self._leave(request)
         whole = request.kept_len // config.grid * config.grid

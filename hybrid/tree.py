@@ -49,6 +49,7 @@ class Tree(Lookup):
         pages: Sequence[int],
         checkpoint: Checkpoint | None = None,
         below: Node | None = None,
+        past: Usage | None = None,
     ) -> Inserted:
         """Enter the first `num_tokens` tokens of a key: pages `[0, num_tokens)`, and the checkpoint at their end.
 
@@ -59,6 +60,7 @@ class Tree(Lookup):
         Args:
             pages: page ids of `[0, num_tokens)` in order.
             below: a node that the caller knows to lie on the key's way, and keeps locked: the search starts there.
+            past: the use of a checkpoint that was there before, or (without `checkpoint`) was not worth its room.
 
         Raises:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
@@ -91,25 +93,62 @@ class Tree(Lookup):
         if offset < end:
             first = offset // page_bytes
             leaf = Node(node, ids[offset:end], array("i", pages[first:]), num_tokens, self._usage(tick))
+            first_child = not node.children
             node.children[ids[offset : offset + page_bytes]] = node.newest = leaf
             self._roots[key.namespace] = root
             self.num_pages += len(leaf.pages)
+            if first_child:
+                self._candidates.changed(node)
             node = leaf
-        adopted = False
+        adopted = checkpoint is not None and node.slot is None
+        if checkpoint is not None and adopted:
+            node.usage = self._renewed(tick, checkpoint, past or (node.usage if node.lost_checkpoint else None))
+            node.slot = checkpoint.slot
+            node.lost_checkpoint = False
+            self.num_checkpoints += 1
+            self._candidates.entered(node)
+        elif past is not None and node.slot is None and not node.lost_checkpoint:
+            node.usage, node.lost_checkpoint = past, True
+            self._candidates.entered(node)
         if checkpoint is not None:
-            if node.slot is None:
-                spare = checkpoint.kind == INTERVAL
-                node.usage = self._usage(tick, 0 if spare else tick, checkpoint.kind)
-                node.slot = checkpoint.slot
-                node.lost_checkpoint = False
-                self.num_checkpoints += 1
-                adopted = True
             node.usage.priority = max(node.usage.priority, checkpoint.priority)
         self._candidates.enter(node, renewed=adopted)
         return Inserted(node, num_existing, adopted)
 
-    def _usage(self, tick: int, last_used: int | None = None, kind: str = PAGES) -> Usage:
-        return Usage(tick, tick if last_used is None else last_used, 0, kind, self._candidates.now)
+    def _renewed(self, tick: int, checkpoint: Checkpoint, past: Usage | None) -> Usage:
+        """The use of a checkpoint that is put there; of one that was there before, what it was stays known."""
+        last_used = 0 if checkpoint.kind == INTERVAL else tick
+        usage = past or self._usage(tick, checkpoint.kind)
+        usage.created, usage.last_used, usage.used_at = tick, last_used, self._candidates.now
+        if past is None:
+            usage.turn = checkpoint.turn
+        return usage
+
+    def _usage(self, tick: int, kind: str = PAGES) -> Usage:
+        return Usage(tick, tick, 0, kind, self._candidates.now)
+
+    def new_usage(self, kind: str, turn: int) -> Usage:
+        """The use, none yet, of a checkpoint that is to be."""
+        now = self._candidates.now
+        return Usage(0, 1, 0, kind, now, turn=turn)
+
+    def admits(self, usage: Usage, num_tokens: int, above: int, only_its_own: bool, tails_help: bool) -> bool:
+        """Whether a checkpoint that is to be is worth more than what would have to go for it.
+
+        Args:
+            above: where the next checkpoint above it is.
+            only_its_own: nothing else needs the pages since then.
+            tails_help: pages without a checkpoint may go for it instead.
+        """
+        self._candidates.settle(self.nodes())
+        num_pages = (num_tokens - above) // self.page_size if only_its_own else 0
+        return self._candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
+
+    def relabel(self, node: Node, old: str, new: str) -> None:
+        """A node's checkpoint of one kind, there or gone, is of another kind after all."""
+        if (node.slot is not None or node.lost_checkpoint) and node.usage.kind == old:
+            node.usage.kind = new
+            self._candidates.changed(node)
 
     def _refuse_mismatch(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None) -> None:
         if (
@@ -197,6 +236,8 @@ class Tree(Lookup):
         node.page_locks -= 1
         if not node.page_locks or not node.state_locks:
             self._candidates.enter(node)
+        if not node.page_locks:
+            self._candidates.changed(node)
 
     # Evicting
 
@@ -288,6 +329,7 @@ class Tree(Lookup):
             node.parent = None
             if parent.children:
                 return
+            self._candidates.changed(parent)
             if isinstance(parent, Root):
                 del self._roots[parent.namespace]
                 return

@@ -137,7 +137,9 @@ def test_a_piece_comes_free_with_its_last_unit_and_then_serves_the_other_kind(ki
     assert kinds.counts() == (0, 0, 0)
 
 
-@pytest.mark.parametrize("wrong", ["free already", "twice in one call", "in a free piece", "beyond the end", "negative"])
+@pytest.mark.parametrize(
+    "wrong", ["free already", "twice in one call", "in a free piece", "beyond the end", "negative"]
+)
 def test_a_wrong_unit_is_refused_and_none_is_freed(kinds: TwoKinds, wrong: str) -> None:
     pages = take(kinds.pages, 3)
     last = {
@@ -287,4 +289,4 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
+TestArena.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None)
