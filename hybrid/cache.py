@@ -93,11 +93,14 @@ class HybridCache(Leasing):
         which page and which state lie where.
 
         Args:
+            memory: bytes for pages and states; the piece that holds the empty state comes on top.
             record_bytes: size of a stored checkpoint, when it is stored smaller than a state.
 
         Raises:
             MemoryBudgetError: the memory does not hold one page and the states of one request.
         """
+        layout = PieceLayout.of(page_bytes, state_bytes, record_bytes or 0)
+        memory += layout.num_bytes
         return cls._elastic(memory, page_bytes, state_bytes, config or CacheConfig(), record_bytes, None)
 
     @classmethod

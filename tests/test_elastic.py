@@ -1,4 +1,4 @@
-"""One budget for pages and checkpoints: pieces go from one kind to the other, and what cannot suffice evicts nothing."""
+"""One budget for pages and checkpoints: pieces go from one kind to the other; what cannot suffice evicts nothing."""
 
 import pytest
 from elastic_helpers import ONE, THREE, TWO, elastic, finish, held, run
@@ -45,12 +45,6 @@ def test_the_whole_budget_can_serve_one_long_prompt() -> None:
     release(cache)
 
 
-@pytest.mark.parametrize(("sizes", "pieces"), [(ONE, 3), (TWO, 2), (THREE, 1)])
-def test_the_largest_request_leaves_room_for_three_states(sizes: tuple[int, int], pieces: int) -> None:
-    cache = elastic(9, sizes)
-    assert cache.largest_request == (9 - pieces) * PieceLayout.of(*sizes).pages
-
-
 @pytest.mark.parametrize("sizes", [ONE, TWO, THREE])
 def test_the_largest_request_runs_when_it_is_alone_whatever_is_kept(sizes: tuple[int, int]) -> None:
     cache = elastic(6, sizes)
@@ -58,6 +52,7 @@ def test_the_largest_request_runs_when_it_is_alone_whatever_is_kept(sizes: tuple
     for lease, letter in zip(leases, "abcd", strict=True):
         finish(cache, lease, letter)  # their fronts lie beside each other as checkpoints now
     num_tokens = 2 * cache.largest_request
+    assert cache.largest_request >= cache.stats().pages_total / 2
     lease = cache.open(key_of(cache, "x" * cache.largest_request), num_tokens - 1, num_tokens)
     assert lease is not None
     cache.close(lease)

@@ -1,4 +1,4 @@
-"""One budget for pages and checkpoints: what stands in the way is moved together, and is found where it has moved to."""
+"""One budget for pages and checkpoints: what stands in the way is moved together, and found where it has moved to."""
 
 import pytest
 import torch
