@@ -222,11 +222,10 @@ class ArenaPool:
         Args:
             may_move: whether a unit in use may be moved.
         """
-        pieces = sorted(
-            (piece for piece in self._open if piece * self.per_piece >= self.reserved),
-            key=lambda piece: (-len(self._free_in[piece]), piece),
-        )
+        pieces = sorted(self._open, key=lambda piece: (-len(self._free_in[piece]), piece))
         for piece in pieces:
+            if piece * self.per_piece < self.reserved:
+                continue
             free_here = self._free_in[piece]
             used = [
                 unit for unit in range(piece * self.per_piece, (piece + 1) * self.per_piece) if not self._is_free[unit]

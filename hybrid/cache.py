@@ -14,13 +14,14 @@ import torch
 
 from hybrid.arena import Arena, PieceLayout
 from hybrid.config import CacheConfig, format_bytes
-from hybrid.errors import MemoryBudgetError
+from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.eviction import Prices
 from hybrid.kernels.stored import stored_layout
 from hybrid.key import Key
 from hybrid.lease import CacheStats, Pin
 from hybrid.leasing import Leasing
 from hybrid.pool import EMPTY_STATE, IndexPool
+from hybrid.room import PIECES_BESIDE
 from hybrid.spec import HybridSpec
 from hybrid.tensors import CacheTensors
 
@@ -41,7 +42,7 @@ def smallest_memory(num_pages: int, page_bytes: int, state_bytes: int, state_sha
     """Bytes that hold so many pages, and the states of one request: at a split between the two, or in one budget."""
     if state_share is None:
         layout = PieceLayout.of(page_bytes, state_bytes)
-        return (-(-num_pages // layout.pages) + -(-MIN_STATE_SLOTS // layout.states)) * layout.num_bytes
+        return (-(-num_pages // layout.pages) + PIECES_BESIDE) * layout.num_bytes
     return math.ceil(max(num_pages * page_bytes / (1 - state_share), MIN_STATE_SLOTS * state_bytes / state_share)) + 1
 
 
@@ -100,6 +101,9 @@ class HybridCache(Leasing):
             MemoryBudgetError: the memory does not hold one page and the states of one request.
         """
         layout = PieceLayout.of(page_bytes, state_bytes, record_bytes or 0)
+        needed = smallest_memory(1, page_bytes, state_bytes, None) - layout.num_bytes
+        if memory < needed:
+            raise MemoryBudgetError(f"of_bytes: memory={memory} does not suffice; one request needs {needed} bytes")
         memory += layout.num_bytes
         return cls._elastic(memory, page_bytes, state_bytes, config or CacheConfig(), record_bytes, None)
 
@@ -154,7 +158,6 @@ class HybridCache(Leasing):
         record_bytes: int | None,
         tensors: CacheTensors | None,
     ) -> HybridCache:
-        cls._refuse_too_small(memory, page_bytes, state_bytes, config)
         layout = PieceLayout.of(page_bytes, state_bytes, record_bytes or 0)
         arena = Arena(memory // layout.num_bytes)
         states = arena.pool(layout.states, EMPTY_STATE + 1, "state slot")
@@ -210,9 +213,12 @@ class HybridCache(Leasing):
             ttl: seconds until it is let go by itself.
 
         Raises:
+            ArgumentError: `ttl` is no time.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
         self._refuse_other_threads()
+        if not ttl > 0:
+            raise ArgumentError(f"pin: ttl must be a positive number of seconds, got {ttl!r}")
         self._expire_pins()
         node = self.tree.peek(key, len(key)).checkpoint
         if node is None:
@@ -230,6 +236,7 @@ class HybridCache(Leasing):
         Raises:
             MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
         """
+        self._refuse_other_threads()
         node = self.tree.peek(key, len(key)).checkpoint
         if pin not in self.pins or node is None:
             return
@@ -253,7 +260,7 @@ class HybridCache(Leasing):
     def clear(self) -> None:
         """Forget everything that no running request needs and nobody has pinned."""
         self._refuse_other_threads()
-        self._room.let_go(self.tree.evict_all())
+        self._room.evict(self.tree.evict_all)
 
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""

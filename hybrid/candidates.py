@@ -11,6 +11,7 @@ import heapq
 import math
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import count
 from random import Random
 from typing import Any, Protocol
@@ -126,11 +127,16 @@ class SampledQueue:
         self._dice = dice
         self._nodes: list[Node] = []
         self._places: dict[int, int] = {}
+        self._compact_at = 1024
 
     def push(self, node: Node, renewed: bool) -> None:
         if id(node) not in self._places:
             self._places[id(node)] = len(self._nodes)
             self._nodes.append(node)
+            if len(self._nodes) > self._compact_at:  # nobody may have drawn from it for long
+                self._nodes = [node for node in self._nodes if self._is_candidate(node)]
+                self._places = {id(node): place for place, node in enumerate(self._nodes)}
+                self._compact_at = max(1024, 2 * len(self._nodes))
 
     def used(self, node: Node) -> None:
         pass
@@ -182,11 +188,10 @@ class Candidates:
 
     def _install(self, policy: Policy) -> None:
         self._policy = policy
-        self._hit = getattr(policy, "hit", None)
-        self._evicted = getattr(policy, "evicted", None)
-        self._missed = getattr(policy, "missed", None)
-        self._entered = getattr(policy, "entered", None)
-        self._changed = getattr(policy, "changed", None)
+        self._hit, self._evicted, self._missed, self._entered, self._changed = (
+            hook if callable(hook := getattr(policy, name, None)) else None
+            for name in ("hit", "evicted", "missed", "entered", "changed")
+        )
         order = getattr(policy, "order", None)
         self._checkpoints = self._queue(order, is_evictable_checkpoint)
         self._leaves = self._queue(order, is_evictable_leaf)
@@ -210,7 +215,7 @@ class Candidates:
         """Make a node a candidate for what it may be evicted for at present.
 
         Args:
-            renewed: it has just got a checkpoint, and is ranked anew.
+            renewed: its usage is another one, or it is a candidate of another kind: it is ranked anew.
         """
         if node.parent is None:
             return
@@ -282,9 +287,7 @@ class Candidates:
         if self._changed is not None and (node.slot is not None or node.lost_checkpoint):
             self._tell(self._changed, self.facts(node))
 
-    def admits(
-        self, usage: Usage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool
-    ) -> bool:
+    def admits(self, usage: Usage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool) -> bool:
         """Whether a checkpoint that is to be is worth more than the one that would go for it.
 
         Args:
@@ -318,20 +321,23 @@ class Candidates:
         self._dismiss(reason)
         return facts.last_used
 
-    def _tell(self, hook: Callable[..., Any], *args: Any) -> None:
+    def _tell(self, hook: Callable[[Facts], Any], facts: Facts) -> None:
+        if self.failure is not None:
+            return
         try:
-            hook(*args)
+            hook(facts)
         except Exception as error:
-            self._dismiss(f"{hook.__name__} raised {error!r}")
+            self._dismiss(f"{getattr(hook, '__name__', repr(hook))} raised {error!r}")
 
     def _dismiss(self, reason: str) -> None:
         if self.failure is None:
             self.failure = f"eviction policy {type(self._policy).__name__}: {reason}; LRU takes over"
-            warnings.warn(self.failure, PolicyWarning, stacklevel=2)
+            with suppress(PolicyWarning):  # where warnings are errors: not in the middle of the books
+                warnings.warn(self.failure, PolicyWarning, stacklevel=2)
 
     def settle(self, nodes: Iterable[tuple[str, Node]]) -> None:
         """Install LRU if the policy was dismissed since the last call."""
-        if self.failure is not None and not isinstance(self._policy, LeastRecentlyUsed):
+        if self.failure is not None and type(self._policy) is not LeastRecentlyUsed:
             self._install(LeastRecentlyUsed())
             for _, node in nodes:
                 self.enter(node)

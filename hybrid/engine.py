@@ -280,11 +280,10 @@ class Engine:
             ttl: seconds until it is let go by itself.
 
         Raises:
+            ArgumentError: `ttl` is no time.
             PromptError: nothing of the prompt is cached.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
-        if not ttl > 0:
-            raise ArgumentError(f"pin: ttl must be a positive number of seconds, got {ttl!r}")
         pin = self.cache.pin(Key.of(encode(self.tokenizer, prompt), namespace), ttl)
         if pin is None:
             raise PromptError("nothing of this prompt is cached; generate with it first, or give pin_for with it")

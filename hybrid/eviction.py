@@ -63,8 +63,8 @@ class Facts:
     """What a policy may know of a candidate, or of a checkpoint that has gone.
 
     Attributes:
-        kind: "branch", "turn_end", "prompt_end", "interval", "user"; "pages" for pages without a checkpoint, about
-            which only policies with an `order` are asked: for others they go first, for they spare nobody anything.
+        kind: why it was put there: "branch", "turn_end", "prompt_end", "interval", "user"; "pages": there never was a
+            checkpoint.
         now: requests that have come so far.
         age: requests since its last use, or since it was put there.
         hits: requests that resumed from it.
@@ -76,7 +76,8 @@ class Facts:
         tokens_saved: tokens that would be computed again without it: those since the next checkpoint above it.
         bytes_freed: what would come free with it: its state, and the pages that nothing else needs.
         has_below: something goes on from it, or is just being computed from it.
-        is_live: it is in the cache.
+        is_live: the checkpoint is in the cache. Only policies with an `order` are asked about pages without one: for
+            others those go first, for they spare nobody anything.
         notes: whatever the policy puts there; kept with the checkpoint, and after it has gone as long as it is
             remembered. None at first.
     """

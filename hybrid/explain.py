@@ -43,7 +43,7 @@ def cache_off(key: Key) -> Explanation:
 
 def _reason(tree: Tree, key: Key, limit: int, match: Match) -> str:
     pages, usable, grid = match.num_page_tokens, match.num_tokens, tree.grid
-    if not tree.knows(key.namespace):
+    if not tree.knows(key.namespace) and not tree.was_evicted(key, match):
         return "nothing is kept in this namespace" if tree.num_pages else "the cache is empty"
     if match.branching_len is not None:
         why = "the checkpoint there was evicted" if tree.lost_checkpoint(match) else "pages but no checkpoint there"

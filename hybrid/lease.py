@@ -77,7 +77,8 @@ class CacheStats:
         requests, prompt_tokens, usable_tokens, page_tokens: requests recorded, and their tokens asked, usable, with
             pages.
         evicted_pages, evicted_checkpoints: given up to make room.
-        pages_free, pages_cached, pages_private: the pages by owner; they add up to `pages_total`.
+        pages_free, pages_cached, pages_private: the pages by owner; they add up to `pages_total` where they do not
+            share their memory with states. Where they do, free memory counts as free for both kinds.
         states_free, checkpoints, states_private: the state slots by owner; they add up to `states_total` where they do
             not share their memory with pages.
         moved_pages: pages (and states) that were moved together so that memory could go from one kind to the other.
@@ -109,4 +110,5 @@ class CacheStats:
     @property
     def hit_rate(self) -> float:
         """Part of the prompt tokens that were not computed."""
-        return self.usable_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        usable = self.usable_tokens  # read first: in another thread than the owner's both may grow meanwhile
+        return min(1.0, usable / self.prompt_tokens) if self.prompt_tokens else 0.0

@@ -116,21 +116,23 @@ class Leasing:
             opened = lease.front != EMPTY_STATE and self.reserve(lease, num_tokens)
             if opened and self.checkpoints is not self.states:
                 self._restore(lease)
+            if opened:
+                self._reckon(lease, key, limit, found)
         except BaseException:
-            opened = False
+            self.close(lease)
             raise
-        finally:
-            if not opened:
-                self.close(lease)
         if not opened:
-            return None
+            self.close(lease)
+        return lease if opened else None
+
+    def _reckon(self, lease: Lease, key: Key, limit: int, found: Match) -> None:
+        """Count the use of what was found, and look up what was once known."""
         self.tree.touch(found)
         past = self.tree.recall(key, found, limit)
         lease.turn, lease.marks = past.turn, past.gone
         known = key.whole(past.num_tokens, self.config.grid)
         if known > max(found.num_tokens, lease.branching_len or 0):
             lease.branching_len = known  # its pages have gone, but it was here
-        return lease
 
     def _restore(self, lease: Lease) -> None:
         """Checkpoints are stored smaller than states: the one that was found is restored to the front at once."""
@@ -146,6 +148,7 @@ class Leasing:
 
     def record(self, explanation: Explanation) -> None:
         """Count a request and its hit in the statistics: once per request, however often its lease is opened."""
+        self._refuse_other_threads()
         stats = self._stats
         stats.requests += 1
         stats.prompt_tokens += explanation.asked
@@ -208,12 +211,14 @@ class Leasing:
 
     def swap(self, lease: Lease) -> None:
         """The pass read the front and wrote the back: the back is the front now, and the old state stays behind it."""
+        self._refuse_closed(lease)
         assert lease.back is not None
         lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
 
     def advance(self, lease: Lease, num_tokens: int) -> None:
         """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is not needed any
         more."""
+        self._refuse_closed(lease)
         if lease.state_lock is not None:
             self.tree.unlock(lease.state_lock)
             lease.state_lock = None
@@ -250,6 +255,7 @@ class Leasing:
 
         It is the end of a request's life: the front or the back changes hands without a copy.
         """
+        self._refuse_closed(lease)
         grid = self.config.grid
         own = lease.front != EMPTY_STATE and lease.state_lock is None
         if own and 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0:
@@ -317,12 +323,13 @@ class Leasing:
             if below is not None and below.end > lease.num_shared * page_size:
                 below = None  # its edge goes on beyond what the key has in common with it
             pages = lease.block_table[: num_tokens // page_size]
-            past = lease.marks.pop(num_tokens, None)
+            past = lease.marks.get(num_tokens)
             inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past)
         except BaseException:
             if checkpoint is not None and checkpoint is not captured:
                 self.checkpoints.free([checkpoint.slot])
             raise
+        lease.marks.pop(num_tokens, None)
         if captured is not None:
             lease.captured.remove(captured)
             if checkpoint is not captured:

@@ -120,5 +120,7 @@ def policy_of(eviction: Any) -> Policy:
         raise ArgumentError(
             f"eviction must be the name of a policy, or an object with a method rank(facts) -> float; got {eviction!r}"
         )
+    if getattr(eviction, "order", None) not in (None, "rising", "any"):
+        raise ArgumentError(f'a policy\'s order is "rising" or "any", or it has none; got {eviction.order!r}')
     policy: Policy = eviction
     return policy

@@ -7,11 +7,14 @@ from typing import Protocol
 
 from hybrid.arena import Arena, ArenaPool
 from hybrid.lease import Lease, Pin
-from hybrid.node import Lock, Released
+from hybrid.node import Lock, Released, StateLock
 from hybrid.pool import IndexPool
 from hybrid.tree import Tree
 
 Pool = IndexPool | ArenaPool
+
+PIECES_BESIDE = 3
+"""What a request that is alone needs beside its pages: pieces for the empty state, its own, and its checkpoint's."""
 
 
 class Mover(Protocol):
@@ -72,7 +75,7 @@ class Room:
             if self._arena is not None:
                 self._make(self._arena, self.pages, count)
             else:
-                self.let_go(self.tree.evict_pages(count - self.pages.num_free))
+                self.evict(self.tree.evict_pages, count - self.pages.num_free)
         return self.pages.allocate(count)
 
     def take_state(self) -> int | None:
@@ -86,11 +89,21 @@ class Room:
     def _take_slot(self, pool: Pool) -> int | None:
         if not pool.num_free:
             if self._arena is not None:
-                self._make(self._arena, pool, 1)
+                if self._can_have_slot(self._arena, pool):
+                    self._make(self._arena, pool, 1)
             else:
-                self.let_go(self.tree.evict_checkpoints(1))
+                self.evict(self.tree.evict_checkpoints, 1)
         slots = pool.allocate(1)
         return slots[0] if slots else None
+
+    def evict(self, give_up: Callable[..., Released], *amount: int) -> Released:
+        """Have the tree give something up, and free it: what it gave up before something raised, too."""
+        released = Released()
+        try:
+            give_up(*amount, released=released)
+        finally:
+            self.let_go(released)
+        return released
 
     def let_go(self, released: Released) -> None:
         """Free what the tree gave up."""
@@ -106,10 +119,10 @@ class Room:
         return self.states.num_free / self.states.capacity
 
     def largest_request(self) -> int:
-        """Pages that a request could have if it were alone: two states are its own and that of its checkpoint."""
+        """Pages that a request could have if it were alone."""
         if self._arena is None:
             return self.pages.capacity
-        return self._pages_beside(2)
+        return (self._arena.num_pieces - PIECES_BESIDE) * self.pages.per_piece
 
     def private(self) -> tuple[int, int]:
         """Pages, and states, that belong to requests: from counts alone, for any thread."""
@@ -139,21 +152,38 @@ class Room:
 
     def _most_pages(self) -> int:
         """Pages that could be had by evicting everything that may go."""
-        locks = self.locks()
-        locked = self.tree.num_locked_pages(locks)
+        locked = self.tree.num_locked_pages(self.locks())
         if self._arena is None:
             return self.pages.num_free + self.tree.num_pages - locked
+        assert isinstance(self.pages, ArenaPool)
         private = sum(len(lease.block_table) - lease.num_shared for lease in self._leases)
-        states = sum(len(lease.private_slots()) for lease in self._leases)
-        if self.checkpoints is self.states:
-            states += self.tree.num_locked_checkpoints(locks)
-        return self._pages_beside(states) - private - locked
+        kept = sum(len(pieces) for pieces in self._kept_slots().values())
+        return (self._arena.num_pieces - kept) * self.pages.per_piece - private - locked
 
-    def _pages_beside(self, num_states: int) -> int:
-        """Pages in the pieces that so many states, and the empty one, leave."""
-        assert self._arena is not None and isinstance(self.states, ArenaPool) and isinstance(self.pages, ArenaPool)
-        pieces = -(-(num_states + self.states.reserved) // self.states.per_piece)
-        return max(0, self._arena.num_pieces - pieces) * self.pages.per_piece
+    def _kept_slots(self) -> dict[int, dict[int, int]]:
+        """Per kind of state, by id of its pool: the pieces that it will keep, and how many of their slots. Those of
+        requests cannot be moved, those of locked checkpoints are not."""
+        assert isinstance(self.states, ArenaPool) and isinstance(self.checkpoints, ArenaPool)
+        kept: dict[int, dict[int, int]] = {id(self.states): {}, id(self.checkpoints): {}}
+        held = [(self.states, slot) for slot in range(self.states.reserved)]
+        held += [(self.states, slot) for lease in self._leases for slot in lease.private_slots()]
+        locked = {lock.node.slot for lock in self.locks() if isinstance(lock, StateLock) and lock.node is not None}
+        held += [(self.checkpoints, slot) for slot in locked if slot is not None]
+        for pool, slot in held:
+            pieces = kept[id(pool)]
+            pieces[slot // pool.per_piece] = pieces.get(slot // pool.per_piece, 0) + 1
+        return kept
+
+    def _can_have_slot(self, arena: Arena, pool: Pool) -> bool:
+        """Whether evicting everything that may go would yield a slot: beside one that is kept, or in a piece of its
+        own."""
+        assert isinstance(pool, ArenaPool) and isinstance(self.pages, ArenaPool)
+        kept = self._kept_slots()
+        if any(used < pool.per_piece for used in kept[id(pool)].values()):
+            return True
+        pages = sum(len(lease.block_table) - lease.num_shared for lease in self._leases)
+        pages += self.tree.num_locked_pages(self.locks())
+        return sum(map(len, kept.values())) + -(-pages // self.pages.per_piece) < arena.num_pieces
 
     # One budget
 
@@ -168,10 +198,9 @@ class Room:
                 wanted = count - pool.num_free
             else:
                 wanted = max(1, self.pages.per_piece - self.pages.num_loose)
-            released = self.tree.evict_one(wanted)
+            released = self.evict(self.tree.evict_one, wanted)
             if not released.pages and not released.slots:
                 return
-            self.let_go(released)
 
     def _compact(self, pool: ArenaPool) -> bool:
         """Move units of a pool together so that a piece of it comes free. False when none can."""

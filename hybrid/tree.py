@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from hybrid.errors import LockError, OwnershipError
 from hybrid.eviction import INTERVAL, PAGES, Usage
@@ -69,6 +70,7 @@ class Tree(Lookup):
         ids, page_bytes = key.ids, self._page_bytes
         end = num_tokens * TOKEN_BYTES
         tick = next(self._ticks)
+        usage = self._usage(tick, checkpoint.kind) if checkpoint is not None else None
         root = self._roots.get(key.namespace) or Root(key.namespace, self._usage(tick))
         node: Node = root
         offset = 0
@@ -101,8 +103,14 @@ class Tree(Lookup):
                 self._candidates.changed(node)
             node = leaf
         adopted = checkpoint is not None and node.slot is None
-        if checkpoint is not None and adopted:
-            node.usage = self._renewed(tick, checkpoint, past or (node.usage if node.lost_checkpoint else None))
+        if checkpoint is not None and usage is not None and adopted:
+            former = past or (node.usage if node.lost_checkpoint else None)
+            if former is None:
+                usage.turn = checkpoint.turn
+            else:  # what it was stays known
+                former.created, former.used_at, usage = tick, usage.used_at, former
+            usage.last_used = 0 if checkpoint.kind == INTERVAL else tick
+            node.usage = usage
             node.slot = checkpoint.slot
             node.lost_checkpoint = False
             self.num_checkpoints += 1
@@ -112,17 +120,8 @@ class Tree(Lookup):
             self._candidates.entered(node)
         if checkpoint is not None:
             node.usage.priority = max(node.usage.priority, checkpoint.priority)
-        self._candidates.enter(node, renewed=adopted)
+        self._candidates.enter(node, renewed=adopted or past is not None)
         return Inserted(node, num_existing, adopted)
-
-    def _renewed(self, tick: int, checkpoint: Checkpoint, past: Usage | None) -> Usage:
-        """The use of a checkpoint that is put there; of one that was there before, what it was stays known."""
-        last_used = 0 if checkpoint.kind == INTERVAL else tick
-        usage = past or self._usage(tick, checkpoint.kind)
-        usage.created, usage.last_used, usage.used_at = tick, last_used, self._candidates.now
-        if past is None:
-            usage.turn = checkpoint.turn
-        return usage
 
     def _usage(self, tick: int, kind: str = PAGES) -> Usage:
         return Usage(tick, tick, 0, kind, self._candidates.now)
@@ -239,51 +238,49 @@ class Tree(Lookup):
         if not node.page_locks:
             self._candidates.changed(node)
 
-    # Evicting
+    # Evicting. What has been let go of is in `released` at every moment, also when something raises on the way.
 
-    def evict_pages(self, num_pages: int) -> Released:
+    def evict_pages(self, num_pages: int, released: Released | None = None) -> Released:
         """Give up at least `num_pages` pages if so many can go: leaves in the order of the policy, each from its tail.
 
         A leaf that is cut loses its checkpoint. A leaf that goes takes the childless tombstones above it along.
+
+        Args:
+            released: takes what is given up; None: a new one.
         """
-        released = Released()
-        while len(released.pages) < num_pages:
+        released = Released() if released is None else released
+        end = len(released.pages) + num_pages
+        while len(released.pages) < end:
             leaf = self._next(self._candidates.next_leaf)
             if leaf is None:
                 break
-            self._shorten(leaf, num_pages - len(released.pages), released)
+            self._give_up(leaf, end - len(released.pages), released)
         return released
 
-    def evict_checkpoints(self, num_checkpoints: int) -> Released:
+    def evict_checkpoints(self, num_checkpoints: int, released: Released | None = None) -> Released:
         """Give up `num_checkpoints` checkpoints if so many can go, in the order of the policy. Their pages stay."""
-        released = Released()
-        while len(released.slots) < num_checkpoints:
+        released = Released() if released is None else released
+        end = len(released.slots) + num_checkpoints
+        while len(released.slots) < end:
             node = self._next(self._candidates.next_checkpoint)
             if node is None:
                 break
-            self._drop_checkpoint(node, released)
-            self._candidates.enter(node)  # a leaf's pages may still go
+            self._give_up(node, 0, released)
         return released
 
-    def evict_one(self, num_pages: int) -> Released:
+    def evict_one(self, num_pages: int, released: Released | None = None) -> Released:
         """Give up what goes first of all: a checkpoint, or at most `num_pages` pages from the tail of a leaf that has
         none. Nothing when nothing can go."""
-        released = Released()
+        released = Released() if released is None else released
         node = self._next(self._candidates.next_of_all)
-        if node is None:
-            pass
-        elif node.slot is not None:
-            self._drop_checkpoint(node, released)
-            self._candidates.enter(node)
-        else:
-            self._shorten(node, num_pages, released)
+        if node is not None:
+            self._give_up(node, 0 if node.slot is not None else num_pages, released)
         return released
 
-    def evict_all(self) -> Released:
+    def evict_all(self, released: Released | None = None) -> Released:
         """Give up everything that no lock keeps."""
-        released = self.evict_checkpoints(self.num_checkpoints)
-        everything = self.evict_pages(self.num_pages)
-        return Released(everything.pages, released.slots + everything.slots)
+        released = self.evict_checkpoints(self.num_checkpoints, released)
+        return self.evict_pages(self.num_pages, released)
 
     @property
     def policy_failure(self) -> str | None:
@@ -294,25 +291,34 @@ class Tree(Lookup):
         self._candidates.settle(self.nodes())
         return find()
 
-    def _shorten(self, leaf: Node, num_pages: int, released: Released) -> None:
-        if num_pages < len(leaf.pages):
-            self._cut(leaf, num_pages, released)
-        else:
-            self._remove(leaf, released)
+    def _give_up(self, node: Node, num_pages: int, released: Released) -> None:
+        """Take pages from the tail of a leaf that was taken out of the candidates; none: its checkpoint."""
+        try:
+            if num_pages == 0:
+                self._drop_checkpoint(node, released)
+                self._candidates.enter(node, renewed=True)  # a leaf's pages may still go
+            elif num_pages < len(node.pages):
+                self._cut(node, num_pages, released)
+            else:
+                self._remove(node, released)
+        except BaseException:
+            self._candidates.enter(node)
+            raise
 
     def _cut(self, leaf: Node, num_pages: int, released: Released) -> None:
         keep = len(leaf.pages) - num_pages
         self._drop_checkpoint(leaf, released)
-        self._ghosts.bury(leaf, keep * self._page_bytes)
+        self._bury(leaf, keep * self._page_bytes)
+        usage = Usage(leaf.usage.created, leaf.usage.last_used, 0, PAGES, leaf.usage.used_at)
+        edge, pages = leaf.edge[: keep * self._page_bytes], leaf.pages[:keep]
+        released.pages.extend(leaf.pages[keep:])
+        # Everything that can fail is done; from here on the books are moved.
+        leaf.usage, leaf.edge, leaf.pages = usage, edge, pages
         leaf.lost_checkpoint = False  # its place is gone too
         leaf.chain = None
-        leaf.usage = Usage(leaf.usage.created, leaf.usage.last_used, 0, PAGES, leaf.usage.used_at)
-        released.pages.extend(leaf.pages[keep:])
-        del leaf.pages[keep:]
-        leaf.edge = leaf.edge[: keep * self._page_bytes]
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
-        self._candidates.enter(leaf)
+        self._candidates.enter(leaf, renewed=True)
 
     def _remove(self, leaf: Node, released: Released) -> None:
         node = leaf
@@ -320,7 +326,7 @@ class Tree(Lookup):
             parent = node.parent
             assert parent is not None and not node.children and not node.page_locks
             self._drop_checkpoint(node, released)
-            self._ghosts.bury(node, 0)
+            self._bury(node, 0)
             released.pages.extend(node.pages)
             self.num_pages -= len(node.pages)
             del parent.children[node.edge[: self._page_bytes]]
@@ -337,6 +343,10 @@ class Tree(Lookup):
                 self._candidates.enter(parent)
                 return
             node = parent
+
+    def _bury(self, node: Node, keep: int) -> None:
+        with suppress(Exception):  # a ghost less: what was is only remembered, and evicting must go on
+            self._ghosts.bury(node, keep)
 
     def _drop_checkpoint(self, node: Node, released: Released) -> None:
         if node.slot is not None:

@@ -18,10 +18,10 @@ ONE, TWO, THREE = (64, 256), (128, 192), (192, 128)
 def elastic(
     num_pieces: int, sizes: tuple[int, int], chunk_size: int = 2, record_bytes: int | None = None
 ) -> AuditedCache:
-    """A cache of so many pieces, on indices, that audits itself."""
+    """A cache of so many pieces, that of the empty state included, on indices, that audits itself."""
     layout = PieceLayout.of(*sizes, record_bytes or 0)
     config = CacheConfig(page_size=2, chunk_size=chunk_size, eviction="lru")
-    cache = AuditedCache.of_bytes(num_pieces * layout.num_bytes, *sizes, config, record_bytes)
+    cache = AuditedCache.of_bytes((num_pieces - 1) * layout.num_bytes, *sizes, config, record_bytes)
     assert isinstance(cache, AuditedCache)
     return cache
 

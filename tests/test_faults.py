@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 from helpers import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
 
 import hybrid.tree
+from hybrid.ghosts import Ghosts
 from hybrid.key import Key
-from hybrid.node import Checkpoint, Node
+from hybrid.node import Checkpoint, Node, Released
 from hybrid.pool import IndexPool
 
 NUM_ACTIONS = 80
@@ -184,4 +186,62 @@ def test_a_lease_goes_on_after_a_step_that_had_no_memory() -> None:
     cache.close(one)
     assert cache.reserve(two, 4)
     cache.close(two)
+    release(cache)
+
+
+def gone(case: TreeCase) -> int:
+    return len(case.tree.evict_all().pages)
+
+
+@pytest.mark.parametrize("name", ["Usage"])
+def test_a_cut_that_breaks_off_leaves_the_leaf_whole_and_evictable(name: str) -> None:
+    case = TreeCase()
+    case.put("abcd*")
+    released = Released()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid.tree, name, Failing(getattr(hybrid.tree, name), 0))
+        with pytest.raises(MemoryError):
+            case.tree.evict_pages(2, released)
+    assert (released.pages, released.slots) == ([], [1])  # its checkpoint had gone before
+    assert case.peek("abcd").num_page_tokens == 8
+    assert (case.tree.num_pages, case.tree.num_checkpoints) == (4, 0)
+    assert gone(case) == 4
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_an_eviction_that_cannot_remember_what_it_evicts_evicts_all_the_same(at: int) -> None:
+    cache, workload = busy_cache()
+    bury, calls = Ghosts.bury, count()
+
+    def failing_bury(ghosts: Ghosts, node: Node, keep: int) -> None:
+        if next(calls) >= at:
+            raise MemoryError("planted")
+        bury(ghosts, node, keep)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ghosts, "bury", failing_bury)
+        workload.run(NUM_ACTIONS)
+    assert next(calls) > at
+    recover(cache, workload)
+
+
+def test_what_was_evicted_before_something_raised_is_free_and_the_rest_can_still_go() -> None:
+    """The third victim's turn raises: two are free, and the books balance."""
+    cache = audited_cache(num_pages=8, num_states=8)
+    for letter in "abcd":
+        serve(cache, key_of(cache, letter * 2))
+    find, calls = cache.tree._candidates.next_leaf, count()
+
+    def failing_find() -> Node | None:
+        if next(calls) == 2:
+            raise MemoryError("planted")
+        return find()
+
+    cache.tree._candidates.next_leaf = failing_find  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        cache.open(key_of(cache, "x" * 7), 13, 14)
+    cache.audit()
+    assert cache.stats().pages_free == 4
+    lease = start(cache, key_of(cache, "y" * 8))
+    cache.close(lease)
     release(cache)

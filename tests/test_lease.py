@@ -261,8 +261,9 @@ def test_a_closed_lease_hands_nothing_on_any_more(cache: AuditedCache, computed:
     lease = start(cache, key)
     cache.advance(lease, computed)
     cache.close(lease)
-    cache.advance(lease, 4)
-    cache.donate_states(lease, 4)
+    for hand_on in (cache.advance, cache.donate_states):
+        with pytest.raises(OwnershipError):
+            hand_on(lease, 4)
     assert lease.captured == []
     with pytest.raises(OwnershipError):
         cache.commit(lease, key, 4)

@@ -133,8 +133,9 @@ def test_06_a_late_step_result_of_a_dead_request_writes_nowhere(cache: AuditedCa
     cache.close(dead)
     alive = start(cache, key_of(cache, "wxyz"))  # the same pages and slots, handed out again
     before = (list(alive.block_table), alive.front, alive.front_tokens, cache.stats())
-    cache.advance(dead, 8)
-    cache.donate_states(dead, 8)
+    for late in (cache.advance, cache.donate_states):
+        with pytest.raises(OwnershipError):
+            late(dead, 8)
     with pytest.raises(OwnershipError):
         cache.commit(dead, key, 8)
     assert (list(alive.block_table), alive.front, alive.front_tokens, cache.stats()) == before
@@ -290,4 +291,60 @@ def test_a_request_behind_another_hits_what_that_one_has_committed_while_it_stil
     cache.close(running)
     cache.clear()
     assert cache.tree.peek(key_of(cache, "abcd"), 8).num_tokens == 8
+    release(cache)
+
+
+# 22: tokens that are one thing
+
+
+def of_units(text: str, units: list[tuple[int, int]]) -> Key:
+    return Key.of([ord(letter) for letter in text for _ in range(2)], units=units)
+
+
+def test_22_no_match_ends_inside_an_image(cache: AuditedCache) -> None:
+    """ab IIII cd: the image fills tokens [4, 12). A prompt that shares half of it shares nothing of it."""
+    image = [(4, 12)]
+    first = of_units("abIJKLcd", image)
+    lease = prefill(cache, first)
+    for position in (4, 8, 12):  # whoever commits need not know the units
+        cache.capture(lease, position)
+    cache.commit(lease, first, 16)
+    cache.close(lease)
+    for text, page_hit, usable in (
+        ("abIJKLcx", 14, 12),  # leaves after the image
+        ("abIJKLxx", 12, 12),  # right behind it
+        ("abIJKxcd", 4, 4),  # inside
+        ("abIJxxcd", 4, 4),  # inside, where a checkpoint lies
+        ("abxxxxcd", 4, 4),  # before
+        ("axIJKLcd", 2, 0),
+    ):
+        found = cache.tree.peek(of_units(text, image), 16)
+        assert (text, found.num_page_tokens, found.num_tokens) == (text, page_hit, usable)
+        assert found.branching_len is None or not 4 < found.branching_len < 12
+    assert cache.tree.peek(Key.of(memoryview(of_units("abIJKx", []).ids).cast("i").tolist()), 12)[:2] == (8, 10)
+    release(cache)
+
+
+def test_22_a_limit_inside_an_image_is_as_good_as_one_before_it(cache: AuditedCache) -> None:
+    serve(cache, of_units("abIJKLcd", [(4, 12)]))
+    for limit in range(17):
+        found = cache.tree.peek(of_units("abIJKLcd", [(4, 12), (14, 16)]), limit)
+        assert not 4 < found.num_page_tokens < 12
+        assert not 14 < found.num_page_tokens < 16
+        assert found.num_page_tokens <= limit
+        assert found.num_tokens <= found.num_page_tokens
+        assert (found.deepest is None) == (found.num_page_tokens == 0)
+        if found.deepest is not None:
+            assert found.deepest.end >= found.num_page_tokens
+            parent = found.deepest.parent
+            assert parent is not None and parent.end < found.num_page_tokens
+    release(cache)
+
+
+def test_22_the_same_image_in_another_place_or_another_image_is_another_prefix(cache: AuditedCache) -> None:
+    serve(cache, of_units("abIJKLcd", [(4, 12)]))
+    lease = start(cache, of_units("abOPQRcd", [(4, 12)]))
+    assert lease.num_hit_tokens <= 4
+    assert lease.num_shared == 2
+    cache.close(lease)
     release(cache)
