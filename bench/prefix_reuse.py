@@ -25,8 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+import hybrid.engine
 from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.oracle import use_torch_functions
+from hybrid.scheduler import Step
 
 VOCAB = 8192
 SHARED, NEW = 4096, 64
@@ -106,6 +108,22 @@ class Sides:
         outputs = engine.generate([self.ids(NEW) for _ in range(count)], params, progress=False)
         return 1 / statistics.median(output.tokens_per_second or 0.0 for output in outputs) / count
 
+    def bookkeeping(self, engine: Engine) -> tuple[float, float]:
+        """Seconds of bookkeeping (match, schedule, plan, commit, evict), and of the whole, per step that decodes eight
+        sequences; medians over steps."""
+        watch = Stopwatch(engine)
+        for _ in range(8):
+            engine.add_request(self.ids(NEW), SamplingParams(max_new_tokens=DECODED, ignore_eos=True))
+        books, steps = [], []
+        with watch:
+            while engine.has_work:
+                spent = timed(engine.step)
+                if watch.decodes == 8:
+                    books.append(watch.seconds)
+                    steps.append(spent)
+                watch.reset()
+        return statistics.median(books), statistics.median(steps)
+
     def together(self, engine: Engine) -> float:
         engine.cache.clear()
         shared = self.ids(GROUP_SHARED)
@@ -131,6 +149,38 @@ class Sides:
         shared = self.ids(GROUP_SHARED)
         prompts = [shared + self.ids(GROUP_OWN) for _ in range(GROUP)]
         return sum(self.their_generate(prompts[at : at + batch], GROUP_NEW) for at in range(0, GROUP, batch))
+
+
+class Stopwatch:
+    """Times what an engine does beside its forward passes, while it is entered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._scheduler = engine.scheduler
+        self.seconds, self.decodes = 0.0, 0
+
+    def reset(self) -> None:
+        self.seconds, self.decodes = 0.0, 0
+
+    def _timing(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timing(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = work(*args)
+            self.seconds += time.perf_counter() - start
+            if isinstance(result, Step):
+                self.decodes = sum(not part.is_prefill for part in result.parts)
+            return result
+
+        return timing
+
+    def __enter__(self) -> None:
+        for name in ("schedule", "commit", "finish"):
+            setattr(self._scheduler, name, self._timing(getattr(self._scheduler, name)))
+        self._plan, hybrid.engine.plan = hybrid.engine.plan, self._timing(hybrid.engine.plan)
+
+    def __exit__(self, *_: object) -> None:
+        for name in ("schedule", "commit", "finish"):
+            delattr(self._scheduler, name)
+        hybrid.engine.plan = self._plan
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -201,6 +251,10 @@ def measure(sides: Sides, runs: int) -> list[Line]:
         )
         cost = t["eight_deterministic"] / t["eight"]
         lines.append(Line("what deterministic mode costs: decode of eight, times as slow", cost, None, True, "both", t))
+        shares = [sides.bookkeeping(fast) for _ in range(few)]
+        books, step = (statistics.median(values) for values in zip(*shares, strict=True))
+        name = "bookkeeping, part of a step that decodes eight"
+        lines.append(Line(name, books / step, 0.05, True, "fast", {"bookkeeping": books, "step": step}))
         batches = {f"transformers_batch_{size}": (lambda size=size: sides.their_group(size)) for size in (4, 16)}
         t = alternate(few, bar, ours=lambda: sides.together(ours), ours_fast=lambda: sides.together(fast), **batches)
         best = min(t[name] for name in batches)

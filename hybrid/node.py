@@ -19,7 +19,7 @@ class Node:
         end: tokens from the root to this node's end.
         newest: the child that came last, if it is still there: on a long way of single children the one to try first.
         slot: state slot of the checkpoint at `end`; None for a tombstone.
-        lost_checkpoint: it had a checkpoint, which was evicted; `usage` is that checkpoint's.
+        lost_checkpoint: it had a checkpoint, which was evicted or not admitted; `usage` is that checkpoint's.
         chain: hash of the way from the root, once somebody has asked for it (`hybrid.ghosts`).
     """
 

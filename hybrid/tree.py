@@ -354,5 +354,5 @@ class Tree(Lookup):
             self._candidates.going(node)
             released.slots.append(node.slot)
             node.slot = None
-            node.lost_checkpoint = True
+            node.lost_checkpoint = node.usage.last_used > 0  # a spare one that nobody has used is no loss
             self.num_checkpoints -= 1
