@@ -33,7 +33,7 @@ EXACT_HITS = 3
 DISCOUNT = 0.01
 """Per request: what happens more than about a hundred requests from now counts little."""
 
-PRIOR = 0.5
+PRIOR = 1.0
 """Hits with which a coarser class speaks for a finer one."""
 
 NEIGHBOURS = 0.5
