@@ -224,7 +224,7 @@ class HybridCache(Leasing):
         if node is None:
             return None
         pin = Pin(node.end, time.monotonic() + ttl, self.tree.lock_pages(node), self.tree.lock_state(node))
-        self.pins.add(pin)
+        self.pins.append(pin)
         if self._room.pinned_share() > MOST_PINNED:
             self.unpin(pin)
             raise MemoryBudgetError(PINNED_TOO_MUCH)

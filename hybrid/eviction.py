@@ -84,6 +84,10 @@ class Facts:
 
     __slots__ = ("_bytes_freed", "_has_below", "_node", "_prices", "_tokens_saved", "_usage", "now", "num_tokens")
 
+    _tokens_saved: int
+    _bytes_freed: int
+    _has_below: bool
+
     def __init__(self, node: Node, now: int, prices: Prices) -> None:
         self._node: Node | None = node
         self._usage = node.usage

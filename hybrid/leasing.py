@@ -68,7 +68,7 @@ class Leasing:
         self.checkpoints = checkpoints if checkpoints is not None else states
         self.arena = arena
         self.leases: set[Lease] = set()
-        self.pins: set[Pin] = set()
+        self.pins: list[Pin] = []  # in the order in which they were made
         self._tensors = tensors
         self._room = Room(self.tree, pages, states, self.checkpoints, arena, tensors, self.leases, self.pins)
         self._stats = CacheStats()

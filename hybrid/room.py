@@ -122,6 +122,7 @@ class Room:
         """Pages that a request could have if it were alone."""
         if self._arena is None:
             return self.pages.capacity
+        assert isinstance(self.pages, ArenaPool)
         return (self._arena.num_pieces - PIECES_BESIDE) * self.pages.per_piece
 
     def private(self) -> tuple[int, int]:
