@@ -208,14 +208,14 @@ class LearnedHitDensity:
         if record.counted >= now:
             return
         age, end = record.counted - record.last, now - record.last
-        exposure = self._of(record).exposure
-        at = BIN_OF[min(age, LAST_AGE)]
-        while age < end:
-            stop = end if at == BINS - 1 else min(end, EDGES[at + 1])
-            exposure[at] += stop - age
-            age = stop
-            at = min(at + 1, BINS - 1)
         record.counted = now
+        exposure = self._of(record).exposure
+        at = BIN_OF[age] if age < LAST_AGE else BINS - 1
+        while at < BINS - 1 and end > EDGES[at + 1]:
+            exposure[at] += EDGES[at + 1] - age
+            age = EDGES[at + 1]
+            at += 1
+        exposure[at] += end - age
 
     # What is learned
 

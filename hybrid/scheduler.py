@@ -16,6 +16,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from hybrid import placement
 from hybrid.cache import HybridCache
@@ -232,7 +233,8 @@ class Scheduler:
         """Start waiting requests, oldest first, replays last, while there is room and they would have a share of the
         budget."""
         budget -= sum(request.prefill_end - request.num_computed for request in self.running if request.is_prefilling)
-        for request in sorted(self.waiting, key=lambda request: request.is_replay):
+        waiting = tuple(self.waiting)
+        for request in chain((r for r in waiting if not r.is_replay), (r for r in waiting if r.is_replay)):
             if budget <= 0 or len(self.running) >= self.max_num_seqs:
                 return
             if self._is_held(request):

@@ -35,6 +35,7 @@ GRID = 16
 PAGES = 40
 STATES = 12
 MAX_TOKENS = PAGES * GRID // 2
+MOST_LIVE = 24
 FAILING_ALLOCATIONS = 0.02
 FAILING_PASSES = 0.01
 
@@ -147,7 +148,7 @@ class Stress:
         dice, report = self.dice, self.report
         report.operations += 1
         action = dice.random()
-        if action < 0.25 or not self.engine.has_work:
+        if (action < 0.25 and len(self._live) < MOST_LIVE) or not self.engine.has_work:
             self._add()
         elif action < 0.29 and self._live:
             self.engine.abort(self._live.pop(dice.randrange(len(self._live))))
