@@ -1,0 +1,51 @@
+"""Where checkpoints are put."""
+
+from itertools import pairwise
+
+import pytest
+
+from hybrid.config import PLACEMENTS
+from hybrid.eviction import BRANCH, PROMPT_END, TURN_END, USER
+from hybrid.placement import of_prompt, spare
+
+GRID = 16
+
+
+def positions(names: tuple[str, ...] = PLACEMENTS, end: int = 100, **more: object) -> dict[int, str]:
+    arguments: dict = {"branching_len": None, "shared": (), "declared": (), "is_replay": False, **more}
+    return of_prompt(names, end, GRID, **arguments)
+
+
+def test_a_prompt_has_one_at_the_last_position_that_leaves_a_token() -> None:
+    assert positions(end=100) == {96: PROMPT_END}
+    assert positions(end=96) == {80: PROMPT_END, 96: PROMPT_END}  # the same prompt again; a next turn
+    assert positions(end=16) == {16: PROMPT_END}
+    assert positions(end=5) == {}
+
+
+def test_a_replay_has_one_at_its_end_alone() -> None:
+    assert positions(end=96, is_replay=True) == {96: TURN_END}
+    assert positions(("prompt_end",), end=96, is_replay=True) == {}
+
+
+def test_each_position_says_why_in_order() -> None:
+    assert positions(branching_len=32, shared={48}, declared=(70, -1)) == {32: BRANCH, 48: BRANCH, 64: USER, 96: USER}
+
+
+def test_only_the_placements_that_are_wanted() -> None:
+    assert positions((), branching_len=32) == {}
+    assert positions(("branch",), branching_len=32) == {32: BRANCH}
+    assert positions((), shared={48}, declared=(20,)) == {16: USER, 48: BRANCH}  # who waits, and who asks, gets one
+
+
+@pytest.mark.parametrize("declared", [-100, -90, 0, 15])
+def test_a_declared_position_before_the_first_grid_point_is_none(declared: int) -> None:
+    assert positions((), declared=(declared,)) == {}
+
+
+def test_spare_ones_are_dense_while_memory_is_free_and_ever_further_apart_when_it_is_not() -> None:
+    assert list(spare(16, 100, GRID, free=0.9)) == [32, 48, 64, 80, 96]
+    sparse = list(spare(0, 100 * GRID, GRID, free=0.4))
+    assert sparse[0] == 4 * GRID
+    assert all(1.2 < after / before < 1.6 for before, after in pairwise(sparse))
+    assert list(spare(sparse[3], sparse[5], GRID, free=0.4)) == sparse[4:6]
