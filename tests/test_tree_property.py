@@ -18,7 +18,7 @@ from hybrid.errors import LockError, OwnershipError
 from hybrid.eviction import BRANCH, INTERVAL
 from hybrid.key import Key
 from hybrid.node import Checkpoint, Lock, Match, Released
-from hybrid.policies import LeastRecentlyUsed
+from hybrid.policies import POLICIES, LeastRecentlyUsed
 from hybrid.tree import Tree
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -43,6 +43,7 @@ class Model:
     pages: dict[Prefix, int] = field(default_factory=dict)
     checkpoints: dict[Prefix, int] = field(default_factory=dict)
     held: list[Held] = field(default_factory=list)
+    evicted: set[Prefix] = field(default_factory=set)
 
     def ends(self, prefix: Prefix) -> list[Prefix]:
         """The prefixes of whole pages of a prefix, the shortest first."""
@@ -58,6 +59,15 @@ class Model:
     def branching_len(self, prefix: Prefix) -> int | None:
         hit = self.page_hit(prefix) // self.grid * self.grid
         return hit if hit > self.usable_hit(prefix) else None
+
+    def known(self, prefix: Prefix, page_hit: int) -> int:
+        """How far beyond its pages a prefix was once known: as long as each multiple of the grid has been evicted."""
+        known = page_hit
+        for end in range(page_hit // self.grid * self.grid + self.grid, len(prefix[1]) + 1, self.grid):
+            if (prefix[0], prefix[1][:end]) not in self.evicted:
+                break
+            known = end
+        return known
 
     def kept_pages(self) -> set[Prefix]:
         return {end for held in self.held for end in self.ends(held.prefix)}
@@ -75,9 +85,9 @@ class TreeMachine(RuleBasedStateMachine):
 
     locks = Bundle("locks")
 
-    @initialize(page_size=st.integers(2, 4), pages_per_grid=st.integers(1, 3))
-    def plant(self, page_size: int, pages_per_grid: int) -> None:
-        self.tree = Tree(page_size, page_size * pages_per_grid, LeastRecentlyUsed())
+    @initialize(page_size=st.integers(2, 4), pages_per_grid=st.integers(1, 3), policy=st.sampled_from(sorted(POLICIES)))
+    def plant(self, page_size: int, pages_per_grid: int, policy: str) -> None:
+        self.tree = Tree(page_size, page_size * pages_per_grid, POLICIES[policy]())
         self.model = Model(page_size, page_size * pages_per_grid)
         self.next_page, self.next_slot = count(), count(1)
 
@@ -145,6 +155,17 @@ class TreeMachine(RuleBasedStateMachine):
         found = (self.tree.match if use else self.tree.peek)(Key.of(ids, namespace), limit)
         self.compare(found, (namespace, ids[:limit]))
 
+    @rule(pages=PAGES, namespace=NAMESPACES, more=st.integers(0, 4), limit=st.integers(0, 30))
+    def recall(self, pages: list[str], namespace: str, more: int, limit: int) -> None:
+        ids = (*self.spell(pages), *[1] * more)
+        key, prefix = Key.of(ids, namespace), (namespace, ids[:limit])
+        found = self.tree.peek(key, limit)
+        past = self.tree.recall(key, found, limit)
+        inside = found.deepest is not None and found.deepest.end != found.num_page_tokens
+        expected = found.num_page_tokens if inside else self.model.known(prefix, found.num_page_tokens)
+        assert past.num_tokens == expected
+        assert all(found.num_tokens < position <= expected for position in past.gone)
+
     @rule(target=locks, pages=PAGES, namespace=NAMESPACES)
     def lock_pages(self, pages: list[str], namespace: str) -> object:
         prefix = (namespace, self.spell(pages))
@@ -200,6 +221,23 @@ class TreeMachine(RuleBasedStateMachine):
         for prefix in gone:
             del self.model.checkpoints[prefix]
 
+    @rule(wanted=st.integers(1, 4))
+    def evict_one(self, wanted: int) -> None:
+        """A checkpoint that may go and no page; or pages of one leaf without a checkpoint, and no checkpoint."""
+        free_pages = self.model.pages.keys() - self.model.kept_pages()
+        free_checkpoints = self.model.checkpoints.keys() - self.model.kept_checkpoints()
+        released = self.tree.evict_one(wanted)
+        if released.slots:
+            assert released.pages == []
+            (prefix,) = [p for p, slot in self.model.checkpoints.items() if slot == released.slots[0]]
+            assert prefix in free_checkpoints
+            del self.model.checkpoints[prefix]
+        elif released.pages:
+            self.take(released)
+        else:
+            assert not free_checkpoints
+            assert not free_pages
+
     @rule()
     def evict_all(self) -> None:
         released = self.tree.evict_all()
@@ -218,6 +256,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.model.kept_pages().isdisjoint(gone)
         for prefix in gone:
             del self.model.pages[prefix]
+            if len(prefix[1]) % self.model.grid == 0:
+                self.model.evicted.add(prefix)
         lost = [self.model.checkpoints.pop(prefix) for prefix in gone if prefix in self.model.checkpoints]
         assert sorted(released.slots) == sorted(lost)
         return gone
@@ -273,6 +313,10 @@ TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, database=None)
 
 
+def dice_kind(random: Random) -> str:
+    return INTERVAL if random.random() < 0.3 else BRANCH
+
+
 def victims(seed: int) -> list[Released]:
     """What goes, in order, in a random life of a tree."""
     random, gone = Random(seed), []
@@ -283,7 +327,7 @@ def victims(seed: int) -> list[Released]:
         text = [token for _ in range(random.randint(1, 8)) for token in [random.choice((1, 1, 2))] * 2]
         key, action = Key.of(text, random.choice(("", "other"))), random.random()
         if action < 0.5:
-            checkpoint = Checkpoint(next(slots), len(text), random.random() < 0.3) if len(text) % 4 == 0 else None
+            checkpoint = Checkpoint(next(slots), len(text), dice_kind(random)) if len(text) % 4 == 0 else None
             tree.insert(key, len(text), [next(pages) for _ in text[::2]], checkpoint)
         elif action < 0.7:
             found = tree.match(key, len(text) - 1)
