@@ -41,24 +41,30 @@ class PieceLayout(NamedTuple):
 
     @classmethod
     def of(cls, page_bytes: int, state_bytes: int, record_bytes: int = 0) -> PieceLayout:
-        """The smallest piece that wastes little whichever kind it holds.
+        """A small piece that wastes little whichever kind it holds.
 
-        State slots of a piece are equally far apart, so that all slots are addressed with one stride.
+        State slots of a piece are equally far apart, so that all slots are addressed with one stride. Where checkpoints
+        are stored smaller, most of what is kept are those: a piece may be up to an eighth larger to hold them well.
         """
         best: tuple[float, PieceLayout] | None = None
         for states in (1, *range(2, MOST_STATES + 1), *(2**n for n in range(3, 40))):
-            pages = -(-states * state_bytes // page_bytes)
-            num_bytes = pages * page_bytes
-            if states > MOST_STATES and pages > 1:
+            least = -(-states * state_bytes // page_bytes)
+            if states > MOST_STATES and least > 1:
                 break
-            if num_bytes % (states * ALIGNMENT) and states > 1:
-                continue
-            layout = cls(num_bytes, pages, states, num_bytes // record_bytes if record_bytes else 0)
-            waste = 1 - states * state_bytes / num_bytes
-            if waste <= MOST_WASTE and pages > 1:
-                return layout
-            if best is None or waste < best[0]:
-                best = waste, layout
+            for pages in range(least, least + least // 8 + 1) if record_bytes else (least,):
+                num_bytes = pages * page_bytes
+                if num_bytes % (states * ALIGNMENT) and states > 1:
+                    continue
+                layout = cls(num_bytes, pages, states, num_bytes // record_bytes if record_bytes else 0)
+                waste = 1 - states * state_bytes / num_bytes
+                if record_bytes:
+                    waste = 1 - layout.records * record_bytes / num_bytes + waste / 4
+                elif waste <= MOST_WASTE and pages > 1:
+                    return layout
+                if best is None or waste < best[0] - 1e-9:
+                    best = waste, layout
+            if record_bytes and best is not None and best[1].pages > 1:
+                break  # one state in a piece: working states cannot be moved together
         assert best is not None
         return best[1]
 

@@ -46,6 +46,8 @@ def _tree(cache: HybridCache) -> list[str]:
             wrong.append(f"{name}: does not end where its edge ends")
         if node.slot is not None and node.end % tree.grid:
             wrong.append(f"{name}: a checkpoint off the grid of {tree.grid}")
+        if tree.overlooks(node):
+            wrong.append(f"{name}: may be evicted, and is no candidate")
         pages += len(node.pages)
         checkpoints += node.slot is not None
     if pages != tree.num_pages:

@@ -39,6 +39,10 @@ class Queue(Protocol):
         """A candidate's use was counted."""
         ...
 
+    def __contains__(self, node: Node) -> bool:
+        """Whether it is entered."""
+        ...
+
     def peek(self) -> tuple[float, Node] | None:
         """The candidate that goes first, with its rank; None when there is none."""
         ...
@@ -73,6 +77,9 @@ class OrderedQueue:
     def push(self, node: Node, renewed: bool) -> None:
         if renewed or id(node) not in self._entered:
             self._enter(node)
+
+    def __contains__(self, node: Node) -> bool:
+        return id(node) in self._entered
 
     def used(self, node: Node) -> None:
         if self._falls and id(node) in self._entered:
@@ -137,6 +144,9 @@ class SampledQueue:
                 self._nodes = [node for node in self._nodes if self._is_candidate(node)]
                 self._places = {id(node): place for place, node in enumerate(self._nodes)}
                 self._compact_at = max(1024, 2 * len(self._nodes))
+
+    def __contains__(self, node: Node) -> bool:
+        return id(node) in self._places
 
     def used(self, node: Node) -> None:
         pass
@@ -226,6 +236,14 @@ class Candidates:
             self._checkpoints.push(node, renewed)
             if not node.children and not node.page_locks:
                 self._leaves.push(node, renewed)
+
+    def overlooks(self, node: Node) -> bool:
+        """Whether the node may be evicted for something, and is no candidate for it: it would stay for ever."""
+        return (
+            (is_evictable_tail(node) and node not in self._tails)
+            or (is_evictable_leaf(node) and node not in self._leaves)
+            or (is_evictable_checkpoint(node) and node not in self._checkpoints)
+        )
 
     def next_checkpoint(self) -> Node | None:
         """Take out the checkpoint that goes first."""

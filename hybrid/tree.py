@@ -282,6 +282,10 @@ class Tree(Lookup):
         released = self.evict_checkpoints(self.num_checkpoints, released)
         return self.evict_pages(self.num_pages, released)
 
+    def overlooks(self, node: Node) -> bool:
+        """Whether a node may be evicted, and never would be: for the audit."""
+        return self._candidates.overlooks(node)
+
     @property
     def policy_failure(self) -> str | None:
         """Why the policy was dismissed; None while it holds."""
