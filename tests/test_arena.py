@@ -29,10 +29,19 @@ def test_a_piece_is_the_smallest_that_wastes_little(page_bytes: int, state_bytes
     assert PieceLayout.of(page_bytes, state_bytes) == (pages * page_bytes, pages, states, 0)
 
 
-def test_a_piece_holds_as_many_records_as_fit() -> None:
-    layout = PieceLayout.of(4 * MIB, 26_787_840, 7_000_000)
-    assert layout == (13 * 4 * MIB, 13, 2, 7)
-    assert layout.records * 7_000_000 <= layout.num_bytes
+@pytest.mark.parametrize(
+    ("state_bytes", "record_bytes", "pages", "records"),
+    [
+        (51_511_296, 26_345_472, 26, 2),  # Qwen3.5-4B in bfloat16: a page more, and a second one fits
+        (51_511_296, 14_155_776, 27, 4),  # in int8
+        (8 * MIB, 2 * MIB, 4, 4),
+    ],
+)
+def test_a_piece_is_made_to_hold_stored_checkpoints_well(
+    state_bytes: int, record_bytes: int, pages: int, records: int
+) -> None:
+    assert PieceLayout.of(2 * MIB, state_bytes, record_bytes) == (pages * 2 * MIB, pages, 1, records)
+    assert records * record_bytes <= pages * 2 * MIB
 
 
 @pytest.mark.parametrize("page_bytes", [64, 192, 1024, 6400, 2**16, 2 * MIB, 4 * MIB])

@@ -97,10 +97,7 @@ CORRUPTIONS = [
     (miscount_loose_units, r"the arena counts \d+ free units of page and has \d+"),
     (keep_an_unused_piece, r"piece \d+ belongs to page, although nothing in it is in use"),
     (leak_a_record, r"stored checkpoint \d+ has no owner: leaked"),
-    (
-        own_a_record_twice,
-        r"stored checkpoint \d+ is owned by the checkpoint of '' at 8 and by the checkpoint of '' at 8",
-    ),
+    (own_a_record_twice, r"stored checkpoint \d+ is owned by the checkpoint of '' at 8 and by the checkpoint of ''"),
     (pin_another_length, r"a pin of 6 tokens does not keep the checkpoint there"),
     (forget_a_pin, r"2 page locks are not those of the leases and pins"),
     (forget_the_newest_child, r"its parent's newest child is none of its children"),
