@@ -155,10 +155,15 @@ class Story:
 
     def _engine(self, enabled: bool, pages: int, states: int) -> Engine:
         old = self.engine.cache.config
+        page_bytes, state_bytes = self.engine.cache.unit_bytes
         config = CacheConfig(
-            enabled=enabled, page_size=old.page_size, chunk_size=old.chunk_size, deterministic=old.deterministic
+            enabled=enabled,
+            page_size=old.page_size,
+            chunk_size=old.chunk_size,
+            memory=pages * page_bytes + states * state_bytes,
+            deterministic=old.deterministic,
         )
-        return self.engine.with_cache(config, room=(pages, states))
+        return self.engine.with_cache(config)
 
     def _draw(self, engine: Engine) -> str:
         tokenizer = self.engine.tokenizer

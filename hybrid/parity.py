@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,9 @@ class Judge:
         return [self._random.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
 
     def warm(self, pages: int = 256, states: int = 64) -> Engine:
-        """An engine with an empty cache of its own."""
-        return self.engine.with_cache(self._config, room=(pages, states))
+        """An engine with an empty cache of its own: one budget, as large as so many pages and states."""
+        page_bytes, state_bytes = self.engine.cache.unit_bytes
+        return self.engine.with_cache(replace(self._config, memory=pages * page_bytes + states * state_bytes))
 
     def differences(self, outputs: list[RequestOutput]) -> list[str]:
         """What differs from a cold run of the same prompt alone: tokens, and the log-probabilities of every token."""
@@ -136,7 +137,7 @@ def busy_batch(judge: Judge) -> Check:
 
 def memory_pressure(judge: Judge) -> Check:
     longest = 7 * judge.grid + 24
-    warm = judge.warm(pages=2 * -(-longest // judge.engine.cache.config.page_size) + 2, states=9)
+    warm = judge.warm(pages=2 * -(-longest // judge.engine.cache.config.page_size), states=5)
     shared = judge.ids(4 * judge.grid)
     outputs = []
     for _ in range(3):
