@@ -173,12 +173,14 @@ class Facts:
             return self._bytes_freed
         if node.slot is not None:
             total = self._prices.checkpoint
-        if not node.children:
-            while node.parent is not None and not node.page_locks:
-                total += len(node.pages) * self._prices.page
-                node = node.parent
-                if node.slot is not None or len(node.children) > 1:
-                    break
+        top = node.parent
+        if top is not None and not node.children and not node.page_locks:
+            page_tokens = (node.end - top.end) // len(node.pages)
+            while (
+                top.parent is not None and top.slot is None and len(top.children) == 1 and not top.page_locks
+            ):  # a tombstone that nothing else needs goes along
+                top = top.parent
+            total += (node.end - top.end) // page_tokens * self._prices.page
         return total
 
     @property

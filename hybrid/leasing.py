@@ -337,6 +337,7 @@ class Leasing:
             if checkpoint is not None and not inserted.adopted:
                 self.checkpoints.free([checkpoint.slot])
         num_existing = inserted.num_existing // page_size
+        self._room.adopted(pages[num_existing:], inserted.node)
         if num_existing > lease.num_shared:
             kept = self.tree.pages(inserted.node, inserted.num_existing)
             duplicates = lease.block_table[lease.num_shared : num_existing]

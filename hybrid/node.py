@@ -14,6 +14,7 @@ class Node:
 
     Attributes:
         parent: None for the root of a namespace, and for a node that was removed.
+        was_below: the parent of a node that was removed.
         edge: the bytes of the edge's token ids.
         pages: page ids of the edge, one per page.
         end: tokens from the root to this node's end.
@@ -36,10 +37,12 @@ class Node:
         "slot",
         "state_locks",
         "usage",
+        "was_below",
     )  # fmt: skip
 
     def __init__(self, parent: Node | None, edge: bytes, pages: array[int], end: int, usage: Usage) -> None:
         self.parent = parent
+        self.was_below: Node | None = None
         self.edge = edge
         self.pages = pages
         self.end = end

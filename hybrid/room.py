@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from hybrid.arena import Arena, ArenaPool
 from hybrid.lease import Lease, Pin
-from hybrid.node import Lock, Released, StateLock
+from hybrid.node import Lock, Node, Released, StateLock
 from hybrid.pool import IndexPool
 from hybrid.tree import Tree
 
@@ -62,6 +62,7 @@ class Room:
         self.evicted_pages = 0
         self.evicted_checkpoints = 0
         self.moved = 0
+        self._owners: list[Node | None] = [None] * pages.size if arena is not None else []
         self._arena = arena
         self._mover = mover
         self._leases = leases
@@ -124,6 +125,13 @@ class Room:
             return self.pages.capacity
         assert isinstance(self.pages, ArenaPool)
         return (self._arena.num_pieces - PIECES_BESIDE) * self.pages.per_piece
+
+    def adopted(self, pages: Sequence[int], node: Node) -> None:
+        """Note that a new node owns these pages, to find them again when they are to be moved."""
+        if self._arena is not None:
+            owners = self._owners
+            for page in pages:
+                owners[page] = node
 
     def private(self) -> tuple[int, int]:
         """Pages, and states, that belong to requests: from counts alone, for any thread."""
@@ -234,10 +242,19 @@ class Room:
         return True
 
     def _repoint_pages(self, moves: dict[int, int]) -> None:
-        old = moves.keys()
-        tables: Iterable = [node.pages for _, node in self.tree.nodes()]
-        for table in (*tables, *(lease.block_table for lease in self._leases)):
-            if not old.isdisjoint(table):
+        """Have whoever names a moved page name its new place.
+
+        The node that a page came with owns it, or, after splits, one above. Those below may have been removed since.
+        """
+        for old, new in moves.items():
+            node = self._owners[old]
+            while node is not None and (node.parent is None or old not in node.pages):
+                node = node.parent or node.was_below
+            if node is not None:
+                node.pages[node.pages.index(old)] = new
+            self._owners[new] = node
+        for lease in self._leases:
+            table = lease.block_table
+            if not moves.keys().isdisjoint(table):
                 for at, page in enumerate(table):
-                    if page in moves:
-                        table[at] = moves[page]
+                    table[at] = moves.get(page, page)

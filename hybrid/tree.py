@@ -336,7 +336,7 @@ class Tree(Lookup):
             del parent.children[node.edge[: self._page_bytes]]
             if parent.newest is node:
                 parent.newest = next(reversed(parent.children.values()), None)
-            node.parent = None
+            node.parent, node.was_below = None, parent
             if parent.children:
                 return
             self._candidates.changed(parent)
