@@ -21,7 +21,6 @@ from hybrid.node import Checkpoint, Lock, Node, Released
 from hybrid.policies import policy_of
 from hybrid.tree import Tree
 
-
 GRID = 32
 """Where the benchmark puts states: multiples of 32, its smallest step. Engines have 64."""
 

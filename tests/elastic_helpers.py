@@ -4,7 +4,7 @@ A page holds two tokens. `ONE` is a piece of four pages or one state, `TWO` a pi
 `THREE` one of two pages or three states. State slot 0 is the empty state, so that piece 0 always holds states.
 """
 
-from helpers import AuditedCache, Content, Memory, key_of
+from helpers import AuditedCache, Content, Memory, RandomWorkload, key_of
 
 from hybrid.arena import PieceLayout
 from hybrid.cache import HybridCache
@@ -84,3 +84,26 @@ class Mover:
 
     def restore(self, record: int, slot: int) -> None:
         self.memory.states[slot] = self.records[record]
+
+
+class Records(Memory):
+    """A memory whose checkpoints are stored apart from the states."""
+
+    records: dict[int, Content]
+
+    def check(self) -> None:
+        states, self.states = self.states, self.records
+        super().check()
+        self.states = states
+
+
+def random_requests(cache: AuditedCache, seed: int) -> RandomWorkload:
+    workload = RandomWorkload(cache, seed)
+    apart = cache.checkpoints is not cache.states
+    if apart:
+        workload.memory = Records(cache)
+    mover = cache._room._mover = Mover(workload.memory)
+    if apart:
+        workload.memory.records = mover.records
+        cache._tensors = mover
+    return workload

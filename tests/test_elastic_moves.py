@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from elastic_helpers import ONE, THREE, TWO, Mover, elastic, finish, held
+from elastic_helpers import ONE, THREE, TWO, Mover, elastic, finish, held, random_requests
 from helpers import AuditedCache, Content, Memory, RandomWorkload, key_of, release
 from torch import Tensor
 
@@ -127,29 +127,6 @@ def test_a_checkpoint_that_somebody_reads_is_not_moved() -> None:
 
 
 # Random requests: contents stay where they are looked for
-
-
-class Records(Memory):
-    """A memory whose checkpoints are stored apart from the states."""
-
-    records: dict[int, Content]
-
-    def check(self) -> None:
-        states, self.states = self.states, self.records
-        super().check()
-        self.states = states
-
-
-def random_requests(cache: AuditedCache, seed: int) -> RandomWorkload:
-    workload = RandomWorkload(cache, seed)
-    apart = cache.checkpoints is not cache.states
-    if apart:
-        workload.memory = Records(cache)
-    mover = cache._room._mover = Mover(workload.memory)
-    if apart:
-        workload.memory.records = mover.records
-        cache._tensors = mover
-    return workload
 
 
 @pytest.mark.parametrize("seed", range(4))

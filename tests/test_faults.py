@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 import pytest
+from elastic_helpers import ONE, elastic, random_requests
 from helpers import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
 
 import hybrid.tree
+from hybrid.arena import ArenaPool
 from hybrid.ghosts import Ghosts
 from hybrid.key import Key
 from hybrid.node import Checkpoint, Node, Released
@@ -19,30 +22,42 @@ NUM_ACTIONS = 80
 @contextmanager
 def failing(at: int | None, error: type[BaseException] | None) -> Iterator[Callable[[], int]]:
     """The allocation of number `at` yields nothing, or raises. Gives a function that counts the allocations."""
-    allocate, num_calls = IndexPool.allocate, 0
+    num_calls = 0
 
-    def counted(pool: IndexPool, count: int) -> list[int] | None:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls - 1 != at:
-            return allocate(pool, count)
-        if error is not None:
-            raise error("planted")
-        return None
+    def counting(kind: type[IndexPool] | type[ArenaPool]) -> Callable[..., list[int] | None]:
+        allocate = kind.allocate
+
+        def counted(pool: Any, count: int) -> list[int] | None:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls - 1 != at:
+                return allocate(pool, count)
+            if error is not None:
+                raise error("planted")
+            return None
+
+        return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(IndexPool, "allocate", counted)
+        for kind in (IndexPool, ArenaPool):
+            patch.setattr(kind, "allocate", counting(kind))
         yield lambda: num_calls
 
 
-def busy_cache() -> tuple[AuditedCache, RandomWorkload]:
+def busy_cache(memory: str = "fixed") -> tuple[AuditedCache, RandomWorkload]:
     """A cache too small for its requests: they share, evict, and are retracted."""
-    cache = audited_cache(num_pages=14, num_states=6, page_size=2, chunk_size=4)
-    return cache, RandomWorkload(cache, seed=7)
+    if memory == "fixed":
+        cache = audited_cache(num_pages=14, num_states=6, page_size=2, chunk_size=4)
+    else:
+        cache = elastic(10, ONE, chunk_size=4, record_bytes=64 if memory == "stored smaller" else None)
+    return cache, random_requests(cache, seed=7)
 
 
-def count_allocations() -> int:
-    cache, workload = busy_cache()
+MEMORIES = pytest.mark.parametrize("memory", ["fixed", "one budget", "stored smaller"])
+
+
+def count_allocations(memory: str) -> int:
+    cache, workload = busy_cache(memory)
     with failing(None, None) as num_calls:
         workload.run(NUM_ACTIONS)
     stats = cache.stats()
@@ -64,22 +79,27 @@ def recover(cache: AuditedCache, workload: RandomWorkload) -> None:
     release(cache)
 
 
-def test_the_workload_allocates_often_enough_to_prove_something() -> None:
-    assert count_allocations() > 40
+@MEMORIES
+def test_the_workload_allocates_often_enough_to_prove_something(memory: str) -> None:
+    assert count_allocations(memory) > 40
 
 
-def test_an_allocation_that_yields_nothing_is_survived_wherever_it_happens() -> None:
-    for at in range(count_allocations()):
-        cache, workload = busy_cache()
+@MEMORIES
+def test_an_allocation_that_yields_nothing_is_survived_wherever_it_happens(memory: str) -> None:
+    for at in range(count_allocations(memory)):
+        cache, workload = busy_cache(memory)
         with failing(at, None):
             workload.run(NUM_ACTIONS)
         recover(cache, workload)
 
 
+@MEMORIES
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_an_allocation_that_raises_leaves_the_books_balanced_wherever_it_happens(error: type[BaseException]) -> None:
-    for at in range(count_allocations()):
-        cache, workload = busy_cache()
+def test_an_allocation_that_raises_leaves_the_books_balanced_wherever_it_happens(
+    error: type[BaseException], memory: str
+) -> None:
+    for at in range(count_allocations(memory)):
+        cache, workload = busy_cache(memory)
         with failing(at, error), pytest.raises(error, match="planted"):
             workload.run(NUM_ACTIONS)
         recover(cache, workload)
