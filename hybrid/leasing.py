@@ -35,8 +35,8 @@ from hybrid.room import Pool, Room
 from hybrid.tensors import CacheTensors
 from hybrid.tree import Tree
 
-GHOSTS_PER_PAGE = 200
-"""The tree remembers so many evicted prefixes for each page of the memory."""
+GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
+"""The tree remembers so many evicted prefixes for each page of the memory, and at least so many: about 15 MB."""
 
 
 class Leasing:
@@ -59,7 +59,7 @@ class Leasing:
         prices: Prices | None = None,
     ) -> None:
         self.config = config
-        max_ghosts = max(1024, GHOSTS_PER_PAGE * pages.capacity)
+        max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * pages.capacity)
         self.tree = Tree(
             config.page_size, config.grid, policy_of(config.eviction), prices or Prices(), max_ghosts, config.seed
         )
