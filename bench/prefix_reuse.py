@@ -304,7 +304,15 @@ def main() -> int:
         for line in lines:
             target = "" if line.target is None else f"{'<=' if line.at_most else '>='} {line.target}"
             medians = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in line.seconds.items())
-            table.add_row("ok" if line.reached else "MISS", line.name, f"{line.ratio:.2f}" if line.ratio > 0.1 else f"{line.ratio:.4f}", target, line.mode, medians)
+            table.add_row(
+                "ok" if line.reached else "MISS",
+                line.name,
+                ratio = f"{line.ratio:.2f}" if line.ratio > 0.1 else f"{line.ratio:.4f}"
+                ratio,
+                target,
+                line.mode,
+                medians,
+            )
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(table)
         console.print(f"{parameters / 1e6:.1f}M parameters; {result['machine']}", highlight=False)

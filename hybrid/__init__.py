@@ -14,6 +14,7 @@ if (_root / "kernels" / "reference.py").is_file():
     )  # in a checkout ./kernels and ./models lie beside this package; installed, they lie within
 
 from hybrid.cache import HybridCache  # noqa: E402
+from hybrid.candidates import PolicyWarning  # noqa: E402
 from hybrid.config import CacheConfig  # noqa: E402
 from hybrid.engine import Engine  # noqa: E402
 from hybrid.errors import (  # noqa: E402
@@ -29,7 +30,7 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
-from hybrid.lease import CacheStats  # noqa: E402
+from hybrid.lease import CacheStats, Pin  # noqa: E402
 from hybrid.request import RequestOutput, Usage  # noqa: E402
 from hybrid.sampling import SamplingParams  # noqa: E402
 
@@ -47,6 +48,8 @@ __all__ = [
     "LockError",
     "MemoryBudgetError",
     "OwnershipError",
+    "Pin",
+    "PolicyWarning",
     "PromptError",
     "RequestError",
     "RequestOutput",

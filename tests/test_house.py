@@ -133,6 +133,8 @@ def test_the_public_names_are_these() -> None:
         "LockError",
         "MemoryBudgetError",
         "OwnershipError",
+        "Pin",
+        "PolicyWarning",
         "PromptError",
         "RequestError",
         "RequestOutput",
