@@ -304,10 +304,10 @@ def main() -> int:
         for line in lines:
             target = "" if line.target is None else f"{'<=' if line.at_most else '>='} {line.target}"
             medians = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in line.seconds.items())
+            ratio = f"{line.ratio:.2f}" if line.ratio > 0.1 else f"{line.ratio:.4f}"
             table.add_row(
                 "ok" if line.reached else "MISS",
                 line.name,
-                ratio = f"{line.ratio:.2f}" if line.ratio > 0.1 else f"{line.ratio:.4f}"
                 ratio,
                 target,
                 line.mode,
