@@ -158,7 +158,7 @@ def serve(cache: HybridCache, request: Request) -> tuple[int, bool, bool]:
     key, grid, names = Key.of(ids), cache.config.grid, cache.config.placement
     limit = num_input - 1
     found = cache.tree.peek(key, limit)
-    lost = cache.tree.lost_checkpoint(found)
+    lost = cache.tree.lost_checkpoint(found) is not None
     lease = cache.open(key, limit, num_input)
     if lease is None:
         return 0, False, lost

@@ -46,7 +46,13 @@ def _reason(tree: Tree, key: Key, limit: int, match: Match) -> str:
     if not tree.knows(key.namespace) and not tree.was_evicted(key, match):
         return "nothing is kept in this namespace" if tree.num_pages else "the cache is empty"
     if match.branching_len is not None:
-        why = "the checkpoint there was evicted" if tree.lost_checkpoint(match) else "pages but no checkpoint there"
+        lost = tree.lost_checkpoint(match)
+        if lost is None:
+            why = "pages but no checkpoint there"
+        elif lost.created:
+            why = "the checkpoint there was evicted"
+        else:
+            why = "a checkpoint there was not worth its room"
         return f"{why}, between {usable} and {pages}; one is put at {match.branching_len} now"
     if pages < limit // tree.page_size * tree.page_size:
         if tree.was_evicted(key, match):

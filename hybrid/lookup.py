@@ -160,14 +160,15 @@ class Lookup:
         del pages[num_tokens // self.page_size :]
         return pages
 
-    def lost_checkpoint(self, match: Match) -> bool:
-        """Whether a checkpoint between the usable hit and the page hit was evicted."""
+    def lost_checkpoint(self, match: Match) -> Usage | None:
+        """The use of the deepest checkpoint between the usable hit and the page hit that was evicted, or was not worth
+        its room (then it was never created: tick 0). None if there was none."""
         node = match.deepest
         while node is not None and node is not match.checkpoint:
             if node.lost_checkpoint and node.end <= match.num_page_tokens:
-                return True
+                return node.usage
             node = node.parent
-        return False
+        return None
 
     def knows(self, namespace: str) -> bool:
         """Whether anything is kept in the namespace."""

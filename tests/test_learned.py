@@ -160,7 +160,13 @@ def test_a_checkpoint_not_worth_its_room_is_not_taken_and_remembered_all_the_sam
     assert cache.capture(lease, PAGE, USER) is None
     assert cache.stats().checkpoints == before
     assert lease.marks[PAGE].kind == USER
+    key = Key.of([3] * (PAGE + 1))
+    cache.advance(lease, PAGE + 1)
+    cache.commit(lease, key, PAGE)
     cache.close(lease)
+    again = start(cache, key)
+    assert again.explanation.reason.startswith("a checkpoint there was not worth its room, between 0 and 4")
+    cache.close(again)
 
 
 def test_the_checkpoint_of_a_prompt_at_whose_end_its_turn_ends_is_that_of_the_turn() -> None:
