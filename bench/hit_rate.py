@@ -321,6 +321,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.reference is None:
         if args.trace is None or args.budget_gb is None or args.geometry == "all":
             parser.error("give --trace, --geometry and --budget-gb, or --reference")
+        if not args.budget_gb > 0:
+            parser.error(f"--budget-gb must be a positive number, or inf; got {args.budget_gb}")
         if args.geometry != "custom":
             args.kv_bytes, args.state_bytes = GEOMETRIES[args.geometry]
         elif not args.kv_bytes or not args.state_bytes:

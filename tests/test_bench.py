@@ -109,6 +109,8 @@ def test_a_file_of_known_figures_is_run_cell_by_cell(
     [
         (["--trace", "nowhere", "--budget-gb", "1"], "nowhere"),
         (["--trace", "x"], "--budget-gb"),
+        (["--trace", "x", "--budget-gb", "nan"], "--budget-gb must be a positive number"),
+        (["--trace", __file__, "--budget-gb", "0.0001"], "line 1"),
         (["--trace", "x", "--geometry", "custom", "--budget-gb", "1"], "--kv-bytes"),
     ],
 )
