@@ -152,16 +152,14 @@ def make_cache(args: argparse.Namespace, budget_gb: float) -> HybridCache:
     return HybridCache.of_bytes(int(budget_gb * 1e9), page_bytes, state_bytes, config, record)
 
 
-def serve(cache: HybridCache, request: Request) -> tuple[int, bool, bool]:
-    """One request from its prompt to its last token: (usable hit, whether it had its memory, evicted checkpoint)."""
+def serve(cache: HybridCache, request: Request) -> int:
+    """One request from its prompt to its last token; returns its usable hit, 0 when it could not have its memory."""
     ids, num_input = request
     key, grid, names = Key.of(ids), cache.config.grid, cache.config.placement
     limit = num_input - 1
-    found = cache.tree.peek(key, limit)
-    lost = cache.tree.lost_checkpoint(found) is not None
     lease = cache.open(key, limit, num_input)
     if lease is None:
-        return 0, False, lost
+        return 0
     hit = lease.num_hit_tokens
     wanted = placement.of_prompt(
         names, num_input, grid, branching_len=lease.branching_len, shared=(), declared=(), is_replay=False
@@ -184,7 +182,7 @@ def serve(cache: HybridCache, request: Request) -> tuple[int, bool, bool]:
         if "turn_end" in names:
             cache.end_turn(lease, len(ids))
     cache.close(lease)
-    return hit, True, lost
+    return hit
 
 
 def run(args: argparse.Namespace, name: str, requests: Sequence[Request], budget_gb: float) -> Result:
@@ -196,9 +194,10 @@ def run(args: argparse.Namespace, name: str, requests: Sequence[Request], budget
         ids, num_input = request
         key = Key.of(ids)
         limit = num_input - 1
-        pages = cache.tree.peek(key, limit).num_page_tokens
+        found = cache.tree.peek(key, limit)
+        pages, lost = found.num_page_tokens, cache.tree.lost_checkpoint(found) is not None
         start = time.perf_counter()
-        hit, _, lost = serve(cache, request)
+        hit = serve(cache, request)
         spent += time.perf_counter() - start
         seen = known.tokens(key, limit)
         known.add(key)

@@ -161,13 +161,16 @@ class Room:
 
     def _most_pages(self) -> int:
         """Pages that could be had by evicting everything that may go."""
-        locked = self.tree.num_locked_pages(self.locks())
         if self._arena is None:
-            return self.pages.num_free + self.tree.num_pages - locked
+            return self.pages.num_free + self.tree.num_pages - self.tree.num_locked_pages(self.locks())
         assert isinstance(self.pages, ArenaPool)
-        private = sum(len(lease.block_table) - lease.num_shared for lease in self._leases)
         kept = sum(len(pieces) for pieces in self._kept_slots().values())
-        return (self._arena.num_pieces - kept) * self.pages.per_piece - private - locked
+        return (self._arena.num_pieces - kept) * self.pages.per_piece - self._kept_pages()
+
+    def _kept_pages(self) -> int:
+        """Pages that requests own, and those that locks keep."""
+        private = sum(len(lease.block_table) - lease.num_shared for lease in self._leases)
+        return private + self.tree.num_locked_pages(self.locks())
 
     def _kept_slots(self) -> dict[int, dict[int, int]]:
         """Per kind of state, by id of its pool: the pieces that it will keep, and how many of their slots. Those of
@@ -190,9 +193,7 @@ class Room:
         kept = self._kept_slots()
         if any(used < pool.per_piece for used in kept[id(pool)].values()):
             return True
-        pages = sum(len(lease.block_table) - lease.num_shared for lease in self._leases)
-        pages += self.tree.num_locked_pages(self.locks())
-        return sum(map(len, kept.values())) + -(-pages // self.pages.per_piece) < arena.num_pieces
+        return sum(map(len, kept.values())) + -(-self._kept_pages() // self.pages.per_piece) < arena.num_pieces
 
     # One budget
 
@@ -212,24 +213,27 @@ class Room:
                 return
 
     def _compact(self, pool: ArenaPool) -> bool:
-        """Move units of a pool together so that a piece of it comes free. False when none can."""
+        """Move units of a pool together so that a piece of it comes free. False when none can: states of requests stay
+        where they are."""
         if pool.num_loose < pool.per_piece:
             return False
         if pool is self.pages:
             moves = pool.plan_moves(lambda page: True)
-        else:
+        elif pool is self.checkpoints:
             kept = {lock.node.slot for lock in self.locks() if lock.node is not None}
             owned = {node.slot for _, node in self.tree.nodes() if node.slot is not None} - kept
-            moves = pool.plan_moves(lambda slot: slot in owned) if pool is self.checkpoints else None
+            moves = pool.plan_moves(lambda slot: slot in owned)
+        else:
+            return False
         if not moves:
             return False
-        move: Callable[[dict[int, int]], None] | None = None
         if self._mover is not None:
             if pool is self.pages:
-                move = self._mover.move_pages
+                self._mover.move_pages(moves)
+            elif pool is self.states:
+                self._mover.move_states(moves)
             else:
-                move = self._mover.move_states if pool is self.states else self._mover.move_records
-            move(moves)
+                self._mover.move_records(moves)
         # The copies are made; from here on the books are moved, which cannot fail.
         if pool is self.pages:
             self._repoint_pages(moves)
