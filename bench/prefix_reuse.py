@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-import hybrid.engine
+import hybrid.runner
 from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.oracle import use_torch_functions
 from hybrid.scheduler import Step
@@ -175,12 +175,12 @@ class Stopwatch:
     def __enter__(self) -> None:
         for name in ("schedule", "commit", "finish"):
             setattr(self._scheduler, name, self._timing(getattr(self._scheduler, name)))
-        self._plan, hybrid.engine.plan = hybrid.engine.plan, self._timing(hybrid.engine.plan)
+        self._plan, hybrid.runner.plan = hybrid.runner.plan, self._timing(hybrid.runner.plan)
 
     def __exit__(self, *_: object) -> None:
         for name in ("schedule", "commit", "finish"):
             delattr(self._scheduler, name)
-        hybrid.engine.plan = self._plan
+        hybrid.runner.plan = self._plan
 
 
 def timed(work: Callable[[], object]) -> float:

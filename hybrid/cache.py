@@ -117,7 +117,7 @@ class HybridCache(Leasing):
         Raises:
             MemoryBudgetError: the memory does not hold one page and the states of one request.
         """
-        memory = config.memory_bytes(free)
+        memory = config.memory_bytes(free, device.type == "cuda")
         page_bytes, state_bytes = spec.page_bytes(config.page_size), spec.state_bytes
         if config.state_share is None:
             stored = None

@@ -11,6 +11,12 @@ from hybrid.eviction import Policy
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
 """Where checkpoints are put."""
 
+GPU_MEMORY = 0.9
+"""Part of a GPU's free memory that a cache takes when nothing is said: the rest is for what a pass needs besides."""
+
+CPU_MEMORY = 4 * 2**30
+"""Bytes that a cache takes on a CPU when nothing is said."""
+
 STATE_DTYPES = ("float32", "bfloat16", "int8")
 """How checkpoints are stored."""
 
@@ -26,7 +32,8 @@ class CacheConfig:
         page_size: tokens per page of KV.
         chunk_size: tokens per chunk of the linear layers. Checkpoints lie at multiples of both sizes.
         memory: bytes for pages and states together: a number of bytes, a text as "512MiB" or "2GB", or a fraction of
-            the memory that is free on the device (0.5).
+            the memory that is free on the device (0.5). None: 0.9 of what the weights leave free on a GPU, 4 GiB on a
+            CPU.
         state_share: None: pages and states share `memory`, and it goes to whoever is worth more. A number: the part of
             it that holds states, once and for all.
         eviction: what goes first: "lhd" (learned hit density), "lru", "lfu", "fifo", "mru", "filo", "priority",
@@ -46,7 +53,7 @@ class CacheConfig:
     enabled: bool = True
     page_size: int = 64
     chunk_size: int = 64
-    memory: int | float | str = "4GiB"
+    memory: int | float | str | None = None
     state_share: float | None = None
     eviction: str | Policy = "lhd"
     placement: Sequence[str] = PLACEMENTS
@@ -81,26 +88,31 @@ class CacheConfig:
                 raise ArgumentError(
                     f"CacheConfig: state_dtype={self.state_dtype!r} needs one budget for everything: state_share=None"
                 )
-        self._amount()
+        if self.memory is not None:
+            self._amount()
 
     @property
     def grid(self) -> int:
         """Checkpoints lie at multiples of this many tokens."""
         return math.lcm(self.page_size, self.chunk_size)
 
-    def memory_bytes(self, free: int) -> int:
+    def memory_bytes(self, free: int, on_gpu: bool = False) -> int:
         """The budget in bytes, on a device with `free` bytes to give.
+
+        Args:
+            on_gpu: decides what is taken where `memory` says nothing.
 
         Raises:
             ArgumentError: `memory` is no amount.
             MemoryBudgetError: more is asked for than is free.
         """
-        amount = self._amount()
+        amount = (GPU_MEMORY if on_gpu else CPU_MEMORY) if self.memory is None else self._amount()
         if isinstance(amount, float):
             amount = int(amount * free)
         if amount > free:
+            asked = "the default" if self.memory is None else f"memory={self.memory!r}"
             raise MemoryBudgetError(
-                f"CacheConfig: memory={self.memory!r} is {format_bytes(amount)}, but only {format_bytes(free)} "
+                f"CacheConfig: {asked} is {format_bytes(amount)}, but only {format_bytes(free)} "
                 "is free; give less, or a fraction of what is free as memory=0.5"
             )
         return amount

@@ -15,16 +15,16 @@ from tqdm import tqdm
 from hybrid.cache import HybridCache, smallest_memory
 from hybrid.config import CacheConfig, format_bytes
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
+from hybrid.graphs import DecodeGraphs
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.lease import Pin
 from hybrid.models.loading import load_model, open_checkpoint
-from hybrid.passthrough import PassThroughCache
-from hybrid.plan import plan
 from hybrid.request import Request, RequestOutput, Status
-from hybrid.sampling import SamplingParams, sample, token_logprobs
-from hybrid.scheduler import Part, Scheduler, Step
-from hybrid.settings import as_prompts, free_memory, generation_defaults, settle_dtype
+from hybrid.runner import Runner
+from hybrid.sampling import SamplingParams
+from hybrid.scheduler import Scheduler, Step
+from hybrid.settings import as_prompts, furnish, generation_defaults, settle_dtype
 from hybrid.text import Prompt, TextStream, encode, load_tokenizer
 
 
@@ -51,6 +51,7 @@ class Engine:
         default_params: SamplingParams | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
+        enforce_eager: bool = False,
     ) -> None:
         if max_num_seqs < 1:
             raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -66,7 +67,12 @@ class Engine:
         self.device = device
         self.deterministic = deterministic
         self.default_params = default_params or SamplingParams()
+        self.enforce_eager = enforce_eager
         self.scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, deterministic)
+        self.runner = Runner(model, cache, device, deterministic, self._graphs())
+        # on a GPU the next step is scheduled while this one is computed; a CPU has nobody else to do that
+        self._overlap = device.type == "cuda"
+        self._ahead: Step | None = None
         self._end_tokens = end_tokens
         self._requests: dict[str, Request] = {}
         self._undelivered: list[RequestOutput] = []
@@ -82,6 +88,7 @@ class Engine:
         cache: CacheConfig | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
+        enforce_eager: bool = False,
     ) -> Engine:
         """Load a checkpoint with its tokenizer, and make room for its cache.
 
@@ -92,6 +99,7 @@ class Engine:
             cache: settings of the cache.
             max_num_seqs: at most so many requests run at once.
             max_num_batched_tokens: at most so many tokens are computed in one step.
+            enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as CUDA graphs.
 
         Raises:
             CheckpointError: no usable checkpoint is there.
@@ -103,7 +111,7 @@ class Engine:
         config = cache or CacheConfig()
         tokenizer = load_tokenizer(checkpoint.path)
         loaded = load_model(checkpoint, settle_dtype(dtype, checkpoint.config, where), where, config.chunk_size)
-        own, deterministic = _furnish(loaded, config, where, None)
+        own, deterministic = furnish(loaded, config, where, None)
         end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
         return cls(
             loaded,
@@ -115,6 +123,7 @@ class Engine:
             default_params=default_params,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            enforce_eager=enforce_eager,
         )
 
     def with_cache(self, cache: CacheConfig, room: tuple[int, int] | None = None) -> Engine:
@@ -132,7 +141,7 @@ class Engine:
             raise ArgumentError(
                 f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
             )
-        own, deterministic = _furnish(self.model, cache, self.device, room)
+        own, deterministic = furnish(self.model, cache, self.device, room)
         return type(self)(
             self.model,
             self.tokenizer,
@@ -143,6 +152,7 @@ class Engine:
             default_params=self.default_params,
             max_num_seqs=self.scheduler.max_num_seqs,
             max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
+            enforce_eager=self.enforce_eager,
         )
 
     # Whole answers
@@ -294,34 +304,31 @@ class Engine:
         self.cache.unpin(pin)
 
     def _advance(self) -> list[RequestOutput]:
+        step: Step | None = None
         try:
             with deferred_interrupts():
-                step = self.scheduler.schedule()
+                ahead, self._ahead = self._ahead, None
+                step = self.scheduler.depart(ahead or self.scheduler.schedule())
+                if not step.parts and ahead is not None:  # everything that was planned ahead has ended since
+                    step = self.scheduler.depart(self.scheduler.schedule())
             if not step.parts:
                 return []
-            tokens = self._compute(step)
+            sampled_parts = step.sampled()
+            pending = self.runner.launch(step)
+            with deferred_interrupts():
+                alive = {id(part) for part in self.scheduler.commit(step)}
+                if self._overlap:
+                    self._ahead = self.scheduler.schedule()
+            tokens = pending.wait()
         except BaseException:
             with deferred_interrupts():
-                self.scheduler.roll_back()
+                planned = [step for step in (step, self._ahead) if step is not None]
+                self._ahead = None
+                self.scheduler.roll_back(*planned)
             raise
         with deferred_interrupts():
-            alive = {id(part) for part in self.scheduler.commit(step)}
-            sampled = [(part, token) for part, token in zip(step.sampled(), tokens, strict=True) if id(part) in alive]
+            sampled = [(part, token) for part, token in zip(sampled_parts, tokens, strict=True) if id(part) in alive]
             return [self._take(part.request, *token) for part, token in sampled]
-
-    def _compute(self, step: Step) -> list[tuple[int, dict[int, float] | None]]:
-        """The pass itself: a token, and its log-probabilities if asked for, for each sampled part."""
-        config = self.cache.config
-        batch = plan(step, config.page_size, config.chunk_size, self.device, self.deterministic)
-        logits = self.model(batch, self.cache.kv, self.cache.state_tensors)
-        return [self._sample(part, row) for part, row in zip(step.sampled(), logits, strict=True)]
-
-    def _sample(self, part: Part, logits: torch.Tensor) -> tuple[int, dict[int, float] | None]:
-        request = part.request
-        assert request.params is not None
-        token = sample(logits, request.params, request.generator)
-        wanted = request.params.logprobs
-        return token, None if wanted is None else token_logprobs(logits, token, wanted)
 
     def _take(self, request: Request, token: int, logprobs: dict[int, float] | None) -> RequestOutput:
         assert request.params is not None
@@ -337,6 +344,11 @@ class Engine:
         """Replay what was decoded, as long as nobody waits for anything else."""
         while not self._requests and (self.scheduler.waiting or self.scheduler.running):
             self._advance()
+
+    def _graphs(self) -> DecodeGraphs | None:
+        if self.device.type != "cuda" or self.enforce_eager:
+            return None
+        return DecodeGraphs(self.model, self.cache.kv, self.cache.state_tensors, self.device)
 
     # Coming in
 
@@ -379,19 +391,3 @@ class Engine:
                 f"are {most}; the smallest memory that would do is {format_bytes(memory)} "
                 f"(CacheConfig(memory={memory})), or lower max_new_tokens"
             )
-
-
-def _furnish(
-    model: Any, config: CacheConfig, device: torch.device, room: tuple[int, int] | None
-) -> tuple[HybridCache, bool]:
-    """A cache for a model, and whether the model runs in deterministic mode; it is made ready for that."""
-    deterministic = config.deterministic
-    if deterministic is None:
-        deterministic = device.type == "cpu" and config.state_dtype == "float32"
-    if deterministic:
-        model.make_rows_independent()
-    spec = model.spec(model.config, model.lm_head.weight.dtype)
-    kind = HybridCache if config.enabled else PassThroughCache
-    if room is not None:
-        return kind.with_room(spec, config, device, *room), deterministic
-    return kind.for_spec(spec, config, device, free_memory(device)), deterministic

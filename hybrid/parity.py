@@ -200,10 +200,9 @@ def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
         is_prefill = start == 0 or (start % config.chunk_size == 0 and start + share <= len(ids))
         end = min(start + share, len(ids)) if is_prefill else start + 1
         step = Step([Part(request, lease, start, end, is_prefill)])
-        batch = plan(step, config.page_size, config.chunk_size, engine.device, engine.deterministic)
-        every_row = {"sample_rows": torch.arange(end - start, device=engine.device)}
-        batch = type(batch)(**{**{name: getattr(batch, name) for name in batch.__slots__}, **every_row})
-        logits.append(engine.model(batch, engine.cache.kv, engine.cache.state_tensors))
+        batch, _ = plan(step, config.page_size, config.chunk_size, engine.deterministic).on(engine.device)
+        every_row = replace(batch, sample_rows=torch.arange(end - start, device=engine.device))
+        logits.append(engine.model(every_row, engine.cache.kv, engine.cache.state_tensors))
         engine.cache.advance(lease, end)
         start = end
     engine.cache.close(lease)

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import torch
-
 from hybrid.explain import Explanation
 from hybrid.key import Key
 from hybrid.lease import Lease, Pin
-from hybrid.sampling import SamplingParams, make_generator
+from hybrid.sampling import SamplingParams, new_seed, uniform
 from hybrid.text import TextStream
 
 
@@ -87,6 +85,7 @@ class Request:
         wanted: positions at which others wait for a checkpoint of this request.
         leader: (request, position): this one waits until that one has committed so much.
         pin: what is pinned for it; a replay pins on.
+        seed: of its own random numbers.
     """
 
     request_id: str
@@ -106,7 +105,7 @@ class Request:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     wanted: set[int] = field(default_factory=set)
     leader: tuple[Request, int] | None = None
-    generator: torch.Generator | None = None
+    seed: int = 0
     prompt_token_ids: list[int] = field(default_factory=list)
     arrived: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
@@ -126,7 +125,6 @@ class Request:
         max_len: int,
     ) -> Request:
         """A user's request, of at most `max_len` tokens in the end."""
-        generator = make_generator(params) if params.temperature else None
         prompt = list(ids)
         return cls(
             request_id,
@@ -137,7 +135,7 @@ class Request:
             text,
             max_len,
             prompt_token_ids=prompt,
-            generator=generator,
+            seed=new_seed() if params.seed is None else params.seed,
             priority=params.priority,
             pin_for=params.pin_for,
         )
@@ -168,6 +166,20 @@ class Request:
     def num_output(self) -> int:
         return len(self.ids) - self.prompt_len
 
+    @property
+    def random_number(self) -> float:
+        """For the next token; 0 when none is drawn."""
+        return uniform(self.seed, self.num_output) if self.params is not None and self.params.temperature else 0.0
+
+    @property
+    def ends_with_next_token(self) -> bool:
+        """Whether there is no room for another token after the next one."""
+        return self._is_full(1)
+
+    def _is_full(self, more: int) -> bool:
+        assert self.params is not None
+        return self.num_output + more >= self.params.max_new_tokens or len(self.ids) + more >= self.max_len
+
     def key(self) -> Key:
         return Key.of(self.ids, self.namespace)
 
@@ -181,7 +193,7 @@ class Request:
         self.ids.append(token)
         if token in end_tokens or token in params.stop_token_ids or (self.text is not None and self.text.append(token)):
             self.finish_reason = "stop"
-        elif self.num_output >= params.max_new_tokens or len(self.ids) >= self.max_len:
+        elif self._is_full(0):
             self.finish_reason = "length"
         if self.finish_reason and self.text is not None:
             self.text.finish()

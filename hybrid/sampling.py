@@ -1,7 +1,11 @@
 """From logits to tokens."""
 
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,43 +113,94 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def make_generator(params: SamplingParams) -> torch.Generator:
-    """A request's own random numbers, so that they do not depend on what else runs."""
-    generator = torch.Generator()
-    if params.seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(params.seed)
-    return generator
+class Draws(NamedTuple):
+    """How S rows of logits are drawn from: `[S]` fp64 each, as in `SamplingParams`.
+
+    Attributes:
+        uniform: the random number of the row, in [0, 1).
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
 
 
-def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator | None) -> int:
-    """Choose a token.
+def new_seed() -> int:
+    """A seed for a request that names none."""
+    return secrets.randbits(63)
+
+
+def uniform(seed: int, index: int) -> float:
+    """Number `index` of a request's own random numbers, in [0, 1): it depends on nothing else, so that a token that is
+    drawn again, after a failure, is the same."""
+    return np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
+
+
+def draws_of(rows: Sequence[tuple[SamplingParams, float]]) -> list[list[float]] | None:
+    """The numbers of `Draws` for rows of (parameters, random number); None when every row takes its likeliest token."""
+    if not any(params.temperature for params, _ in rows):
+        return None
+    return [
+        [params.temperature for params, _ in rows],
+        [params.top_k for params, _ in rows],
+        [params.top_p for params, _ in rows],
+        [params.min_p for params, _ in rows],
+        [number for _, number in rows],
+    ]
+
+
+def sample(logits: Tensor, draws: Draws | None) -> Tensor:
+    """Choose a token of every row, on the logits' device. A row's choice does not depend on the others.
 
     Args:
-        logits: `[vocab]` fp32.
-        generator: needed when `params.temperature` is not 0.
+        logits: `[S, vocab]` fp32.
+        draws: how; None: the likeliest token of every row.
+
+    Returns:
+        `[S]` int64.
     """
-    if params.temperature == 0:
-        return int(logits.argmax())
-    logits = logits.cpu()
+    likeliest = logits.argmax(-1)
+    if draws is None:
+        return likeliest
     coldest = torch.finfo(logits.dtype).tiny  # a smaller number would be 0 here
-    probabilities = torch.softmax((logits - logits.max()) / max(params.temperature, coldest), dim=-1)
-    values, tokens = probabilities.sort(descending=True, stable=True)
-    if params.top_k:
-        values, tokens = values[: params.top_k], tokens[: params.top_k]
-    if params.top_p < 1:
-        before = (values / values.sum()).cumsum(0) - values / values.sum()
-        values = values[: int((before < params.top_p).sum())]  # the token that crosses the bound stays
-    if params.min_p:
-        values = values[values >= params.min_p * values[0]]
-    return int(tokens[torch.multinomial(values, 1, generator=generator)])
+    temperature = draws.temperature.clamp(min=coldest).to(logits.dtype).unsqueeze(-1)
+    most = logits.max(-1, keepdim=True).values
+    values, tokens = torch.softmax((logits - most) / temperature, dim=-1).sort(dim=-1, descending=True, stable=True)
+    values = values.double()
+    rank = torch.arange(values.shape[-1], device=values.device)
+    top_k = torch.where(draws.top_k > 0, draws.top_k, float("inf")).unsqueeze(-1)
+    values = values * (rank < top_k)
+    share = values / values.sum(-1, keepdim=True)
+    values = values * (share.cumsum(-1) - share < draws.top_p.unsqueeze(-1))  # the token that crosses the bound stays
+    values = values * (values >= draws.min_p.unsqueeze(-1) * values[..., :1])
+    summed = values.cumsum(-1)
+    drawn = (summed <= draws.uniform.unsqueeze(-1) * summed[..., -1:]).sum(-1, keepdim=True)
+    drawn = torch.minimum(drawn, (values > 0).sum(-1, keepdim=True) - 1)
+    return torch.where(draws.temperature > 0, tokens.gather(-1, drawn).squeeze(-1), likeliest)
 
 
-def token_logprobs(logits: Tensor, token: int, count: int) -> dict[int, float]:
-    """Log-probabilities of the `count` likeliest tokens and of the chosen one, before temperature and filters."""
+class Logprobs(NamedTuple):
+    """Log-probabilities of S rows before temperature and filters, on the logits' device.
+
+    Attributes:
+        values, tokens: `[S, k]` of the likeliest tokens.
+        chosen: `[S]` of the tokens that were chosen.
+    """
+
+    values: Tensor
+    tokens: Tensor
+    chosen: Tensor
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
+    """Log-probabilities of the `count` likeliest tokens of every row, and of the chosen one.
+
+    Args:
+        logits: `[S, vocab]` fp32.
+        chosen: `[S]` int64.
+    """
     logprobs = torch.log_softmax(logits, dim=-1)
-    values, tokens = logprobs.topk(min(count, logits.numel()))
-    chosen = dict(zip(tokens.tolist(), values.tolist(), strict=True))
-    chosen.setdefault(token, float(logprobs[token]))
-    return chosen
+    values, tokens = logprobs.topk(min(count, logits.shape[-1]))
+    return Logprobs(values, tokens, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1))

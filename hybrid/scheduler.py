@@ -80,7 +80,11 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> Step:
-        """Plan the next step, and take the memory for it."""
+        """Plan the next step, and take the memory for it.
+
+        It may be planned while the last one's tokens are still being computed: of a request that has all its tokens
+        computed one more is expected, unless that will be its last.
+        """
         decodes = [part for request in list(self.running) if (part := self._decode_part(request)) is not None]
         budget = self.max_num_batched_tokens - len(decodes)
         self._admit(budget)
@@ -90,7 +94,11 @@ class Scheduler:
             if part is not None:
                 prefills.append(part)
                 budget -= part.end - part.start
-        step = Step(prefills + decodes)
+        return Step(prefills + decodes)
+
+    def depart(self, step: Step) -> Step:
+        """The step's pass begins: returns what is left of it. Requests that ended since it was scheduled are not."""
+        step = Step([part for part in step.parts if part.request.lease is part.lease])
         self._in_flight = step if step.parts else None
         return step
 
@@ -114,26 +122,28 @@ class Scheduler:
                 self._leave(request)
         return alive
 
-    def roll_back(self) -> None:
-        """The step under way, if there is one, failed or was interrupted: its requests start again from what was
-        committed before it."""
-        step = self._land()
-        for part in reversed(step.parts if step is not None else []):
-            if part.request.lease is part.lease:
-                self._retract(part.request)
+    def roll_back(self, *steps: Step) -> None:
+        """The step under way, if there is one, failed or was interrupted, and so did those given: their requests start
+        again from what was committed."""
+        flying = self._land()
+        for step in (flying, *steps):
+            for part in reversed(step.parts if step is not None else []):
+                if part.request.lease is part.lease:
+                    self._retract(part.request)
 
     def finish(self, request: Request) -> None:
-        """The request has its answer: what it computed goes to the tree, or is replayed first."""
+        """The request has its answer: what it computed goes to the tree, or is replayed first. It may have been
+        retracted while its last token was computed: then that much is lost."""
         lease, config = request.lease, self.cache.config
-        assert lease is not None
         keeps_turns = "turn_end" in config.placement
-        if not self.deterministic:
-            kept = min(request.kept_len, request.num_computed)
+        if lease is not None:
+            if not self.deterministic:
+                kept = min(request.kept_len, request.num_computed)
+                if keeps_turns:
+                    self.cache.donate_states(lease, kept)
+                self.cache.commit(lease, request.key(), kept // config.page_size * config.page_size)
             if keeps_turns:
-                self.cache.donate_states(lease, kept)
-            self.cache.commit(lease, request.key(), kept // config.page_size * config.page_size)
-        if keeps_turns:
-            self.cache.end_turn(lease, request.kept_len)
+                self.cache.end_turn(lease, request.kept_len)
         self._pin(request)
         self._leave(request)
         whole = request.kept_len // config.grid * config.grid
@@ -175,6 +185,8 @@ class Scheduler:
     def _decode_part(self, request: Request) -> Part | None:
         lease, start = request.lease, request.num_computed
         if lease is None or request.is_prefilling:  # without a lease: retracted for one before it
+            return None
+        if start == len(request.ids) and request.ends_with_next_token:
             return None
         while not self.cache.reserve(lease, start + 1):
             victim = self._youngest()

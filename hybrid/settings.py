@@ -10,7 +10,10 @@ import numpy as np
 import psutil
 import torch
 
+from hybrid.cache import HybridCache
+from hybrid.config import CacheConfig
 from hybrid.errors import ArgumentError
+from hybrid.passthrough import PassThroughCache
 from hybrid.sampling import SamplingParams
 from hybrid.text import Prompt
 
@@ -19,7 +22,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def free_memory(device: torch.device) -> int:
     """Bytes that a device can give."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    torch.cuda.empty_cache()  # what loading the weights left behind is free too
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -66,3 +72,23 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
         top_p=1.0 if generation.top_p is None else generation.top_p,
         min_p=generation.min_p or 0.0,
     )
+
+
+def furnish(
+    model: Any, config: CacheConfig, device: torch.device, room: tuple[int, int] | None
+) -> tuple[HybridCache, bool]:
+    """A cache for a model, and whether the model runs in deterministic mode; it is made ready for that.
+
+    Args:
+        room: (pages, state slots) of the cache, instead of `config.memory`.
+    """
+    deterministic = config.deterministic
+    if deterministic is None:
+        deterministic = device.type == "cpu" and config.state_dtype == "float32"
+    if deterministic:
+        model.make_rows_independent()
+    spec = model.spec(model.config, model.lm_head.weight.dtype)
+    kind = HybridCache if config.enabled else PassThroughCache
+    if room is not None:
+        return kind.with_room(spec, config, device, *room), deterministic
+    return kind.for_spec(spec, config, device, free_memory(device)), deterministic

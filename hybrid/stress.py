@@ -28,6 +28,7 @@ from hybrid.lease import Pin
 from hybrid.policies import POLICIES
 from hybrid.request import RequestOutput
 from hybrid.room import Pool
+from hybrid.runner import Pending, Runner, Token
 from hybrid.sampling import SamplingParams
 from hybrid.scheduler import Step
 
@@ -44,13 +45,22 @@ class InjectedError(Exception):
     """A forward pass that breaks off, on purpose."""
 
 
-class BookkeepingEngine(Engine):
-    """An engine whose tokens are dice: the bookkeeping without a model."""
+class LostPending(Pending):
+    """A pass that was committed, and whose tokens never arrive."""
 
-    dice: random.Random
+    def wait(self) -> list[Token]:
+        raise InjectedError
 
-    def _compute(self, step: Step) -> list[tuple[int, dict[int, float] | None]]:
-        return [(self.dice.randrange(self.model.config.vocab_size), None) for _ in step.sampled()]
+
+class DiceRunner(Runner):
+    """Gives every sampled part a random token: the bookkeeping without a model."""
+
+    def __init__(self, dice: random.Random, vocab_size: int) -> None:
+        self._dice, self._vocab_size = dice, vocab_size
+
+    def launch(self, step: Step) -> Pending:
+        tokens = [self._dice.randrange(self._vocab_size) for _ in step.sampled()]
+        return Pending(torch.tensor(tokens, dtype=torch.int64), None, [])
 
 
 @dataclass
@@ -128,20 +138,20 @@ class Stress:
         self._histories: list[list[int]] = []
         self._live: list[str] = []
         self._pins: list[Pin] = []
-        if isinstance(engine, BookkeepingEngine):
-            engine.dice = random.Random(seed + 1)
         faults = random.Random(seed + 2)
         self._heal = [fail_at_random(pool, faults, self.report) for pool in (engine.cache.pages, engine.cache.states)]
-        compute = engine._compute
+        launch = engine.runner.launch
 
-        def unreliable(step: Step) -> list[tuple[int, dict[int, float] | None]]:
-            result = compute(step)
+        def unreliable(step: Step) -> Pending:
+            pending = launch(step)
             if faults.random() < FAILING_PASSES:
                 self.report.failed_passes += 1
-                raise InjectedError  # after the pass has written: the worst moment
-            return result
+                if faults.random() < 0.5:
+                    raise InjectedError  # after the pass has written, and before it is committed
+                return LostPending(pending.tokens, pending.logprobs, pending.wanted)
+            return pending
 
-        engine._compute = unreliable  # type: ignore[method-assign]
+        engine.runner.launch = unreliable  # type: ignore[method-assign]
 
     def operate(self) -> None:
         """One random action, and now and then the audit."""
@@ -170,7 +180,7 @@ class Stress:
             self._step()
             cache.audit()
             report.audits += 1
-        if not isinstance(self.engine, BookkeepingEngine):
+        if not isinstance(self.engine.runner, DiceRunner):
             report.checked_checkpoints, report.wrong_checkpoints = check_checkpoints(self.engine)
         stats = cache.stats()
         report.evicted_pages, report.evicted_checkpoints = stats.evicted_pages, stats.evicted_checkpoints
@@ -292,7 +302,7 @@ def make_engine(model: str | Path | None, seed: int) -> Engine:
         cache = HybridCache.of_bytes((PAGES + 3 * STATES) * 64, 64, 180, config)
     else:
         cache = HybridCache.of_indices(PAGES, STATES, config)
-    return BookkeepingEngine(
+    engine = Engine(
         nothing,
         None,
         cache,
@@ -301,6 +311,8 @@ def make_engine(model: str | Path | None, seed: int) -> Engine:
         max_num_seqs=6,
         max_num_batched_tokens=5 * GRID,
     )
+    engine.runner = DiceRunner(random.Random(seed + 1), nothing.config.vocab_size)
+    return engine
 
 
 def run_stress(

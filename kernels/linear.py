@@ -4,7 +4,7 @@ A BLAS picks another algorithm for another number of rows, and a row's bits chan
 batch is cut into products of fixed shape: whole chunks, the rest of a prompt by itself, and decoded rows in blocks of
 one size. A row then meets the same algorithm whatever else is in the batch. Several chunks go together, and blocks of
 decoded rows have other sizes, where a probe on the weight itself has shown that this BLAS, on this machine, gives the
-same bits (`rows_that_agree`, `decode_rows_that_agree`).
+same bits (`rows_that_agree`, `decode_rows_that_agree`). On a GPU a kernel of ours has tiles of fixed shape instead.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from hybrid.kernels import ops
 
 DECODE_ROWS = 8
 """Rows of a block of decoded tokens; a block is filled up with zeros."""
@@ -75,6 +77,8 @@ def linear(
     """
     if blocks is None:
         return torch.nn.functional.linear(x, weight)
+    if ops.uses_triton(x.device):
+        return ops.invariant_linear(x, weight, blocks.decode_start)
     output = x.new_empty(x.shape[0], weight.shape[0])
     for start, end in blocks.cuts(max(most_rows, blocks.chunk)):
         torch.mm(x[start:end], weight.t(), out=output[start:end])

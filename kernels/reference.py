@@ -1,38 +1,61 @@
 """The kernels in plain torch: correct on every device, fast enough to be the CPU path, and the truth that faster ones
-are held to.
+are held to. Each is the twin of a kernel of the same name and signature; the twins of one request's linear attention
+and of single rows lie in files of their own and are named here too.
 
 Packed batches: the new tokens of all requests lie in one row, `cu_seqlens` `[R + 1]` says where each begins, no
 padding. Pools are addressed by page ids (`block_table`) and by state slots (`state_read`, `state_write`, `[R]`); a
 request reads one slot and writes another, and the two may be equal only for its own slot.
 
-Results do not depend on what else is in the batch. Every request's chunks have a shape of their own; where torch's own
-function gives other bits at the end of a tensor than in its middle (sigmoid, silu, softplus: vector code and its scalar
-rest), it is written with `exp`, which does not.
+Results do not depend on what else is in the batch: every request's chunks have a shape of their own.
 """
 
 from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from hybrid.kernels.reference_delta_rule import (
+    causal_conv1d,
+    causal_conv1d_update,
+    chunk_gated_delta_rule,
+    gated_delta_step,
+    recurrent_gated_delta_rule,
+)
+from hybrid.kernels.reference_elementwise import (
+    add_rms_norm,
+    gated_rms_norm,
+    l2norm,
+    rms_norm,
+    rotate,
+    sigmoid,
+    sigmoid_and_mul,
+    silu,
+    silu_and_mul,
+    softplus,
+)
 
-def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function; the same bits for an element wherever it stands."""
-    return x.float().neg().exp_().add_(1).reciprocal_().to(x.dtype)
-
-
-def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x); the same bits for an element wherever it stands."""
-    y = x.float()
-    return (y / y.neg().exp_().add_(1)).to(x.dtype)
-
-
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), and x itself beyond 20, as torch has it; the same bits for an element wherever it stands."""
-    return torch.where(x > 20, x, x.clamp(max=20).exp_().log1p_())
+__all__ = [
+    "add_rms_norm",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "copy_states",
+    "gated_delta_step",
+    "gated_rms_norm",
+    "invariant_linear",
+    "l2norm",
+    "norm_rotate_store",
+    "paged_attention",
+    "recurrent_gated_delta_rule",
+    "rms_norm",
+    "sigmoid",
+    "sigmoid_and_mul",
+    "silu",
+    "silu_and_mul",
+    "softplus",
+    "store_kv",
+]
 
 
 def store_kv(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
@@ -53,6 +76,45 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) ->
     cache[:, 1].index_put_((page, offset), value)
 
 
+def copy_states(rows: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy state slots, or pages, within their pool.
+
+    Args:
+        rows: `[N, num_bytes]` uint8, the innermost contiguous; written.
+        source, target: `[M]` indices: row `source[i]` goes to row `target[i]`. No target is a source.
+    """
+    rows[target] = rows[source]
+
+
+def norm_rotate_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """What comes between projection and attention: q and k normalised per head and rotated, k and v stored.
+
+    Args:
+        q: `[T, heads, head_dim]`.
+        k, v: `[T, kv_heads, head_dim]`.
+        q_scale, k_scale: `[head_dim]` fp32, for `rms_norm`.
+        cos, sin: `[T, rotary_dim]`, for `rotate`.
+        cache, slot_mapping: as for `store_kv`.
+
+    Returns:
+        q, `[T, heads, head_dim]`.
+    """
+    k = rotate(rms_norm(k, k_scale, eps), cos, sin)
+    store_kv(k, v, cache, slot_mapping)
+    return rotate(rms_norm(q, q_scale, eps), cos, sin)
+
+
 def paged_attention(
     query: Tensor,
     cache: Tensor,
@@ -61,12 +123,14 @@ def paged_attention(
     seq_lens: Tensor,
     scale: float,
     chunk_size: int,
+    num_splits: int | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of new tokens over a cached prefix and over themselves, K and V of both in pages.
+    """Attention of new tokens over a cached prefix and over themselves, K and V of both in pages.
 
-    The new tokens are the last of their sequence (right-aligned). Decoding is the case of one new token. Queries are
-    taken in chunks that end at multiples of `chunk_size`, each over exactly the keys that it may see, so that a token's
-    output is the same bits however the prompt is cut at such multiples.
+    The new tokens are the last of their sequence (right-aligned). Decoding is the case of one new token. Here queries
+    are taken in chunks that end at multiples of `chunk_size`, each over exactly the keys that it may see, so that a
+    token's output is the same bits however the prompt is cut at such multiples.
 
     Args:
         query: `[T, heads, head_dim]`; `heads` is a multiple of `kv_heads`, head h reads KV head `h // (heads /
@@ -74,7 +138,11 @@ def paged_attention(
         cache: one layer's pages, `[num_pages, 2, page_size, kv_heads, head_dim]`, any strides.
         block_table: `[R, max_pages]` page ids of each request in order.
         cu_seqlens: `[R + 1]` where each request's new tokens begin.
-        seq_lens: `[R]` tokens of each request, new ones included.
+        seq_lens: `[R]` tokens of each request, new ones included; 0: the request is none, its output zeros.
+        num_splits: the keys of a request are taken in so many pieces, which a GPU does side by side; None: in as many
+            as keep it busy, and then the last bits depend on the batch. Here there are no pieces.
+        visible: `[T, N]` bool, whether a new token sees the n-th new token of its own request, for drafts that form a
+            tree; None: it sees those up to itself. The prefix before them it sees in any case.
 
     Returns:
         `[T, heads, head_dim]`.
@@ -82,23 +150,32 @@ def paged_attention(
     heads, head_dim = query.shape[1:]
     page_size, kv_heads = cache.shape[2:4]
     group = heads // kv_heads
-    output = torch.empty_like(query)
+    output = query.new_empty(query.shape)
     starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
     for row, length in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
+        if not length:
+            output[start:end] = 0
+            continue
         pages = block_table[row, : -(-length // page_size)]
         keys = cache[:, 0][pages].view(-1, kv_heads, head_dim).transpose(0, 1)
         values = cache[:, 1][pages].view(-1, kv_heads, head_dim).transpose(0, 1)
         position = length - (end - start)
         while start < end:
-            stop = min((position // chunk_size + 1) * chunk_size, length)
-            count = stop - position
-            grouped = query[start : start + count].view(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
-            mixed = scaled_dot_product_attention(
+            if visible is None:
+                stop = min((position // chunk_size + 1) * chunk_size, length)
+                count = stop - position
+                mask = _causal(count, stop, query.device) if count > 1 else None
+            else:
+                stop, count = length, end - start
+                mask = torch.ones(count, length, dtype=torch.bool, device=query.device)
+                mask[:, position:] = visible[start:end, :count]
+            grouped = query[start : start + count].reshape(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
+            mixed = F.scaled_dot_product_attention(
                 grouped,
                 keys[:, None, :stop].expand(-1, group, -1, -1),
                 values[:, None, :stop].expand(-1, group, -1, -1),
-                attn_mask=_causal(count, stop, query.device) if count > 1 else None,
+                attn_mask=mask,
                 scale=scale,
             )
             output[start : start + count] = mixed.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
@@ -106,214 +183,15 @@ def paged_attention(
     return output
 
 
-def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_read: Tensor,
-    state_write: Tensor,
-    captures: Tensor,
-) -> Tensor:
-    """Depthwise causal convolution with silu over a packed batch, each request going on from its window.
+def invariant_linear(x: Tensor, weight: Tensor, decode_start: int) -> Tensor:
+    """`x @ weight.T`; the kernel's rows depend on neither their number nor their place.
 
     Args:
-        x: `[T, channels]`.
-        weight: `[channels, width]`.
-        state: one layer's windows, `[slots, width - 1, channels]`: the last inputs of a sequence, oldest first;
-            written.
-        state_read, state_write: `[R]` slots.
-        captures: `[C, 3]` rows of (request, new tokens, slot): the window after so many of its new tokens goes to the
-            slot too.
-
-    Returns:
-        `[T, channels]`.
+        x: `[T, in]`.
+        weight: `[out, in]`, any strides.
+        decode_start: rows before it belong to prompts, rows from it on are one token each.
     """
-    past = weight.shape[1] - 1
-    starts = cu_seqlens.tolist()
-    pieces: list[Tensor] = []
-    for row, slot in enumerate(state_read.tolist()):
-        pieces += [state[slot], x[starts[row] : starts[row + 1]]]
-    extended = torch.cat(pieces)  # request r's tokens begin at starts[r] + (r + 1) * past
-    for row, slot in enumerate(state_write.tolist()):
-        end = starts[row + 1] + (row + 1) * past
-        state[slot] = extended[end - past : end]
-    for row, count, slot in captures.tolist():
-        end = starts[row] + (row + 1) * past + count
-        state[slot] = extended[end - past : end]
-    length = extended.shape[0] - past
-    extended, weight = extended.float(), weight.float()
-    mixed = extended[:length] * weight[:, 0]
-    for tap in range(1, past + 1):
-        mixed.addcmul_(extended[tap : tap + length], weight[:, tap])
-    if len(starts) > 2:
-        mixed = torch.cat(
-            [mixed[starts[row] + row * past : starts[row + 1] + row * past] for row in range(len(starts) - 1)]
-        )
-    return silu(mixed).to(x.dtype)
-
-
-def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
-    """One step of `causal_conv1d`: one new token per request.
-
-    Args:
-        x: `[R, channels]`.
-    """
-    window = torch.cat((state[state_read], x.unsqueeze(1)), dim=1)
-    state[state_write] = window[:, 1:]
-    window, weight = window.float(), weight.float()
-    mixed = window[:, 0] * weight[:, 0]
-    for tap in range(1, window.shape[1]):
-        mixed.addcmul_(window[:, tap], weight[:, tap])
-    return silu(mixed).to(x.dtype)
-
-
-def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_read: Tensor,
-    state_write: Tensor,
-    captures: Tensor,
-    chunk_size: int,
-) -> Tensor:
-    """The gated delta rule over a packed batch, chunk by chunk, each request going on from its state.
-
-    S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t / sqrt(key_dim), with q and k
-    l2-normalised, in the chunked form of Yang et al., "Gated Delta Networks" (2024). Every request's tokens begin at a
-    multiple of `chunk_size`; the last chunk may be short. All arithmetic is fp32.
-
-    Args:
-        q, k: `[T, key_heads, key_dim]`; value head h uses key head `h // (value_heads / key_heads)`.
-        v: `[T, value_heads, value_dim]`.
-        g: `[T, value_heads]` fp32, the log of the decay, at most 0.
-        beta: `[T, value_heads]`, how much of the old value is replaced.
-        state: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
-        state_read, state_write: `[R]` slots.
-        captures: `[C, 3]` rows of (request, new tokens, slot): the state after so many of its new tokens, a multiple of
-            `chunk_size`, goes to the slot too.
-
-    Returns:
-        `[T, value_heads, value_dim]` in the type of `v`.
-    """
-    layout = _chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
-    group, dtype = v.shape[1] // k.shape[1], v.dtype
-
-    def chunks(x: Tensor) -> Tensor:
-        """`[T, heads, ...]` to `[chunks, heads, chunk_size, ...]` in fp32, short chunks filled with zeros."""
-        x = x.float()
-        if layout.rows is not None:
-            x = torch.cat((x, x.new_zeros(1, *x.shape[1:])))[layout.rows.to(x.device)]
-        return x.unflatten(0, (-1, chunk_size)).transpose(1, 2)
-
-    q, k = (chunks(l2norm(x.float())) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    v, g, beta = chunks(v), chunks(g), chunks(beta)
-    decay = g.cumsum(-1)  # log of the decay from the start of the chunk to each of its tokens
-    ratio = (
-        (decay.unsqueeze(-1) - decay.unsqueeze(-2))
-        .masked_fill_(_above_diagonal(chunk_size, q.device), float("-inf"))
-        .exp_()
-    )
-    grown = decay.exp()
-
-    def per_value_head(x: Tensor) -> Tensor:
-        return x if group == 1 else x.unsqueeze(2).expand(-1, -1, group, *x.shape[2:]).flatten(1, 2)
-
-    inner = per_value_head(q @ k.transpose(-1, -2)) * ratio
-    # (I + A) [u | w] = beta [v | grown k]: what each token adds, given the old state (Yang et al., section 3.3)
-    system = per_value_head(k @ k.transpose(-1, -2)) * ratio * beta.unsqueeze(-1)
-    q, k = per_value_head(q), per_value_head(k)
-    right = torch.cat((v * beta.unsqueeze(-1), k * (beta * grown).unsqueeze(-1)), dim=-1)
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    u, w = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    q = q * grown.unsqueeze(-1)
-    k = (k * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
-    total = grown[..., -1, None, None]
-
-    output = torch.empty_like(v)
-    captured = {(row, count): slot for row, count, slot in captures.tolist()}
-    reads, writes = state_read.tolist(), state_write.tolist()
-    for row, (first, last) in enumerate(layout.spans):
-        current = state[reads[row]]
-        for index in range(first, last):
-            new = u[index] - w[index] @ current
-            output[index] = torch.baddbmm(inner[index] @ new, q[index], current)
-            current = torch.baddbmm(current * total[index], k[index], new)
-            slot = captured.get((row, (index + 1 - first) * chunk_size))
-            if slot is not None:
-                state[slot] = current
-        state[writes[row]] = current
-    flat = output.transpose(1, 2).flatten(0, 1)
-    return (flat if layout.tokens is None else flat[layout.tokens.to(flat.device)]).to(dtype)
-
-
-def recurrent_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor
-) -> Tensor:
-    """One step of the gated delta rule: one new token per request. Arguments as for `chunk_gated_delta_rule`, with T =
-    R."""
-    group = v.shape[1] // k.shape[1]
-    rows, heads = v.shape[:2]
-    unit = l2norm(torch.cat((q, k), dim=1).float())  # [R, 2 * key_heads, key_dim]
-    unit = unit.unsqueeze(2).expand(-1, -1, group, -1).reshape(rows, 2, heads, 1, -1)
-    q, k = unit[:, 0] * unit.shape[-1] ** -0.5, unit[:, 1]  # [R, value_heads, 1, key_dim]
-    values, decay, rate = v.float().unsqueeze(2), g.float().exp()[..., None, None], beta.float()[..., None, None]
-    output = torch.empty_like(values)
-    for row, (read, write) in enumerate(zip(state_read.tolist(), state_write.tolist(), strict=True)):
-        current = state[write]  # changed where it lies: to gather and scatter costs more than the rule itself
-        if read != write:
-            current.copy_(state[read])
-        current.mul_(decay[row])
-        added = (values[row] - torch.bmm(k[row], current)).mul_(rate[row])
-        current.baddbmm_(k[row].transpose(1, 2), added)
-        torch.bmm(q[row], current, out=output[row])
-    return output.squeeze(2).to(v.dtype)
-
-
-def l2norm(x: Tensor) -> Tensor:
-    """Rows of unit length, as flash-linear-attention has it (epsilon under the root)."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
-class _ChunkLayout(NamedTuple):
-    """How packed tokens lie in chunks.
-
-    Attributes:
-        spans: chunk indices `[first, last)` of each request.
-        rows: for every place of every chunk its token, or T for none; None when the chunks are just the tokens.
-        tokens: for every token its place; None likewise.
-    """
-
-    spans: tuple[tuple[int, int], ...]
-    rows: Tensor | None
-    tokens: Tensor | None
-
-
-@lru_cache(maxsize=32)  # every layer of a step asks for the same one
-def _chunk_layout(starts: tuple[int, ...], chunk_size: int) -> _ChunkLayout:
-    spans: list[tuple[int, int]] = []
-    rows: list[int] = []
-    tokens: list[int] = []
-    first = 0
-    for start, end in pairwise(starts):
-        count = -(-(end - start) // chunk_size)
-        spans.append((first, first + count))
-        rows += [*range(start, end)] + [starts[-1]] * (count * chunk_size - (end - start))
-        tokens += range(first * chunk_size, first * chunk_size + end - start)
-        first += count
-    if len(rows) == starts[-1]:
-        return _ChunkLayout(tuple(spans), None, None)
-    return _ChunkLayout(tuple(spans), torch.tensor(rows), torch.tensor(tokens))
-
-
-@lru_cache(maxsize=256)
-def _above_diagonal(size: int, device: torch.device) -> Tensor:
-    return torch.ones(size, size, dtype=torch.bool, device=device).triu_(1)
+    return F.linear(x, weight)
 
 
 def _causal(count: int, length: int, device: torch.device) -> Tensor:

@@ -81,7 +81,9 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
     with torch.device("meta"):
         model = ARCHITECTURES[checkpoint.model_type](checkpoint.config, chunk_size)
     wanted = dict(model.named_parameters())
-    by_columns = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)}
+    # few rows times a weight that lies by columns is up to 1.7 times as fast on a CPU
+    on_cpu = device.type == "cpu"
+    by_columns = {f"{name}.weight" for name, module in model.named_modules() if on_cpu and isinstance(module, Linear)}
     if checkpoint.config.tie_word_embeddings:
         by_columns.discard("lm_head.weight")
         wanted.pop("lm_head.weight", None)
@@ -97,7 +99,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
                 f"{checkpoint.path}: {name} has shape {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
             )
         del wanted[name]
-        if name in by_columns:  # few rows times a weight that lies by columns is up to 1.7 times as fast on a CPU
+        if name in by_columns:
             tensor = tensor.t().to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format).t()
         else:
             tensor = tensor.to(device=device, dtype=dtype, copy=True)

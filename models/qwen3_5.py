@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
-from hybrid.kernels import reference as kernels
+from hybrid.kernels import ops as kernels
 from hybrid.kernels.linear import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
+from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.spec import HybridSpec, StateTensor
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """The angles of a step: `[T, 1, rotary_dim]` each."""
+    """The angles of a step: `[T, rotary_dim]` each."""
 
     cos: Tensor
     sin: Tensor
@@ -51,9 +51,13 @@ class RMSNorm(nn.Module):
         self.scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self._scale(), self.eps).to(x.dtype)
+        return kernels.rms_norm(x, self.factor(), self.eps)
 
-    def _scale(self) -> Tensor:
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`x + residual`, and its norm."""
+        return kernels.add_rms_norm(x, residual, self.factor(), self.eps)
+
+    def factor(self) -> Tensor:
         """`1 + weight` in fp32, made once."""
         if self.scale is None:
             self.scale = 1.0 + self.weight.float()
@@ -69,8 +73,7 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        y = F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
-        return ((self.weight * y) * kernels.silu(gate.float())).to(x.dtype)
+        return kernels.gated_rms_norm(x, gate, self.weight, self.eps)
 
 
 class DepthwiseWeight(nn.Module):
@@ -105,27 +108,41 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         mixed = self.in_proj_qkv(x, batch)
         gate = self.in_proj_z(x, batch).unflatten(-1, (self.value_heads, self.value_dim))
-        beta = kernels.sigmoid(self.in_proj_b(x, batch))
-        decay = self._rate() * kernels.softplus(self.in_proj_a(x, batch).float() + self.dt_bias)
+        a, b = self.in_proj_a(x, batch), self.in_proj_b(x, batch)
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps = self.conv1d.weight.squeeze(1)
         parts = []
-        requests, tokens = batch.num_prefills, batch.num_prefill_tokens
-        if requests:
-            where = (
-                batch.cu_seqlens[: requests + 1],
-                batch.state_read[:requests],
-                batch.state_write[:requests],
-                batch.checkpoints,
+        prompts, decodes = batch.prefills, batch.decodes
+        if prompts is not None:
+            tokens = prompts.rows
+            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
+            q, k, v = self._split(
+                kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.is_invariant)
             )
-            q, k, v = self._split(kernels.causal_conv1d(mixed[:tokens], taps, conv, *where))
+            decay = self._rate() * softplus(a[tokens].float() + self.dt_bias)
+            beta = sigmoid(b[tokens])
             parts.append(
-                kernels.chunk_gated_delta_rule(q, k, v, decay[:tokens], beta[:tokens], recurrent, *where, chunk_size)
+                kernels.chunk_gated_delta_rule(
+                    q, k, v, decay, beta, recurrent, *slots, chunk_size, batch_invariant=batch.is_invariant
+                )
             )
-        if tokens < x.shape[0]:
-            slots = (batch.state_read[requests:], batch.state_write[requests:])
-            q, k, v = self._split(kernels.causal_conv1d_update(mixed[tokens:], taps, conv, *slots))
-            parts.append(kernels.recurrent_gated_delta_rule(q, k, v, decay[tokens:], beta[tokens:], recurrent, *slots))
+        if decodes is not None:
+            tokens = decodes.rows
+            parts.append(
+                kernels.gated_delta_step(
+                    mixed[tokens],
+                    a[tokens],
+                    b[tokens],
+                    taps,
+                    self._rate(),
+                    self.dt_bias,
+                    conv,
+                    recurrent,
+                    decodes.cu_seqlens,
+                    decodes.state_read,
+                    decodes.state_write,
+                )
+            )
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj(self.norm(y, gate).flatten(1), batch)
 
@@ -164,13 +181,24 @@ class Attention(nn.Module):
         q, gate = self.q_proj(x, batch).unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
         k = self.k_proj(x, batch).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, self.head_dim))
-        q, k = rotate(self.q_norm(q), rotary), rotate(self.k_norm(k), rotary)
-        pages = kv[:, self.layer]
-        kernels.store_kv(k, v, pages, batch.slot_mapping)
-        y = kernels.paged_attention(
-            q, pages, batch.block_table, batch.cu_seqlens, batch.seq_lens, self.head_dim**-0.5, chunk_size
-        )
-        return self.o_proj((y * kernels.sigmoid(gate)).flatten(1), batch)
+        pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
+        q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
+        # prompts and decoded tokens by kernels of their own: a tile of queries, or keys taken in pieces side by side
+        parts = [
+            kernels.paged_attention(
+                q[part.rows],
+                pages,
+                part.block_table,
+                part.cu_seqlens,
+                part.seq_lens,
+                self.head_dim**-0.5,
+                chunk_size,
+                part.num_splits,
+            )
+            for part in batch.groups
+        ]
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o_proj(kernels.sigmoid_and_mul(y, gate).flatten(1), batch)
 
 
 class MLP(nn.Module):
@@ -183,7 +211,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down_proj(kernels.silu(self.gate_proj(x, batch)) * self.up_proj(x, batch), batch)
+        return self.down_proj(kernels.silu_and_mul(self.gate_proj(x, batch), self.up_proj(x, batch)), batch)
 
 
 class DecoderLayer(nn.Module):
@@ -201,14 +229,26 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
-        self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor], chunk_size: int
-    ) -> Tensor:
-        y = self.input_layernorm(x)
-        if self.is_linear:
-            x = x + self.linear_attn(y, batch, state, chunk_size)
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        rotary: Rotary,
+        kv: Tensor,
+        state: dict[str, Tensor],
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into the layer is `x + residual`, and likewise what comes out: the next norm adds them."""
+        if residual is None:
+            residual, y = x, self.input_layernorm(x)
         else:
-            x = x + self.self_attn(y, batch, rotary, kv, chunk_size)
-        return x + self.mlp(self.post_attention_layernorm(x), batch)
+            residual, y = self.input_layernorm.of_sum(x, residual)
+        if self.is_linear:
+            y = self.linear_attn(y, batch, state, chunk_size)
+        else:
+            y = self.self_attn(y, batch, rotary, kv, chunk_size)
+        residual, y = self.post_attention_layernorm.of_sum(y, residual)
+        return self.mlp(y, batch), residual
 
 
 class TextModel(nn.Module):
@@ -283,20 +323,27 @@ class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 (the checkpoint's name)
         Returns:
             `[S, vocab]` fp32 logits of the plan's `sample_rows`.
         """
-        x = self.model.embed_tokens(batch.token_ids)
-        angles = batch.positions.float().unsqueeze(-1) * self.inverse_frequencies.to(x.device)
-        angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-        rotary = Rotary(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        x: Tensor = self.model.embed_tokens(batch.token_ids)
+        residual: Tensor | None = None
+        rotary = self._rotary(batch.positions, x.dtype)
         for layer in self.model.layers:
-            x = layer(x, batch, rotary, kv, state, self.chunk_size)
-        x = self.model.norm(x[batch.sample_rows])
+            x, residual = layer(x, residual, batch, rotary, kv, state, self.chunk_size)
+        assert residual is not None
+        rows = batch.sample_rows
+        x = self.model.norm.of_sum(x[rows], residual[rows])[1]
         blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
         return linear(x, self.lm_head.weight, blocks, decode_rows=self.lm_head.decode_rows).float()
 
+    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
+        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
+        angles = positions.float().unsqueeze(-1) * self.inverse_frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
+
     def make_rows_independent(self) -> None:
-        """Find out, per shape of weight, which numbers of rows this machine multiplies without changing a row's
-        bits."""
-        if self.rows_are_independent:
+        """Find out, per shape of weight, which numbers of rows this machine multiplies without changing a row's bits.
+        Kernels of ours do so by themselves."""
+        if self.rows_are_independent or kernels.uses_triton(self.lm_head.weight.device):
             return
         self.rows_are_independent = True
         found: dict[object, tuple[int, tuple[int, ...]]] = {}
@@ -308,12 +355,3 @@ class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 (the checkpoint's name)
                     most_rows = 0 if module is self.lm_head else rows_that_agree(weight, self.chunk_size)
                     found[kind] = most_rows, decode_rows_that_agree(weight)
                 module.most_rows, module.decode_rows = found[kind]
-
-
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Rotary position embedding of the first `rotary_dim` of each head, `[T, heads, head_dim]`."""
-    size = rotary.cos.shape[-1]
-    turned, passed = x[..., :size], x[..., size:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * rotary.cos + torch.cat((-second, first), dim=-1) * rotary.sin
-    return torch.cat((turned, passed), dim=-1)

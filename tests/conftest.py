@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 # The tests of the books (tree, pools, leases) share tests/helpers.py, which they import by its name.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -15,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 # takes seconds to import, and the tests of the books do without it, so the fixtures import it.
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test reaches the network
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated: without a GPU the kernels are interpreted
 
 
 @pytest.fixture(scope="session")

@@ -145,16 +145,16 @@ def test_every_argument_error_is_a_value_error_and_a_hybrid_error() -> None:
 
 def test_a_pass_that_fails_is_undone_and_can_be_repeated(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(tiny)
-    compute, calls = engine._compute, []
+    launch, calls = engine.runner.launch, []
 
     def failing(step: Any) -> Any:
-        result = compute(step)
+        result = launch(step)
         calls.append(len(step.parts))
         if len(calls) in (1, 3, 4, 9):
             raise RuntimeError("out of memory, say")
         return result
 
-    monkeypatch.setattr(engine, "_compute", failing)
+    monkeypatch.setattr(engine.runner, "launch", failing)
     prompts = [ids(50, seed=n) for n in range(3)]
     requests = [engine.add_request(prompt, greedy(8)) for prompt in prompts]
     outputs, failures = {}, 0

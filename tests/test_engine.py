@@ -208,7 +208,7 @@ def test_ctrl_c_in_the_middle_of_a_pass_leaves_an_engine_that_works(
             raise KeyboardInterrupt  # after the pass has written its states: the worst moment
         return logits
 
-    monkeypatch.setattr(engine, "model", interrupted_model(tiny.model, interrupted))
+    monkeypatch.setattr(engine.runner, "model", interrupted_model(tiny.model, interrupted))
     with pytest.raises(KeyboardInterrupt):
         answer(engine, ids(50, seed=4), greedy(20))
     engine.cache.audit()

@@ -31,8 +31,8 @@ def test_a_late_result_for_a_dead_request_writes_nowhere(tiny: Engine) -> None:
     dead = engine.add_request(ids(40, seed=1), greedy(20))
     alive = engine.add_request(ids(40, seed=2), greedy(20))
     engine.step()
-    step = engine.scheduler.schedule()
-    tokens = engine._compute(step)
+    step = engine.scheduler.depart(engine.scheduler.schedule())
+    tokens = engine.runner.launch(step).wait()
     held = engine.cache.stats().pages_private
     engine.abort(dead)
     assert engine.cache.stats().pages_private == held
@@ -51,8 +51,8 @@ def test_bookkeeping_is_applied_to_the_request_it_was_planned_for(tiny: Engine) 
     """Scenario 7: the request was retracted and started again between plan and commit."""
     engine = engine_on(tiny)
     engine.add_request(ids(40), greedy(6))
-    step = engine.scheduler.schedule()
-    engine._compute(step)
+    step = engine.scheduler.depart(engine.scheduler.schedule())
+    engine.runner.launch(step)
     request = step.parts[0].request
     engine.scheduler.roll_back()
     engine.scheduler.schedule()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 import hybrid
-from hybrid.batch import Batch
+from hybrid.batch import Batch, Group
 from hybrid.kernels.linear import RowBlocks
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
@@ -114,21 +114,32 @@ class Runner:
                     captures.append((row, position - sequence.computed, slot))
         writes = [s.slots[0] if s.state != s.slots[0] else s.slots[1] for s, _ in parts]
         longest = max(len(sequence.pages) for sequence, _ in parts)
-        segments = [(starts[row], starts[row + 1]) for row in range(len(prompts))]
+        num_prompts, reads = len(prompts), [sequence.state for sequence, _ in parts]
+        tables = [s.pages + [0] * (longest - len(s.pages)) for s, _ in parts]
+
+        def group(rows: slice) -> Group | None:
+            if not parts[rows]:
+                return None
+            return Group(
+                slice(starts[rows.start], starts[rows.stop]),
+                starts_of(lengths[rows]),
+                ints([sequence.computed + count for sequence, count in parts[rows]]),
+                ints(tables[rows]),
+                ints(reads[rows]),
+                ints(writes[rows]),
+                None,
+            )
+
+        segments = [(starts[row], starts[row + 1]) for row in range(num_prompts)]
         batch = Batch(
             token_ids=ints(ids),
             positions=ints(positions),
-            cu_seqlens=starts_of(lengths),
-            seq_lens=ints([sequence.computed + count for sequence, count in parts]),
-            block_table=ints([s.pages + [0] * (longest - len(s.pages)) for s, _ in parts]),
             slot_mapping=ints(slots),
-            state_read=ints([sequence.state for sequence, _ in parts]),
-            state_write=ints(writes),
             checkpoints=rows_of(captures),
             sample_rows=torch.arange(len(ids)),
-            num_prefills=len(prompts),
-            num_prefill_tokens=starts[len(prompts)],
-            blocks=RowBlocks(segments, starts[len(prompts)], starts[-1], CHUNK) if self.blocks else None,
+            prefills=group(slice(0, num_prompts)),
+            decodes=group(slice(num_prompts, len(parts))),
+            blocks=RowBlocks(segments, starts[num_prompts], starts[-1], CHUNK) if self.blocks else None,
         )
         logits = self.model(batch, self.tensors.kv, self.tensors.state)
         for (sequence, count), slot in zip(parts, writes, strict=True):

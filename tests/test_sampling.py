@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import hybrid
-from hybrid.sampling import SamplingParams, make_generator, sample, token_logprobs
+from hybrid.runner import Pending
+from hybrid.sampling import Draws, SamplingParams, draws_of, new_seed, sample, token_logprobs, uniform
 
 LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
 
@@ -87,6 +88,14 @@ def test_stops_are_kept_as_tuples_however_they_are_given() -> None:
     assert SamplingParams().stop == ()
 
 
+def drawn(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
+    """So many tokens of one request, all from the same logits."""
+    seed = new_seed() if params.seed is None else params.seed
+    numbers = draws_of([(params, uniform(seed, index)) for index in range(count)])
+    draws = None if numbers is None else Draws(*torch.tensor(numbers, dtype=torch.float64))
+    return sample(logits.expand(count, -1), draws).tolist()
+
+
 @pytest.mark.parametrize(
     "setting", [{"top_p": 1}, {"min_p": 1}, {"temperature": 2}, {"seed": 2**63 - 1}, {"logprobs": 0}, {"logprobs": 100}]
 )
@@ -135,8 +144,7 @@ def expected_distribution(params: SamplingParams) -> dict[int, float]:
 )
 def test_tokens_are_drawn_as_often_as_they_should_be(setting: dict[str, Any]) -> None:
     params, draws = SamplingParams(**{"temperature": 1.0, "seed": 1, **setting}), 3000
-    generator, logits = make_generator(params), torch.tensor(LOGITS)
-    counts = Counter(sample(logits, params, generator) for _ in range(draws))
+    counts = Counter(drawn(torch.tensor(LOGITS), params, draws))
     expected = expected_distribution(params)
     assert counts.keys() <= expected.keys()
     for token, probability in expected.items():
@@ -145,34 +153,33 @@ def test_tokens_are_drawn_as_often_as_they_should_be(setting: dict[str, Any]) ->
 
 
 def test_greedy_takes_the_likeliest_token() -> None:
-    assert sample(torch.tensor(LOGITS), SamplingParams(), None) == 2
+    assert sample(torch.tensor([LOGITS]), None).tolist() == [2]
+    assert drawn(torch.tensor(LOGITS), SamplingParams(), 3) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 5e-324])
 def test_a_temperature_near_zero_is_greedy_and_not_an_overflow(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=0)
     logits = 30 * torch.randn(500, generator=torch.Generator().manual_seed(0))
-    assert sample(logits, params, make_generator(params)) == int(logits.argmax())
+    assert drawn(logits, params, 1) == [int(logits.argmax())]
 
 
 def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
     params = SamplingParams(temperature=1e6, seed=0)
-    logits, generator = torch.tensor([-math.inf, 0.0, -math.inf, 3.0]), make_generator(params)
-    assert {sample(logits, params, generator) for _ in range(200)} == {1, 3}
+    assert set(drawn(torch.tensor([-math.inf, 0.0, -math.inf, 3.0]), params, 200)) == {1, 3}
 
 
 def test_sampling_leaves_the_logits_alone() -> None:
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=0)
     logits = torch.tensor(LOGITS)
-    sample(logits, params, make_generator(params))
+    drawn(logits, params, 1)
     assert logits.tolist() == torch.tensor(LOGITS).tolist()
 
 
 def test_equal_seeds_draw_equal_tokens_and_others_do_not() -> None:
     def draws(seed: int | None) -> list[int]:
         params = SamplingParams(temperature=3.0, seed=seed)
-        generator = make_generator(params)
-        return [sample(torch.tensor(LOGITS), params, generator) for _ in range(50)]
+        return drawn(torch.tensor(LOGITS), params, 50)
 
     assert draws(7) == draws(7)
     assert draws(7) != draws(8)
@@ -182,7 +189,7 @@ def test_equal_seeds_draw_equal_tokens_and_others_do_not() -> None:
 def test_drawing_does_not_touch_the_random_numbers_of_torch() -> None:
     before = torch.random.get_rng_state()
     params = SamplingParams(temperature=1.0)
-    sample(torch.tensor(LOGITS), params, make_generator(params))
+    drawn(torch.tensor(LOGITS), params, 1)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -191,15 +198,21 @@ def test_drawing_does_not_touch_the_random_numbers_of_torch() -> None:
 
 def test_logprobs_are_those_of_the_likeliest_tokens_and_of_the_chosen_one() -> None:
     total = math.log(sum(map(math.exp, LOGITS)))
-    chosen = token_logprobs(torch.tensor(LOGITS), 5, 3)
-    assert list(chosen) == [2, 4, 0, 5]
-    for token, logprob in chosen.items():
-        assert logprob == pytest.approx(LOGITS[token] - total, abs=1e-5)
+    told = token_logprobs(torch.tensor([LOGITS, LOGITS]), torch.tensor([5, 2]), 3)
+    assert told.tokens.tolist() == [[2, 4, 0]] * 2
+    expected = torch.tensor([[LOGITS[token] - total for token in (2, 4, 0)]] * 2)
+    torch.testing.assert_close(told.values, expected)
+    torch.testing.assert_close(told.chosen, torch.tensor([LOGITS[5] - total, LOGITS[2] - total]))
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(0, {4}), (1, {2, 4}), (2, {2, 4}), (100, set(range(8)))])
 def test_the_chosen_token_is_reported_once_however_many_are_asked_for(count: int, tokens: set[int]) -> None:
-    assert token_logprobs(torch.tensor(LOGITS), 4, count).keys() == tokens
+    chosen = torch.tensor([4])
+    pending = Pending(chosen, token_logprobs(torch.tensor([LOGITS]), chosen, count), [count])
+    ((token, told),) = pending.wait()
+    assert token == 4
+    assert told is not None
+    assert told.keys() == tokens
 
 
 # In the engine
