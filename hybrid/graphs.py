@@ -57,6 +57,11 @@ class DecodeGraphs:
         self._capture = capture or CudaCapture(device)
         self._recorded: dict[tuple[int, ...], Recorded] = {}
 
+    @property
+    def num_recorded(self) -> int:
+        """Graphs recorded so far."""
+        return len(self._recorded)
+
     def run(self, host: Plan) -> tuple[Tensor, Draws | None]:
         """The logits of a padded plan in which everybody decodes, `[rows, vocab]`: valid until the next run."""
         shape = host.layout["decodes.block_table"][1]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid.arena import PieceLayout
+from hybrid.kernels.ops import copy_states
 from hybrid.kernels.stored import StoredLayout, restore, store
 from hybrid.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec
@@ -42,6 +43,7 @@ class CacheTensors:
     ) -> None:
         shape = (spec.page_layers, 2, page_size, spec.kv_heads, spec.head_dim)
         self.kv = pages.view(spec.kv_dtype).view(-1, *shape)
+        self._pages = pages.view(-1, spec.page_bytes(page_size))
         self.state: dict[str, Tensor] = {}
         for tensor, start in zip(spec.state, spec.state_offsets, strict=True):
             part = states[:, start : start + tensor.num_bytes].view(tensor.dtype)
@@ -92,7 +94,7 @@ class CacheTensors:
 
     def move_pages(self, moves: dict[int, int]) -> None:
         """Copy pages from their old place to a new one."""
-        self._copy(self.kv, moves)
+        self._copy(self._pages, moves)
 
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy state slots likewise."""
@@ -105,5 +107,5 @@ class CacheTensors:
 
     @staticmethod
     def _copy(rows: Tensor, moves: dict[int, int]) -> None:
-        old, new = (torch.tensor([*indices], device=rows.device) for indices in (moves.keys(), moves.values()))
-        rows[new] = rows[old]
+        old, new = torch.tensor([[*moves.keys()], [*moves.values()]]).to(rows.device)
+        copy_states(rows, old, new)

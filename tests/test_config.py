@@ -26,8 +26,15 @@ def test_the_state_share_lies_between_zero_and_one(share: float) -> None:
         CacheConfig(state_share=share)
 
 
+def test_without_a_word_a_gpu_gives_nine_tenths_of_what_is_free_and_a_cpu_four_gib() -> None:
+    assert CacheConfig().memory_bytes(free=10 * 2**30, on_gpu=True) == 9 * 2**30
+    assert CacheConfig().memory_bytes(free=10 * 2**30) == 4 * 2**30
+    with pytest.raises(MemoryBudgetError, match=r"the default is 4\.0 GiB, but only 1\.0 GiB is free"):
+        CacheConfig().memory_bytes(free=2**30)
+
+
 @pytest.mark.parametrize(
-    "memory", [0, -1, -0.5, 0.0, True, None, [], "", "much", "-1GB", "0", "0MiB", "1.2.3GB", "5 parsecs", "GiB"]
+    "memory", [0, -1, -0.5, 0.0, True, [], "", "much", "-1GB", "0", "0MiB", "1.2.3GB", "5 parsecs", "GiB"]
 )
 def test_memory_that_is_no_amount_is_refused(memory: Any) -> None:
     with pytest.raises(ArgumentError, match="memory"):
