@@ -113,6 +113,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+WHOLE = 2**52
+"""A probability of 1 as a whole number; what is below 1 of it is never drawn."""
+
+
 class Draws(NamedTuple):
     """How S rows of logits are drawn from: `[S]` fp64 each, as in `SamplingParams`.
 
@@ -168,16 +172,18 @@ def sample(logits: Tensor, draws: Draws | None) -> Tensor:
     temperature = draws.temperature.clamp(min=coldest).to(logits.dtype).unsqueeze(-1)
     most = logits.max(-1, keepdim=True).values
     values, tokens = torch.softmax((logits - most) / temperature, dim=-1).sort(dim=-1, descending=True, stable=True)
-    values = values.double()
-    rank = torch.arange(values.shape[-1], device=values.device)
+    # whole numbers from here on: their sums are the same in any order, and so on any device
+    weights = (values.double() * WHOLE).long()
+    rank = torch.arange(weights.shape[-1], device=weights.device)
     top_k = torch.where(draws.top_k > 0, draws.top_k, float("inf")).unsqueeze(-1)
-    values = values * (rank < top_k)
-    share = values / values.sum(-1, keepdim=True)
-    values = values * (share.cumsum(-1) - share < draws.top_p.unsqueeze(-1))  # the token that crosses the bound stays
-    values = values * (values >= draws.min_p.unsqueeze(-1) * values[..., :1])
-    summed = values.cumsum(-1)
-    drawn = (summed <= draws.uniform.unsqueeze(-1) * summed[..., -1:]).sum(-1, keepdim=True)
-    drawn = torch.minimum(drawn, (values > 0).sum(-1, keepdim=True) - 1)
+    weights = weights * (rank < top_k)
+    summed = weights.cumsum(-1)
+    before = (summed - weights).double()
+    weights = weights * (before < draws.top_p.unsqueeze(-1) * summed[..., -1:])  # the token that crosses it stays
+    weights = weights * (weights >= draws.min_p.unsqueeze(-1) * weights[..., :1])
+    summed = weights.cumsum(-1)
+    drawn = (summed <= (draws.uniform.unsqueeze(-1) * summed[..., -1:]).long()).sum(-1, keepdim=True)
+    drawn = torch.minimum(drawn, (weights > 0).sum(-1, keepdim=True) - 1)
     return torch.where(draws.temperature > 0, tokens.gather(-1, drawn).squeeze(-1), likeliest)
 
 
