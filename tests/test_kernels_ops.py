@@ -13,6 +13,7 @@ import pytest
 import torch
 from tensor_helpers import ints, starts_of
 
+from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.kernels import ops, reference
 
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 5, 4, 2, 16, 8
@@ -193,38 +194,42 @@ def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["rms_norm on cpu: the twin in plain torch"]
 
 
-ENGINE = """
-import json, sys
-from hybrid import CacheConfig, Engine, SamplingParams
-config = CacheConfig(page_size=16, chunk_size=16, memory="8MiB", deterministic=sys.argv[2] == "True")
-engine = Engine.from_pretrained(sys.argv[1], dtype="float32", cache=config)
-params = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=1)
-prompts = [list(range(5, 45)), list(range(5, 37)) + [7]]
-told = []
-for _ in range(2):
-    outputs = engine.generate(prompts, params, progress=False)
-    told.append([(output.token_ids, output.usage.cached_tokens, repr(output.logprobs)) for output in outputs])
-    engine.cache.audit()
-print(json.dumps(told))
-"""
+PROMPTS = [list(range(5, 45)), [*range(5, 37), 7]]
+Told = list[list[list[object]]]
+
+
+def answers(checkpoint: str, deterministic: bool) -> Told:
+    """Tokens, cached tokens and log-probabilities of two prompts, asked twice."""
+    config = CacheConfig(page_size=16, chunk_size=16, memory="8MiB", deterministic=deterministic)
+    engine = Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=1)
+    told = []
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, params, progress=False)
+        told.append([[output.token_ids, output.usage.cached_tokens, repr(output.logprobs)] for output in outputs])
+        engine.cache.audit()
+    return told
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_an_engine_runs_on_interpreted_kernels(checkpoint: Path, deterministic: bool) -> None:
     """Every kernel of ours in its place: the twins' answers, and hits that equal cold runs bit by bit."""
-    told = {}
-    for setting in ("triton", "reference"):
-        found = subprocess.run(
-            [sys.executable, "-c", ENGINE, str(checkpoint), str(deterministic)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "HYBRID_KERNELS": setting, "TRITON_INTERPRET": "1"},
-            check=True,
-        )
-        told[setting] = json.loads(found.stdout)
-    for ours, twins in zip(told["triton"], told["reference"], strict=True):
-        assert [answer[:2] for answer in ours] == [answer[:2] for answer in twins]
-    cold, warm = told["triton"]
+    program = (
+        f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_kernels_ops as test; "
+        f"print(json.dumps(test.answers({str(checkpoint)!r}, {deterministic})))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HYBRID_KERNELS": "triton", "TRITON_INTERPRET": "1"},
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    ours, twins = json.loads(found.stdout), answers(str(checkpoint), deterministic)
+    for mine, expected in zip(ours, twins, strict=True):
+        assert [answer[:2] for answer in mine] == [answer[:2] for answer in expected]
+    cold, warm = ours
     assert all(answer[1] >= 32 for answer in warm)
     if deterministic:
         assert [answer[2] for answer in warm] == [answer[2] for answer in cold]
