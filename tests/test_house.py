@@ -17,7 +17,7 @@ FILES = sorted([*ROOT.glob("hybrid/*.py"), *ROOT.glob("kernels/*.py"), *ROOT.glo
 LAYERS = [
     {"errors", "key", "interrupts", "oracle", "kernels.reference_elementwise", "kernels.ragged", "kernels.stored"},
     {"kernels.reference_delta_rule"},
-    {"kernels.reference"},
+    {"kernels.reference", "kernels.attention_tiles", "kernels.split"},
     {
         "kernels.attention",
         "kernels.convolution",

@@ -1,0 +1,185 @@
+"""The causal convolution of prefill: a ragged batch of new tokens, each request going on from its window.
+
+Two launches. The first computes the outputs and only reads windows; the second writes windows. A request may write the
+slot that it reads, and the windows that it leaves may reach back into that one. So nothing is written while outputs are
+computed, and then one program writes all windows of a request's channels, the final one last.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hybrid.kernels.ragged import find_tile, max_tiles
+
+TILE = 16
+CHANNELS = 512
+WINDOW_CHANNELS = 512
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+) -> Tensor:
+    """Arguments as for the twin in `hybrid.kernels.reference`; `state` is written.
+
+    The innermost dimension of `x` and `state` is contiguous. `weight` may have any strides, and is read fastest when it
+    lies in memory as `[width, channels]`.
+    """
+    tokens, channels = x.shape
+    width = weight.shape[1]
+    requests = cu_seqlens.numel() - 1
+    output = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    block = min(CHANNELS, triton.next_power_of_2(channels))
+    _convolution_kernel[(triton.cdiv(channels, block), max_tiles(tokens, requests, TILE))](
+        x,
+        weight,
+        state,
+        output,
+        cu_seqlens,
+        state_read,
+        requests,
+        channels,
+        x.stride(0),
+        state.stride(0),
+        WIDTH=width,
+        ROW_STRIDE=state.stride(1),
+        CHANNEL_STRIDE=weight.stride(0),
+        TAP_STRIDE=weight.stride(1),
+        REQUESTS=triton.next_power_of_2(requests),
+        TILE=TILE,
+        CHANNELS=block,
+        num_warps=2,
+    )
+    block = min(WINDOW_CHANNELS, triton.next_power_of_2(channels))
+    _windows_kernel[(triton.cdiv(channels, block), requests)](
+        x,
+        state,
+        cu_seqlens,
+        state_read,
+        state_write,
+        captures,
+        captures.shape[0],
+        channels,
+        x.stride(0),
+        state.stride(0),
+        captures.stride(0),
+        captures.stride(1),
+        WIDTH=width,
+        ROW_STRIDE=state.stride(1),
+        ROWS=triton.next_power_of_2(width - 1),
+        CAPTURES=triton.next_power_of_2(captures.shape[0]) if captures.shape[0] else 0,
+        CHANNELS=block,
+        num_warps=4,
+    )
+    return output
+
+
+@triton.jit
+def _convolution_kernel(
+    x,
+    weight,
+    state,
+    output,
+    cu_seqlens,
+    state_read,
+    num_requests,
+    num_channels,
+    x_stride,
+    state_stride,
+    WIDTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    CHANNEL_STRIDE: tl.constexpr,
+    TAP_STRIDE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    request, tile = find_tile(cu_seqlens, num_requests, tl.program_id(1), TILE, 1, REQUESTS)
+    if request < num_requests:
+        start = tl.load(cu_seqlens + request).to(tl.int64)
+        length = tl.load(cu_seqlens + request + 1).to(tl.int64) - start
+        first = tile * TILE
+        channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+        exists = channel < num_channels
+        inputs = x + (start + first) * x_stride + channel
+        window = state + tl.load(state_read + request).to(tl.int64) * state_stride + channel
+        rows = ()
+        scales = ()
+        for row in tl.static_range(WIDTH - 1):
+            old = tl.load(window + row * ROW_STRIDE, mask=exists & (first == 0), other=0.0)
+            new = tl.load(inputs + (row - (WIDTH - 1)) * x_stride, mask=exists & (first > 0), other=0.0)
+            rows = rows + (tl.where(first > 0, new, old.to(new.dtype)),)  # noqa: RUF005 (what Triton compiles)
+        for row in tl.static_range(TILE):
+            new = tl.load(inputs + row * x_stride, mask=exists & (first + row < length), other=0.0)
+            rows = rows + (new,)  # noqa: RUF005
+        tl.debug_barrier()  # keeps the compiler from putting loads off to where they are needed
+        for tap in tl.static_range(WIDTH):
+            scale = tl.load(weight + channel * CHANNEL_STRIDE + tap * TAP_STRIDE, mask=exists, other=0.0)
+            scales = scales + (scale.to(tl.float32),)  # noqa: RUF005
+        target = output + (start + first) * num_channels + channel
+        for row in tl.static_range(TILE):
+            total = tl.zeros((CHANNELS,), tl.float32)
+            for tap in tl.static_range(WIDTH):
+                total = tl.fma(rows[row + tap].to(tl.float32), scales[tap], total)
+            total = (total / (1 + tl.exp(-total))).to(output.dtype.element_ty)
+            tl.store(target + row * num_channels, total, mask=exists & (first + row < length))
+
+
+@triton.jit
+def _windows_kernel(
+    x,
+    state,
+    cu_seqlens,
+    state_read,
+    state_write,
+    captures,
+    num_captures,
+    num_channels,
+    x_stride,
+    state_stride,
+    capture_stride,
+    field_stride,
+    WIDTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAPTURES: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    request = tl.program_id(1)
+    start = tl.load(cu_seqlens + request).to(tl.int64)
+    length = tl.load(cu_seqlens + request + 1).to(tl.int64) - start
+    channel = (tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    row = tl.arange(0, ROWS)[:, None]
+    exists = (row < WIDTH - 1) & (channel < num_channels)
+    new = x + start * x_stride + channel
+    old = state + tl.load(state_read + request).to(tl.int64) * state_stride + channel
+    target = state + row * ROW_STRIDE + channel
+    if CAPTURES > 0:
+        index = tl.arange(0, CAPTURES)
+        of_request = tl.load(captures + index * capture_stride, mask=index < num_captures, other=-1) == request
+        at = tl.min(tl.where(of_request, index, CAPTURES), 0)
+        while at < CAPTURES:
+            count = tl.load(captures + at * capture_stride + field_stride).to(tl.int64)
+            slot = tl.load(captures + at * capture_stride + 2 * field_stride).to(tl.int64)
+            window = _window(new, old, count + row, exists, x_stride, WIDTH, ROW_STRIDE)
+            tl.store(target + slot * state_stride, window.to(state.dtype.element_ty), mask=exists)
+            at = tl.min(tl.where(of_request & (index > at), index, CAPTURES), 0)
+    window = _window(new, old, length + row, exists, x_stride, WIDTH, ROW_STRIDE)
+    tl.debug_barrier()  # the slot may be the one that was read
+    slot = tl.load(state_write + request).to(tl.int64)
+    tl.store(target + slot * state_stride, window.to(state.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _window(new, old, place, exists, x_stride, WIDTH: tl.constexpr, ROW_STRIDE: tl.constexpr):
+    """The rows at `place` of the old window with the new tokens behind it."""
+    is_old = place < WIDTH - 1
+    window = tl.load(old + place * ROW_STRIDE, mask=exists & is_old, other=0.0).to(tl.float32)
+    tokens = tl.load(new + (place - (WIDTH - 1)) * x_stride, mask=exists & (place >= WIDTH - 1), other=0.0)
+    return tl.where(is_old, window, tokens.to(tl.float32))
