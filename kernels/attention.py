@@ -10,6 +10,7 @@ length of the request and on `num_splits` alone.
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -130,11 +131,10 @@ def _multiprocessors(device: torch.device) -> int:
 @lru_cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have."""
-    return (
-        torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-        if device.type == "cuda"
-        else HOPPER_SHARED_MEMORY
-    )
+    if device.type != "cuda":
+        return HOPPER_SHARED_MEMORY
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's own types leave this one out
+    return properties.shared_memory_per_block_optin
 
 
 def _check(query: Tensor, cache: Tensor, scale: float, num_splits: int | None, visible: Tensor | None) -> None:

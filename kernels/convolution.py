@@ -103,20 +103,21 @@ def _convolution_kernel(
     request, tile = find_tile(cu_seqlens, num_requests, tl.program_id(1), TILE, 1, REQUESTS)
     if request < num_requests:
         start = tl.load(cu_seqlens + request).to(tl.int64)
-        length = tl.load(cu_seqlens + request + 1).to(tl.int64) - start
         first = tile * TILE
+        left = tl.load(cu_seqlens + request + 1).to(tl.int64) - start - first
         channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
         exists = channel < num_channels
+        is_old = channel < tl.where(first == 0, num_channels, 0)  # what comes before this tile lies in the window
         inputs = x + (start + first) * x_stride + channel
         window = state + tl.load(state_read + request).to(tl.int64) * state_stride + channel
         rows = ()
         scales = ()
         for row in tl.static_range(WIDTH - 1):
-            old = tl.load(window + row * ROW_STRIDE, mask=exists & (first == 0), other=0.0)
-            new = tl.load(inputs + (row - (WIDTH - 1)) * x_stride, mask=exists & (first > 0), other=0.0)
-            rows = rows + (tl.where(first > 0, new, old.to(new.dtype)),)  # noqa: RUF005 (what Triton compiles)
+            old = tl.load(window + row * ROW_STRIDE, mask=is_old, other=0.0)
+            new = tl.load(inputs + (row - (WIDTH - 1)) * x_stride, mask=exists & ~is_old, other=0.0)
+            rows = rows + (tl.where(is_old, old.to(new.dtype), new),)  # noqa: RUF005 (what Triton compiles)
         for row in tl.static_range(TILE):
-            new = tl.load(inputs + row * x_stride, mask=exists & (first + row < length), other=0.0)
+            new = tl.load(inputs + row * x_stride, mask=channel < tl.where(row < left, num_channels, 0), other=0.0)
             rows = rows + (new,)  # noqa: RUF005
         tl.debug_barrier()  # keeps the compiler from putting loads off to where they are needed
         for tap in tl.static_range(WIDTH):
@@ -128,7 +129,7 @@ def _convolution_kernel(
             for tap in tl.static_range(WIDTH):
                 total = tl.fma(rows[row + tap].to(tl.float32), scales[tap], total)
             total = (total / (1 + tl.exp(-total))).to(output.dtype.element_ty)
-            tl.store(target + row * num_channels, total, mask=exists & (first + row < length))
+            tl.store(target + row * num_channels, total, mask=channel < tl.where(row < left, num_channels, 0))
 
 
 @triton.jit

@@ -109,7 +109,7 @@ def fla_chunk_gated_delta_rule(
     """
     rule = _function(FLA)
     chunk = min(chunk_size & -chunk_size, 64)
-    step = _step(cu_seqlens, state_read, state_write, captures)
+    step = _step(cu_seqlens, state_write, captures)
     output: Tensor | None = None
     final = state.new_empty(0)
     for wave in step.waves:
@@ -152,7 +152,7 @@ def external_causal_conv1d(
     channels, width = weight.shape
     if not 2 <= width <= 4 or channels % 8 or x.stride(0) % 8:
         return convolution.causal_conv1d(x, weight, state, cu_seqlens, state_read, state_write, captures)
-    step = _step(cu_seqlens, state_read, state_write, captures)
+    step = _step(cu_seqlens, state_write, captures)
     before = state[state_read]
     parts = [
         convolve(
@@ -290,14 +290,14 @@ their numbers."""
 
 
 def _step(*tensors: Tensor) -> _Step:
-    """The numbers of (cu_seqlens, state_read, state_write, captures)."""
+    """The numbers of (cu_seqlens, state_write, captures)."""
     seen = not any(x.is_inference() for x in tensors)
     key: tuple[object, ...] = ()
     if seen:
         key = tuple((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x._version) for x in tensors)
         if _kept and _kept[0][0] == key:
             return _kept[0][2]
-    starts, _, writes, captures = tensors
+    starts, writes, captures = tensors
     flat = torch.cat([x.reshape(-1).to(torch.int64) for x in (starts, writes, captures)]).tolist()
     first, second = starts.numel(), starts.numel() + writes.numel()
     numbers = flat[second:]

@@ -17,11 +17,11 @@ from hybrid.kernels.convolution import TILE, causal_conv1d
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-LENGTHS = [1, 2, 3, TILE - 1, TILE, TILE + 1, 2 * TILE + 5, TILE + 3]
-READS = [0, 1, 2, 3, 0, 5, 6, 3]
-WRITES = [8, 1, 10, 9, 11, 12, 6, 3]
-"""Requests 1, 6 and 7 go on in their own slots; two begin at the empty state, two share a checkpoint."""
-CAPTURES = [(6, TILE, 20), (0, 1, 21), (1, 1, 22), (6, 2 * TILE, 23), (4, TILE, 24), (7, 2, 25), (7, TILE, 26)]
+LENGTHS = [1, 2, TILE, TILE + 1, 2 * TILE + 5, 3]
+READS = [0, 1, 2, 3, 6, 3]
+WRITES = [8, 1, 10, 9, 6, 11]
+"""Requests 1 and 4 go on in their own slots; request 0 begins at the empty state, 3 and 5 share a checkpoint."""
+CAPTURES = [(4, TILE, 20), (0, 1, 21), (1, 1, 22), (4, 2 * TILE, 23), (2, TILE, 24), (5, 2, 25)]
 
 
 @pytest.fixture(autouse=True)
@@ -65,14 +65,13 @@ def test_outputs_and_windows_are_those_of_the_twin(width: int, channels: int, dt
     before, expected = windows.clone(), windows.clone()
     x = torch.randn(sum(LENGTHS), channels).to(DEVICE, dtype)
     weight = torch.randn(channels, width).to(DEVICE, dtype)
-    captures = [capture for capture in CAPTURES if channels < 100 or capture[0] > 5]
-    output = run(x, weight, windows, LENGTHS, READS, WRITES, captures)
-    where = (starts_of(LENGTHS), ints(READS), ints(WRITES), rows_of(captures))
+    output = run(x, weight, windows, LENGTHS, READS, WRITES, CAPTURES)
+    where = (starts_of(LENGTHS), ints(READS), ints(WRITES), rows_of(CAPTURES))
     truth = reference.causal_conv1d(x, weight, expected, *(index.to(DEVICE) for index in where))
     assert output.dtype == dtype
     torch.testing.assert_close(output, truth, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     assert same_bits(windows, expected)
-    assert untouched(before, windows, [*WRITES, *(slot for *_, slot in captures)])
+    assert untouched(before, windows, [*WRITES, *(slot for *_, slot in CAPTURES)])
 
 
 def test_outputs_are_those_of_torch_in_double_precision() -> None:
@@ -84,15 +83,14 @@ def test_outputs_are_those_of_torch_in_double_precision() -> None:
     torch.testing.assert_close(output.double(), F.silu(torch.cat(mixed)), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_inputs_may_be_part_of_a_wider_tensor_and_the_weight_may_lie_by_taps(kind: torch.dtype) -> None:
+def test_inputs_may_be_part_of_a_wider_tensor_the_weight_may_lie_by_taps_and_indices_may_be_short() -> None:
     windows = pool_of(4, 24, torch.float32)
     others = like(windows)
     x, weight = torch.randn(sum(LENGTHS), 24).to(DEVICE), torch.randn(24, 4).to(DEVICE)
     wide = torch.cat((x + 1, x, x + 2), dim=1)
     output = run(x, weight, windows, LENGTHS, READS, WRITES, CAPTURES)
     by_taps = weight.t().contiguous().t()
-    again = run(wide[:, 24:48], by_taps, others, LENGTHS, READS, WRITES, CAPTURES, kind)
+    again = run(wide[:, 24:48], by_taps, others, LENGTHS, READS, WRITES, CAPTURES, torch.int32)
     assert same_bits(output, again)
     assert same_bits(windows, others)
 
@@ -106,7 +104,7 @@ def test_a_capture_sees_the_old_window_though_the_request_writes_over_it() -> No
     assert same_bits(windows[5], windows[21])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[-1:])
 def test_a_request_gives_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype) -> None:
     windows, weight = pool_of(4, 24, dtype), torch.randn(24, 4).to(DEVICE, dtype)
     before, x = windows.clone(), torch.randn(sum(LENGTHS), 24).to(DEVICE, dtype)
@@ -117,9 +115,9 @@ def test_a_request_gives_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype
         assert same_bits(alone[20], windows[WRITES[row]])
 
 
-@pytest.mark.parametrize("cut", [1, 2, 5, TILE, TILE + 1, 2 * TILE])
+@pytest.mark.parametrize("cut", [1, 5, TILE, TILE + 1])
 def test_a_prompt_gives_the_same_bits_wherever_it_is_cut(cut: int) -> None:
-    length = 2 * TILE + 5
+    length = TILE + 5
     windows, weight = pool_of(4, 24, torch.float32), torch.randn(24, 4).to(DEVICE)
     x = torch.randn(length, 24).to(DEVICE)
     whole = run(x, weight, windows, [length], [1], [8], [(0, cut, 20)])

@@ -1,0 +1,48 @@
+"""What tests that run Triton's interpreter ask of it beyond what it does by itself."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+
+def multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tl.dot` multiply the numbers of bfloat16, not their bits read as whole numbers. What the interpreter rounds
+    to bfloat16 is still rounded towards zero."""
+    multiply = interpreter.InterpreterBuilder.create_dot
+
+    def numbers(x: Any) -> Any:
+        if x.dtype != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return multiply(builder, numbers(a), numbers(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def prepare_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a launch make the language ready for the interpreter once per module, not again whenever a function is
+    called: half of the time goes into that."""
+    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    ready: set[int] = set()
+
+    def prepare_unless_ready(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module in ready:
+            return None
+        ready.add(module)
+        return prepare(function)
+
+    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        ready.clear()
+        try:
+            return launch(executor, *args, **kwargs)
+        finally:
+            ready.clear()
+
+    monkeypatch.setattr(interpreter, "_patch_lang", prepare_unless_ready)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
