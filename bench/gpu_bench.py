@@ -131,11 +131,11 @@ class Report:
             mark = "" if result.target is None else "ok" if result.reached else "MISS"
             ratio = "" if result.ratio is None else f"{result.ratio:.3g}"
             table.add_row(mark, section, result.name, ratio, target, medians)
-        for name, section in self.sections.items():
-            if section["status"] != "done":
-                told = section.get("error", "").strip().splitlines()[-1:] or [""]
-                table.add_row(section["status"].upper(), name, told[0][:200], "", "", "")
-            for what in section["skipped"]:
+        for name, entry in self.sections.items():
+            if entry["status"] != "done":
+                reason = entry.get("error", "").strip().splitlines()[-1:] or [""]
+                table.add_row(entry["status"].upper(), name, reason[0][:200], "", "", "")
+            for what in entry["skipped"]:
                 table.add_row("SKIPPED", name, what, "", "", "no time left, or no peer here")
         console.print(table)
         for text in self.summary():
@@ -152,10 +152,10 @@ class Report:
             elif result.target is not None and result.ratio is not None:
                 mark, sign = "ok" if result.reached else "MISS", "<=" if result.at_most else ">="
                 told.append(f"{mark:7} {result.ratio:.3f} {sign} {result.target}  {section}: {result.name}")
-        for name, section in self.sections.items():
-            if section["status"] != "done":
-                told.append(f"{section['status'].upper():7} {name}: {section.get('error', '').strip()[-200:]}")
-            told += [f"SKIPPED {name}: {what[:100]}" for what in section["skipped"]]
+        for name, entry in self.sections.items():
+            if entry["status"] != "done":
+                told.append(f"{entry['status'].upper():7} {name}: {entry.get('error', '').strip()[-200:]}")
+            told += [f"SKIPPED {name}: {what[:100]}" for what in entry["skipped"]]
         return [*told, f"{checks} checks"]
 
 
