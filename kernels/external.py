@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -163,7 +164,7 @@ def external_causal_conv1d(
         )
         .squeeze(0)
         .t()
-        for row, (start, end) in enumerate(zip(step.starts, step.starts[1:], strict=False))
+        for row, (start, end) in enumerate(pairwise(step.starts))
     ]
     places = step.windows(width - 1)
     inside = x[places.tokens]  # [windows, width - 1, channels]
@@ -259,9 +260,7 @@ class _Step:
         """The places of the last `past` inputs at the end of every request and at every capture."""
         made = self._windows.get(past)
         if made is None:
-            ends = [
-                (row, end - start) for row, (start, end) in enumerate(zip(self.starts, self.starts[1:], strict=False))
-            ]
+            ends = [(row, end - start) for row, (start, end) in enumerate(pairwise(self.starts))]
             ends += [(row, count) for row, count, _ in self.captures]
             rows = self._here([row for row, _ in ends]).unsqueeze(1)
             begin = self._here([self.starts[row] for row, _ in ends]).unsqueeze(1)

@@ -6,7 +6,9 @@ flash-linear-attention's own naive rule is one of them; our Triton kernel is hel
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -57,11 +59,11 @@ def pool(*shape: int) -> Tensor:
 
 def put(monkeypatch: pytest.MonkeyPatch, package: str, function: Callable[..., Any]) -> None:
     """Let a function stand where that of a package is."""
-    imported = external._imported
-    monkeypatch.setattr(
-        external, "_imported", lambda name: external.Found(name, function) if name == package else imported(name)
-    )
-    monkeypatch.setattr(external._imported, "cache_clear", lambda: None, raising=False)
+    module = ModuleType(f"stand_in_for_{function.__class__.__name__}")
+    module.stand_in = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(external.FUNCTIONS, package, (module.__name__, "stand_in"))
+    external._imported.cache_clear()
 
 
 # FLA's chunk rule
@@ -106,11 +108,11 @@ class NaiveRule:
         assert len(q) == len(k) == len(v) == 1
         assert q.shape[1] == v.shape[1] == starts[-1]
         assert len(initial_state) == len(starts) - 1
-        self.calls.append([end - start for start, end in zip(starts, starts[1:], strict=False)])
+        self.calls.append([end - start for start, end in pairwise(starts)])
         group = v.shape[2] // k.shape[2]
         q, k = (reference.l2norm(x.float()).repeat_interleave(group, dim=2) for x in (q, k))
         outputs, finals = [], []
-        for row, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for row, (start, end) in enumerate(pairwise(starts)):
             part = slice(start, end)
             output, final = self.naive(
                 *(x[:, part] for x in (q, k, v, beta, g)),
@@ -263,9 +265,7 @@ def convolve(places: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 def test_the_layers_of_a_step_fetch_its_numbers_once(
     monkeypatch: pytest.MonkeyPatch, rule: NaiveRule, fetches: list[Tensor]
 ) -> None:
-    imported = external._imported
-    conv = external.Found(external.CAUSAL_CONV1D, naive_convolution)
-    monkeypatch.setattr(external, "_imported", lambda name: conv if name == external.CAUSAL_CONV1D else imported(name))
+    put(monkeypatch, external.CAUSAL_CONV1D, naive_convolution)
     monkeypatch.setattr(rule, "naive", lambda q, k, v, *_, initial_state, **__: (v, initial_state))
     starts, reads, writes, captures = where()
     x, weight, windows = (
