@@ -293,7 +293,7 @@ class PrefixCache:
                 self.cache.record(explanation)
             while position < end:
                 start, position = position, min(end, (position // self._grid + 1) * self._grid)
-                self._forward(past, ids[start:position])
+                forward(self._model, ids[start:position], past, start, self._device)
             return past.layers, explanation
 
     def _prefill_chunks(
@@ -309,7 +309,7 @@ class PrefixCache:
         is_kept = True
         while position < last:
             start, position = position, position + self._grid
-            self._forward(past, ids[start:position])
+            forward(self._model, ids[start:position], past, start, self._device)
             with deferred_interrupts():
                 is_kept = is_kept and self._keep_chunk(past, lease, key, start, position, wanted)
                 if is_kept and position == last and lease.num_shared * self.cache.config.page_size < last:
@@ -353,6 +353,3 @@ class PrefixCache:
                 self.memory.write_state(past.layers, checkpoint.slot)
                 cache.commit(lease, key, end)
         return True
-
-    def _forward(self, past: DynamicCache, ids: Sequence[int]) -> None:
-        forward(self._model, torch.tensor([ids], device=self._device), past)

@@ -136,29 +136,27 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def refuse_unsupported(cache: Any, model_name: str) -> None:
-    """Look at the classes of a cache and of its layers.
+def refuse_unsupported(layers: Sequence[Any], model_name: str) -> None:
+    """Look at the classes of the layers of a cache.
 
     Raises:
-        UnsupportedModelError: one of them is not supported; the message names it.
+        UnsupportedModelError: one of them is not supported, and is named; or none of them is attention.
     """
-    if type(cache) is not DynamicCache:
-        raise UnsupportedModelError(
-            f"{model_name} keeps a {type(cache).__name__}; PrefixCache saves and restores transformers' DynamicCache"
-        )
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(layers):
         if type(layer) not in SUPPORTED:
             raise UnsupportedModelError(
                 f"{model_name} has cache layers of class {type(layer).__name__} (layer {index}), which PrefixCache "
                 f"cannot save; it knows {', '.join(sorted(cls.__name__ for cls in SUPPORTED))}"
             )
+    if not any(isinstance(layer, ATTENTION) for layer in layers):
+        raise UnsupportedModelError(f"{model_name} keeps nothing per token: no layer of it is attention")
 
 
 def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
     """The layout of a cache that has seen some tokens, of one sequence.
 
     Raises:
-        UnsupportedModelError: no layer keeps anything per token, or a tensor has a shape that is not expected.
+        UnsupportedModelError: a tensor has a shape that is not expected.
     """
     tokens: list[TokenPart] = []
     states: list[StatePart] = []
@@ -182,8 +180,6 @@ def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
                     if tensor is not None:
                         shape = tuple(tensor.shape[1:])
                         states.append(StatePart(index, kind, at, shape, tensor.dtype, tensor.device))
-    if not tokens:
-        raise UnsupportedModelError(f"{model_name} keeps nothing per token: no layer of it is attention")
     return Layout(tuple(tokens), tuple(states), has_previous)
 
 

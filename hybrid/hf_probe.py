@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -21,46 +21,90 @@ FALLBACKS = "transformers.integrations.hub_kernels"
 FIRST, REST, OTHER = range(1, 9), range(9, 12), range(20, 28)
 """Tokens of the probe: a prefix, what follows it, and something else of the prefix's length."""
 
-CLOSE = {torch.float32: 1e-4, torch.float64: 1e-9}
+SAME = {torch.float32: 1e-4, torch.float64: 1e-9}
 """How far logits of two equal passes may differ on a device whose sums have no fixed order, as part of their range."""
 
+CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
+"""How far those of a pass in two parts may differ from those of one."""
 
-def forward(model: Any, input_ids: Tensor, past: Any) -> Tensor:
-    """One pass on top of a past; the logits of the last token, `[batch, vocabulary]`."""
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    output = model(input_ids=input_ids, past_key_values=past, use_cache=True, return_dict=True, **options)
-    return output.logits[:, -1]
+
+def forward(model: Any, tokens: Sequence[int], past: Any, start: int, device: torch.device) -> Tensor:
+    """One pass over the tokens of one sequence on top of a past; the logits of the last one, `[vocabulary]`.
+
+    Args:
+        start: tokens that the past has seen.
+    """
+    options: dict[str, Any] = {}
+    parameters = inspect.signature(model.forward).parameters
+    if "logits_to_keep" in parameters:
+        options["logits_to_keep"] = 1
+    if "position_ids" in parameters:
+        options["position_ids"] = torch.arange(start, start + len(tokens), device=device).unsqueeze(0)
+    ids = torch.tensor([tokens], device=device)
+    return model(input_ids=ids, past_key_values=past, use_cache=True, return_dict=True, **options).logits[0, -1]
 
 
 @torch.no_grad()
 def probe(model: Any, device: torch.device) -> Layout:
-    """Run a few tokens, to see what is kept of them; and take one past up twice, to see that nothing else is.
+    """Run a few tokens, to see what the cache keeps of them, that nothing else remembers, and that the model goes on
+    from it.
 
     Raises:
-        UnsupportedModelError: the cache has layers of another class, or the model remembers elsewhere.
+        UnsupportedModelError: it is not so; the message says what.
     """
     name = type(model).__name__
-    past = DynamicCache(config=model.config)
-    refuse_unsupported(past, name)
-    size = model.config.get_text_config(decoder=True).vocab_size
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; PrefixCache is for decoders")
+    past = DynamicCache(config=config)
+    refuse_unsupported(past.layers, name)
+    size = config.get_text_config(decoder=True).vocab_size
 
-    def run(tokens: range, past: Any) -> Tensor:
-        return forward(model, torch.tensor([[token % size for token in tokens]], device=device), past)
+    def run(tokens: Iterable[int], past: Any, start: int = 0) -> Tensor:
+        return forward(model, [token % size for token in tokens], past, start, device)
 
-    run(FIRST, past)
-    refuse_unsupported(past, name)
-    again = DynamicCache(config=model.config)
-    again.layers = [copy_of(layer) for layer in past.layers]
-    layout = layout_of(past.layers, name)
-    expected = run(REST, past)
-    run(OTHER, DynamicCache(config=model.config))
-    found = run(REST, again)
-    tolerance = 0.0 if device.type == "cpu" else CLOSE.get(found.dtype, 2e-2) * float(expected.float().abs().max())
-    if not float((found.float() - expected.float()).abs().max()) <= tolerance:
+    def fork(past: Any) -> Any:
+        other = DynamicCache(config=config)
+        other.layers = [copy_of(layer) for layer in past.layers]
+        return other
+
+    try:
+        run(FIRST, past)
+        refuse_unsupported(past.layers, name)
+        layout = layout_of(past.layers, name)
+        at_once = run((*FIRST, *REST), DynamicCache(config=config))
+        again, shifted = fork(past), fork(past)
+        expected = run(REST, past, len(FIRST))
+        run(OTHER, DynamicCache(config=config))
+        found = run(REST, again, len(FIRST))
+        recurrent = [state for state in layout.states if state.kind == "recurrent_states"]
+        for state in recurrent:
+            shifted.layers[state.layer].recurrent_states[state.index].add_(1)
+        run(REST, shifted, len(FIRST))
+    except UnsupportedModelError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, RuntimeError) as error:
+        raise UnsupportedModelError(f"{name} does not run on transformers' DynamicCache: {error}") from error
+    exact = 0.0 if device.type == "cpu" else SAME.get(found.dtype, 2e-2)
+    if not _apart(found, expected) <= exact:
         raise UnsupportedModelError(
             f"{name} remembers something outside of its cache: the same past, taken up twice, gives other logits"
         )
+    for state in recurrent:
+        with_shift, without = (cache.layers[state.layer].recurrent_states[state.index] for cache in (shifted, past))
+        if torch.equal(with_shift, without):
+            raise UnsupportedModelError(
+                f"{name} drops the state of layer {state.layer} when it goes on with several tokens: no prefix of it can "
+                "be taken up but token by token"
+            )
+    if not _apart(at_once, expected) <= CLOSE.get(found.dtype, 5e-2):
+        raise UnsupportedModelError(f"{name} gives other logits when a prompt is computed in two parts")
     return layout
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference, as part of the range."""
+    return float((a.float() - b.float()).abs().max() / b.float().abs().max())
 
 
 def use_functions_of_the_device(model: Any) -> None:
