@@ -8,8 +8,9 @@
 
 What must stay true:
 
-* Every prefill is cut at the same places, the multiples of `chunk_size`, whether it starts at a hit or not, and what is
-  restored there is bit for bit what was saved. So on a CPU a hit is bitwise the run that computed everything.
+* What is restored is bit for bit what was saved, and a prefill is cut only at multiples of `chunk_size`. In
+  deterministic mode it is cut at every one of them, whether it starts at a hit or not: so on a CPU a hit is bitwise the
+  run that computed everything.
 * Only what a prefill computed in whole chunks is kept. An answer is computed once more as whole chunks, after it has
   been given, because what decoding leaves is not bitwise what a prefill does.
 * A lease is held while a prefill runs, and never while others run: transformers' cache holds copies.
@@ -52,8 +53,11 @@ class PrefixCache:
         model: an `AutoModelForCausalLM`, in evaluation mode. Its weights must not change; if they do, call `clear`.
         memory: for pages and states: bytes, a text as "512MiB", or a fraction of what is free.
         device: where that memory is; None: the model's device.
-        chunk_size: prefills are cut at multiples of this many tokens, and checkpoints lie there. None: 64 on a CPU, 256
-            elsewhere.
+        deterministic: cut every prefill at every multiple of `chunk_size`, so that a hit is bitwise a cold run. Without
+            it a prefill is cut only where a checkpoint is put, and results agree within rounding. None: on for CPU, off
+            for GPU.
+        chunk_size: prefills are cut at multiples of this many tokens, and checkpoints lie there; what follows the last
+            one is computed again. Smaller passes are slower. None: 256 in deterministic mode, else 64.
         page_size: tokens per page.
         eviction, placement: as in `hybrid.CacheConfig`.
         keep_answers: keep answers, not only prompts: each is computed once more as whole chunks after it was given.
@@ -69,6 +73,7 @@ class PrefixCache:
         memory: int | float | str = "1GiB",
         *,
         device: str | torch.device | None = None,
+        deterministic: bool | None = None,
         chunk_size: int | None = None,
         page_size: int = 64,
         eviction: str | Policy = "lhd",
@@ -78,10 +83,15 @@ class PrefixCache:
         self._model = model
         self._device = model.get_input_embeddings().weight.device
         self._refuse_training()
-        if chunk_size is None:
-            chunk_size = max(page_size, 64 if self._device.type == "cpu" else 256)
+        if deterministic is None:
+            deterministic = self._device.type == "cpu"
         config = CacheConfig(
-            memory=memory, page_size=page_size, chunk_size=chunk_size, eviction=eviction, placement=placement
+            memory=memory,
+            page_size=page_size,
+            chunk_size=chunk_size or (256 if deterministic else 64),
+            eviction=eviction,
+            placement=placement,
+            deterministic=deterministic,
         )
         if self._device.type == "cpu":
             use_functions_of_the_device(model)
@@ -90,10 +100,9 @@ class PrefixCache:
         num_bytes = config.memory_bytes(free_memory(where))
         page_bytes = self._layout.page_bytes(page_size)
         self.memory = PageMemory(self._layout, page_size, num_bytes, where)
-        self.cache = HybridCache.of_bytes(
-            num_bytes, page_bytes, self._layout.state_bytes, config, mover=self.memory
-        )
+        self.cache = HybridCache.of_bytes(num_bytes, page_bytes, self._layout.state_bytes, config, mover=self.memory)
         self.keep_answers = keep_answers
+        self._longest_pass = config.grid if deterministic else self._layout.longest_pass(config.grid)
         self.explanations: tuple[Explanation, ...] = ()
         self._lock = threading.RLock()
 
@@ -101,6 +110,11 @@ class PrefixCache:
     def can_be_cut(self) -> bool:
         """Whether the cache of a prefix is a part of the cache: the model has full attention alone."""
         return self._layout.can_be_cut
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has linear-attention layers."""
+        return bool(self._layout.states)
 
     # The two ways to use it
 
@@ -127,13 +141,13 @@ class PrefixCache:
         if inputs is not None and input_ids is not None:
             raise ArgumentError("generate: the prompts are given twice, as first argument and as input_ids")
         input_ids = inputs if input_ids is None else input_ids
-        refuse_options(self._model, options, bool(self._layout.states))
+        refuse_options(self._model, options, self.has_states)
         pad_tokens, end_tokens = (tokens_of(self._model, options, name) for name in ("pad_token_id", "eos_token_id"))
-        prompts = prompts_of(
-            input_ids, options.get("attention_mask"), next(iter(pad_tokens), None), end_tokens
-        )
+        prompts = prompts_of(input_ids, options.get("attention_mask"), next(iter(pad_tokens), None), end_tokens)
         past = self._begin(prompts, namespace)
-        num_beams, num_returned = (option(self._model, options, name) or 1 for name in ("num_beams", "num_return_sequences"))
+        num_beams, num_returned = (
+            option(self._model, options, name) or 1 for name in ("num_beams", "num_return_sequences")
+        )
         if max(num_beams, num_returned) > 1:
             past.batch_repeat_interleave(max(num_beams, num_returned))
         output = self._model.generate(input_ids, past_key_values=past, **options)
@@ -163,7 +177,7 @@ class PrefixCache:
 
         def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             seen = kwargs.get("past_key_values")
-            if any(seen is member for member in family):
+            if isinstance(seen, Past) and any(seen is member for member in family):
                 seen.note(kwargs.get("input_ids", args[0] if args else None))
 
         hook = self._model.register_forward_hook(note, with_kwargs=True)
@@ -266,10 +280,8 @@ class PrefixCache:
         return DynamicCache(config=self._model.config).layers
 
     @torch.no_grad()
-    def _prefill(
-        self, ids: Sequence[int], end: int, namespace: str, is_replay: bool
-    ) -> tuple[list[Any], Explanation]:
-        """The layers of one sequence after `ids[:end]`, cut at every multiple of the grid; whole chunks are kept.
+    def _prefill(self, ids: Sequence[int], end: int, namespace: str, is_replay: bool) -> tuple[list[Any], Explanation]:
+        """The layers of one sequence after `ids[:end]`, cut on the grid; whole chunks are kept.
 
         Where memory for a chunk cannot be had, it and what follows is computed all the same.
         """
@@ -292,7 +304,7 @@ class PrefixCache:
             if not is_replay:
                 self.cache.record(explanation)
             while position < end:
-                start, position = position, min(end, (position // self._grid + 1) * self._grid)
+                start, position = position, min(end, (position + self._longest_pass) // self._grid * self._grid)
                 forward(self._model, ids[start:position], past, start, self._device)
             return past.layers, explanation
 
@@ -308,7 +320,8 @@ class PrefixCache:
         self.cache.advance(lease, position)
         is_kept = True
         while position < last:
-            start, position = position, position + self._grid
+            start = position
+            position = min([*(cut for cut in wanted if cut > start), start + self._longest_pass, last])
             forward(self._model, ids[start:position], past, start, self._device)
             with deferred_interrupts():
                 is_kept = is_kept and self._keep_chunk(past, lease, key, start, position, wanted)
@@ -321,10 +334,11 @@ class PrefixCache:
         cache = self.cache
         names, start = cache.config.placement, lease.num_hit_tokens
         spare: Iterable[int] = ()
-        if not self._layout.states:
-            spare = range(start, last + 1, self._grid)  # they weigh nothing
+        if not self.has_states:
+            spare = range(start, last + 1, self._longest_pass)  # they weigh nothing
         elif "geometric" in names:
-            spare = placement.spare(start, last, self._grid, cache.spare_share)
+            is_cut = self._longest_pass == self._grid  # else each costs a cut
+            spare = placement.spare(start, last, self._grid, cache.spare_share if is_cut else placement.DENSE_ABOVE)
         wanted = dict.fromkeys(spare, INTERVAL)
         wanted |= placement.of_prompt(
             names,
@@ -347,7 +361,7 @@ class PrefixCache:
         first = max(start // page_size, lease.num_shared)  # what the tree has is not written
         self.memory.write_pages(past.layers, lease.block_table[first : end // page_size], end)
         if end in wanted:
-            is_spare = wanted[end] == INTERVAL and self._layout.states
+            is_spare = wanted[end] == INTERVAL and self.has_states
             checkpoint = cache.capture_spare(lease, end) if is_spare else cache.capture(lease, end, wanted[end])
             if checkpoint is not None:
                 self.memory.write_state(past.layers, checkpoint.slot)

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import (
     DummyLayer,
-    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -53,6 +52,10 @@ SUPPORTED = (*ATTENTION, LinearAttentionLayer, DummyLayer)
 
 KINDS = ("conv_states", "recurrent_states")
 """Where a linear-attention layer keeps its states: dictionaries of tensors `[batch, ...]`."""
+
+
+LONGEST_PASS = 2048
+"""Tokens that are computed at once at most: longer passes are no faster, and need more memory."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,12 @@ class Layout:
         """Whether the cache of a prefix is a part of the cache: no states, and no windows."""
         return not self.states and all(part.window is None for part in self.tokens)
 
+    def longest_pass(self, grid: int) -> int:
+        """Tokens that may be computed at once so that all of them, or those of the last window before every multiple of
+        `grid`, are still there to be kept."""
+        windows = [part.window - 1 for part in self.tokens if part.window is not None]
+        return max(grid, min([LONGEST_PASS, *windows]) // grid * grid)
+
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page, a multiple of `ALIGNMENT`."""
         return sum(_aligned(part.token_bytes * page_size) for part in self.tokens)
@@ -183,7 +192,9 @@ def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
     return Layout(tuple(tokens), tuple(states), has_previous)
 
 
-def fill(layers: Sequence[Any], layout: Layout, tokens: Sequence[Tensor], states: Sequence[Tensor], length: int) -> None:
+def fill(
+    layers: Sequence[Any], layout: Layout, tokens: Sequence[Tensor], states: Sequence[Tensor], length: int
+) -> None:
     """Fill fresh layers.
 
     Args:

@@ -22,6 +22,11 @@ class Source(Protocol):
         """Whether the cache of a prefix is a part of the cache."""
         ...
 
+    @property
+    def has_states(self) -> bool:
+        """Whether the model has linear-attention layers."""
+        ...
+
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], namespace: str) -> list[Any]:
         """The layers after these tokens, padded on the left, each row resumed at its nearest checkpoint."""
         ...
@@ -99,11 +104,13 @@ class Past(DynamicCache):
         self.rows = kept
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As in transformers, and right where theirs is not: see `rewind`."""
-        if tokens_to_remove >= 0:
-            super().crop(tokens_to_remove)
-        else:
+        """As in transformers, and right for states, where theirs is not: see `rewind`."""
+        if self._source.has_states and tokens_to_remove < 0:
             self.rewind(-tokens_to_remove)
+            return
+        rows = self.known_rows()
+        super().crop(tokens_to_remove)
+        self.rows = rows if rows is None or tokens_to_remove >= 0 else [row[:tokens_to_remove] for row in rows]
 
     def known_rows(self) -> list[list[int]] | None:
         """Per sequence the tokens that it holds; None when it has seen others."""

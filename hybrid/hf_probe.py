@@ -18,7 +18,7 @@ from hybrid.hf_layers import Layout, copy_of, layout_of, refuse_unsupported
 FALLBACKS = "transformers.integrations.hub_kernels"
 """The module whose wrappers choose between a package's kernel and the torch function, when a model is imported."""
 
-FIRST, REST, OTHER = range(1, 9), range(9, 12), range(20, 28)
+FIRST, REST, OTHER = range(1, 9), range(9, 11), range(20, 28)
 """Tokens of the probe: a prefix, what follows it, and something else of the prefix's length."""
 
 SAME = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -53,8 +53,8 @@ def probe(model: Any, device: torch.device) -> Layout:
         UnsupportedModelError: it is not so; the message says what.
     """
     name = type(model).__name__
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
+    config = model.config
+    if config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder; PrefixCache is for decoders")
     past = DynamicCache(config=config)
     refuse_unsupported(past.layers, name)
@@ -80,7 +80,7 @@ def probe(model: Any, device: torch.device) -> Layout:
         recurrent = [state for state in layout.states if state.kind == "recurrent_states"]
         for state in recurrent:
             shifted.layers[state.layer].recurrent_states[state.index].add_(1)
-        run(REST, shifted, len(FIRST))
+        otherwise = run(REST, shifted, len(FIRST))
     except UnsupportedModelError:
         raise
     except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, RuntimeError) as error:
@@ -90,13 +90,10 @@ def probe(model: Any, device: torch.device) -> Layout:
         raise UnsupportedModelError(
             f"{name} remembers something outside of its cache: the same past, taken up twice, gives other logits"
         )
-    for state in recurrent:
-        with_shift, without = (cache.layers[state.layer].recurrent_states[state.index] for cache in (shifted, past))
-        if torch.equal(with_shift, without):
-            raise UnsupportedModelError(
-                f"{name} drops the state of layer {state.layer} when it goes on with several tokens: no prefix of it can "
-                "be taken up but token by token"
-            )
+    if recurrent and torch.equal(otherwise, expected):
+        raise UnsupportedModelError(
+            f"{name} drops its recurrent states when it goes on with several tokens, so no prefix of it can be taken up"
+        )
     if not _apart(at_once, expected) <= CLOSE.get(found.dtype, 5e-2):
         raise UnsupportedModelError(f"{name} gives other logits when a prompt is computed in two parts")
     return layout

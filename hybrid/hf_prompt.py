@@ -57,7 +57,8 @@ def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_t
     """Read the prompts of a call.
 
     Args:
-        pad_token, end_tokens: to notice padding that no mask tells of, as `generate` does.
+        pad_token, end_tokens: without a mask, tokens like `pad_token` are taken for padding, unless it is an end token,
+            as `generate` does.
 
     Raises:
         PromptError: they are no prompts, or padded in a way that cannot be right.
@@ -68,9 +69,9 @@ def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_t
         raise PromptError("input_ids holds no token; a prompt needs at least one")
     rows = input_ids.tolist()
     if attention_mask is None:
-        if pad_token is not None and pad_token not in end_tokens and any(row[0] == pad_token for row in rows):
-            raise PromptError("input_ids begin with the padding token: give attention_mask, to tell what is padding")
-        return Prompts(rows, [0] * len(rows))
+        if pad_token is None or pad_token in end_tokens or not any(pad_token in row for row in rows):
+            return Prompts(rows, [0] * len(rows))
+        attention_mask = input_ids.ne(pad_token).long()
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
         raise PromptError(f"attention_mask must have the shape of input_ids, got {_what(attention_mask)}")
     pads = []
@@ -80,8 +81,9 @@ def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_t
             raise PromptError("attention_mask masks a whole sequence; a prompt needs at least one token")
         if not all(mask[pad:]):
             raise PromptError(
-                "attention_mask has zeros after the first token: padding on the right would become part of a linear "
-                "layer's state; pad on the left (tokenizer.padding_side = 'left')"
+                "attention_mask (or the padding token, without one) masks something after the first token: padding on "
+                "the right would become part of a linear layer's state. Pad on the left (tokenizer.padding_side = "
+                "'left'); where nothing is padding, give attention_mask=torch.ones_like(input_ids)"
             )
         pads.append(pad)
         del row[:pad]
@@ -97,8 +99,8 @@ def refuse_options(model: Any, options: Mapping[str, Any], has_states: bool) -> 
     for name, value in options.items():
         if name not in _known_options() and name not in ("attention_mask", *REFUSED):
             raise ArgumentError(
-                f"generate: {name!r} is no option of transformers' generate; what else a model takes (images, sounds) is "
-                "not part of the token ids by which a prefix is found"
+                f"generate: {name!r} is no option of transformers' generate; what else a model takes (images, sounds) "
+                "is not part of the token ids by which a prefix is found"
             )
         if value is not None and name in ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids"):
             raise ArgumentError(f"generate: {name}: {REFUSED[name]}")
@@ -112,8 +114,8 @@ def refuse_options(model: Any, options: Mapping[str, Any], has_states: bool) -> 
         for name in ASSISTED:
             if option(model, options, name):
                 raise ArgumentError(
-                    f"generate: {name}: drafts that are not taken must be taken back, and a state cannot be; this model "
-                    "has linear-attention layers"
+                    f"generate: {name}: drafts that are not taken must be taken back, which a state cannot be, and "
+                    "this model has linear-attention layers"
                 )
 
 
