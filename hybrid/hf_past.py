@@ -105,12 +105,18 @@ class Past(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers, and right for states, where theirs is not: see `rewind`."""
-        if self._source.has_states and tokens_to_remove < 0:
+        recording = any(self.is_recording_past(at) for at in range(len(self.layers)))
+        if self._source.has_states or not (self._source.can_be_cut or recording):
             self.rewind(-tokens_to_remove)
             return
         rows = self.known_rows()
         super().crop(tokens_to_remove)
         self.rows = rows if rows is None or tokens_to_remove >= 0 else [row[:tokens_to_remove] for row in rows]
+
+    def activate_past_recording(self) -> None:
+        """As in transformers, where a record helps; with states it does not, and `crop` does without."""
+        if not self._source.has_states:
+            super().activate_past_recording()
 
     def known_rows(self) -> list[list[int]] | None:
         """Per sequence the tokens that it holds; None when it has seen others."""

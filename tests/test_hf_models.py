@@ -23,20 +23,17 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_hit_is_bitwise_a_cold_run_and_transformers_own_within_rounding(name: str) -> None:
-    """Two turns of a chat, then another second turn."""
+    """Two turns of a chat."""
     model = tiny_model(name)
     cache, cold = cache_on(model), cache_on(model, keep_answers=False)
     prompt = ids(70)
     first = cache.generate(prompt, **greedy(14))
     assert_close(first, model.generate(prompt, **greedy(14)))
-    for seed in (1, 2):
-        turn = torch.cat([first.sequences, ids(25, seed)], 1)
-        hit = cache.generate(turn, **greedy())
-        assert cache.explanations[0].usable_hit == 80  # the answer too
-        cold.clear()
-        assert_same(hit, cold.generate(turn, **greedy()))
-        assert cold.explanations[0].usable_hit == 0
-        assert_close(hit, model.generate(turn, **greedy()))
+    turn = torch.cat([first.sequences, ids(25, 1)], 1)
+    hit = cache.generate(turn, **greedy())
+    assert cache.explanations[0].usable_hit == 80  # the answer too
+    assert_same(hit, cold.generate(turn, **greedy()))
+    assert_close(hit, model.generate(turn, **greedy()))
     assert_nothing_held(cache)
 
 
