@@ -141,7 +141,7 @@ class PrefixCache:
         if inputs is not None and input_ids is not None:
             raise ArgumentError("generate: the prompts are given twice, as first argument and as input_ids")
         input_ids = inputs if input_ids is None else input_ids
-        refuse_options(self._model, options, self.has_states)
+        refuse_options(self._model, options)
         pad_tokens, end_tokens = (tokens_of(self._model, options, name) for name in ("pad_token_id", "eos_token_id"))
         prompts = prompts_of(input_ids, options.get("attention_mask"), next(iter(pad_tokens), None), end_tokens)
         past = self._begin(prompts, namespace)
@@ -180,11 +180,20 @@ class PrefixCache:
             if isinstance(seen, Past) and any(seen is member for member in family):
                 seen.note(kwargs.get("input_ids", args[0] if args else None))
 
-        hook = self._model.register_forward_hook(note, with_kwargs=True)
+        def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen = kwargs.get("past_key_values")
+            if isinstance(seen, Past) and any(seen is member for member in family):
+                seen.refuse_another_place(kwargs.get("position_ids"))
+
+        hooks = [
+            self._model.register_forward_pre_hook(look, with_kwargs=True),
+            self._model.register_forward_hook(note, with_kwargs=True),
+        ]
         try:
             yield past
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         for member in family if self.keep_answers else ():
             for row in member.known_rows() or ():
                 self.keep(row, namespace)

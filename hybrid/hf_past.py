@@ -125,6 +125,21 @@ class Past(DynamicCache):
             return None
         return self.rows
 
+    def refuse_another_place(self, position_ids: Any) -> None:
+        """Look at the positions of a pass of several tokens, `[..., batch, tokens]`.
+
+        Raises:
+            RequestError: they do not go on where this past ends.
+        """
+        if not isinstance(position_ids, Tensor) or position_ids.ndim < 2 or position_ids.shape[-1] == 1:
+            return
+        first, expected = int(position_ids.flatten(0, -2)[0, 0]), self.get_seq_length() - self.pads[0]
+        if first != expected:
+            raise RequestError(
+                f"this past ends at position {expected}, but the pass begins at {first}: give model.generate all "
+                "tokens, also those that the past holds, and no option of assisted decoding, which computes those again"
+            )
+
     def note(self, input_ids: Any) -> None:
         """The model has seen these tokens, `[batch, tokens]`; anything else: tokens that it cannot name."""
         if self.rows is None or not isinstance(input_ids, Tensor) or len(input_ids) != len(self.rows):

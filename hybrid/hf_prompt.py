@@ -28,8 +28,8 @@ REFUSED = {
 }
 """Options that cannot be right, and why, when they are set."""
 
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "is_assistant")
-"""Options that take tokens back, which only attention can."""
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Options of assisted decoding."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_t
     return Prompts(rows, pads)
 
 
-def refuse_options(model: Any, options: Mapping[str, Any], has_states: bool) -> None:
+def refuse_options(model: Any, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be right.
 
     Raises:
@@ -110,13 +110,12 @@ def refuse_options(model: Any, options: Mapping[str, Any], has_states: bool) -> 
             raise ArgumentError(f"generate: {name}: {reason}")
     if option(model, options, "use_cache") is False:
         raise ArgumentError("generate: use_cache=False leaves nothing to reuse; call model.generate for it")
-    if has_states:
-        for name in ASSISTED:
-            if option(model, options, name):
-                raise ArgumentError(
-                    f"generate: {name}: drafts that are not taken must be taken back, which a state cannot be, and "
-                    "this model has linear-attention layers"
-                )
+    for name in ASSISTED:
+        if option(model, options, name):
+            raise ArgumentError(
+                f"generate: {name}: transformers' assisted decoding computes the whole prompt once more on top of what "
+                "the past holds; call model.generate for it"
+            )
 
 
 def option(model: Any, options: Mapping[str, Any], name: str) -> Any:
