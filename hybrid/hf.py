@@ -153,8 +153,8 @@ class PrefixCache:
         output = self._model.generate(input_ids, past_key_values=past, **options)
         if self.keep_answers and num_returned == 1:
             sequences = output if isinstance(output, Tensor) else output.sequences
-            for ids in answers_of(prompts, sequences, end_tokens, pad_tokens):
-                self.keep(ids, namespace)
+            for row, ids in zip(prompts.rows, answers_of(prompts, sequences, end_tokens, pad_tokens), strict=True):
+                self._keep_turn(ids, len(row) - 1, namespace)
         return output
 
     @contextmanager
@@ -195,8 +195,8 @@ class PrefixCache:
             for hook in hooks:
                 hook.remove()
         for member in family if self.keep_answers else ():
-            for row in member.known_rows() or ():
-                self.keep(row, namespace)
+            for row, prompt in zip(member.known_rows() or (), prompts.rows, strict=False):
+                self._keep_turn(row, min(len(row), len(prompt) - 1), namespace)
 
     def keep(self, token_ids: Sequence[int], namespace: str = "") -> None:
         """Compute what is not known of these tokens, as whole chunks, and keep it. For instance while nobody waits."""
@@ -205,6 +205,15 @@ class PrefixCache:
             self.cache.adopt()
             if end and self.cache.tree.peek(Key.of(token_ids[:end], namespace), end).num_tokens < end:
                 self._prefill(token_ids[:end], end, namespace, is_replay=True)
+
+    def _keep_turn(self, token_ids: Sequence[int], num_before: int, namespace: str) -> None:
+        """`keep` a turn, unless what was before it could not be kept: then all of it would be computed for nothing."""
+        num_before -= num_before % self._grid
+        key = Key.of(token_ids[:num_before], namespace)
+        with self._lock:
+            was_kept = self.cache.tree.peek(key, num_before).num_page_tokens == num_before
+        if was_kept:
+            self.keep(token_ids, namespace)
 
     # What it holds
 

@@ -143,8 +143,13 @@ def test_what_is_moved_to_make_room_stays_what_it_was(model: Any) -> None:
 
 def test_a_prompt_larger_than_the_memory_is_computed_all_the_same(model: Any) -> None:
     cache = cache_on(model, 30_000)
-    found = cache.generate(ids(200), **greedy())
-    assert_same(found, cut_by_hand(model, ids(200), list(range(16, 193, 16)), **greedy()))
+    found = cache.generate(ids(300), **greedy())
+    assert_same(found, cut_by_hand(model, ids(300), list(range(16, 289, 16)), **greedy()))
+    passes: list[int] = []
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    cache.generate(ids(300), **greedy(30))
+    hook.remove()
+    assert len(passes) <= 18 + 1 + 29  # nor is it computed again for the answer
     assert_nothing_held(cache)
 
 
