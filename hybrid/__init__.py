@@ -5,7 +5,9 @@
 >>> print(engine.generate("def add(a, b):", hybrid.SamplingParams(max_new_tokens=8))[0].text)
 """
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 
 _root = Path(__file__).resolve().parent.parent
 if (_root / "kernels" / "reference.py").is_file():
@@ -59,3 +61,9 @@ __all__ = [
     "Usage",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name == "hf":  # imports transformers, which takes seconds
+        return importlib.import_module("hybrid.hf")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

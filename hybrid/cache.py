@@ -21,7 +21,7 @@ from hybrid.key import Key
 from hybrid.lease import CacheStats, Pin
 from hybrid.leasing import Leasing
 from hybrid.pool import EMPTY_STATE, IndexPool
-from hybrid.room import PIECES_BESIDE
+from hybrid.room import PIECES_BESIDE, Mover
 from hybrid.spec import HybridSpec
 from hybrid.tensors import CacheTensors
 
@@ -89,6 +89,7 @@ class HybridCache(Leasing):
         state_bytes: int,
         config: CacheConfig | None = None,
         record_bytes: int | None = None,
+        mover: Mover | None = None,
     ) -> HybridCache:
         """A cache without tensors over one budget of bytes, for those who keep their own memory: `hybrid.arena` says
         which page and which state lie where.
@@ -96,6 +97,7 @@ class HybridCache(Leasing):
         Args:
             memory: bytes for pages and states; the piece that holds the empty state comes on top.
             record_bytes: size of a stored checkpoint, when it is stored smaller than a state.
+            mover: moves the contents of your memory when pages or states are moved together.
 
         Raises:
             MemoryBudgetError: the memory does not hold one page and the states of one request.
@@ -105,7 +107,9 @@ class HybridCache(Leasing):
         if memory < needed:
             raise MemoryBudgetError(f"of_bytes: memory={memory} does not suffice; one request needs {needed} bytes")
         memory += layout.num_bytes
-        return cls._elastic(memory, page_bytes, state_bytes, config or CacheConfig(), record_bytes, None)
+        cache = cls._elastic(memory, page_bytes, state_bytes, config or CacheConfig(), record_bytes, None)
+        cache._room.mover = mover
+        return cache
 
     @classmethod
     def for_spec(cls, spec: HybridSpec, config: CacheConfig, device: torch.device, free: int) -> HybridCache:

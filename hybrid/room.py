@@ -64,7 +64,7 @@ class Room:
         self.moved = 0
         self._owners: list[Node | None] = [None] * pages.size if arena is not None else []
         self._arena = arena
-        self._mover = mover
+        self.mover = mover
         self._leases = leases
         self._pins = pins
 
@@ -227,13 +227,13 @@ class Room:
             return False
         if not moves:
             return False
-        if self._mover is not None:
+        if self.mover is not None:
             if pool is self.pages:
-                self._mover.move_pages(moves)
+                self.mover.move_pages(moves)
             elif pool is self.states:
-                self._mover.move_states(moves)
+                self.mover.move_states(moves)
             else:
-                self._mover.move_records(moves)
+                self.mover.move_records(moves)
         # The copies are made; from here on the books are moved, which cannot fail.
         if pool is self.pages:
             self._repoint_pages(moves)

@@ -1,0 +1,161 @@
+"""What is asked of `generate`: the prompts in it, and what cannot be right with a prefix cache."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin
+
+from hybrid.errors import ArgumentError, PromptError
+
+REFUSED = {
+    "inputs_embeds": "a prefix is found by its token ids, and embeddings have none; give input_ids",
+    "past_key_values": "the cache makes it; for one of your own call model.generate, or use session()",
+    "cache_implementation": "only transformers' dynamic cache is saved and restored; leave it out",
+    "cache_config": "only transformers' dynamic cache is saved and restored; leave it out",
+    "position_ids": "positions are those of the tokens; leave it out",
+    "token_type_ids": "a prefix is found by its token ids alone; leave it out",
+    "prefill_chunk_size": "the cache cuts the prefill itself: PrefixCache(model, chunk_size=...)",
+    "token_healing": "it changes the prompt after it was looked up; heal the tokens first",
+    "output_attentions": "nothing is computed for tokens that are cached; call model.generate for them",
+    "output_hidden_states": "nothing is computed for tokens that are cached; call model.generate for them",
+    "custom_generate": "what it does with the cache is not known; use session() and call it yourself",
+}
+"""Options that cannot be right, and why, when they are set."""
+
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Options of assisted decoding."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of one call.
+
+    Attributes:
+        rows: per sequence its token ids, without padding.
+        pads: per sequence, how many positions of padding lie before them.
+    """
+
+    rows: list[list[int]]
+    pads: list[int]
+
+    @property
+    def is_padded(self) -> bool:
+        return any(self.pads)
+
+    @property
+    def width(self) -> int:
+        return self.pads[0] + len(self.rows[0])
+
+
+def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_tokens: frozenset[int]) -> Prompts:
+    """Read the prompts of a call.
+
+    Args:
+        pad_token, end_tokens: without a mask, tokens like `pad_token` are taken for padding, unless it is an end token,
+            as `generate` does.
+
+    Raises:
+        PromptError: they are no prompts, or padded in a way that cannot be right.
+    """
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.dtype not in (torch.long, torch.int):
+        raise PromptError(f"input_ids must be an integer tensor [batch, tokens], got {_what(input_ids)}")
+    if not input_ids.numel():
+        raise PromptError("input_ids holds no token; a prompt needs at least one")
+    rows = input_ids.tolist()
+    if attention_mask is None:
+        if pad_token is None or pad_token in end_tokens or not any(pad_token in row for row in rows):
+            return Prompts(rows, [0] * len(rows))
+        attention_mask = input_ids.ne(pad_token).long()
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        raise PromptError(f"attention_mask must have the shape of input_ids, got {_what(attention_mask)}")
+    pads = []
+    for row, mask in zip(rows, attention_mask.tolist(), strict=True):
+        pad = mask.index(1) if 1 in mask else len(mask)
+        if pad == len(mask):
+            raise PromptError("attention_mask masks a whole sequence; a prompt needs at least one token")
+        if not all(mask[pad:]):
+            raise PromptError(
+                "attention_mask (or the padding token, without one) masks something after the first token: padding on "
+                "the right would become part of a linear layer's state. Pad on the left (tokenizer.padding_side = "
+                "'left'); where nothing is padding, give attention_mask=torch.ones_like(input_ids)"
+            )
+        pads.append(pad)
+        del row[:pad]
+    return Prompts(rows, pads)
+
+
+def refuse_options(model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what cannot be right.
+
+    Raises:
+        ArgumentError: an option cannot be right, or is none; the message says why.
+    """
+    for name, value in options.items():
+        if name not in _known_options() and name not in ("attention_mask", *REFUSED):
+            raise ArgumentError(
+                f"generate: {name!r} is no option of transformers' generate; what else a model takes (images, sounds) "
+                "is not part of the token ids by which a prefix is found"
+            )
+        if value is not None and name in ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids"):
+            raise ArgumentError(f"generate: {name}: {REFUSED[name]}")
+    for name, reason in REFUSED.items():
+        value = option(model, options, name)
+        if value is not None and value is not False and (name, value) != ("cache_implementation", "dynamic"):
+            raise ArgumentError(f"generate: {name}: {reason}")
+    if option(model, options, "use_cache") is False:
+        raise ArgumentError("generate: use_cache=False leaves nothing to reuse; call model.generate for it")
+    for name in ASSISTED:
+        if option(model, options, name):
+            raise ArgumentError(
+                f"generate: {name}: transformers' assisted decoding computes the whole prompt once more on top of what "
+                "the past holds; call model.generate for it"
+            )
+
+
+def option(model: Any, options: Mapping[str, Any], name: str) -> Any:
+    """The value of a generation option: as given, else of the generation config that is given, else of the model's."""
+    if options.get(name) is not None:
+        return options[name]
+    for config in (options.get("generation_config"), model.generation_config):
+        value = getattr(config, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def tokens_of(model: Any, options: Mapping[str, Any], name: str) -> frozenset[int]:
+    """The ids of an option as "eos_token_id": one, several or none."""
+    value = option(model, options, name)
+    if value is None:
+        return frozenset()
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+def answers_of(
+    prompts: Prompts, sequences: Tensor, end_tokens: frozenset[int], pad_tokens: frozenset[int]
+) -> Iterator[list[int]]:
+    """What a next turn will begin with: each prompt and its answer, without what pads it behind its end."""
+    for row, sequence in zip(prompts.rows, sequences[:, prompts.width :].tolist(), strict=True):
+        end = next((at + 1 for at, token in enumerate(sequence) if token in end_tokens), len(sequence))
+        while end and sequence[end - 1] in pad_tokens - end_tokens:
+            end -= 1
+        yield [*row, *sequence[:end]]
+
+
+def _known_options() -> frozenset[str]:
+    names = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
+    return frozenset(names - {"self", "kwargs", "inputs"})
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} of shape {list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,210 @@
+"""What the tests of `hybrid.hf` share: a tiny random model of every kind that transformers has."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hybrid.hf import PrefixCache
+
+GRID = 16
+VOCAB = 128
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+MAMBA_1 = {"mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+EVERY_SECOND = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+HYBRIDS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
+
+SUPPORTED: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": []},
+    "olmo_hybrid": DELTA,
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": DELTA["layer_types"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 16,
+    },
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "ssm_state_size": 8,
+        "chunk_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": HYBRIDS,
+        "mamba_d_state": 8,
+        "mamba_headdim": 16,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+        "chunk_size": 16,
+        "num_mem_blocks": 1,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+        "num_key_value_heads": 4,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], **EXPERTS, "num_dense_layers": 1},
+    "lfm3": {"layer_types": ["conv", "full_attention", "sliding_attention"], "sliding_window": 24},
+    "kimi_linear": {
+        **LATENT,
+        "num_hidden_layers": 4,
+        "layer_types": EVERY_SECOND,
+        "q_lora_rank": None,
+        "num_local_experts": 4,
+        "linear_num_heads": 4,
+        "linear_head_dim": 8,
+    },
+    "bailing_hybrid": {**LATENT, "num_hidden_layers": 4, "layer_types": EVERY_SECOND, "num_experts": 4},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 24},
+    "llama": {},
+    "qwen3": {},
+    "deepseek_v3": {**LATENT, "n_routed_experts": 4, "n_shared_experts": 1},
+    "mistral": {"sliding_window": 24},
+    "gemma3_text": {
+        "num_hidden_layers": 4,
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gpt_oss": {
+        "sliding_window": 40,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+"""Model types that work, and what makes a tiny one. docs/transformers.md lists the same."""
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "jamba": (
+        {**MAMBA_1, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4},
+        "drops its recurrent states",
+    ),
+    "zamba": (
+        {
+            **MAMBA_1,
+            "num_hidden_layers": 4,
+            "layers_block_type": HYBRIDS,
+            "attention_hidden_size": 64,
+            "attention_head_dim": 16,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 2,
+        },
+        "drops its recurrent states",
+    ),
+    "recurrent_gemma": ({"lru_width": 32, "block_types": ["recurrent", "attention"]}, "outside of its cache"),
+    "minimax": ({}, "does not run on transformers' DynamicCache"),
+    "deepseek_v4": ({}, "DeepseekV4HCACache"),
+    "falcon_mamba": ({"state_size": 8, "time_step_rank": 4}, "no layer of it is attention"),
+}
+"""Model types that are refused, and a word of the reason."""
+
+
+def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A tiny random model. No parameter has its neutral value."""
+    settings = SUPPORTED[name] if name in SUPPORTED else REFUSED[name][0]
+    config = AutoConfig.for_model(name, **{**COMMON, **settings, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def cache_on(model: Any, memory: int | str = "4MiB", **more: Any) -> PrefixCache:
+    """A cache with chunks and pages of 16 tokens."""
+    return PrefixCache(model, memory, chunk_size=GRID, page_size=GRID, **more)
+
+
+def ids(count: int, seed: int = 0, rows: int = 1) -> Tensor:
+    """Prompts of so many tokens, none of them special."""
+    return torch.randint(3, VOCAB, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(count: int = 4) -> dict[str, Any]:
+    """Options for exactly `count` tokens, with their logits."""
+    return {
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Two outputs of `generate` are bitwise equal."""
+    assert torch.equal(one.sequences, other.sequences)
+    for a, b in zip(one.logits, other.logits, strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_close(one: Any, other: Any, tolerance: float = 1e-4) -> None:
+    """The logits of the first token agree within rounding, as part of their range."""
+    a, b = one.logits[0].float(), other.logits[0].float()
+    assert float((a - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+def assert_nothing_held(cache: PrefixCache) -> None:
+    """The books balance, and nothing is held by anybody but the tree."""
+    cache.audit()
+    stats = cache.stats()
+    assert (stats.pages_private, stats.states_private) == (0, 0)

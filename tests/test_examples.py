@@ -1,0 +1,33 @@
+"""Every program in examples/ runs, and shows what it says it shows."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+
+SHOWN = {
+    "agent": [r"branch ' Use a tuple when': '.+'", r"rewound from \d+ to \d+ tokens", r"usable to [1-9]\d+"],
+    "chat": [r"> Where is it defined\?", r"usable to [1-9]\d+", r"[1-9]\d% of the prompt tokens were not computed"],
+    "engine": [r"[1-9]\d+ of \d+ tokens cached", r"[1-9]\d% of the prompt tokens were not computed"],
+    "generate": [r"one: .*usable to [1-9]\d+", r"batch: .*usable to [1-9]", r"beams: .*usable to [1-9]", r"session: "],
+}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_and_shows_hits(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    runpy.run_path(str(path), run_name="__main__")
+    shown = capsys.readouterr().out
+    for pattern in SHOWN[path.stem]:
+        assert re.search(pattern, shown), f"{pattern} is not in:\n{shown}"
+
+
+def test_there_is_an_example_of_each_kind() -> None:
+    assert {path.stem for path in EXAMPLES} == set(SHOWN)
