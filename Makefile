@@ -1,5 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -37,7 +38,7 @@ typecheck: setup
 	cd .venv/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache --namespace-packages -p hybrid
 
 pytest: setup
-	$(BIN)/python -m pytest -q --cov --cov-report=term --cov-fail-under=90
+	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90
 
 parity: setup  ## hits do not change results, and logits are those of transformers
 	$(BIN)/hybrid parity
