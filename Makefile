@@ -4,7 +4,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest parity stress bench clean
+.PHONY: help setup demo test lint typecheck pytest parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ stress: setup  ## random work with failures injected, audited after every step
 
 bench: setup  ## our engine against transformers, on this machine
 	$(BIN)/python bench/prefix_reuse.py
+
+gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
+	$(BIN)/python bench/gpu.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
