@@ -95,6 +95,7 @@ def gated_delta_step(
         TILES_EACH=tiles_each,
         ROWS=triton.next_power_of_2(weight.shape[1] - 1),
         num_warps=WARPS,
+        enable_fp_fusion=False,  # what is fused is said: the compiler would choose otherwise for other batches
     )
     return output
 
@@ -186,6 +187,7 @@ def _step_kernel(
         v = _convolve(inputs, weight, v_channel + at_column, is_column, CHANNEL_STRIDE, TAP_STRIDE, WIDTH)
         q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * KEY_DIM**-0.5
         k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        q_by_k = tl.sum(q * k, 0)
         is_last = _arrive(arrivals + kept * KEY_HEADS + key_head, kept >= 0, GROUP * PARTS)
 
     for part in range(TILES_EACH):
@@ -219,11 +221,12 @@ def _step_kernel(
                 v = _convolve(inputs, weight, v_channel + at_column, is_column, CHANNEL_STRIDE, TAP_STRIDE, WIDTH)
                 q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * KEY_DIM**-0.5
                 k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+                q_by_k = tl.sum(q * k, 0)
             # one sweep over the old state serves the value that k finds and the result
             by_k = tl.sum(k[:, None] * state, 0)
             by_q = tl.sum(q[:, None] * state, 0)
             added = beta * tl.fma(-by_k, decay, v)
-            result = tl.fma(by_q, decay, tl.sum(q * k, 0) * added)
+            result = tl.fma(by_q, decay, q_by_k * added)
             state = tl.fma(k[:, None], added[None, :], state * decay)
             place = output + (token * (KEY_HEADS * GROUP) + head) * VALUE_DIM + at_column
             tl.store(place, result.to(output.dtype.element_ty), mask=is_column)
