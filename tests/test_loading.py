@@ -22,8 +22,9 @@ from tensor_helpers import CPU, same_bits
 from torch import Tensor
 
 import hybrid
+from hybrid.models.layers import Linear
 from hybrid.models.loading import load_model, open_checkpoint
-from hybrid.models.qwen3_5 import Linear, Qwen3_5ForCausalLM
+from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 
 SMALL = hybrid.CacheConfig(memory="8MiB", page_size=16)
 
