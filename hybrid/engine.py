@@ -346,7 +346,7 @@ class Engine:
             self._advance()
 
     def _graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda" or self.enforce_eager:
+        if self.device.type != "cuda" or self.enforce_eager or not self.model.decode_can_be_recorded:
             return None
         return DecodeGraphs(self.model, self.cache.kv, self.cache.state_tensors, self.device)
 

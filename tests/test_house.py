@@ -51,7 +51,7 @@ LAYERS = [
     {"models.qwen3_5"},
     {"models.qwen3_5_moe", "models.qwen3_next"},
     {"graphs", "models.loading", "models.train_tiny"},
-    {"runner"},
+    {"runner", "families"},
     {"hf_layers"},
     {"hf_memory", "hf_past", "hf_probe", "hf_prompt"},
     {"hf"},
