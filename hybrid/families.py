@@ -42,6 +42,18 @@ EXPERTS: dict[str, Any] = {
     "shared_expert_intermediate_size": 40,
 }
 
+STATE_SPACE: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "num_key_value_heads": 4,
+    "mamba_d_conv": 3,
+    "mamba_d_state": 13,  # with it two states are little less than a page of 64 tokens: a small memory holds them well
+    "mamba_chunk_size": 64,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -62,6 +74,21 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "bamba": Family("BambaConfig", "BambaForCausalLM", {**STATE_SPACE, "tie_word_embeddings": False}),
+    "bamba, biases, tied": Family(
+        "BambaConfig",
+        "BambaForCausalLM",
+        {
+            **STATE_SPACE,
+            "tie_word_embeddings": True,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_d_state": 12,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "qwen3_5_text": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**GATED_DELTA, "tie_word_embeddings": True}),
     "qwen3_5_text, untied, sharded": Family(
         "Qwen3_5TextConfig",

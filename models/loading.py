@@ -12,6 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from hybrid.errors import CheckpointError, UnsupportedModelError
+from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import Linear
 from hybrid.models.moe import Experts
@@ -21,6 +22,7 @@ from hybrid.models.qwen3_next import Qwen3NextForCausalLM
 from hybrid.models.weights import Loader, stored_tensors
 
 ARCHITECTURES: dict[str, Any] = {
+    "bamba": BambaForCausalLM,
     "qwen3_5": Qwen3_5ForCausalLM,
     "qwen3_5_moe": Qwen3_5MoeForCausalLM,
     "qwen3_5_moe_text": Qwen3_5MoeForCausalLM,

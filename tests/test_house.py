@@ -17,7 +17,7 @@ FILES = sorted([*ROOT.glob("hybrid/*.py"), *ROOT.glob("kernels/*.py"), *ROOT.glo
 LAYERS = [
     {"errors", "key", "interrupts", "oracle", "kernels.reference_elementwise", "kernels.ragged", "kernels.stored"},
     {"kernels.reference_delta_rule"},
-    {"kernels.reference", "kernels.attention_tiles", "kernels.split"},
+    {"kernels.reference", "kernels.state_space", "kernels.attention_tiles", "kernels.split"},
     {
         "kernels.attention",
         "kernels.convolution",
@@ -48,7 +48,7 @@ LAYERS = [
     {"plan", "settings", "models.layers", "models.weights"},
     {"models.moe", "models.mtp"},
     {"models.causal_lm"},
-    {"models.qwen3_5"},
+    {"models.qwen3_5", "models.bamba"},
     {"models.qwen3_5_moe", "models.qwen3_next"},
     {"graphs", "models.loading", "models.train_tiny"},
     {"runner", "families"},
