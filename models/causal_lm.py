@@ -18,6 +18,9 @@ from hybrid.models.moe import Experts
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec
 
+MROPE_SECTION = (11, 11, 10)
+"""Frequencies of time, height and width, unless the checkpoint says otherwise (Qwen3.5)."""
+
 
 class TextModel(nn.Module):
     """Embedding, layers, final norm."""
@@ -63,6 +66,10 @@ class CausalLM(nn.Module):
         rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
         self.inverse_frequencies = 1.0 / (rope["rope_theta"] ** exponents)
+        self.axes = torch.zeros(len(exponents), dtype=torch.int64, device="cpu")
+        for axis, size in enumerate(rope.get("mrope_section", MROPE_SECTION)):
+            if axis:  # height and width take turns with time: every third frequency, as far as their section goes
+                self.axes[axis : 3 * size : 3] = axis
 
     def tie_head(self) -> None:
         """Let the head share the embedding's weight."""
@@ -95,8 +102,11 @@ class CausalLM(nn.Module):
             `[S, vocab]` fp32 logits of the plan's `sample_rows`.
         """
         x: Tensor = self.model.embed_tokens(batch.token_ids)
+        if batch.embedded is not None:
+            x[batch.embedded.rows] = batch.embedded.values.to(x.dtype)
         residual: Tensor | None = None
-        rotary = self.rotary(batch.positions, x.dtype)
+        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
+        rotary = self.rotary(positions, x.dtype)
         for layer in self.model.layers:
             x, residual = layer(x, residual, batch, rotary, kv, state, self.chunk_size)
         assert residual is not None
@@ -106,9 +116,14 @@ class CausalLM(nn.Module):
         return linear(x, self.lm_head.weight, blocks, decode_rows=self.lm_head.decode_rows).float()
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        """The angles of a step's tokens."""
+        """The angles of a step's tokens.
+
+        Args:
+            positions: `[T]`, or `[3, T]` rows of time, height and width, of which each frequency turns with one.
+        """
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
-        angles = positions.float().unsqueeze(-1) * self.inverse_frequencies
+        each = positions.unsqueeze(-1) if positions.dim() == 1 else positions[self.axes.to(positions.device)].t()
+        angles = each.float() * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
 

@@ -49,11 +49,13 @@ class Checkpoint:
         path: its folder.
         model_type: as config.json says.
         config: the text configuration, a `PretrainedConfig` of transformers.
+        whole: the whole configuration, of which the text's is a part in vision-language checkpoints.
     """
 
     path: Path
     model_type: str
     config: Any
+    whole: Any
 
 
 def open_checkpoint(name: str | Path) -> Checkpoint:
@@ -79,13 +81,14 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        whole = AutoConfig.from_pretrained(path)
+        config = whole.get_text_config()
     except Exception as error:  # transformers raises many kinds for a malformed configuration
         raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from error
     # the vision-language layout says it outside of the text model's part, inside, or both
     config.tie_word_embeddings = bool(config.tie_word_embeddings or raw.get("tie_word_embeddings"))
     _refuse_unsupported(config, path)
-    return Checkpoint(path, model_type, config)
+    return Checkpoint(path, model_type, config, whole)
 
 
 def load_model(
