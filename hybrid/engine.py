@@ -384,7 +384,7 @@ class Engine:
         return Request.of(f"request-{next(self._ids)}", *own)
 
     def _understand(self, prompt: Prompt) -> Understood:
-        return understand(prompt, self.tokenizer, self._eyes, self.model.config.hidden_size)
+        return understand(prompt, self.tokenizer, self._eyes, self.model.config)
 
     def _refuse_too_long(self, prompt_len: int, max_len: int) -> None:
         config, most = self.cache.config, self.cache.largest_request

@@ -84,8 +84,11 @@ class Understood:
         return Key.of(self.known, namespace, self.media.units if self.media is not None else ())
 
 
-def understand(prompt: Prompt, tokenizer: Any | None, eyes: Eyes | None, hidden_size: int) -> Understood:
+def understand(prompt: Prompt, tokenizer: Any | None, eyes: Eyes | None, config: Any) -> Understood:
     """Encode a prompt, and look at its images.
+
+    Args:
+        config: the model's; asked for `hidden_size` where there are images.
 
     Raises:
         PromptError: the prompt is of a form that does not run here, or it has images and there is nothing to look with.
@@ -97,5 +100,5 @@ def understand(prompt: Prompt, tokenizer: Any | None, eyes: Eyes | None, hidden_
         if eyes is None:
             raise PromptError("this checkpoint has no vision tower; give ImagePrompt with embeddings, or text alone")
         prompt = eyes.look(tokenizer, prompt)
-    media, known = Media.of(prompt, hidden_size)
+    media, known = Media.of(prompt, config.hidden_size)
     return Understood(list(prompt.token_ids), known, media)

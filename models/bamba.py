@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.kernels import state_space
-from hybrid.kernels.reference import rotate, silu, softplus
+from hybrid.kernels.reference_elementwise import rotate, silu, softplus
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import MLP, DepthwiseWeight, Linear, RMSNorm, Rotary
 from hybrid.models.weights import Layouts, Source

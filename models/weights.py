@@ -191,16 +191,14 @@ class Loader:
         return self.parameters
 
     def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:
-        expected = []
-        for parameter, source in uses:
-            shape = torch.empty(self.shapes[parameter], device="meta")[source.at].shape
-            expected.append(shape if source.rows is None else None)
-            assert source.rows is None or shape[0] == len(source.rows), parameter
-        if expected[0] is None:  # its rows are dealt out to several parameters
-            rows = sum(len(source.rows) for _, source in uses if source.rows is not None)
-            expected[0] = torch.Size((rows, *self.shapes[uses[0][0]][1:]))
-        if stored.shape != expected[0]:
-            raise CheckpointError(f"{self.path}: {stored.name} has shape {stored.shape}, expected {tuple(expected[0])}")
+        parameter, source = uses[0]
+        shape = tuple(self.shapes[parameter])
+        if source.rows is None:
+            shape = tuple(torch.empty(shape, device="meta")[source.at].shape)
+        else:  # its rows are dealt out to several parameters
+            shape = (sum(len(use.rows) for _, use in uses if use.rows is not None), *shape[1:])
+        if stored.shape != shape:
+            raise CheckpointError(f"{self.path}: {stored.name} has shape {stored.shape}, expected {shape}")
         if stored.dtype not in FLOATS:
             raise CheckpointError(
                 f"{self.path}: {stored.name} is {stored.dtype}; weights that are quantised do not run here, take the "
