@@ -33,6 +33,7 @@ from hybrid.errors import (  # noqa: E402
     UnsupportedModelError,
 )
 from hybrid.lease import CacheStats, Pin  # noqa: E402
+from hybrid.media import Image, ImagePrompt  # noqa: E402
 from hybrid.request import RequestOutput, Usage  # noqa: E402
 from hybrid.sampling import SamplingParams  # noqa: E402
 
@@ -47,6 +48,8 @@ __all__ = [
     "Engine",
     "HybridCache",
     "HybridError",
+    "Image",
+    "ImagePrompt",
     "LockError",
     "MemoryBudgetError",
     "OwnershipError",

@@ -30,6 +30,19 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """Rows of a batch that are no tokens: positions of images.
+
+    Attributes:
+        rows: `[N]`.
+        values: `[N, hidden_size]`, what stands in them.
+    """
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """A packed batch of T new tokens: prompt parts first, then requests that decode, one token each.
 
@@ -42,6 +55,8 @@ class Batch:
         sample_rows: `[S]` rows whose logits are wanted.
         prefills, decodes: the requests; None: there are none of this kind.
         blocks: how the rows of matrix products are cut; None: not at all, and results may depend on the batch.
+        rotary_positions: `[3, T]` rotary positions (time, height, width), where there are images; None: `positions`.
+        embedded: the rows of images; None: there are none.
     """
 
     token_ids: Tensor
@@ -52,6 +67,8 @@ class Batch:
     prefills: Group | None
     decodes: Group | None
     blocks: RowBlocks | None
+    rotary_positions: Tensor | None = None
+    embedded: Embedded | None = None
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -19,6 +19,7 @@ EPILOG = """examples:
   hybrid generate tiny "The with statement"     continue a prompt with the model inside the package
   hybrid generate Qwen/Qwen3.5-0.8B --chat "Why is the sky blue?" --memory 2GiB
   hybrid parity --model ./my-checkpoint         hits are bitwise what cold runs are, and logits those of transformers
+  hybrid parity --all-families                  the same on a small random checkpoint of every model family
   hybrid stress --seconds 30 --seed 7           random work with failures injected, audited
 
 Exit status: 0 when all is well, 1 when what was checked failed, 2 when the command was wrong.
@@ -103,7 +104,10 @@ def make_parser() -> argparse.ArgumentParser:
     parity.add_argument(
         "--model", default="tiny", help="folder or hub id of a checkpoint (default: the model inside the package)"
     )
-    parity.add_argument("--seed", type=int, default=0, help="of the random prompts (default: 0)")
+    parity.add_argument(
+        "--all-families", action="store_true", help="instead: small random checkpoints of every model family"
+    )
+    parity.add_argument("--seed", type=int, default=0, help="of the random prompts and checkpoints (default: 0)")
     parity.set_defaults(run=run_parity)
 
     stress = commands.add_parser(
@@ -216,14 +220,20 @@ def run_parity(args: argparse.Namespace, console: Console) -> tuple[int, dict[st
     log-probability of every token. Each scenario must have hit something. In fp32."""
     from hybrid import parity
 
-    checks = parity.run_parity(args.model, args.seed)
-    table = Table("", "check", "hit tokens", "measured", title=f"parity of {args.model}")
-    for check in checks:
-        mark = "[green]ok[/green]" if check.passed else "[red]MISS[/red]"
-        table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
-    console.print(table)
-    result = parity.as_json(checks)
-    return (0 if result["passed"] else 1), result
+    if args.all_families:
+        families = parity.run_all_families(args.seed)
+    else:
+        families = {args.model: parity.run_parity(args.model, args.seed)}
+    for model, checks in families.items():
+        table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
+        for check in checks:
+            mark = "[green]ok[/green]" if check.passed else "[red]MISS[/red]"
+            table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
+        console.print(table)
+    results = {model: parity.as_json(checks) for model, checks in families.items()}
+    passed = all(result["passed"] for result in results.values())
+    result = {"passed": passed, "families": results} if args.all_families else results[args.model]
+    return (0 if passed else 1), result
 
 
 def run_stress(args: argparse.Namespace, console: Console) -> tuple[int, dict[str, Any]]:

@@ -17,15 +17,16 @@ from hybrid.config import CacheConfig, format_bytes
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.graphs import DecodeGraphs
 from hybrid.interrupts import deferred_interrupts
-from hybrid.key import Key
 from hybrid.lease import Pin
+from hybrid.looking import Eyes, Understood, understand
 from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.vision import eyes_of
 from hybrid.request import Request, RequestOutput, Status
 from hybrid.runner import Runner
 from hybrid.sampling import SamplingParams
 from hybrid.scheduler import Scheduler, Step
 from hybrid.settings import as_prompts, furnish, generation_defaults, settle_dtype
-from hybrid.text import Prompt, TextStream, encode, load_tokenizer
+from hybrid.text import Prompt, TextStream, load_tokenizer
 
 
 class Engine:
@@ -52,6 +53,7 @@ class Engine:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
         enforce_eager: bool = False,
+        eyes: Eyes | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -73,7 +75,7 @@ class Engine:
         # on a GPU the next step is scheduled while this one is computed; a CPU has nobody else to do that
         self._overlap = device.type == "cuda"
         self._ahead: Step | None = None
-        self._end_tokens = end_tokens
+        self._end_tokens, self._eyes = end_tokens, eyes
         self._requests: dict[str, Request] = {}
         self._undelivered: list[RequestOutput] = []
         self._ids = count()
@@ -124,6 +126,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enforce_eager=enforce_eager,
+            eyes=eyes_of(checkpoint, loaded.lm_head.weight.dtype, where),
         )
 
     def with_cache(self, cache: CacheConfig, room: tuple[int, int] | None = None) -> Engine:
@@ -153,9 +156,8 @@ class Engine:
             max_num_seqs=self.scheduler.max_num_seqs,
             max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
             enforce_eager=self.enforce_eager,
+            eyes=self._eyes,
         )
-
-    # Whole answers
 
     def generate(
         self,
@@ -169,7 +171,7 @@ class Engine:
 
         Args:
             prompts: one or more of: a text, a list of token ids, a list of chat messages `{"role": ..., "content":
-                ...}`.
+                ...}` (or `{"messages": [...]}`), whose contents may hold images, an `ImagePrompt`.
             params: for all of them, or one for each; None: `default_params`.
             namespace: prompts share what is cached only within a namespace.
             progress: show a progress bar; None: when there is a terminal.
@@ -294,7 +296,7 @@ class Engine:
             PromptError: nothing of the prompt is cached.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
-        pin = self.cache.pin(Key.of(encode(self.tokenizer, prompt), namespace), ttl)
+        pin = self.cache.pin(self._understand(prompt).key(namespace), ttl)
         if pin is None:
             raise PromptError("nothing of this prompt is cached; generate with it first, or give pin_for with it")
         return pin
@@ -346,7 +348,7 @@ class Engine:
             self._advance()
 
     def _graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda" or self.enforce_eager:
+        if self.device.type != "cuda" or self.enforce_eager or not self.model.decode_can_be_recorded:
             return None
         return DecodeGraphs(self.model, self.cache.kv, self.cache.state_tensors, self.device)
 
@@ -358,8 +360,8 @@ class Engine:
 
     def _request(self, prompt: Prompt, params: SamplingParams | None, namespace: str) -> Request:
         params = params or self.default_params
-        ids = encode(self.tokenizer, prompt)
-        config = self.model.config
+        understood = self._understand(prompt)
+        ids, config = understood.ids, self.model.config
         limit = config.max_position_embeddings
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
@@ -378,7 +380,11 @@ class Engine:
         max_len = min(limit, len(ids) + params.max_new_tokens)
         self._refuse_too_long(len(ids), max_len)
         text = TextStream(self.tokenizer, tuple(params.stop)) if self.tokenizer is not None else None
-        return Request.of(f"request-{next(self._ids)}", ids, params, namespace, text, max_len)
+        own = (understood.known, params, namespace, text, max_len, understood.media, ids)
+        return Request.of(f"request-{next(self._ids)}", *own)
+
+    def _understand(self, prompt: Prompt) -> Understood:
+        return understand(prompt, self.tokenizer, self._eyes, self.model.config)
 
     def _refuse_too_long(self, prompt_len: int, max_len: int) -> None:
         config, most = self.cache.config, self.cache.largest_request

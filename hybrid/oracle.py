@@ -8,7 +8,10 @@ TORCH_FUNCTIONS = (
     "torch_recurrent_gated_delta_rule",
     "causal_conv1d_fn",
     "causal_conv1d_update",
+    "mamba2_chunk_scan",
+    "mamba2_selective_state_update",
 )
+"""Those of all families; a model's module has some of them."""
 
 
 def use_torch_functions(model: Any) -> None:
@@ -18,7 +21,7 @@ def use_torch_functions(model: Any) -> None:
     every device, and the model then fails on a CPU. The torch functions stay reachable behind `__wrapped__`.
     """
     module = importlib.import_module(type(model).__module__)
-    for name in TORCH_FUNCTIONS:
+    for name in vars(module).keys() & set(TORCH_FUNCTIONS):
         function = getattr(module, name)
         while hasattr(function, "__wrapped__"):
             function = function.__wrapped__

@@ -7,12 +7,14 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from hybrid.config import CacheConfig
 from hybrid.engine import Engine
+from hybrid.families import FAMILIES, write_random_checkpoint
 from hybrid.models.loading import open_checkpoint
 from hybrid.oracle import use_torch_functions
 from hybrid.plan import plan
@@ -230,6 +232,15 @@ def run_parity(model: str | Path, seed: int = 0) -> list[Check]:
     judge = Judge(engine, seed)
     checks = against_transformers(engine, open_checkpoint(model).path, judge)
     return checks + [scenario(judge) for scenario in SCENARIOS]
+
+
+def run_all_families(seed: int = 0) -> dict[str, list[Check]]:
+    """Run every check on a small random checkpoint of every family, in fp32."""
+    checks = {}
+    with TemporaryDirectory() as folder:
+        for at, name in enumerate(FAMILIES):
+            checks[name] = run_parity(write_random_checkpoint(Path(folder) / str(at), name, seed), seed)
+    return checks
 
 
 def as_json(checks: list[Check]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.batch import Batch, Group
+from hybrid.batch import Batch, Embedded, Group
 from hybrid.kernels.linear import RowBlocks
 from hybrid.pool import EMPTY_STATE
 from hybrid.sampling import Draws, draws_of
@@ -75,6 +75,7 @@ class Plan:
         num_prefill_tokens: tokens of prompt parts.
         num_sampled: rows to sample, without padding.
         blocks: as in the batch.
+        embeddings: of the rows of images, in pieces.
     """
 
     numbers: Tensor
@@ -83,6 +84,7 @@ class Plan:
     num_prefill_tokens: int
     num_sampled: int
     blocks: RowBlocks | None
+    embeddings: tuple[Tensor, ...] = ()
 
     def on(self, device: torch.device) -> tuple[Batch, Draws | None]:
         """The plan's tensors on a device, in one copy."""
@@ -117,7 +119,12 @@ class Plan:
             prefills=group("prefills", slice(0, self.num_prefill_tokens)),
             decodes=group("decodes", slice(self.num_prefill_tokens, None)),
             blocks=self.blocks,
+            rotary_positions=view("rotary_positions") if "rotary_positions" in self.layout else None,
+            embedded=Embedded(view("embedded_rows"), self._embeddings(numbers.device)) if self.embeddings else None,
         )
+
+    def _embeddings(self, device: torch.device) -> Tensor:
+        return torch.cat([piece.to(device) for piece in self.embeddings])
 
     def draws(self, numbers: Tensor) -> Draws | None:
         """How tokens are drawn, as views of numbers of this layout; None: everybody takes the likeliest."""
@@ -163,7 +170,7 @@ def plan(
     slots: list[int] = []
     checkpoints: list[tuple[int, int, int]] = []
     for row, part in enumerate(parts):
-        token_ids += part.request.ids[part.start : part.end]
+        token_ids += [max(token, 0) for token in part.request.ids[part.start : part.end]]  # below 0: an image's
         positions += range(part.start, part.end)
         slots += _slots(part, page_size)
         checkpoints += [
@@ -179,6 +186,7 @@ def plan(
     pieces.add("slot_mapping", slots + [-1] * filler, (tokens,))
     pieces.add("checkpoints", checkpoints, (len(checkpoints), 3))
     pieces.add("sample_rows", sample_rows + [0] * filler, (len(sample_rows) + filler,))
+    embeddings = _add_media(pieces, parts, starts, positions) if any(part.request.media for part in parts) else ()
     splits: dict[str, int | None] = {}
     if prefills:
         splits["prefills"] = 1 if deterministic else None
@@ -204,7 +212,25 @@ def plan(
         starts[len(prefills)],
         len(sample_rows),
         blocks,
+        embeddings,
     )
+
+
+def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions: list[int]) -> tuple[Tensor, ...]:
+    """Rotary positions of a step with images in it, and the rows of images; returns what stands in them."""
+    rotary = np.tile(np.asarray(positions, np.int64), (3, 1))
+    rows: list[int] = []
+    embeddings: list[Tensor] = []
+    for part, row in zip(parts, starts, strict=False):
+        if part.request.media is None:
+            continue
+        rotary[:, row : row + part.end - part.start] = part.request.media.rotary_positions(part.start, part.end)
+        for first, values in part.request.media.embeddings(part.start, part.end):
+            rows += range(row + first, row + first + len(values))
+            embeddings.append(values)
+    pieces.add("rotary_positions", rotary, rotary.shape)
+    pieces.add("embedded_rows", rows, (len(rows),))
+    return tuple(embeddings)
 
 
 def _add_group(

@@ -11,6 +11,7 @@ from enum import Enum
 from hybrid.explain import Explanation
 from hybrid.key import Key
 from hybrid.lease import Lease, Pin
+from hybrid.media import Media
 from hybrid.sampling import SamplingParams, new_seed, uniform
 from hybrid.text import TextStream
 
@@ -76,7 +77,8 @@ class Request:
     """A prompt and its continuation.
 
     Attributes:
-        ids: prompt and answer.
+        ids: prompt and answer; the positions of images have ids of their own, below 0.
+        media: its images.
         prompt_len: tokens of the prompt.
         params: None for a replay: finished tokens that are computed once more, as whole chunks, to be shared.
         num_computed: tokens whose K, V and state are there.
@@ -113,6 +115,7 @@ class Request:
     priority: int = 0
     pin_for: float | None = None
     pin: Pin | None = None
+    media: Media | None = None
 
     @classmethod
     def of(
@@ -123,8 +126,14 @@ class Request:
         namespace: str,
         text: TextStream | None,
         max_len: int,
+        media: Media | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
     ) -> Request:
-        """A user's request, of at most `max_len` tokens in the end."""
+        """A user's request, of at most `max_len` tokens in the end.
+
+        Args:
+            prompt_token_ids: the prompt as the user has it, when `ids` are others because of images.
+        """
         prompt = list(ids)
         return cls(
             request_id,
@@ -134,10 +143,11 @@ class Request:
             namespace,
             text,
             max_len,
-            prompt_token_ids=prompt,
+            prompt_token_ids=prompt if prompt_token_ids is None else list(prompt_token_ids),
             seed=new_seed() if params.seed is None else params.seed,
             priority=params.priority,
             pin_for=params.pin_for,
+            media=media,
         )
 
     @classmethod
@@ -152,6 +162,7 @@ class Request:
             priority=of.priority,
             pin_for=of.pin_for,
             pin=of.pin,
+            media=of.media,
         )
 
     @property
@@ -181,7 +192,7 @@ class Request:
         return self.num_output + more >= self.params.max_new_tokens or len(self.ids) + more >= self.max_len
 
     def key(self) -> Key:
-        return Key.of(self.ids, self.namespace)
+        return Key.of(self.ids, self.namespace, self.media.units if self.media is not None else ())
 
     def append(self, token: int, end_tokens: frozenset[int]) -> None:
         """Take a new token of the answer, and see whether it ends it."""

@@ -73,7 +73,7 @@ class Runner:
         """Give a step to the device."""
         config, on_gpu = self._cache.config, self._device.type == "cuda"
         how = (config.page_size, config.chunk_size, self._deterministic)
-        if self._graphs is not None and not any(part.is_prefill for part in step.parts):
+        if self._graphs is not None and not any(part.is_prefill or part.request.media for part in step.parts):
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
             host = plan(step, *how, padding, pin=on_gpu)
             logits, draws = self._graphs.run(host)

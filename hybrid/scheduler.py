@@ -310,7 +310,8 @@ class Scheduler:
         """How many tokens, on the grid, the key shares with what the leader computes as prompt."""
         grid = self.cache.config.grid
         most = min(limit, leader.prefill_end) * TOKEN_BYTES
-        return common_prefix(key.ids, leader.key().ids, 0, 0, grid * TOKEN_BYTES, most) // TOKEN_BYTES
+        shared = common_prefix(key.ids, leader.key().ids, 0, 0, grid * TOKEN_BYTES, most) // TOKEN_BYTES
+        return key.whole(shared, grid)
 
     def _youngest(self) -> Request:
         """Who gives way when pages run out: replays first, then who came last."""

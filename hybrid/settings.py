@@ -13,9 +13,10 @@ import torch
 from hybrid.cache import HybridCache
 from hybrid.config import CacheConfig
 from hybrid.errors import ArgumentError
+from hybrid.media import ImagePrompt
 from hybrid.passthrough import PassThroughCache
 from hybrid.sampling import SamplingParams
-from hybrid.text import Prompt
+from hybrid.text import Prompt, is_message
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,10 +31,10 @@ def free_memory(device: torch.device) -> int:
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as several. A list of ids and a list of messages are one prompt each."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | dict | ImagePrompt):
         return [prompts]
     many: list[Any] = prompts.tolist() if isinstance(prompts, np.ndarray | torch.Tensor) else list(prompts)
-    if many and (all(isinstance(item, int) for item in many) or all(isinstance(item, dict) for item in many)):
+    if many and (all(isinstance(item, int) for item in many) or all(is_message(item) for item in many)):
         return [many]
     return many
 

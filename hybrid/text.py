@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers.decoders import DecodeStream
 
 from hybrid.errors import CheckpointError, PromptError
+from hybrid.media import ImagePrompt
 
 Message = dict[str, Any]
-Prompt = str | list[int] | list[Message]
+Prompt = str | list[int] | list[Message] | dict[str, list[Message]] | ImagePrompt
+"""A text, token ids, chat messages (also as `{"messages": [...]}`), or token ids with images."""
 
 
 class TextStream:
@@ -86,12 +88,34 @@ def load_tokenizer(path: Path) -> Any | None:
     return tokenizer
 
 
+def is_message(item: Any) -> bool:
+    """Whether an item of a list is a chat message, and not a prompt of its own."""
+    return isinstance(item, dict) and "messages" not in item
+
+
+def messages_of(prompt: Prompt) -> list[Message] | None:
+    """The chat messages of a prompt; None: it has none."""
+    if isinstance(prompt, dict):
+        return prompt.get("messages")
+    is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    return cast("list[Message]", prompt) if is_chat else None
+
+
+def images_of(prompt: Prompt) -> list[Any]:
+    """The images in chat messages, in order: parts `{"type": "image", "image": ...}` of their contents."""
+    contents = [message.get("content") for message in messages_of(prompt) or ()]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part["image"] for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+
+
 def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
     """Token ids of a prompt: a text, token ids as they are, or chat messages through the chat template.
 
     Raises:
         PromptError: the prompt is of another form, or there is no tokenizer or no template for it.
     """
+    if isinstance(prompt, dict) and isinstance(prompt.get("messages"), list):
+        prompt = prompt["messages"]
     if isinstance(prompt, list):
         ids = [token for token in prompt if isinstance(token, int) and not isinstance(token, bool)]
         if len(ids) == len(prompt):

@@ -33,6 +33,19 @@ def causal_conv1d(
     Returns:
         `[T, channels]`.
     """
+    return silu(convolve(x, weight, state, cu_seqlens, state_read, state_write, captures)).to(x.dtype)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+) -> Tensor:
+    """`causal_conv1d` before its silu, in fp32."""
     past = weight.shape[1] - 1
     starts = cu_seqlens.tolist()
     pieces: list[Tensor] = []
@@ -54,7 +67,7 @@ def causal_conv1d(
         mixed = torch.cat(
             [mixed[starts[row] + row * past : starts[row + 1] + row * past] for row in range(len(starts) - 1)]
         )
-    return silu(mixed).to(x.dtype)
+    return mixed
 
 
 def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
@@ -63,13 +76,18 @@ def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, state_read: T
     Args:
         x: `[R, channels]`.
     """
+    return silu(convolve_step(x, weight, state, state_read, state_write)).to(x.dtype)
+
+
+def convolve_step(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
+    """`causal_conv1d_update` before its silu, in fp32."""
     window = torch.cat((state[state_read], x.unsqueeze(1)), dim=1)
     state[state_write] = window[:, 1:]
     window, weight = window.float(), weight.float()
     mixed = window[:, 0] * weight[:, 0]
     for tap in range(1, window.shape[1]):
         mixed.addcmul_(window[:, tap], weight[:, tap])
-    return silu(mixed).to(x.dtype)
+    return mixed
 
 
 def chunk_gated_delta_rule(
@@ -104,7 +122,7 @@ def chunk_gated_delta_rule(
     Returns:
         `[T, value_heads, value_dim]` in the type of `v`.
     """
-    layout = _chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
+    layout = chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
     group, dtype = v.shape[1] // k.shape[1], v.dtype
 
     def chunks(x: Tensor) -> Tensor:
@@ -120,7 +138,7 @@ def chunk_gated_delta_rule(
     decay = g.cumsum(-1)  # log of the decay from the start of the chunk to each of its tokens
     ratio = (
         (decay.unsqueeze(-1) - decay.unsqueeze(-2))
-        .masked_fill_(_above_diagonal(chunk_size, q.device), float("-inf"))
+        .masked_fill_(above_diagonal(chunk_size, q.device), float("-inf"))
         .exp_()
     )
     grown = decay.exp()
@@ -243,7 +261,7 @@ def gated_delta_step(
     return output
 
 
-class _ChunkLayout(NamedTuple):
+class ChunkLayout(NamedTuple):
     """How packed tokens lie in chunks.
 
     Attributes:
@@ -258,7 +276,8 @@ class _ChunkLayout(NamedTuple):
 
 
 @lru_cache(maxsize=32)  # every layer of a step asks for the same one
-def _chunk_layout(starts: tuple[int, ...], chunk_size: int) -> _ChunkLayout:
+def chunk_layout(starts: tuple[int, ...], chunk_size: int) -> ChunkLayout:
+    """Where the tokens of requests that begin at `starts` lie in chunks; the last start is the end."""
     spans: list[tuple[int, int]] = []
     rows: list[int] = []
     tokens: list[int] = []
@@ -270,10 +289,11 @@ def _chunk_layout(starts: tuple[int, ...], chunk_size: int) -> _ChunkLayout:
         tokens += range(first * chunk_size, first * chunk_size + end - start)
         first += count
     if len(rows) == starts[-1]:
-        return _ChunkLayout(tuple(spans), None, None)
-    return _ChunkLayout(tuple(spans), torch.tensor(rows), torch.tensor(tokens))
+        return ChunkLayout(tuple(spans), None, None)
+    return ChunkLayout(tuple(spans), torch.tensor(rows), torch.tensor(tokens))
 
 
 @lru_cache(maxsize=256)
-def _above_diagonal(size: int, device: torch.device) -> Tensor:
+def above_diagonal(size: int, device: torch.device) -> Tensor:
+    """`[size, size]` bool, true where the column is larger than the row."""
     return torch.ones(size, size, dtype=torch.bool, device=device).triu_(1)

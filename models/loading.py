@@ -1,26 +1,43 @@
 """From a checkpoint in Hugging Face form to a model, parameter by parameter."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
+from tqdm import tqdm
 
 from hybrid.errors import CheckpointError, UnsupportedModelError
-from hybrid.models.qwen3_5 import Linear, Qwen3_5ForCausalLM
+from hybrid.models.bamba import BambaForCausalLM
+from hybrid.models.causal_lm import CausalLM
+from hybrid.models.layers import Linear
+from hybrid.models.moe import Experts
+from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
+from hybrid.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
+from hybrid.models.qwen3_next import Qwen3NextForCausalLM
+from hybrid.models.weights import Loader, stored_tensors
 
-ARCHITECTURES = {"qwen3_5_text": Qwen3_5ForCausalLM, "qwen3_5": Qwen3_5ForCausalLM}
-"""Model types of config.json that run here. `qwen3_5` is the vision-language layout, of which the language part is
-taken."""
+ARCHITECTURES: dict[str, Any] = {
+    "bamba": BambaForCausalLM,
+    "qwen3_5": Qwen3_5ForCausalLM,
+    "qwen3_5_moe": Qwen3_5MoeForCausalLM,
+    "qwen3_5_moe_text": Qwen3_5MoeForCausalLM,
+    "qwen3_5_text": Qwen3_5ForCausalLM,
+    "qwen3_next": Qwen3NextForCausalLM,
+}
+"""Model types of config.json that run here. `qwen3_5` and `qwen3_5_moe` are vision-language layouts, of which the
+language part is taken."""
 
 TINY = Path(__file__).parent / "tiny"
 """The checkpoint that the package carries."""
 
-IGNORED_PREFIXES = ("model.visual.", "visual.", "mtp.")
+IGNORED_PREFIXES = ("model.visual.", "visual.")
+MTP = "mtp."
+HEAD = "lm_head.weight"
 FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json"]
 
 
@@ -32,11 +49,13 @@ class Checkpoint:
         path: its folder.
         model_type: as config.json says.
         config: the text configuration, a `PretrainedConfig` of transformers.
+        whole: the whole configuration, of which the text's is a part in vision-language checkpoints.
     """
 
     path: Path
     model_type: str
     config: Any
+    whole: Any
 
 
 def open_checkpoint(name: str | Path) -> Checkpoint:
@@ -62,56 +81,74 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(path).get_text_config()
+        whole = AutoConfig.from_pretrained(path)
+        config = whole.get_text_config()
     except Exception as error:  # transformers raises many kinds for a malformed configuration
         raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from error
     # the vision-language layout says it outside of the text model's part, inside, or both
     config.tie_word_embeddings = bool(config.tie_word_embeddings or raw.get("tie_word_embeddings"))
     _refuse_unsupported(config, path)
-    return Checkpoint(path, model_type, config)
+    return Checkpoint(path, model_type, config, whole)
 
 
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, chunk_size: int) -> Qwen3_5ForCausalLM:
-    """Build the model and load its weights, one tensor at a time from the mapped files: there is no second copy in
-    memory.
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    chunk_size: int,
+    *,
+    mtp: bool = False,
+    progress: bool | None = None,
+) -> CausalLM:
+    """Build the model and load its weights, slice by slice from the mapped files: there is no second copy in memory.
+
+    Args:
+        mtp: load the layers that predict further ahead too, where the checkpoint has them; they become `model.mtp`.
+        progress: show a progress bar; None: when there is a terminal.
 
     Raises:
         CheckpointError: weights are missing, unexpected, truncated or of another shape.
     """
+    tied = checkpoint.config.tie_word_embeddings
+    tensors = {}
+    for stored in stored_tensors(checkpoint.path).values():
+        name = stored.name.replace("model.language_model.", "model.", 1)
+        if not name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP)) and not (tied and name == HEAD):
+            tensors[name] = stored
+    family = ARCHITECTURES[checkpoint.model_type]
     with torch.device("meta"):
-        model = ARCHITECTURES[checkpoint.model_type](checkpoint.config, chunk_size)
-    wanted = dict(model.named_parameters())
+        model = family(checkpoint.config, chunk_size)
+        ahead = {name.split(".")[2] for name in tensors if name.startswith(f"{MTP}layers.")}
+        if ahead:
+            model.mtp = family.predictor(checkpoint.config, len(ahead))
+    shapes = {name: tensor.shape for name, tensor in model.named_parameters() if not (tied and name == HEAD)}
     # few rows times a weight that lies by columns is up to 1.7 times as fast on a CPU
-    on_cpu = device.type == "cpu"
-    by_columns = {f"{name}.weight" for name, module in model.named_modules() if on_cpu and isinstance(module, Linear)}
-    if checkpoint.config.tie_word_embeddings:
-        by_columns.discard("lm_head.weight")
-        wanted.pop("lm_head.weight", None)
-    unexpected = []
-    for name, tensor in _tensors(checkpoint.path):
-        if name == "lm_head.weight" and checkpoint.config.tie_word_embeddings:
-            continue
-        if name not in wanted:
-            unexpected.append(name)
-            continue
-        if tensor.shape != wanted[name].shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
-            )
-        del wanted[name]
-        if name in by_columns:
-            tensor = tensor.t().to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format).t()
-        else:
-            tensor = tensor.to(device=device, dtype=dtype, copy=True)
-        _assign(model, name, tensor)
-    if wanted or unexpected:
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit its config.json: missing {sorted(wanted) or 'nothing'}, "
-            f"unexpected {unexpected or 'nothing'}"
-        )
-    if checkpoint.config.tie_word_embeddings:
+    by_columns = frozenset(_products(model)) & shapes.keys() if device.type == "cpu" else frozenset()
+    loader = Loader(
+        checkpoint.path,
+        shapes,
+        lambda parameter: family.layouts(parameter, checkpoint.config),
+        dtype,
+        device,
+        by_columns,
+    )
+    show = sys.stderr.isatty() if progress is None else progress
+    total = sum(stored.num_bytes for stored in tensors.values())
+    with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:
+        for name, tensor in loader.load(tensors, bar.update).items():
+            _assign(model, name, tensor)
+    if tied:
         model.tie_head()
     return model.eval()
+
+
+def _products(model: CausalLM) -> Iterator[str]:
+    """Names of the weights that rows are multiplied with."""
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            yield f"{name}.weight"
+        elif isinstance(module, Experts):
+            yield from (f"{name}.gate_up_proj", f"{name}.down_proj")
 
 
 def _locate(name: str | Path) -> Path:
@@ -144,28 +181,6 @@ def _refuse_unsupported(config: Any, path: Path) -> None:
     for kind in ("linear_attention", "full_attention"):
         if kind not in config.layer_types:
             raise UnsupportedModelError(f"{path}: no {kind} layer in layer_types; this package runs hybrid models")
-
-
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of every weight of the text model, from one file or several."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is no index of weights: it needs a weight_map of names to files") from error
-    else:
-        files = ["model.safetensors"]
-    for file in files:
-        if not (path / file).is_file():
-            raise CheckpointError(f"{path} has no weights: {file} is missing")
-        try:
-            with safe_open(path / file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                    if not name.startswith(IGNORED_PREFIXES):
-                        yield name.replace("model.language_model.", "model.", 1), tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path / file} is damaged or truncated: {error}") from error
 
 
 def _assign(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
-"""Qwen3.5, the dense text model: gated delta rule in most layers, full attention in the rest.
+"""Qwen3.5, the dense text model: gated delta rule in most layers, full attention in the rest. Its MoE sibling and
+Qwen3-Next are made of the same layers.
 
 Parameter names are the checkpoint's. The model works on a packed batch and knows nothing of requests: it reads and
 writes pages and state slots where the step's plan says.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,76 +12,11 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.linear import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
 from hybrid.kernels.reference import sigmoid, softplus
+from hybrid.models.causal_lm import CausalLM
+from hybrid.models.layers import MLP, DepthwiseWeight, GatedRMSNorm, Linear, RMSNorm, Rotary
+from hybrid.models.mtp import MultiTokenPredictor
 from hybrid.spec import HybridSpec, StateTensor
-
-
-@dataclass(frozen=True)
-class Rotary:
-    """The angles of a step: `[T, rotary_dim]` each."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-class Linear(nn.Module):
-    """A matrix product whose weight may lie in memory by columns, and whose rows can be made independent of their
-    number."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
-        self.most_rows = 0
-        self.decode_rows: tuple[int, ...] = (DECODE_ROWS,)
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        y = linear(x, self.weight, batch.blocks, self.most_rows, self.decode_rows)
-        return y if self.bias is None else y + self.bias
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm around one: `x / rms(x) * (1 + weight)`, in fp32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
-        self.scale: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.factor(), self.eps)
-
-    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`x + residual`, and its norm."""
-        return kernels.add_rms_norm(x, residual, self.factor(), self.eps)
-
-    def factor(self) -> Tensor:
-        """`1 + weight` in fp32, made once."""
-        if self.scale is None:
-            self.scale = 1.0 + self.weight.float()
-        return self.scale
-
-
-class GatedRMSNorm(nn.Module):
-    """Root-mean-square norm, then times silu of a gate."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return kernels.gated_rms_norm(x, gate, self.weight, self.eps)
-
-
-class DepthwiseWeight(nn.Module):
-    """The weight of the causal convolution, `[channels, 1, width]` as the checkpoint has it."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
 
 
 class GatedDeltaNet(nn.Module):
@@ -201,30 +136,17 @@ class Attention(nn.Module):
         return self.o_proj(kernels.sigmoid_and_mul(y, gate).flatten(1), batch)
 
 
-class MLP(nn.Module):
-    """The gated feed-forward part of a layer."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.down_proj(kernels.silu_and_mul(self.gate_proj(x, batch), self.up_proj(x, batch)), batch)
-
-
 class DecoderLayer(nn.Module):
     """One layer: a mixer, then a feed-forward part, each added to what came in."""
 
-    def __init__(self, config: Any, layer_type: str, index_of_type: int) -> None:
+    def __init__(self, config: Any, layer_type: str, index_of_type: int, mlp: nn.Module) -> None:
         super().__init__()
         if layer_type == "linear_attention":
             self.linear_attn = GatedDeltaNet(config, index_of_type)
         else:
             self.self_attn = Attention(config, index_of_type)
         self.is_linear = layer_type == "linear_attention"
-        self.mlp = MLP(config)
+        self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -251,21 +173,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(y, batch), residual
 
 
-class TextModel(nn.Module):
-    """Embedding, layers, final norm."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        # from_pretrained: an Embedding made otherwise fills itself, which costs seconds where the device is "meta"
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
-        kinds = config.layer_types
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
-class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 (the checkpoint's name)
+class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
     """Qwen3.5 text with its head.
 
     Args:
@@ -274,22 +182,28 @@ class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 (the checkpoint's name)
     """
 
     def __init__(self, config: Any, chunk_size: int) -> None:
-        super().__init__()
-        self.config = config
-        self.chunk_size = chunk_size
-        self.rows_are_independent = False
-        self.model = TextModel(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        if config.tie_word_embeddings:
-            self.tie_head()
-        rope = config.rope_parameters
-        rotary_dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
-        self.inverse_frequencies = 1.0 / (rope["rope_theta"] ** exponents)
+        kinds = config.layer_types
+        layers = (
+            DecoderLayer(config, kind, kinds[:index].count(kind), self.feed_forward(config, index))
+            for index, kind in enumerate(kinds)
+        )
+        super().__init__(config, chunk_size, config.head_dim, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
 
-    def tie_head(self) -> None:
-        """Let the head share the embedding's weight."""
-        self.lm_head.weight = nn.Parameter(self.model.embed_tokens.weight, requires_grad=False)
+    @classmethod
+    def feed_forward(cls, config: Any, layer: int) -> nn.Module:
+        """What stands behind the mixer of a layer."""
+        return MLP(config.hidden_size, config.intermediate_size)
+
+    @classmethod
+    def predictor(cls, config: Any, num_layers: int) -> nn.Module:
+        """Layers of full attention; their pages come after those of the model's own layers."""
+        first = config.layer_types.count("full_attention")
+        last = len(config.layer_types) - 1
+        layers = (
+            DecoderLayer(config, "full_attention", first + index, cls.feed_forward(config, last))
+            for index in range(num_layers)
+        )
+        return MultiTokenPredictor(config, layers)
 
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
@@ -311,47 +225,3 @@ class Qwen3_5ForCausalLM(nn.Module):  # noqa: N801 (the checkpoint's name)
                 StateTensor("conv", (linear_layers, config.linear_conv_kernel_dim - 1, channels), dtype),
             ),
         )
-
-    @torch.inference_mode()
-    def forward(self, batch: Batch, kv: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """Run a step.
-
-        Args:
-            kv: the pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; written at the plan's slots.
-            state: the state pool's tensors by name; written at the plan's slots.
-
-        Returns:
-            `[S, vocab]` fp32 logits of the plan's `sample_rows`.
-        """
-        x: Tensor = self.model.embed_tokens(batch.token_ids)
-        residual: Tensor | None = None
-        rotary = self._rotary(batch.positions, x.dtype)
-        for layer in self.model.layers:
-            x, residual = layer(x, residual, batch, rotary, kv, state, self.chunk_size)
-        assert residual is not None
-        rows = batch.sample_rows
-        x = self.model.norm.of_sum(x[rows], residual[rows])[1]
-        blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
-        return linear(x, self.lm_head.weight, blocks, decode_rows=self.lm_head.decode_rows).float()
-
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
-        angles = positions.float().unsqueeze(-1) * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
-
-    def make_rows_independent(self) -> None:
-        """Find out, per shape of weight, which numbers of rows this machine multiplies without changing a row's bits.
-        Kernels of ours do so by themselves."""
-        if self.rows_are_independent or kernels.uses_triton(self.lm_head.weight.device):
-            return
-        self.rows_are_independent = True
-        found: dict[object, tuple[int, tuple[int, ...]]] = {}
-        for module in self.modules():
-            if isinstance(module, Linear):
-                weight = module.weight
-                kind = (*weight.shape, *weight.stride())
-                if kind not in found:
-                    most_rows = 0 if module is self.lm_head else rows_that_agree(weight, self.chunk_size)
-                    found[kind] = most_rows, decode_rows_that_agree(weight)
-                module.most_rows, module.decode_rows = found[kind]

@@ -58,7 +58,7 @@ def test_json_that_names_no_architecture_is_refused(text: str, copy: Path) -> No
     refused(copy, "qwen3_5_text", error=hybrid.UnsupportedModelError)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("model_type", ["llama", "mamba2"])
 def test_another_architecture_is_refused_with_those_that_run(model_type: str, copy: Path) -> None:
     edit_config(copy, model_type=model_type)
     refused(copy, model_type, "supported", "qwen3_5", "qwen3_5_text", error=hybrid.UnsupportedModelError)

@@ -1,0 +1,114 @@
+"""Mamba-2's layer over state slots, in plain torch on every device: convolution with a bias, and the state space rule.
+
+S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T and y_t = C_t S_t, per head, with a scalar A (Dao and Gu, "Transformers are
+SSMs", 2024). Slots, packed batches, captures and what must stay bitwise are as in `hybrid.kernels.reference`.
+"""
+
+import torch
+from torch import Tensor
+
+from hybrid.kernels.reference_delta_rule import above_diagonal, chunk_layout, convolve, convolve_step
+from hybrid.kernels.reference_elementwise import silu
+
+
+def biased_causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+) -> Tensor:
+    """`reference.causal_conv1d` with a bias, `[channels]`, before the silu."""
+    mixed = convolve(x, weight, state, cu_seqlens, state_read, state_write, captures)
+    return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
+
+
+def biased_causal_conv1d_update(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_read: Tensor, state_write: Tensor
+) -> Tensor:
+    """One step of `biased_causal_conv1d`: one new token per request, `x` is `[R, channels]`."""
+    mixed = convolve_step(x, weight, state, state_read, state_write)
+    return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
+
+
+def chunk_state_space(
+    x: Tensor,
+    dt: Tensor,
+    b: Tensor,
+    c: Tensor,
+    rate: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    """The rule over a packed batch, chunk by chunk, each request going on from its state. All arithmetic is fp32.
+
+    Args:
+        x: `[T, heads, head_dim]`.
+        dt: `[T, heads]` fp32, above 0.
+        b, c: `[T, groups, state_size]`; head h uses group `h // (heads / groups)`.
+        rate: `[heads]` fp32, A, below 0.
+        state: one layer's states, `[slots, heads, state_size, head_dim]` fp32; written.
+        state_read, state_write, captures, chunk_size: as for `reference.chunk_gated_delta_rule`.
+
+    Returns:
+        `[T, heads, head_dim]` fp32.
+    """
+    layout = chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
+    group = x.shape[1] // b.shape[1]
+
+    def chunks(part: Tensor) -> Tensor:
+        """`[T, heads, ...]` to `[chunks, heads, chunk_size, ...]`, short chunks filled with zeros."""
+        if layout.rows is not None:
+            part = torch.cat((part, part.new_zeros(1, *part.shape[1:])))[layout.rows.to(part.device)]
+        return part.unflatten(0, (-1, chunk_size)).transpose(1, 2)
+
+    def per_head(part: Tensor) -> Tensor:
+        return part if group == 1 else part.unsqueeze(2).expand(-1, -1, group, *part.shape[2:]).flatten(1, 2)
+
+    v, decay = chunks(x.float() * dt.unsqueeze(-1)), chunks(dt * rate).cumsum(-1)
+    b, c = chunks(b.float()), chunks(c.float())
+    ratio = decay.unsqueeze(-1) - decay.unsqueeze(-2)
+    ratio = ratio.masked_fill_(above_diagonal(chunk_size, x.device), float("-inf")).exp_()
+    inner = (per_head(c @ b.transpose(-1, -2)) * ratio) @ v
+    c = per_head(c) * decay.exp().unsqueeze(-1)
+    b = (per_head(b) * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    total = decay[..., -1, None, None].exp()
+
+    output = torch.empty_like(v)
+    captured = {(row, count): slot for row, count, slot in captures.tolist()}
+    reads, writes = state_read.tolist(), state_write.tolist()
+    for row, (first, last) in enumerate(layout.spans):
+        current = state[reads[row]]
+        for index in range(first, last):
+            output[index] = torch.baddbmm(inner[index], c[index], current)
+            current = torch.baddbmm(current * total[index], b[index], v[index])
+            slot = captured.get((row, (index + 1 - first) * chunk_size))
+            if slot is not None:
+                state[slot] = current
+        state[writes[row]] = current
+    flat = output.transpose(1, 2).flatten(0, 1)
+    return flat if layout.tokens is None else flat[layout.tokens.to(flat.device)]
+
+
+def state_space_step(
+    x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor
+) -> Tensor:
+    """One step: one new token per request. Arguments as for `chunk_state_space`, with T = R."""
+    group = x.shape[1] // b.shape[1]
+    v = (x.float() * dt.unsqueeze(-1)).unsqueeze(2)  # [R, heads, 1, head_dim]
+    grown = (dt * rate).exp()[..., None, None]
+    b = b.float().repeat_interleave(group, dim=1).unsqueeze(-1)  # [R, heads, state_size, 1]
+    c = c.float().repeat_interleave(group, dim=1).unsqueeze(2)  # [R, heads, 1, state_size]
+    output = torch.empty_like(v)
+    for row, (read, write) in enumerate(zip(state_read.tolist(), state_write.tolist(), strict=True)):
+        current = torch.baddbmm(state[read] * grown[row], b[row], v[row])
+        torch.bmm(c[row], current, out=output[row])
+        state[write] = current
+    return output.squeeze(2)

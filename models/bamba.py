@@ -1,0 +1,188 @@
+"""Bamba: Mamba-2 layers, and full attention in a few. Another kind of state than Qwen's behind the same seam: `spec`
+says what its layers keep, and cache and engine do the rest.
+
+The linear layers run in plain torch on every device (`hybrid.kernels.state_space`).
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybrid.batch import Batch
+from hybrid.kernels import ops as kernels
+from hybrid.kernels import state_space
+from hybrid.kernels.reference_elementwise import rotate, silu, softplus
+from hybrid.models.causal_lm import CausalLM
+from hybrid.models.layers import MLP, DepthwiseWeight, Linear, RMSNorm, Rotary
+from hybrid.models.weights import Layouts, Source
+from hybrid.spec import HybridSpec, StateTensor
+
+
+class GroupedGatedNorm(nn.Module):
+    """Times silu of a gate, then root-mean-square norm per group."""
+
+    def __init__(self, size: int, groups: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.groups, self.eps = groups, eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x` is fp32, `[T, size]`; the result is in the type of `gate`."""
+        y = (x * silu(gate.float())).unflatten(-1, (self.groups, -1))
+        return (F.rms_norm(y, y.shape[-1:], None, self.eps).flatten(-2) * self.weight).to(gate.dtype)
+
+
+class Mamba2(nn.Module):
+    """A linear layer: causal convolution and state space rule, both over a state slot."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.head_dim = config.mamba_n_heads, config.mamba_d_head
+        self.groups, self.state_size = config.mamba_n_groups, config.mamba_d_state
+        self.limits = config.time_step_limit or (0.0, float("inf"))
+        inner, shared = self.heads * self.head_dim, self.groups * self.state_size
+        self.widths = (inner, inner + 2 * shared, self.heads)
+        self.inner_widths = (inner, shared, shared)
+        self.in_proj = Linear(config.hidden_size, sum(self.widths), config.mamba_proj_bias)
+        self.conv1d = DepthwiseWeight(inner + 2 * shared, config.mamba_d_conv, config.mamba_conv_bias)
+        self.A_log = nn.Parameter(torch.empty(self.heads), requires_grad=False)
+        self.D = nn.Parameter(torch.empty(self.heads), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(self.heads), requires_grad=False)
+        self.norm = GroupedGatedNorm(inner, self.groups, config.rms_norm_eps)
+        self.out_proj = Linear(inner, config.hidden_size, config.mamba_proj_bias)
+        self.rate: Tensor | None = None
+
+    def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        gate, mixed, dt = self.in_proj(x, batch).split(self.widths, dim=-1)
+        dt = softplus(dt.float() + self.dt_bias.float()).clamp(*self.limits)
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        taps = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        if self.rate is None:
+            self.rate = -self.A_log.float().exp()
+        parts = []
+        if (prompts := batch.prefills) is not None:
+            slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
+            y, b, c = self._split(state_space.biased_causal_conv1d(mixed[prompts.rows], *taps, conv, *slots))
+            rule = state_space.chunk_state_space(y, dt[prompts.rows], b, c, self.rate, recurrent, *slots, chunk_size)
+            parts.append(self._with_skip(rule, y))
+        if (decodes := batch.decodes) is not None:
+            own = (decodes.state_read, decodes.state_write)
+            y, b, c = self._split(state_space.biased_causal_conv1d_update(mixed[decodes.rows], *taps, conv, *own))
+            rule = state_space.state_space_step(y, dt[decodes.rows], b, c, self.rate, recurrent, *own)
+            parts.append(self._with_skip(rule, y))
+        total = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.out_proj(self.norm(total.flatten(1), gate), batch)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y, b, c = mixed.split(self.inner_widths, dim=-1)
+        shared = (self.groups, self.state_size)
+        return y.unflatten(-1, (self.heads, self.head_dim)), b.unflatten(-1, shared), c.unflatten(-1, shared)
+
+    def _with_skip(self, y: Tensor, x: Tensor) -> Tensor:
+        return y + self.D.float().unsqueeze(-1) * x.float()
+
+
+class BambaAttention(nn.Module):
+    """A full-attention layer over pages."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.hidden_size // self.heads
+        bias = bool(config.attention_bias)
+        self.q_proj = Linear(config.hidden_size, self.heads * self.head_dim, bias)
+        self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.v_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, bias)
+
+    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
+        q = rotate(self.q_proj(x, batch).unflatten(-1, (self.heads, -1)), rotary.cos, rotary.sin)
+        k = rotate(self.k_proj(x, batch).unflatten(-1, (self.kv_heads, -1)), rotary.cos, rotary.sin)
+        v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, -1))
+        pages, scale = kv[:, self.layer], self.head_dim**-0.5
+        kernels.store_kv(k, v, pages, batch.slot_mapping)
+        parts = []
+        for part in batch.groups:
+            places = (part.block_table, part.cu_seqlens, part.seq_lens)
+            parts.append(kernels.paged_attention(q[part.rows], pages, *places, scale, chunk_size, part.num_splits))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o_proj(y.flatten(1), batch)
+
+
+class BambaLayer(nn.Module):
+    """One layer: a mixer, then a feed-forward part, each added to what came in."""
+
+    def __init__(self, config: Any, layer_type: str, index_of_type: int) -> None:
+        super().__init__()
+        self.is_linear = layer_type == "linear_attention"
+        if self.is_linear:
+            self.mamba = Mamba2(config, index_of_type)
+        else:
+            self.self_attn = BambaAttention(config, index_of_type)
+        self.feed_forward = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        rotary: Rotary,
+        kv: Tensor,
+        state: dict[str, Tensor],
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into the layer is `x + residual`, and likewise what comes out."""
+        if residual is None:
+            residual, y = x, self.input_layernorm(x)
+        else:
+            residual, y = self.input_layernorm.of_sum(x, residual)
+        if self.is_linear:
+            y = self.mamba(y, batch, state, chunk_size)
+        else:
+            y = self.self_attn(y, batch, rotary, kv, chunk_size)
+        residual, y = self.pre_ff_layernorm.of_sum(y, residual)
+        return self.feed_forward(y, batch), residual
+
+
+class BambaForCausalLM(CausalLM):
+    """Bamba with its head.
+
+    Args:
+        config: a `BambaConfig` of transformers.
+        chunk_size: chunk of the linear layers, in tokens.
+    """
+
+    decode_can_be_recorded = False  # the state space rule asks for the slots on the host
+
+    def __init__(self, config: Any, chunk_size: int) -> None:
+        kinds = config.layers_block_type
+        layers = (BambaLayer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        super().__init__(config, chunk_size, config.hidden_size // config.num_attention_heads, layers, norm)
+
+    @staticmethod
+    def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
+        kinds = config.layers_block_type
+        linear_layers, heads = kinds.count("linear_attention"), config.mamba_n_heads
+        channels = heads * config.mamba_d_head + 2 * config.mamba_n_groups * config.mamba_d_state
+        state = (linear_layers, heads, config.mamba_d_state, config.mamba_d_head)
+        return HybridSpec(
+            page_layers=kinds.count("full_attention"),
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+            kv_dtype=dtype,
+            state=(
+                StateTensor("recurrent", state, torch.float32),
+                StateTensor("conv", (linear_layers, config.mamba_d_conv - 1, channels), dtype),
+            ),
+        )
+
+    @staticmethod
+    def layouts(parameter: str, config: Any) -> Layouts:
+        return ((Source("model.final_layernorm.weight" if parameter == "model.norm.weight" else parameter),),)

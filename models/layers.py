@@ -1,0 +1,117 @@
+"""The layers that model families share.
+
+Parameter names are the checkpoint's. A layer works on the rows of a packed batch and knows nothing of requests.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.linear import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
+
+RowSizes = dict[object, tuple[int, tuple[int, ...]]]
+"""Per kind of weight: how many rows of chunks go together, and the sizes of blocks of decoded tokens."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The angles of a step: `[T, rotary_dim]` each."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Linear(nn.Module):
+    """A matrix product whose weight may lie in memory by columns, and whose rows can be made independent of their
+    number."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.takes_chunks = True
+        self.most_rows = 0
+        self.decode_rows: tuple[int, ...] = (DECODE_ROWS,)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        y = linear(x, self.weight, batch.blocks, self.most_rows, self.decode_rows)
+        return y if self.bias is None else y + self.bias
+
+    def matrix(self) -> Tensor:
+        """What the rows are multiplied with, `[outputs, inputs]`."""
+        return self.weight
+
+    def make_rows_independent(self, chunk_size: int, found: RowSizes) -> None:
+        """Find out which numbers of rows this machine multiplies without changing a row's bits.
+
+        Args:
+            found: what was found for other weights, by kind; a kind is looked at once.
+        """
+        weight = self.matrix()
+        kind = (weight.dtype, *weight.shape, *weight.stride())
+        if kind not in found:
+            most_rows = rows_that_agree(weight, chunk_size) if self.takes_chunks else 0
+            found[kind] = most_rows, decode_rows_that_agree(weight)
+        self.most_rows, self.decode_rows = found[kind]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm: `x / rms(x) * (offset + weight)`, in fp32. Qwen's weights lie around 0, with an offset of
+    1."""
+
+    def __init__(self, size: int, eps: float, offset: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+        self.offset = offset
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, self.factor(), self.eps)
+
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`x + residual`, and its norm."""
+        return kernels.add_rms_norm(x, residual, self.factor(), self.eps)
+
+    def factor(self) -> Tensor:
+        """`offset + weight` in fp32, made once."""
+        if self.scale is None:
+            self.scale = self.offset + self.weight.float()
+        return self.scale
+
+
+class GatedRMSNorm(nn.Module):
+    """Root-mean-square norm, then times silu of a gate."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return kernels.gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+class DepthwiseWeight(nn.Module):
+    """The weight of the causal convolution, `[channels, 1, width]` as the checkpoint has it."""
+
+    def __init__(self, channels: int, width: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
+
+
+class MLP(nn.Module):
+    """A gated feed-forward part."""
+
+    def __init__(self, size: int, intermediate_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = Linear(size, intermediate_size, bias)
+        self.up_proj = Linear(size, intermediate_size, bias)
+        self.down_proj = Linear(intermediate_size, size, bias)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.down_proj(kernels.silu_and_mul(self.gate_proj(x, batch), self.up_proj(x, batch)), batch)

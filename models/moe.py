@@ -1,0 +1,107 @@
+"""The feed-forward part made of experts, of which each token meets a few, and one that all of them meet.
+
+Routing is in fp32 from its product on. In deterministic mode a token's result does not depend on who shares its
+experts: `hybrid.kernels.experts` says how.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.experts import BLOCK_ROWS, block_sizes_that_agree, combine, expert_linear, group_rows, route
+from hybrid.kernels.linear import linear
+from hybrid.kernels.reference import sigmoid
+from hybrid.models.layers import MLP, Linear, RowSizes
+from hybrid.models.weights import Layouts, Source
+
+
+class Router(Linear):
+    """Which experts a token meets, and how much each of them counts.
+
+    Args:
+        normalise: whether a token's weights sum to one.
+    """
+
+    def __init__(self, size: int, num_experts: int, top_k: int, normalise: bool) -> None:
+        super().__init__(size, num_experts)
+        self.top_k, self.normalise = top_k, normalise
+        self.exact: Tensor | None = None
+
+    def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """`[T, top_k]` fp32 weights, and experts."""
+        logits = linear(x.float(), self.matrix(), batch.blocks, self.most_rows, self.decode_rows)
+        return route(logits, self.top_k, self.normalise)
+
+    def matrix(self) -> Tensor:
+        """The weight in fp32, made once."""
+        if self.exact is None:
+            self.exact = self.weight.float()
+        return self.exact
+
+
+class Experts(nn.Module):
+    """The weights of all experts; gate and up projection lie one behind the other."""
+
+    def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size), requires_grad=False)
+        self.sizes: tuple[int, ...] = (BLOCK_ROWS,)
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, batch: Batch) -> Tensor:
+        invariant = batch.is_invariant
+        cut = invariant and not kernels.uses_triton(x.device)
+        grouped = group_rows(experts, self.gate_up_proj.shape[0], self.sizes if cut else None)
+        gate, up = expert_linear(x[grouped.rows], self.gate_up_proj, grouped, invariant).chunk(2, dim=-1)
+        y = expert_linear(kernels.silu_and_mul(gate, up), self.down_proj, grouped, invariant)
+        return combine(y, grouped, weights)
+
+    def make_rows_independent(self, chunk_size: int, found: RowSizes) -> None:
+        """Find out which numbers of rows this machine multiplies without changing a row's bits, whatever their place.
+
+        Args:
+            found: what was found for other weights, by kind; a kind is looked at once.
+        """
+        sizes = []
+        for weight in (self.gate_up_proj[0], self.down_proj[0]):
+            kind = ("expert", weight.dtype, *weight.shape, *weight.stride())
+            if kind not in found:
+                found[kind] = 0, block_sizes_that_agree(weight)
+            sizes.append(found[kind][1])
+        self.sizes = tuple(size for size in sizes[0] if size in sizes[1]) or (1,)
+
+
+class SparseMoE(nn.Module):
+    """Routed experts, plus a shared one with a gate."""
+
+    def __init__(self, config: Any, normalise: bool) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.gate = Router(size, config.num_experts, config.num_experts_per_tok, normalise)
+        self.experts = Experts(size, config.moe_intermediate_size, config.num_experts)
+        self.shared_expert = MLP(size, config.shared_expert_intermediate_size)
+        self.shared_expert_gate = Linear(size, 1)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        routed = self.experts(x, *self.gate.choose(x, batch), batch)
+        return routed + self.shared_expert(x, batch) * sigmoid(self.shared_expert_gate(x, batch))
+
+
+def expert_layouts(parameter: str, config: Any) -> Layouts | None:
+    """How experts are stored: fused, as the parameter is, or one by one; None: the parameter is none of experts."""
+    size, experts = config.moe_intermediate_size, range(config.num_experts)
+    prefix, _, kind = parameter.rpartition(".experts.")
+    parts: dict[str, Callable[[int], tuple[Source, ...]]] = {
+        "gate_up_proj": lambda expert: (
+            Source(f"{prefix}.experts.{expert}.gate_proj.weight", at=(expert, slice(0, size))),
+            Source(f"{prefix}.experts.{expert}.up_proj.weight", at=(expert, slice(size, 2 * size))),
+        ),
+        "down_proj": lambda expert: (Source(f"{prefix}.experts.{expert}.down_proj.weight", at=(expert,)),),
+    }
+    if not prefix or kind not in parts:
+        return None
+    return (Source(parameter),), tuple(source for expert in experts for source in parts[kind](expert))

@@ -1,0 +1,29 @@
+"""The layers with which Qwen's models predict tokens further ahead (multi-token prediction).
+
+They take the norm of the last hidden state and that of the next token's embedding, side by side, through `fc`, then
+through layers of full attention, a norm, and the model's own head. Checkpoints keep them under `mtp.`; they are loaded
+when asked for.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from hybrid.models.layers import Linear, RMSNorm
+
+
+class MultiTokenPredictor(nn.Module):
+    """The weights of these layers.
+
+    Args:
+        layers: decoder layers of full attention.
+    """
+
+    def __init__(self, config: Any, layers: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_fc_norm_embedding = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,0 +1,66 @@
+"""Qwen3-Next (the 80B-A3B kind): the layers of Qwen3.5 MoE, their input projections stored in another order.
+
+On disk the projections of the linear layers are two, `in_proj_qkvz` and `in_proj_ba`, whose rows go key head by key
+head: for each its q, its k, and v and z of the value heads that use it. Here they are put into the order of Qwen3.5
+when they are loaded, so that the layers are the same.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.models.layers import MLP
+from hybrid.models.moe import SparseMoE, expert_layouts
+from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
+from hybrid.models.weights import Layouts, Source
+
+
+class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
+    """Qwen3-Next with its head.
+
+    Args:
+        config: a `Qwen3NextConfig` of transformers.
+        chunk_size: chunk of the linear layers, in tokens.
+    """
+
+    decode_can_be_recorded = False  # the host asks how many rows each expert has
+
+    @classmethod
+    def feed_forward(cls, config: Any, layer: int) -> nn.Module:
+        has_experts = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
+        if has_experts and layer not in config.mlp_only_layers:
+            return SparseMoE(config, config.norm_topk_prob)
+        return MLP(config.hidden_size, config.intermediate_size)
+
+    @staticmethod
+    def layouts(parameter: str, config: Any) -> Layouts:
+        name = next((name for name in PARTS if parameter.endswith(f".linear_attn.{name}.weight")), None)
+        if name is None:
+            return expert_layouts(parameter, config) or Qwen3_5ForCausalLM.layouts(parameter, config)
+        stored, parts = PARTS[name]
+        rows = torch.cat([_rows(config, stored)[part] for part in parts])
+        return ((Source(parameter.replace(f".{name}.", f".{stored}."), rows=rows),),)
+
+
+PARTS = {
+    "in_proj_qkv": ("in_proj_qkvz", ("q", "k", "v")),
+    "in_proj_z": ("in_proj_qkvz", ("z",)),
+    "in_proj_b": ("in_proj_ba", ("b",)),
+    "in_proj_a": ("in_proj_ba", ("a",)),
+}
+"""For each projection the one on disk that holds it, and which of its parts."""
+
+
+def _rows(config: Any, stored: str) -> dict[str, Tensor]:
+    """Rows of a projection on disk, by part, in the order of heads."""
+    key_heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    group = config.linear_num_value_heads // key_heads
+    values = group * config.linear_value_head_dim
+    if stored == "in_proj_ba":
+        widths = {"b": group, "a": group}
+    else:
+        widths = {"q": key_dim, "k": key_dim, "v": values, "z": values}
+    rows = torch.arange(key_heads * sum(widths.values()), device="cpu").view(key_heads, -1)
+    parts = rows.split(list(widths.values()), dim=1)
+    return {name: part.flatten() for name, part in zip(widths, parts, strict=True)}

@@ -1,0 +1,239 @@
+"""Weights from safetensors files to parameters: which tensor on disk goes where, and how it gets there.
+
+A family says for each parameter from which tensors on disk it is made (`Layouts`), and the loader does the rest: it
+reads each tensor once, through a mapping of the file, in slices, and lets go of what it has read. So loading takes the
+memory of the model and a few slices more, and what is missing or unexpected is named as it is, or would be, on disk.
+"""
+
+import json
+import mmap
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybrid.errors import CheckpointError
+
+SLICE_BYTES = 4 * 2**20
+"""So much of a tensor is read at a time."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""Types of the safetensors format."""
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""Types that weights are read from."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor on disk, or some of its rows, that makes up a parameter or a part of one.
+
+    Attributes:
+        name: of the tensor.
+        rows: which of its rows, in this order; None: all of them.
+        at: where in the parameter; `()`: it is the whole.
+    """
+
+    name: str
+    rows: Tensor | None = None
+    at: tuple[int | slice, ...] = ()
+
+
+Layouts = Sequence[Sequence[Source]]
+"""Ways to store a parameter; each is the list of what it is made of."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+        file: the file's mapping.
+        start: its first byte there.
+    """
+
+    file: mmap.mmap
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def tensor(self) -> Tensor:
+        """A view of the file."""
+        if not self.num_bytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        flat = torch.frombuffer(self.file, dtype=self.dtype, count=prod(self.shape), offset=self.start)
+        return flat.view(self.shape)
+
+    def let_go(self) -> None:
+        """Give back the memory that reading has taken; the system reads the file again where it must."""
+        if not hasattr(mmap, "MADV_DONTNEED"):  # not on every system
+            return
+        start = self.start - self.start % mmap.PAGESIZE
+        self.file.madvise(mmap.MADV_DONTNEED, start, self.start + self.num_bytes - start)
+
+
+def stored_tensors(path: Path) -> dict[str, Stored]:
+    """Every tensor of a checkpoint by its name on disk, from one file or several.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, truncated, or of a kind that is not known.
+    """
+    return {stored.name: stored for file in _files(path) for stored in _read_header(file)}
+
+
+def _files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is no index of weights: it needs a weight_map of names to files") from error
+    missing = next((name for name in names if not (path / name).is_file()), None)
+    if missing is not None:
+        raise CheckpointError(f"{path} has no weights: {missing} is missing")
+    return [path / name for name in names]
+
+
+def _read_header(path: Path) -> Iterator[Stored]:
+    """The tensors of a file: eight bytes of length, so many bytes of JSON, then the tensors."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        length = int.from_bytes(mapped[:8], "little")
+        entries = json.loads(mapped[8 : 8 + length])
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise CheckpointError(f"{path}: {name} is of type {entry['dtype']}, which is not known here")
+            start, end = entry["data_offsets"]
+            stored = Stored(mapped, path, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
+            if start < 0 or end - start != stored.num_bytes or 8 + length + end > len(mapped):
+                raise ValueError(f"{name} does not lie in the file")
+            yield stored
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
+
+
+@dataclass
+class Loader:
+    """Fills parameters from tensors on disk.
+
+    Args:
+        shapes: of the parameters, by name.
+        layouts: of a parameter.
+        dtype, device: what the parameters become.
+        by_columns: names of parameters whose last two dimensions lie in memory the other way round.
+    """
+
+    path: Path
+    shapes: Mapping[str, torch.Size]
+    layouts: Callable[[str], Layouts]
+    dtype: torch.dtype
+    device: torch.device
+    by_columns: frozenset[str] = frozenset()
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+    def load(self, tensors: Mapping[str, Stored], told: Callable[[int], object]) -> dict[str, Tensor]:
+        """Make the parameters.
+
+        Args:
+            tensors: those on disk that must all be used, by the name under which the layouts know them.
+            told: is called with the bytes just read.
+
+        Raises:
+            CheckpointError: tensors are missing, unexpected, of another shape or no floating-point numbers. Nothing has
+                been read then.
+        """
+        uses: defaultdict[str, list[tuple[str, Source]]] = defaultdict(list)
+        missing: list[str] = []
+        for parameter in self.shapes:
+            # of several layouts the one of which most is there
+            layout = max(self.layouts(parameter), key=lambda sources: sum(s.name in tensors for s in sources))
+            missing += [source.name for source in layout if source.name not in tensors]
+            for source in layout:
+                uses[source.name].append((parameter, source))
+        unexpected = [name for name in tensors if name not in uses]
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{self.path} does not fit its config.json: missing {sorted(set(missing)) or 'nothing'}, "
+                f"unexpected {sorted(unexpected) or 'nothing'}"
+            )
+        for name, stored in tensors.items():
+            self._check(stored, uses[name])
+        for name, stored in tensors.items():  # in the order in which they lie on disk
+            for parameter, source in uses[name]:
+                self._fill(self._parameter(parameter), source, stored, told)
+        return self.parameters
+
+    def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:
+        parameter, source = uses[0]
+        shape = tuple(self.shapes[parameter])
+        if source.rows is None:
+            shape = tuple(torch.empty(shape, device="meta")[source.at].shape)
+        else:  # its rows are dealt out to several parameters
+            shape = (sum(len(use.rows) for _, use in uses if use.rows is not None), *shape[1:])
+        if stored.shape != shape:
+            raise CheckpointError(f"{self.path}: {stored.name} has shape {stored.shape}, expected {shape}")
+        if stored.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{self.path}: {stored.name} is {stored.dtype}; weights that are quantised do not run here, take the "
+                "checkpoint in bfloat16"
+            )
+
+    def _parameter(self, name: str) -> Tensor:
+        if name not in self.parameters:
+            shape = self.shapes[name]
+            if name in self.by_columns:
+                turned = (*shape[:-2], shape[-1], shape[-2])
+                tensor = torch.empty(turned, dtype=self.dtype, device=self.device).transpose(-1, -2)
+            else:
+                tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self.parameters[name] = tensor
+        return self.parameters[name]
+
+    def _fill(self, parameter: Tensor, source: Source, stored: Stored, told: Callable[[int], object]) -> None:
+        target, read = parameter[source.at], stored.tensor()
+        if source.rows is None:
+            self._copy(target, read, stored, told)
+            return
+        step = max(1, SLICE_BYTES // (read[0].numel() * read.itemsize))
+        for start in range(0, len(target), step):
+            self._copy(target[start : start + step], read[source.rows[start : start + step]], stored, told)
+
+    def _copy(self, target: Tensor, read: Tensor, stored: Stored, told: Callable[[int], object]) -> None:
+        """Copy in slices, each given back to the system at once."""
+        num_bytes = read.numel() * read.itemsize
+        if num_bytes <= SLICE_BYTES:
+            target.copy_(read)
+            stored.let_go()
+            told(num_bytes)
+            return
+        step = SLICE_BYTES * len(read) // num_bytes
+        for start in range(0, len(read), max(1, step)):
+            rows = slice(start, start + step) if step else start
+            self._copy(target[rows], read[rows], stored, told)

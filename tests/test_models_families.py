@@ -1,0 +1,58 @@
+"""Every model family against transformers' own, on random checkpoints that transformers wrote, and hits against cold
+runs. `hybrid parity --all-families` runs all scenarios on them; here are those that share most among requests."""
+
+from pathlib import Path
+
+import pytest
+
+from hybrid import CacheConfig, Engine, SamplingParams, parity
+from hybrid.families import FAMILIES, write_random_checkpoint
+from hybrid.models.loading import ARCHITECTURES
+
+CONFIG = CacheConfig(memory="64MiB", deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoints, each written once."""
+    return {
+        name: write_random_checkpoint(tmp_path_factory.mktemp("family") / str(at), name)
+        for at, name in enumerate(FAMILIES)
+    }
+
+
+def judge_of(path: Path, dtype: str) -> parity.Judge:
+    return parity.Judge(Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=CONFIG))
+
+
+def assert_all_pass(checks: list[parity.Check]) -> None:
+    assert not [check for check in checks if not check.passed]
+
+
+def test_there_is_a_random_checkpoint_of_every_model_type() -> None:
+    written_types = {name.partition(",")[0] for name in FAMILIES}
+    vision_language = {name.removesuffix("_text") for name in written_types if name.endswith("_text")}
+    assert set(ARCHITECTURES) == written_types | vision_language
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(name: str, written: dict[str, Path]) -> None:
+    judge = judge_of(written[name], "float32")
+    assert_all_pass(parity.against_transformers(judge.engine, written[name], judge))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "," not in name])
+def test_hits_are_bitwise_in_a_busy_batch(name: str, written: dict[str, Path]) -> None:
+    assert_all_pass([parity.busy_batch(judge_of(written[name], "float32"))])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "," not in name])
+def test_hits_are_bitwise_in_bfloat16_too(name: str, written: dict[str, Path]) -> None:
+    assert_all_pass([parity.repeated_prompt(judge_of(written[name], "bfloat16"))])
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "," not in name])
+def test_a_random_checkpoint_answers_with_many_different_tokens(name: str, written: dict[str, Path]) -> None:
+    engine = Engine.from_pretrained(written[name], device="cpu", cache=CacheConfig(memory="64MiB", deterministic=False))
+    answers = engine.generate([[5, 6, 7], list(range(100, 180))], SamplingParams(max_new_tokens=16, ignore_eos=True))
+    assert all(len(set(answer.token_ids)) > 8 for answer in answers)
