@@ -102,7 +102,7 @@ def random_requests(cache: AuditedCache, seed: int) -> RandomWorkload:
     apart = cache.checkpoints is not cache.states
     if apart:
         workload.memory = Records(cache)
-    mover = cache._room._mover = Mover(workload.memory)
+    mover = cache._room.mover = Mover(workload.memory)
     if apart:
         workload.memory.records = mover.records
         cache._tensors = mover

@@ -25,7 +25,7 @@ class Broken:
 def with_contents(cache: AuditedCache) -> tuple[Memory, Mover]:
     memory = Memory(cache)
     mover = Mover(memory)
-    cache._room._mover = mover
+    cache._room.mover = mover
     return memory, mover
 
 
@@ -70,8 +70,8 @@ def test_pages_that_stand_in_the_way_are_moved_together_and_nothing_is_evicted()
 
 def test_a_move_that_raises_leaves_everything_as_it_was() -> None:
     cache, memory, private, shared = halves_of_pages()
-    mover, before = cache._room._mover, (list(private.block_table), list(shared.block_table))
-    cache._room._mover = Broken()
+    mover, before = cache._room.mover, (list(private.block_table), list(shared.block_table))
+    cache._room.mover = Broken()
     stats = held(cache)
     with pytest.raises(MemoryError, match="planted"):
         cache.open(key_of(cache, "xy"), 3, 0)
@@ -79,7 +79,7 @@ def test_a_move_that_raises_leaves_everything_as_it_was() -> None:
     assert (cache.stats().moved_pages, len(cache.leases)) == (0, 2)
     assert (list(private.block_table), list(shared.block_table)) == before
     memory.check()
-    cache._room._mover = mover
+    cache._room.mover = mover
     assert cache.open(key_of(cache, "xy"), 3, 0) is not None
     assert cache.stats().moved_pages == 2
     memory.check()
