@@ -17,9 +17,9 @@ What must stay true:
 * Tiles depend on the shapes of a token and of a chunk and on the type, never on the batch; so a request's bits do not
   depend on the batch either.
 * No matrix product loses what its operands have. Keys and queries come into it as they are in memory, and their norms
-  are multiplied in afterwards. With bfloat16 inputs, whose products the tensor cores sum up exactly, an fp32 operand is
-  taken as the sum of two bfloat16 numbers, which hold 16 bits of it. N alone is rounded to bfloat16: it goes into an
-  output of that type, never into a state. With other inputs all products are fp32, in small tiles: exact, not fast.
+  are multiplied in afterwards. With bfloat16 inputs fp32 operands go as sums of two bfloat16 numbers, which hold 16
+  bits, where rounding them to one would hold 8. With other inputs all products are fp32, in small tiles: exact, not
+  fast.
 * Decays are exponentials of differences that are at most 0, masked before exp, so that nothing overflows.
 """
 
@@ -95,8 +95,7 @@ def chunk_gated_delta_rule(
     requests, num_captures = cu_seqlens.numel() - 1, captures.shape[0]
     chunks = max_tiles(tokens, requests, chunk)
     kept = torch.bfloat16 if tiles.split else torch.float32
-    solution = v.new_empty(chunks, value_heads, 2 if tiles.split else 1, chunk, chunk, dtype=kept)
-    inner = v.new_empty(chunks, value_heads, chunk, chunk, dtype=kept)
+    matrices = v.new_empty(chunks, value_heads, 2, 2 if tiles.split else 1, chunk, chunk, dtype=kept)
     scales = v.new_empty(chunks, value_heads, 4, chunk, dtype=torch.float32)
     slots = v.new_empty(chunks, dtype=torch.int64)
     output = v.new_empty(v.shape)
@@ -115,8 +114,7 @@ def chunk_gated_delta_rule(
         k,
         g,
         beta,
-        solution,
-        inner,
+        matrices,
         scales,
         slots,
         cu_seqlens,
@@ -137,8 +135,7 @@ def chunk_gated_delta_rule(
         q,
         k,
         v,
-        solution,
-        inner,
+        matrices,
         scales,
         slots,
         state,
@@ -192,14 +189,37 @@ def _inverse(lower, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
     return inverse
 
 
+@triton.jit
+def _keep(matrix, tile, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
+    """Write an fp32 tile `[CHUNK, CHUNK]` to memory, or its halves one after the other."""
+    at = tl.arange(0, CHUNK)
+    place = matrix + at[:, None] * CHUNK + at[None, :]
+    if SPLIT:
+        high, low = halves(tile)
+        tl.store(place, high)
+        tl.store(place + CHUNK * CHUNK, low)
+    else:
+        tl.store(place, tile)
+
+
+@triton.jit
+def _times(matrix, y, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
+    """The product of a tile that `_keep` wrote and an fp32 tile."""
+    at = tl.arange(0, CHUNK)
+    place = matrix + at[:, None] * CHUNK + at[None, :]
+    if SPLIT:
+        return dot_halves(tl.load(place), tl.load(place + CHUNK * CHUNK), y)
+    else:
+        return tl.dot(tl.load(place), y, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["num_requests", "num_captures"])
 def _within_chunks(
     q,
     k,
     g,
     beta,
-    solution,
-    inner,
+    matrices,
     scales,
     slots,
     cu_seqlens,
@@ -228,9 +248,10 @@ def _within_chunks(
 ):
     """M, N and the factors of rows of one chunk and value head, and the slot that captures the state after the chunk.
 
-    solution: `[chunks, VALUE_HEADS, parts, CHUNK, CHUNK]`, M. inner: `[chunks, VALUE_HEADS, CHUNK, CHUNK]`, N.
+    matrices: `[chunks, VALUE_HEADS, 2, halves, CHUNK, CHUNK]`, M and N.
     scales: `[chunks, VALUE_HEADS, 4, CHUNK]`, by what rows are multiplied: of K S, of Q S, of K before it meets `new`;
-    and S itself (first number). slots: `[chunks]`, -1: none.
+    and S itself (first number).
+    slots: `[chunks]`, -1: none.
     """
     index = tl.program_id(0) // VALUE_HEADS
     head = tl.program_id(0) % VALUE_HEADS
@@ -257,8 +278,6 @@ def _within_chunks(
     k_tile = tl.load(k_place, mask=mask, other=0.0)
     q_tile = tl.load(q_place, mask=mask, other=0.0)
     log_decay = tl.load(g + start * g_stride + head * g_head_stride + at * g_stride, mask=exists, other=0.0)
-    rate = tl.load(beta + start * beta_stride + head * beta_head_stride + at * beta_stride, mask=exists, other=0.0)
-    rate = rate.to(tl.float32)
     k_wide = k_tile.to(tl.float32)
     q_wide = q_tile.to(tl.float32)
     k_norm = tl.rsqrt(tl.sum(k_wide * k_wide, 1) + 1e-6)
@@ -269,9 +288,7 @@ def _within_chunks(
     ratio = ratio * k_norm[None, :]
 
     place = tl.program_id(0).to(tl.int64)
-    square = at[:, None] * CHUNK + at[None, :]
-    attended = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * ratio * q_norm[:, None]
-    tl.store(inner + place * CHUNK * CHUNK + square, attended.to(inner.dtype.element_ty))
+    SIZE: tl.constexpr = CHUNK * CHUNK * (2 if SPLIT else 1)
     scales += place * 4 * CHUNK
     grown = tl.exp(decay)
     tl.store(scales + at, grown * k_norm)
@@ -279,15 +296,15 @@ def _within_chunks(
     tl.store(scales + 2 * CHUNK + at, tl.exp(last - decay) * k_norm)
     tl.store(scales + 3 * CHUNK, tl.exp(last))
 
+    attended = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * ratio * q_norm[:, None]
+    _keep(matrices + (place * 2 + 1) * SIZE, attended, CHUNK, SPLIT)
+
+    rate = tl.load(beta + start * beta_stride + head * beta_head_stride + at * beta_stride, mask=exists, other=0.0)
+    rate = rate.to(tl.float32)
     lower = tl.dot(k_tile, tl.trans(k_tile), input_precision="ieee") * ratio * (rate * k_norm)[:, None]
     lower = tl.where(at[:, None] > at[None, :], lower, 0.0)
     solved = _inverse(lower, CHUNK, SPLIT) * rate[None, :]
-    if SPLIT:
-        high, low = halves(solved)
-        tl.store(solution + place * 2 * CHUNK * CHUNK + square, high)
-        tl.store(solution + (place * 2 + 1) * CHUNK * CHUNK + square, low)
-    else:
-        tl.store(solution + place * CHUNK * CHUNK + square, solved)
+    _keep(matrices + place * 2 * SIZE, solved, CHUNK, SPLIT)
 
 
 @triton.jit
@@ -295,8 +312,7 @@ def _across_chunks(
     q,
     k,
     v,
-    solution,
-    inner,
+    matrices,
     scales,
     slots,
     state,
@@ -324,10 +340,10 @@ def _across_chunks(
     SPLIT: tl.constexpr,
 ):
     """The chunks of one request, one after another, for COLUMNS columns of one value head."""
-    TILES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
-    column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)
-    head = tl.program_id(0) // TILES % VALUE_HEADS
-    request = tl.program_id(0) // TILES // VALUE_HEADS
+    COLUMN_TILES: tl.constexpr = (VALUE_DIM + COLUMNS - 1) // COLUMNS
+    column = tl.program_id(0) % COLUMN_TILES * COLUMNS + tl.arange(0, COLUMNS)
+    head = tl.program_id(0) // COLUMN_TILES % VALUE_HEADS
+    request = tl.program_id(0) // COLUMN_TILES // VALUE_HEADS
     other = tl.arange(0, REQUESTS)
     earlier = other < request
     lengths = tl.load(cu_seqlens + other + 1, mask=earlier, other=0) - tl.load(
@@ -341,7 +357,7 @@ def _across_chunks(
     key = tl.arange(0, KEYS)
     key_exists = (key < KEY_DIM)[None, :]
     column_exists = (column < VALUE_DIM)[None, :]
-    square = at[:, None] * CHUNK + at[None, :]
+    SIZE: tl.constexpr = CHUNK * CHUNK * (2 if SPLIT else 1)
     q += head // GROUP * q_head_stride
     k += head // GROUP * k_head_stride
     v += head * v_head_stride
@@ -365,18 +381,11 @@ def _across_chunks(
         q_seen = tl.load(scales + place * 4 * CHUNK + CHUNK + at)
         k_kept = tl.load(scales + place * 4 * CHUNK + 2 * CHUNK + at)
         kept = tl.load(scales + place * 4 * CHUNK + 3 * CHUNK)
-        n_tile = tl.load(inner + place * CHUNK * CHUNK + square)
 
         wanted = v_tile.to(tl.float32) - dot_narrow(k_tile, current, SPLIT) * k_seen[:, None]
-        if SPLIT:
-            m_high = tl.load(solution + place * 2 * CHUNK * CHUNK + square)
-            m_low = tl.load(solution + (place * 2 + 1) * CHUNK * CHUNK + square)
-            new = dot_halves(m_high, m_low, wanted)
-        else:
-            m_tile = tl.load(solution + place * CHUNK * CHUNK + square)
-            new = tl.dot(m_tile, wanted, input_precision="ieee")
+        new = _times(matrices + place * 2 * SIZE, wanted, CHUNK, SPLIT)
         mixed = dot_narrow(q_tile, current, SPLIT) * q_seen[:, None]
-        mixed += dot_narrow(n_tile, new, SPLIT)
+        mixed += _times(matrices + (place * 2 + 1) * SIZE, new, CHUNK, SPLIT)
         written = output + (token * VALUE_HEADS + head) * VALUE_DIM + at[:, None] * VALUE_HEADS * VALUE_DIM
         tl.store(written + column[None, :], mixed.to(output.dtype.element_ty), mask=exists & column_exists)
         current = current * kept + dot_narrow(tl.trans(k_tile), new * k_kept[:, None], SPLIT)

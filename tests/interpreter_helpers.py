@@ -1,11 +1,14 @@
 """What tests that run Triton's interpreter ask of it beyond what it does by itself."""
 
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import pytest
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.runtime.autotuner import Autotuner
 
 
 def multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +49,19 @@ def prepare_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(interpreter, "_patch_lang", prepare_unless_ready)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+
+
+def interpret_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let flash-linear-attention's chunk rule run: without its autotuner, which asks for a GPU, and with tensors to
+    count the rounds of its loops, whose methods it calls."""
+
+    def run_first(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+        return tuner.fn.run(*args, **tuner.configs[0].kwargs, **kwargs)
+
+    def tensors(*bounds: Any) -> Iterator[Any]:
+        for index in range(*map(int, bounds)):
+            yield interpreter._implicit_cvt(index)
+
+    for tuner in (Autotuner, import_module("fla.ops.utils.cache").CachedAutotuner):
+        monkeypatch.setattr(tuner, "run", run_first)
+    monkeypatch.setattr(import_module("fla.ops.common.chunk_delta_h"), "range", tensors, raising=False)

@@ -42,10 +42,9 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def large_fp32_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let fp32 go through chunks as large as those of bfloat16, which only the interpreter does in good time."""
-    if DEVICE == "cuda":
-        pytest.skip("compiles for minutes")
-    monkeypatch.setitem(delta_rule.TILES, torch.float32, delta_rule.TILES[torch.bfloat16]._replace(split=False))
+    """Let fp32 go through chunks as large as those of bfloat16 where it is interpreted; to compile it takes minutes."""
+    if DEVICE == "cpu":
+        monkeypatch.setitem(delta_rule.TILES, torch.float32, delta_rule.TILES[torch.bfloat16]._replace(split=False))
 
 
 @dataclass
@@ -127,9 +126,8 @@ def run(
 
 
 def close(ours: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    """Whether outputs of a type are right to its rounding. Those of bfloat16 have N rounded too, and in the interpreter
-    all rounding is towards zero."""
-    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 2e-2}[dtype]
+    """Whether outputs are right to the rounding of their type, which the interpreter does towards zero in bfloat16."""
+    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     torch.testing.assert_close(ours.double(), expected, rtol=bound, atol=bound)
 
 
@@ -178,9 +176,7 @@ def test_outputs_and_all_states_are_those_of_the_recurrence(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [32, 64, 96, 128])
-def test_chunks_of_other_sizes(chunk: int, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    if dtype == torch.float32:
-        request.getfixturevalue("large_fp32_chunks")
+def test_chunks_of_other_sizes(chunk: int, dtype: torch.dtype, large_fp32_chunks: None) -> None:
     lengths = [chunk + 1, min(chunk, 64) - 1]
     x = Inputs.random(sum(lengths), dims=(16, 32), dtype=dtype)
     check(x, pool_for(x), lengths, [1, 2], [8, 2], [(0, chunk, 20)], chunk)
@@ -307,9 +303,7 @@ def hard(name: str, dtype: torch.dtype) -> Inputs:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_hard_numbers_stay_right(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    if dtype == torch.float32 and DEVICE == "cpu":
-        request.getfixturevalue("large_fp32_chunks")
+def test_hard_numbers_stay_right(name: str, dtype: torch.dtype, large_fp32_chunks: None) -> None:
     x = hard(name, dtype)
     pool = pool_for(x)
     outputs, after = recurrence(x, pool[1])
@@ -317,7 +311,7 @@ def test_hard_numbers_stay_right(name: str, dtype: torch.dtype, request: pytest.
     scale = max(1.0, float(after.abs().max()))
     # decays are differences of sums of g over a chunk, and as exact as these sums
     bound = 3e-5 + 64 * float(x.g[:64].sum().abs()) * 2**-24
-    narrow = 2e-2 if dtype == torch.bfloat16 else 0.0
+    narrow = 8e-3 if dtype == torch.bfloat16 else 0.0
     torch.testing.assert_close(output.double() / scale, outputs / scale, rtol=bound + narrow, atol=bound + narrow)
     torch.testing.assert_close(pool[8].double() / scale, after[-1] / scale, rtol=3 * bound, atol=3 * bound)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from interpreter_helpers import prepare_once_per_launch
+from interpreter_helpers import interpret_fla, prepare_once_per_launch
 from tensor_helpers import ints, rows_of, same_bits, starts_of, untouched
 from torch import Tensor
 
@@ -169,6 +169,22 @@ def test_our_kernel_agrees_with_fla(rule: NaiveRule) -> None:
         output, external.fla_chunk_gated_delta_rule(*inputs, theirs, *places, 16), rtol=1e-5, atol=1e-5
     )
     torch.testing.assert_close(ours[[8, 20]], theirs[[8, 20]], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_the_real_chunk_rule_of_fla_gives_what_the_twin_gives(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    pytest.importorskip("fla.ops.gated_delta_rule")
+    if DEVICE == "cpu":
+        interpret_fla(monkeypatch)
+    inputs, ours = rule_inputs(chunk + 9), pool(2, 16, 24)
+    before, twins = ours.clone(), ours.clone()
+    places = where([chunk + 4, 5], [1, 2], [8, 2], [(0, chunk, 20)])
+    output = external.fla_chunk_gated_delta_rule(*inputs, ours, *places, chunk)
+    expected = reference.chunk_gated_delta_rule(*inputs, twins, *places, chunk)
+    bound = 1e-5 if DEVICE == "cpu" else 2e-2  # on a GPU it multiplies fp32 in tf32
+    torch.testing.assert_close(output, expected, rtol=bound, atol=bound)
+    torch.testing.assert_close(ours[[8, 2, 20]], twins[[8, 2, 20]], rtol=bound, atol=bound)
+    assert untouched(before, ours, [8, 2, 20])
 
 
 # Causal-conv1d
