@@ -35,6 +35,9 @@ TURN, ANSWER = 1301, 64
 SHORT = 64
 """A short last turn."""
 
+CHUNK = 256
+"""Tokens of a chunk in deterministic mode."""
+
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -71,12 +74,7 @@ class Sides:
         generate(prompt, max_new_tokens=1, do_sample=False, streamer=streamer)
         return streamer.seconds[1]
 
-    def last_token(self, generate: Callable[..., Any], prompt: Tensor) -> float:
-        streamer = Tokens(self._clock)
-        generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False, streamer=streamer)
-        return streamer.seconds[-1]
-
-    def whole(self, generate: Callable[..., Any], prompt: Tensor) -> float:
+    def answered(self, generate: Callable[..., Any], prompt: Tensor) -> float:
         start = self._clock()
         generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
         return self._clock() - start
@@ -91,10 +89,22 @@ class Sides:
         return chat[:, :-TURN]
 
 
+def over_a_chunk(sides: Sides, count: int, runs: int, bar: tqdm, **generates: Callable[..., Any]) -> dict[str, float]:
+    """Mean seconds until a call returns, its answer kept, the sides taking turns. The lengths of the prompts are spread
+    evenly over a chunk: where a prompt ends in its chunk decides how much of it is computed again with the answer."""
+    totals = dict.fromkeys(generates, 0.0)
+    for run in range(runs):
+        length = count + run * CHUNK // runs
+        for name, generate in generates.items():
+            totals[name] += sides.answered(generate, sides.ids(length))
+        bar.update()
+    return {name: total / runs for name, total in totals.items()}
+
+
 def measure(sides: Sides, runs: int) -> list[Line]:
     lines = []
     model, ours, fine = sides.model.generate, sides.ours.generate, sides.fine.generate
-    with tqdm(total=4 * (runs + 1), desc="measuring", unit="run", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=2 * (runs + 1) + 2 * runs, desc="measuring", unit="run", disable=not sys.stderr.isatty()) as bar:
         chat = sides.two_turns()
         for new, target in ((TURN, 1.3), (SHORT, None)):
             t = alternate(
@@ -108,19 +118,10 @@ def measure(sides: Sides, runs: int) -> list[Line]:
             lines.append(Line(name, t["third"] / t["alone"], target, True, "deterministic", t))
             lines.append(Line(name, t["third_fine"] / t["alone"], target, True, "not deterministic", t))
         for count in (1024, 4096):
-            t = alternate(
-                runs,
-                bar,
-                plain=lambda count=count: sides.last_token(model, sides.ids(count)),
-                cold=lambda count=count: sides.last_token(ours, sides.ids(count)),
-                cold_fine=lambda count=count: sides.last_token(fine, sides.ids(count)),
-                cold_and_kept=lambda count=count: sides.whole(ours, sides.ids(count)),
-            )
-            name = f"{ANSWER} tokens after {count} that nobody has seen, over plain generate"
+            t = over_a_chunk(sides, count, runs, bar, plain=model, cold=ours, cold_fine=fine)
+            name = f"{ANSWER} tokens after {count} to {count + CHUNK} that nobody has seen, over plain generate"
             lines.append(Line(name, t["cold"] / t["plain"], 1.05, True, "deterministic", t))
             lines.append(Line(name, t["cold_fine"] / t["plain"], 1.05, True, "not deterministic", t))
-            name = f"the same, until the answer is kept too ({count})"
-            lines.append(Line(name, t["cold_and_kept"] / t["plain"], None, True, "deterministic", t))
     sides.ours.audit()
     sides.fine.audit()
     return lines

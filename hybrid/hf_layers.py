@@ -121,9 +121,14 @@ class Layout:
     has_previous: dict[int, dict[int, bool]]
 
     @property
+    def has_windows(self) -> bool:
+        """Whether a layer keeps the tokens of a window only."""
+        return any(part.window is not None for part in self.tokens)
+
+    @property
     def can_be_cut(self) -> bool:
         """Whether the cache of a prefix is a part of the cache: no states, and no windows."""
-        return not self.states and all(part.window is None for part in self.tokens)
+        return not self.states and not self.has_windows
 
     def longest_pass(self, grid: int) -> int:
         """Tokens that may be computed at once so that all of them, or those of the last window before every multiple of
@@ -215,6 +220,11 @@ def fill(
         getattr(layer, state.kind)[state.index].copy_(tensor)
     for index, flags in layout.has_previous.items():
         layers[index].has_previous_state = dict(flags)
+
+
+def states_of(layers: Sequence[Any], layout: Layout, row: int) -> tuple[Tensor, ...]:
+    """The states of one sequence of a batch, per `layout.states`: views, which the next pass writes."""
+    return tuple(getattr(layers[state.layer], state.kind)[state.index][row] for state in layout.states)
 
 
 def copy_of(layer: Any) -> Any:

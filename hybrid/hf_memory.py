@@ -54,30 +54,31 @@ class PageMemory:
             self._states.append(self._slots[:, start:end].view(state.dtype).unflatten(1, state.shape))
             start = -(-end // ALIGNMENT) * ALIGNMENT
 
-    def write_pages(self, layers: Sequence[Any], pages: Sequence[int], end: int) -> None:
-        """Write the last tokens of a cache of one sequence into pages.
+    def write_pages(self, layers: Sequence[Any], pages: Sequence[int], end: int, *, row: int, num_seen: int) -> None:
+        """Write tokens of one sequence of a cache into pages.
 
         Of a window that is smaller than the pages, only what it holds is written: nothing before it is ever read, since
         every checkpoint lies at an end that was written.
 
         Args:
             pages: the page ids of tokens `[end - len(pages) * page_size, end)`.
-            end: tokens that the cache has seen.
+            row: index of the sequence in the batch.
+            num_seen: tokens that the cache has seen of it, without padding: `end` of them or more.
         """
         size = self._page_size
         for part, memory in zip(self._layout.tokens, self._tokens, strict=True):
-            tensor = getattr(layers[part.layer], part.name)[0]
-            held = end - tensor.shape[1]  # the tensor's first token
+            tensor = getattr(layers[part.layer], part.name)[row]
+            held = num_seen - tensor.shape[1]  # the tensor's first token; negative: padding
             for at, page in enumerate(pages):
                 first = end - (len(pages) - at) * size
                 start = max(first, held)
                 if start < first + size:
                     memory[page, :, start - first :] = tensor[:, start - held : first + size - held]
 
-    def write_state(self, layers: Sequence[Any], slot: int) -> None:
-        """Write the states of a cache of one sequence into a slot."""
-        for state, memory in zip(self._layout.states, self._states, strict=True):
-            memory[slot] = getattr(layers[state.layer], state.kind)[state.index][0]
+    def write_state(self, states: Sequence[Tensor], slot: int) -> None:
+        """Write the states of one sequence into a slot."""
+        for state, memory in zip(states, self._states, strict=True):
+            memory[slot] = state
 
     def restore(self, layers: Sequence[Any], pages: Sequence[int], slot: int, length: int) -> None:
         """Fill fresh layers of one sequence with the tokens of whole pages and a state.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +15,21 @@ from hybrid.explain import Explanation
 from hybrid.hf_layers import copy_of
 
 
+@dataclass(frozen=True)
+class Mark:
+    """A boundary of a sequence up to which it can be kept as it was computed.
+
+    Attributes:
+        num_tokens: where it lies.
+        states: the states there, or nothing where the tree has them.
+    """
+
+    num_tokens: int
+    states: tuple[Tensor, ...] = ()
+
+
 class Source(Protocol):
-    """What a past is computed by: `hybrid.hf.PrefixCache`."""
+    """What a past is computed by: `hybrid.hf_compute.Computer`."""
 
     @property
     def can_be_cut(self) -> bool:
@@ -29,6 +43,10 @@ class Source(Protocol):
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], namespace: str) -> list[Any]:
         """The layers after these tokens, padded on the left, each row resumed at its nearest checkpoint."""
+        ...
+
+    def mark(self, before: Mark | None, layers: Sequence[Any], row: int, num_tokens: int, num_new: int) -> Mark | None:
+        """The last boundary of a sequence whose state can be kept as it was computed, after one more pass."""
         ...
 
 
@@ -54,6 +72,7 @@ class Past(DynamicCache):
         pads: Sequence[int],
         namespace: str,
         explanations: Sequence[Explanation],
+        marks: Sequence[Mark | None],
         family: list[Past] | None = None,
     ) -> None:
         super().__init__()
@@ -65,12 +84,14 @@ class Past(DynamicCache):
         self.explanations = tuple(explanations)
         self.family = [] if family is None else family
         self.family.append(self)
+        self._marks = list(marks)
         self._source = source
 
     def fork(self) -> Past:
         """A second past after the same tokens, which goes on by itself. Keys and values are shared until then."""
         layers = [copy_of(layer) for layer in self.layers]
-        return Past(self._source, layers, self.rows, self.pads, self.namespace, self.explanations, self.family)
+        more = self.explanations, self._marks, self.family
+        return Past(self._source, layers, self.rows, self.pads, self.namespace, *more)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Past:
         return self.fork()
@@ -101,7 +122,7 @@ class Past(DynamicCache):
             super().crop(-num_tokens)
         else:
             self.layers = self._source.compute(kept, self.pads, self.namespace)
-        self.rows = kept
+        self._take_back(kept)
 
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers, and right for states, where theirs is not: see `rewind`."""
@@ -111,7 +132,18 @@ class Past(DynamicCache):
             return
         rows = self.known_rows()
         super().crop(tokens_to_remove)
-        self.rows = rows if rows is None or tokens_to_remove >= 0 else [row[:tokens_to_remove] for row in rows]
+        if rows is None or tokens_to_remove >= 0:
+            self.rows = rows
+        else:
+            self._take_back([row[:tokens_to_remove] for row in rows])
+
+    def _take_back(self, rows: list[list[int]]) -> None:
+        """From now on it holds these tokens. What lies at a mark beyond them is not what will be computed there."""
+        self.rows = rows
+        self._marks = [
+            mark if mark is None or mark.num_tokens <= len(row) else None
+            for mark, row in zip(self._marks, rows, strict=True)
+        ]
 
     def activate_past_recording(self) -> None:
         """As in transformers, where a record helps; with states it does not, and `crop` does without."""
@@ -145,8 +177,18 @@ class Past(DynamicCache):
         if self.rows is None or not isinstance(input_ids, Tensor) or len(input_ids) != len(self.rows):
             self.rows = None
             return
-        for row, ids in zip(self.rows, input_ids.tolist(), strict=True):
+        for at, ids in enumerate(input_ids.tolist()):
+            row = self.rows[at]
             row.extend(ids)
+            self._marks[at] = self._source.mark(self._marks[at], self.layers, at, len(row), len(ids))
+
+    def mark_of(self, row: int, token_ids: Sequence[int]) -> Mark | None:
+        """The last boundary of a sequence up to which it can be kept as it was computed, if `token_ids` go so far and
+        are the same until there."""
+        rows, mark = self.known_rows(), self._marks[row]
+        if rows is None or mark is None or not mark.num_tokens <= len(token_ids):
+            return None
+        return mark if rows[row][: mark.num_tokens] == list(token_ids[: mark.num_tokens]) else None
 
     # What moves sequences around moves their tokens along.
 
@@ -154,6 +196,8 @@ class Past(DynamicCache):
         super().reorder_cache(beam_idx)
         order = beam_idx.tolist()
         self.pads = [self.pads[index] for index in order]
+        self.explanations = tuple(self.explanations[index] for index in order)
+        self._marks = [self._marks[index] for index in order]
         if self.rows is not None:
             self.rows = [list(self.rows[index]) for index in order]
 

@@ -6,10 +6,9 @@ Every page and every state slot is, at every moment, free, private to one lease,
     open      match; lock pages to the page hit and the checkpoint at the usable hit; take a front slot and pages
     reserve   take private pages for the tokens to come
     capture   take a slot for a checkpoint that the next forward pass writes
-    advance   a pass is done: the front is valid after so many tokens; the matched checkpoint is unlocked after the
-    first commit    hand finished pages and captured checkpoints to the tree; duplicates are freed, the block table
-    points at
-              the tree's
+    advance   a pass is done: the front is valid after so many tokens; the matched checkpoint is unlocked
+    commit    hand finished pages and captured checkpoints to the tree; duplicates are freed, the block table points
+              at the tree's
     close     give everything back
 
 An allocation that fails changes nothing: the call returns None or False.

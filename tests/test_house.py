@@ -56,6 +56,7 @@ LAYERS = [
     {"runner", "families", "models.vision"},
     {"hf_layers"},
     {"hf_memory", "hf_past", "hf_probe", "hf_prompt"},
+    {"hf_compute"},
     {"hf"},
     {"engine"},
     {"parity", "stress", "demo"},
