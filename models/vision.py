@@ -1,13 +1,12 @@
 """The vision half of Qwen3.5 checkpoints: from pixels to embeddings, with transformers' own tower.
 
 Each image goes through the tower by itself, so that its embeddings are the same bits whatever it is asked with. What
-comes before the tower (size, colours, patches) follows transformers' `Qwen2VLImageProcessor`, in plain torch.
+comes before the tower (size, colours, patches) is transformers' image processor too: the one on Pillow, whatever else
+is installed, so that the same image is the same bits everywhere.
 """
 
 import hashlib
 import importlib
-import json
-import math
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,6 @@ TOWERS = {
     "qwen3_5_moe": ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeVisionModel"),
 }
 """By model type, where transformers has the tower."""
-
-DEFAULTS: dict[str, Any] = {
-    "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-    "image_mean": (0.5, 0.5, 0.5),
-    "image_std": (0.5, 0.5, 0.5),
-}
-"""What preprocessor_config.json says when it does not."""
 
 KEPT = 32
 """Embeddings of so many images are kept, for the next turn of the same conversation."""
@@ -60,63 +52,50 @@ class VisionTower:
         self._dtype, self._device = dtype, device
         self._model: Any = None
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
-        file = path / "preprocessor_config.json"
-        given = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        self._settings = {**DEFAULTS, **given}
-        vision = config.vision_config
-        self._patch, self._merge, self._frames = (
-            vision.patch_size,
-            vision.spatial_merge_size,
-            vision.temporal_patch_size,
-        )
+        self._processor: Any = None
+        self._merge = config.vision_config.spatial_merge_size
 
     def patches(self, image: Any) -> tuple[Tensor, tuple[int, int]]:
         """An image as the tower takes it.
 
         Args:
-            image: `[height, width, 3]` numbers from 0 to 255, an array, a tensor, or what numpy makes one of (an image
-                of Pillow).
+            image: an image of Pillow, or `[height, width, 3]` of uint8: an array, a tensor.
 
         Returns:
             `[rows * columns, values]` fp32, and (rows, columns) of patches.
 
         Raises:
-            PromptError: it is no such image.
+            PromptError: it is no such image, or Pillow is not installed.
         """
-        pixels = torch.from_numpy(np.array(image))
-        if pixels.dim() != 3 or pixels.shape[2] != 3 or pixels.dtype != torch.uint8 or not min(pixels.shape):
+        pixels = np.array(image.convert("RGB") if hasattr(image, "convert") else image)
+        if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or not min(pixels.shape):
             raise PromptError(
-                "an image must be [height, width, 3] of uint8 (for Pillow: image.convert('RGB')); got "
-                f"{tuple(pixels.shape)} of {pixels.dtype}"
+                f"an image must be one of Pillow, or [height, width, 3] of uint8; got {pixels.shape} of {pixels.dtype}"
             )
-        height, width = self._fitting(*pixels.shape[:2])
-        x = pixels.permute(2, 0, 1).float()
-        if (height, width) != tuple(x.shape[1:]):
-            x = torch.nn.functional.interpolate(x[None], (height, width), mode="bicubic", antialias=True)[0]
-            x = x.round().clamp(0, 255)
-        mean, std = (torch.tensor(self._settings[name]).view(3, 1, 1) for name in ("image_mean", "image_std"))
-        x = (x / 255 - mean) / std
-        patch, merge = self._patch, self._merge
-        rows, columns = height // patch, width // patch
-        x = x.reshape(3, rows // merge, merge, patch, columns // merge, merge, patch)
-        x = x.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
-        x = x.expand(*x.shape[:5], self._frames, *x.shape[6:])
-        return x.reshape(rows * columns, -1), (rows, columns)
+        try:
+            made = self._preprocess(images=[pixels], input_data_format="channels_last", return_tensors="pt")
+        except ValueError as error:
+            raise PromptError(f"an image of {pixels.shape[0]} x {pixels.shape[1]} cannot be used: {error}") from error
+        _, rows, columns = made["image_grid_thw"][0].tolist()
+        return made["pixel_values"], (rows, columns)
 
-    def _fitting(self, height: int, width: int) -> tuple[int, int]:
-        """The nearest size in whole merged patches, of an area within the limits (`smart_resize` of transformers)."""
-        unit, size = self._patch * self._merge, self._settings["size"]
-        if max(height, width) > 200 * min(height, width):
-            raise PromptError(f"an image may be 200 times as long as wide at most, got {height} x {width}")
-        rows, columns = round(height / unit), round(width / unit)
-        least, most = size["shortest_edge"] / unit**2, size["longest_edge"] / unit**2
-        if rows * columns > most:
-            scale = math.sqrt(height * width / (most * unit**2))
-            rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
-        elif rows * columns < least:
-            scale = math.sqrt(least * unit**2 / (height * width))
-            rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
-        return rows * unit, columns * unit
+    def _preprocess(self, **options: Any) -> Any:
+        if self._processor is None:
+            try:
+                from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+            except ImportError as error:
+                raise PromptError("images need Pillow: pip install 'hybrid[images]'") from error
+            vision = self._config.vision_config
+            shape = {
+                "patch_size": vision.patch_size,
+                "merge_size": vision.spatial_merge_size,
+                "temporal_patch_size": vision.temporal_patch_size,
+            }
+            if (self._path / "preprocessor_config.json").is_file():
+                self._processor = Qwen2VLImageProcessorPil.from_pretrained(self._path, **shape)
+            else:
+                self._processor = Qwen2VLImageProcessorPil(**shape, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+        return self._processor(**options)
 
     def embed(self, image: Any) -> tuple[Tensor, tuple[int, int], bytes]:
         """Embeddings of an image.

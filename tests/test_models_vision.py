@@ -1,17 +1,20 @@
 """Images in prompts: against transformers' own vision-language model, and what the cache shares of them."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
+from PIL.Image import fromarray
 from tensor_helpers import same_bits
 from torch import Tensor
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import hybrid
-from hybrid.families import GATED_DELTA
+from hybrid.families import EXPERTS, GATED_DELTA
 from hybrid.media import Media
 from hybrid.models.loading import open_checkpoint
 from hybrid.models.vision import VisionTower
@@ -30,11 +33,12 @@ TEMPLATE = (
 PARAMS = hybrid.SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=3)
 
 
-@pytest.fixture(scope="module")
-def theirs() -> Any:
+@pytest.fixture(scope="module", params=["Qwen3_5", "Qwen3_5Moe"])
+def theirs(request: pytest.FixtureRequest) -> Any:
+    name, experts = request.param, EXPERTS if request.param.endswith("Moe") else {}
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
-    config = Qwen3_5Config(
-        text_config={**GATED_DELTA, "rope_parameters": {**rope, "mrope_interleaved": True}},
+    config = getattr(transformers, f"{name}Config")(
+        text_config={**GATED_DELTA, **experts, "rope_parameters": {**rope, "mrope_interleaved": True}},
         vision_config={
             "depth": 2,
             "hidden_size": 32,
@@ -49,7 +53,7 @@ def theirs() -> Any:
         video_token_id=6,
     )
     torch.manual_seed(0)
-    model = Qwen3_5ForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     use_torch_functions(model)
     return model
 
@@ -96,18 +100,17 @@ def logprobs(output: hybrid.RequestOutput) -> Tensor:
 
 
 def test_answers_about_images_are_those_of_transformers(theirs: Any, path: Path, loaded: hybrid.Engine) -> None:
-    images = [picture(0), picture(1, 24, 88)]
+    images = [picture(0), picture(1, 23, 90)]
     output = answer(fresh(loaded), chat(*images))
-    tower = VisionTower(path, open_checkpoint(path).whole, torch.float32, torch.device("cpu"))
-    patches, grids = zip(*(tower.patches(image) for image in images), strict=True)
+    processor = Qwen2VLImageProcessorPil.from_pretrained(path, patch_size=4)
+    seen = processor(images=images, return_tensors="pt")
     ids = torch.tensor([output.prompt_token_ids])
-    assert int((ids == PAD).sum()) == sum(rows * columns // 4 for rows, columns in grids) == 35 + 33
+    assert int((ids == PAD).sum()) == int(seen["image_grid_thw"].prod(1).sum()) // 4 == 35 + 33
     whole = torch.cat((ids, torch.tensor([output.token_ids])), dim=1)
     with torch.inference_mode():
         logits = theirs(
             input_ids=whole,
-            pixel_values=torch.cat(patches),
-            image_grid_thw=torch.tensor([[1, *grid] for grid in grids]),
+            **seen,
             mm_token_type_ids=(whole == PAD).int(),
         ).logits[0, ids.shape[1] - 1 : -1]
     assert logits.argmax(-1).tolist() == output.token_ids
@@ -199,6 +202,30 @@ def test_an_image_is_embedded_with_the_same_bits_whoever_asks_and_in_any_size(pa
         assert content != towers[0].embed(picture(8, *size))[2]
 
 
+def test_images_of_pillow_are_their_pixels(path: Path) -> None:
+    tower = VisionTower(path, open_checkpoint(path).whole, torch.float32, torch.device("cpu"))
+    pixels = picture(0, 41, 57)
+    content = tower.embed(pixels)[2]
+    image = fromarray(pixels)
+    assert tower.embed(image)[2] == tower.embed(torch.from_numpy(pixels))[2] == content
+    image.putalpha(255)
+    assert tower.embed(image)[2] == content
+    assert tower.patches(image.convert("L"))[1] == tower.patches(pixels)[1]
+
+
+def test_without_a_file_of_settings_qwens_own_hold(path: Path, tmp_path: Path) -> None:
+    config = open_checkpoint(path).whole
+    patches, grid = VisionTower(tmp_path, config, torch.float32, torch.device("cpu")).patches(picture(0, 64, 64))
+    assert (grid, patches.min(), patches.max()) == ((16, 16), -1.0, 1.0)
+
+
+def test_without_pillow_images_are_refused_with_the_remedy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = VisionTower(path, open_checkpoint(path).whole, torch.float32, torch.device("cpu"))
+    monkeypatch.setitem(sys.modules, Qwen2VLImageProcessorPil.__module__, None)
+    with pytest.raises(hybrid.PromptError, match="pip install"):
+        tower.embed(picture(0))
+
+
 def with_images(*images: hybrid.Image) -> hybrid.ImagePrompt:
     return hybrid.ImagePrompt([1, 2, 3], images)
 
@@ -214,7 +241,8 @@ def with_images(*images: hybrid.Image) -> hybrid.ImagePrompt:
         ),
         (hybrid.ImagePrompt([1, 2, 3], [], torch.zeros(3, 2)), "positions must be [3, 3]"),
         (chat(np.zeros((4, 4), np.uint8)), "[height, width, 3]"),
-        (chat(np.zeros((1, 300, 3), np.uint8)), "200 times"),
+        (chat(np.zeros((4, 4, 3))), "float64"),
+        (chat(np.zeros((1, 300, 3), np.uint8)), "smaller than 200"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(prompt: Any, words: str, loaded: hybrid.Engine) -> None:
