@@ -102,10 +102,22 @@ def messages_of(prompt: Prompt) -> list[Message] | None:
 
 
 def images_of(prompt: Prompt) -> list[Any]:
-    """The images in chat messages, in order: parts `{"type": "image", "image": ...}` of their contents."""
+    """The images in chat messages, in order: parts `{"type": "image", "image": ...}` of their contents.
+
+    Raises:
+        PromptError: an image is to be fetched from somewhere. Nothing here opens addresses or files that stand in a
+            prompt: it may come from anybody.
+    """
     contents = [message.get("content") for message in messages_of(prompt) or ()]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part["image"] for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+    images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+    for part in images:
+        if isinstance(part.get("image"), str | Path | None):
+            raise PromptError(
+                f'an image part holds the image itself, under "image", not an address or a path ({sorted(part)}); load '
+                "it first: transformers.image_utils.load_image(...)"
+            )
+    return [part["image"] for part in images]
 
 
 def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:

@@ -84,7 +84,7 @@ def picture(seed: int, height: int = 40, width: int = 56) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def chat(*images: np.ndarray, text: str = "What is to be seen here, and where?", before: str = "Look: ") -> Any:
+def chat(*images: Any, text: str = "What is to be seen here, and where?", before: str = "Look: ") -> Any:
     parts = [{"type": "text", "text": before}, *({"type": "image", "image": image} for image in images)]
     return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
 
@@ -242,6 +242,8 @@ def with_images(*images: hybrid.Image) -> hybrid.ImagePrompt:
         (hybrid.ImagePrompt([1, 2, 3], [], torch.zeros(3, 2)), "positions must be [3, 3]"),
         (chat(np.zeros((4, 4), np.uint8)), "[height, width, 3]"),
         (chat(np.zeros((4, 4, 3))), "float64"),
+        (chat("picture.png"), "load_image"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "http://x/y.png"}]}]}, "load_image"),
         (chat(np.zeros((1, 300, 3), np.uint8)), "smaller than 200"),
     ],
 )
