@@ -15,7 +15,7 @@ from hybrid.kernels import ops as kernels
 from hybrid.kernels import state_space
 from hybrid.kernels.reference_elementwise import rotate, silu, softplus
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import MLP, DepthwiseWeight, Linear, RMSNorm, Rotary
+from hybrid.models.layers import MLP, DepthwiseWeight, Linear, ResidualLayer, RMSNorm, Rotary
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec, StateTensor
 
@@ -113,41 +113,22 @@ class BambaAttention(nn.Module):
         return self.o_proj(y.flatten(1), batch)
 
 
-class BambaLayer(nn.Module):
-    """One layer: a mixer, then a feed-forward part, each added to what came in."""
+class BambaLayer(ResidualLayer):
+    """One layer, its parts named as in the checkpoint."""
 
     def __init__(self, config: Any, layer_type: str, index_of_type: int) -> None:
         super().__init__()
         self.is_linear = layer_type == "linear_attention"
         if self.is_linear:
-            self.mamba = Mamba2(config, index_of_type)
+            mixer: nn.Module = Mamba2(config, index_of_type)
+            self.mamba = mixer
         else:
-            self.self_attn = BambaAttention(config, index_of_type)
+            mixer = BambaAttention(config, index_of_type)
+            self.self_attn = mixer
         self.feed_forward = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
         self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        rotary: Rotary,
-        kv: Tensor,
-        state: dict[str, Tensor],
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """What goes into the layer is `x + residual`, and likewise what comes out."""
-        if residual is None:
-            residual, y = x, self.input_layernorm(x)
-        else:
-            residual, y = self.input_layernorm.of_sum(x, residual)
-        if self.is_linear:
-            y = self.mamba(y, batch, state, chunk_size)
-        else:
-            y = self.self_attn(y, batch, rotary, kv, chunk_size)
-        residual, y = self.pre_ff_layernorm.of_sum(y, residual)
-        return self.feed_forward(y, batch), residual
+        self.parts = (self.input_layernorm, mixer, self.pre_ff_layernorm, self.feed_forward)
 
 
 class BambaForCausalLM(CausalLM):

@@ -115,3 +115,34 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.down_proj(kernels.silu_and_mul(self.gate_proj(x, batch), self.up_proj(x, batch)), batch)
+
+
+class ResidualLayer(nn.Module):
+    """One layer of a model: a mixer, then a feed-forward part, each behind a norm and added to what came in.
+
+    Families name these parts as their checkpoints do, and hand them over in `parts`: the norm before the mixer, the
+    mixer, the norm before the feed-forward part, and that.
+    """
+
+    is_linear: bool
+    parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module]
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        rotary: Rotary,
+        kv: Tensor,
+        state: dict[str, Tensor],
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """What goes into the layer is `x + residual`, and likewise what comes out: the next norm adds them."""
+        norm, mixer, second_norm, feed_forward = self.parts
+        if residual is None:
+            residual, y = x, norm(x)
+        else:
+            residual, y = norm.of_sum(x, residual)
+        y = mixer(y, batch, state, chunk_size) if self.is_linear else mixer(y, batch, rotary, kv, chunk_size)
+        residual, y = second_norm.of_sum(y, residual)
+        return feed_forward(y, batch), residual

@@ -14,7 +14,7 @@ from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import MLP, DepthwiseWeight, GatedRMSNorm, Linear, RMSNorm, Rotary
+from hybrid.models.layers import MLP, DepthwiseWeight, GatedRMSNorm, Linear, ResidualLayer, RMSNorm, Rotary
 from hybrid.models.mtp import MultiTokenPredictor
 from hybrid.spec import HybridSpec, StateTensor
 
@@ -136,41 +136,22 @@ class Attention(nn.Module):
         return self.o_proj(kernels.sigmoid_and_mul(y, gate).flatten(1), batch)
 
 
-class DecoderLayer(nn.Module):
-    """One layer: a mixer, then a feed-forward part, each added to what came in."""
+class DecoderLayer(ResidualLayer):
+    """One layer, its parts named as in the checkpoint."""
 
     def __init__(self, config: Any, layer_type: str, index_of_type: int, mlp: nn.Module) -> None:
         super().__init__()
-        if layer_type == "linear_attention":
-            self.linear_attn = GatedDeltaNet(config, index_of_type)
-        else:
-            self.self_attn = Attention(config, index_of_type)
         self.is_linear = layer_type == "linear_attention"
+        if self.is_linear:
+            mixer: nn.Module = GatedDeltaNet(config, index_of_type)
+            self.linear_attn = mixer
+        else:
+            mixer = Attention(config, index_of_type)
+            self.self_attn = mixer
         self.mlp = mlp
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        rotary: Rotary,
-        kv: Tensor,
-        state: dict[str, Tensor],
-        chunk_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        """What goes into the layer is `x + residual`, and likewise what comes out: the next norm adds them."""
-        if residual is None:
-            residual, y = x, self.input_layernorm(x)
-        else:
-            residual, y = self.input_layernorm.of_sum(x, residual)
-        if self.is_linear:
-            y = self.linear_attn(y, batch, state, chunk_size)
-        else:
-            y = self.self_attn(y, batch, rotary, kv, chunk_size)
-        residual, y = self.post_attention_layernorm.of_sum(y, residual)
-        return self.mlp(y, batch), residual
+        self.parts = (self.input_layernorm, mixer, self.post_attention_layernorm, self.mlp)
 
 
 class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
