@@ -47,25 +47,19 @@ class Found(NamedTuple):
     function: Callable[..., Tensor]
 
 
-def available() -> dict[str, bool]:
-    """Per package whether what we use of it can be imported. The first call imports what there is."""
-    return {package: isinstance(_imported(package), Found) for package in FUNCTIONS}
+def implementation(name: str) -> Found | str:
+    """The kernel that another package has for an operation of ours, or why that package cannot be used. The first call
+    imports what there is.
 
-
-def reasons() -> dict[str, str]:
-    """For every package that cannot be used, why."""
-    found = {package: _imported(package) for package in FUNCTIONS}
-    return {package: reason for package, reason in found.items() if isinstance(reason, str)}
-
-
-def implementation(name: str) -> Found | None:
-    """The kernel that another package has for an operation of ours; None where there is none, or no such package."""
-    kernels = {
+    Args:
+        name: "chunk_gated_delta_rule" or "causal_conv1d".
+    """
+    found = {
         "chunk_gated_delta_rule": Found(FLA, fla_chunk_gated_delta_rule),
         "causal_conv1d": Found(CAUSAL_CONV1D, external_causal_conv1d),
-    }
-    found = kernels.get(name)
-    return found if found is not None and isinstance(_imported(found.package), Found) else None
+    }[name]
+    imported = _imported(found.package)
+    return f"{found.package} cannot be used ({imported})" if isinstance(imported, str) else found
 
 
 @lru_cache

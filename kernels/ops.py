@@ -100,11 +100,13 @@ def implementation(name: str, device: torch.device) -> Callable[..., Any]:
             "HYBRID_KERNELS=triton runs on a CPU only in Triton's interpreter; set TRITON_INTERPRET=1 before Python "
             "starts, or leave HYBRID_KERNELS out"
         )
+    what = "our Triton kernel"
     if fastest and setting() == "auto":
         found = import_module("hybrid.kernels.external").implementation(name)
-        if found is not None:
+        if not isinstance(found, str):
             return _told(name, device, found.package, found.function)
-    return _told(name, device, "our Triton kernel", getattr(import_module(f"hybrid.kernels.{OWN[name]}"), name))
+        what += f": {found}"
+    return _told(name, device, what, getattr(import_module(f"hybrid.kernels.{OWN[name]}"), name))
 
 
 def _told(name: str, device: torch.device, what: str, function: Callable[..., Any]) -> Callable[..., Any]:

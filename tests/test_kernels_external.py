@@ -328,23 +328,19 @@ def test_a_package_that_is_not_there_or_broken_is_not_available(
     monkeypatch.setitem(external.FUNCTIONS, external.FLA, ("broken_package_of_a_test", "f"))
     monkeypatch.setitem(external.FUNCTIONS, external.CAUSAL_CONV1D, ("no_package_of_a_test", "f"))
     external._imported.cache_clear()
-    assert external.available() == {external.FLA: False, external.CAUSAL_CONV1D: False}
-    assert external.reasons() == {
-        external.FLA: "OSError: undefined symbol: _ZN3c104cuda",
-        external.CAUSAL_CONV1D: "ModuleNotFoundError: No module named 'no_package_of_a_test'",
-    }
-    assert external.implementation("chunk_gated_delta_rule") is None
-    assert external.implementation("causal_conv1d") is None
+    assert external.implementation("chunk_gated_delta_rule") == (
+        "flash-linear-attention cannot be used (OSError: undefined symbol: _ZN3c104cuda)"
+    )
+    assert external.implementation("causal_conv1d") == (
+        "causal-conv1d cannot be used (ModuleNotFoundError: No module named 'no_package_of_a_test')"
+    )
     with pytest.raises(ImportError, match=r"flash-linear-attention cannot be used \(OSError: undefined symbol"):
         external.fla_chunk_gated_delta_rule(*rule_inputs(1), pool(2, 16, 24), *where([1], [1], [8], []), 16)
 
 
 def test_what_is_there_is_found_by_the_name_of_the_operation(rule: NaiveRule) -> None:
-    assert external.available()[external.FLA]
-    assert external.FLA not in external.reasons()
     found = external.implementation("chunk_gated_delta_rule")
     assert found == (external.FLA, external.fla_chunk_gated_delta_rule)
-    assert external.implementation("paged_attention") is None
 
 
 def test_the_module_imports_no_other_package() -> None:

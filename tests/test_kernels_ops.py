@@ -14,7 +14,7 @@ import torch
 from tensor_helpers import ints, starts_of
 
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.kernels import ops, reference
+from hybrid.kernels import external, ops, reference
 
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 5, 4, 2, 16, 8
 STARTS, LENGTHS = starts_of([3, 2]), [11, 10]
@@ -192,6 +192,16 @@ def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(3):
             call(torch.randn(2, 8), torch.ones(8), 1e-6)
     assert caplog.messages == ["rms_norm on cpu: the twin in plain torch"]
+
+
+def test_why_another_package_is_not_used_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "auto")
+    monkeypatch.setattr(external, "implementation", lambda name: "a-package cannot be used (it is not there)")
+    with caplog.at_level(logging.INFO, logger="hybrid.kernels.ops"):
+        ops.implementation("batch_dependent_causal_conv1d", torch.device("cuda"))
+    assert caplog.messages == ["causal_conv1d on cuda: our Triton kernel: a-package cannot be used (it is not there)"]
 
 
 PROMPTS = [list(range(5, 45)), [*range(5, 37), 7]]
