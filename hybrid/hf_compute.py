@@ -216,8 +216,10 @@ class Computer:
         if not self.has_states:
             spare = range(start, last + 1, self._longest_pass)  # they weigh nothing
         elif "geometric" in names:
-            is_cut = self._longest_pass == self.grid  # else each costs a cut
-            spare = placement.spare(start, last, self.grid, cache.spare_share if is_cut else placement.DENSE_ABOVE)
+            if self._longest_pass == self.grid:
+                spare = placement.spare(start, last, self.grid, cache.spare_share)
+            else:
+                spare = placement.sparse(start, last, self.grid)
         wanted = dict.fromkeys(spare, INTERVAL)
         wanted |= placement.of_prompt(
             names,

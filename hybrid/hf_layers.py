@@ -1,8 +1,9 @@
 """The cache layers of transformers: what each keeps per token and per sequence, and how it is filled again.
 
 A layer is told by its class, not by what attributes it happens to have: a class that is not named here is refused. Of
-attention layers (full, sliding, and the attention half of layers that have both) keys and values are kept per token; of
-linear-attention layers the conv windows and recurrent states are kept per sequence.
+attention layers (full, sliding, indexed, and the attention half of layers that have both) keys and values are kept per
+token, and with them what an index over them keeps; of linear-attention layers the conv windows and recurrent states are
+kept per sequence.
 
 What must stay true: a layer that was filled holds, bit for bit, what it held when it was saved, and shares no memory
 that anybody writes with the place it was filled from.
@@ -17,38 +18,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import cache_utils
 
 from hybrid.errors import UnsupportedModelError
 from hybrid.spec import ALIGNMENT
 
-ATTENTION = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
-"""Layers that keep keys and values per token."""
 
-LINEAR = (
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
+def _classes(*names: str) -> tuple[Any, ...]:
+    """Layers of transformers by name, as far as the installed version has them."""
+    return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
+
+
+LINEAR = _classes(
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
 )
 """Layers that keep states per sequence."""
 
-SLIDING = (DynamicSlidingWindowLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+SLIDING = _classes("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 """Layers that keep keys and values of a window only."""
 
-SUPPORTED = (*ATTENTION, LinearAttentionLayer, DummyLayer)
+INDEXED = _classes("DynamicIndexedLayer")
+"""Layers that keep an index over their keys."""
+
+ATTENTION = (*_classes("DynamicLayer", "LinearAttentionAndFullAttentionLayer"), *INDEXED, *SLIDING)
+"""Layers that keep keys and values per token."""
+
+SUPPORTED = (*ATTENTION, *_classes("LinearAttentionLayer", "DummyLayer"))
 """A `DummyLayer` keeps nothing."""
+
+INDEX = ("indexer_keys", "indexer_position_ids")
+"""What an indexed layer keeps beside keys and values: `[batch, tokens, dim]`, `[axes, batch, tokens]`, or None."""
 
 KINDS = ("conv_states", "recurrent_states")
 """Where a linear-attention layer keeps its states: dictionaries of tensors `[batch, ...]`."""
@@ -60,12 +61,12 @@ LONGEST_PASS = 2048
 
 @dataclass(frozen=True)
 class TokenPart:
-    """Keys or values of a layer.
+    """Keys or values of a layer, or what an index over them keeps.
 
     Attributes:
         layer: index of the layer.
-        name: "keys" or "values".
-        heads, head_dim: the shape of one token.
+        name: "keys", "values", or one of `INDEX`.
+        heads, head_dim: the shape of one token, as `tensor_of` gives it.
         dtype, device: of the layer's tensor.
         window: tokens that the layer keeps; None: all.
     """
@@ -187,6 +188,11 @@ def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
                     )
                 heads, head_dim = tensor.shape[1], tensor.shape[3]
                 tokens.append(TokenPart(index, name, heads, head_dim, tensor.dtype, tensor.device, window))
+        for name in INDEX if isinstance(layer, INDEXED) else ():
+            if getattr(layer, name) is not None:
+                _, heads, _, head_dim = _shaped(name, getattr(layer, name)).shape
+                of = getattr(layer, name)
+                tokens.append(TokenPart(index, name, heads, head_dim, of.dtype, of.device, None))
         if isinstance(layer, LINEAR):
             has_previous[index] = dict(layer.has_previous_state)
             for kind in KINDS:
@@ -195,6 +201,20 @@ def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
                         shape = tuple(tensor.shape[1:])
                         states.append(StatePart(index, kind, at, shape, tensor.dtype, tensor.device))
     return Layout(tuple(tokens), tuple(states), has_previous)
+
+
+def tensor_of(layers: Sequence[Any], part: TokenPart) -> Tensor:
+    """What a layer keeps per token, `[batch, heads, tokens, head_dim]`."""
+    return _shaped(part.name, getattr(layers[part.layer], part.name))
+
+
+def _shaped(name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a layer as `[batch, heads, tokens, head_dim]`."""
+    if name == "indexer_keys":
+        return tensor.unsqueeze(1)
+    if name == "indexer_position_ids":
+        return tensor.transpose(0, 1).unsqueeze(-1)
+    return tensor
 
 
 def fill(
@@ -213,6 +233,11 @@ def fill(
             layer.lazy_initialization(tensor, tensor)
             if part.window is not None:
                 layer.cumulative_length = length
+        if part.name == "indexer_keys":
+            tensor = tensor.squeeze(1)
+            layer.lazy_initialization_indexer(tensor)
+        elif part.name == "indexer_position_ids":
+            tensor = tensor.squeeze(-1).transpose(0, 1)
         setattr(layer, part.name, tensor)
     for state, tensor in zip(layout.states, states, strict=True):
         layer = layers[state.layer]
@@ -253,8 +278,8 @@ def stacked(rows: Sequence[Sequence[Any]], layout: Layout, length: int) -> tuple
         columns = length if part.window is None else min(length, part.window - 1)
         batch = torch.zeros(len(rows), part.heads, columns, part.head_dim, dtype=part.dtype, device=part.device)
         for target, layers in zip(batch, rows, strict=True):
-            source = getattr(layers[part.layer], part.name)
-            if source is not None and source.numel():
+            if getattr(layers[part.layer], part.name) is not None:
+                source = tensor_of(layers, part)
                 target[:, columns - source.shape[2] :] = source[0]
         tokens.append(batch)
     states = []

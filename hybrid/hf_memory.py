@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid.arena import PieceLayout
-from hybrid.hf_layers import Layout, fill
+from hybrid.hf_layers import Layout, fill, tensor_of
 from hybrid.spec import ALIGNMENT
 
 
@@ -67,7 +67,7 @@ class PageMemory:
         """
         size = self._page_size
         for part, memory in zip(self._layout.tokens, self._tokens, strict=True):
-            tensor = getattr(layers[part.layer], part.name)[row]
+            tensor = tensor_of(layers, part)[row]
             held = num_seen - tensor.shape[1]  # the tensor's first token; negative: padding
             for at, page in enumerate(pages):
                 first = end - (len(pages) - at) * size

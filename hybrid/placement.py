@@ -67,3 +67,13 @@ def spare(start: int, end: int, grid: int, free: float) -> Iterator[int]:
         if position > start:
             yield position
         step *= SPACING
+
+
+def sparse(start: int, end: int, grid: int) -> Iterator[int]:
+    """Spare positions where each costs a pass of its own: at doubling distances, in the first half of the way. A branch
+    computes at most half of its way again, and a few passes more are not felt."""
+    position = FIRST_SPARE * grid
+    while position <= end // 2:
+        if position > start:
+            yield position
+        position *= 2

@@ -56,6 +56,28 @@ LATENT = {
     "moe_intermediate_size": 16,
     "first_k_dense_replace": 1,
 }
+INDEXED = {
+    **LATENT,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 200,  # all: among keys of equal score the choice depends on how a prompt is cut
+}
+INKLING = {
+    "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+    "sliding_window_size": 24,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "d_rel": 4,
+    "rel_extent": 64,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
 EVERY_SECOND = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 HYBRIDS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 
@@ -64,6 +86,23 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
     "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "mlp_only_layers": []},
     "olmo_hybrid": DELTA,
+    "qwen4_exp_text": {
+        **DELTA,
+        **EXPERTS,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "ple_layer_ids": [1, 3],
+        "ngram_vocab_size_base": 100,
+        "heads_per_ngram": 2,
+        "split_ngram_parts": 2,
+    },
     "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
     "bamba": {**MAMBA, "attn_layer_indices": [1]},
     "granitemoehybrid": {
@@ -113,9 +152,13 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     },
     "bailing_hybrid": {**LATENT, "num_hidden_layers": 4, "layer_types": EVERY_SECOND, "num_experts": 4},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 24},
+    "inkling_text": INKLING,
+    "inkling2_text": INKLING,
     "llama": {},
     "qwen3": {},
     "deepseek_v3": {**LATENT, "n_routed_experts": 4, "n_shared_experts": 1},
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": INDEXED,
     "mistral": {"sliding_window": 24},
     "gemma3_text": {
         "num_hidden_layers": 4,

@@ -10,7 +10,7 @@ from hf_helpers import SUPPORTED, assert_close, assert_nothing_held, assert_same
 from torch import Tensor
 from transformers import DynamicCache
 
-WINDOWS = ("lfm3", "zaya", "mistral", "gemma3_text", "gpt_oss")
+WINDOWS = ("inkling_text", "inkling2_text", "lfm3", "zaya", "mistral", "gemma3_text", "gpt_oss")
 """Model types with layers that keep a window."""
 
 

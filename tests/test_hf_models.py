@@ -15,8 +15,12 @@ from hf_helpers import (
     ids,
     tiny_model,
 )
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, DynamicCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybrid import UnsupportedModelError
+from hybrid.hf_layers import LINEAR
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,3 +81,23 @@ def test_the_document_lists_the_models_that_are_tested() -> None:
     text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     for name in (*SUPPORTED, *REFUSED):
         assert f"`{name}`" in text, name
+
+
+def test_every_language_model_of_transformers_with_states_is_tested_or_refused() -> None:
+    """Those of the installed version, told by the layers of their cache. Two are named after their text part, and two
+    have no attention at all, as `falcon_mamba`."""
+    found = set()
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            layers = DynamicCache(config=CONFIG_MAPPING[name]()).layers
+        except (
+            AttributeError,
+            KeyError,
+            ValueError,
+            StrictDataclassError,
+        ):  # no text model, or layers of classes of its own
+            continue
+        if any(isinstance(layer, LINEAR) for layer in layers):
+            found.add(name if f"{name}_text" not in SUPPORTED else f"{name}_text")
+    assert {"qwen3_5_text", "bamba", "zaya"} < found
+    assert found <= {*SUPPORTED, *REFUSED, "mamba", "mamba2"}

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid.config import PLACEMENTS
 from hybrid.eviction import BRANCH, PROMPT_END, TURN_END, USER
-from hybrid.placement import of_prompt, spare
+from hybrid.placement import of_prompt, spare, sparse
 
 GRID = 16
 
@@ -49,3 +49,9 @@ def test_spare_ones_are_dense_while_memory_is_free_and_ever_further_apart_when_i
     assert sparse[0] == 4 * GRID
     assert all(1.2 < after / before < 1.6 for before, after in pairwise(sparse))
     assert list(spare(sparse[3], sparse[5], GRID, free=0.4)) == sparse[4:6]
+
+
+def test_sparse_ones_lie_at_doubling_distances_in_the_first_half() -> None:
+    assert list(sparse(0, 100 * GRID, GRID)) == [position * GRID for position in (4, 8, 16, 32)]
+    assert list(sparse(8 * GRID, 100 * GRID, GRID)) == [16 * GRID, 32 * GRID]
+    assert list(sparse(0, 7 * GRID, GRID)) == []
