@@ -95,7 +95,7 @@ def test_every_language_model_of_transformers_with_states_is_tested_or_refused()
             KeyError,
             ValueError,
             StrictDataclassError,
-        ):  # no text model, or layers of classes of its own
+        ):  # no text model, or layers of its own
             continue
         if any(isinstance(layer, LINEAR) for layer in layers):
             found.add(name if f"{name}_text" not in SUPPORTED else f"{name}_text")
