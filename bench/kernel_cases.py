@@ -17,6 +17,9 @@ HIDDEN, INTERMEDIATE, VOCAB = 4096, 12288, 248320
 HEADS, KV_HEADS, HEAD_DIM, ROTARY_DIM, FULL_LAYERS = 16, 4, 256, 64, 8
 KEY_HEADS, VALUE_HEADS, LINEAR_DIM, WIDTH, LINEAR_LAYERS = 16, 32, 128, 4, 24
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * LINEAR_DIM
+EXPERTS, EXPERTS_PER_TOKEN, EXPERT_SIZE, EXPERT_HIDDEN = 256, 8, 512, 2048
+"""Mixtures of experts are of the size of Qwen3.5-35B-A3B."""
+
 EPS, PAGE, CHUNK = 1e-6, 64, 64
 PROMPT, PROMPTS, DECODED = 2048, 2, 64
 """Tokens and requests of a step of prompts, requests of a decode step."""
@@ -119,6 +122,41 @@ def matmul_cases() -> Iterator[Case]:
     yield case("decode, few outputs", 1, INTERMEDIATE, 256, False, True)
 
 
+def expert_cases() -> Iterator[Case]:
+    from hybrid.kernels import experts
+
+    def case(what: str, rows: int, inner: int, columns: int, top_k: int, prompt: bool, brief: bool = False) -> Case:
+        def call() -> Tensor:
+            pairs = rows * EXPERTS_PER_TOKEN
+            x = numbers(rows if top_k else pairs, inner)
+            ends = torch.zeros(2, EXPERTS, dtype=torch.int64)
+            where = indices(pairs, 0), ends, top_k, pairs if prompt else 0
+            return experts.expert_linear(x, numbers(EXPERTS, columns, inner), *where, ())
+
+        return Case("experts.expert_linear", f"{what}, {rows} row{'s' if rows > 1 else ''}", call, brief)
+
+    pairs = torch.zeros(DECODED, EXPERTS_PER_TOKEN, dtype=torch.int64)
+    yield Case(
+        "experts.route_experts",
+        "",
+        lambda: experts.route_experts(floats(DECODED, EXPERTS), EXPERTS_PER_TOKEN, True),
+        True,
+    )
+    yield Case("experts.sort_by_expert", "", lambda: experts.sort_by_expert(pairs, EXPERTS, 0), True)
+    for rows, prompt in ((PROMPT, True), (1, False), (DECODED, False), (8 * DECODED, False)):
+        what = "prompt" if prompt else "decode"
+        yield case(f"{what}, gate and up", rows, EXPERT_HIDDEN, 2 * EXPERT_SIZE, EXPERTS_PER_TOKEN, prompt, rows != 1)
+        yield case(f"{what}, down", rows, EXPERT_SIZE, EXPERT_HIDDEN, 0, prompt, rows == DECODED)
+    yield Case(
+        "experts.combine_experts",
+        "",
+        lambda: experts.combine_experts(
+            numbers(DECODED * EXPERTS_PER_TOKEN, EXPERT_HIDDEN), pairs, floats(DECODED, EXPERTS_PER_TOKEN)
+        ),
+        True,
+    )
+
+
 def attention_cases() -> Iterator[Case]:
     from hybrid.kernels.attention import paged_attention
 
@@ -190,6 +228,7 @@ def all_cases() -> list[Case]:
         memory_cases,
         elementwise_cases,
         matmul_cases,
+        expert_cases,
         attention_cases,
         convolution_cases,
         delta_rule_cases,

@@ -159,6 +159,8 @@ class Computer:
                 mark = past.mark_of(row, token_ids)
                 if mark is not None:
                     self._keep_computed(past, row, mark, namespace)
+                    if not self._cache.config.deterministic:  # the last token is not worth a chunk
+                        token_ids = token_ids[: past.num_seen(row)]
             self.keep(token_ids, namespace)
 
     @torch.no_grad()
@@ -166,8 +168,7 @@ class Computer:
         """Keep what a past holds of one of its sequences up to a mark, as it is."""
         assert past.rows is not None
         cache, end = self._cache, mark.num_tokens
-        ids = past.rows[row]
-        key = Key.of(ids[:end], namespace)
+        key = Key.of(past.rows[row][:end], namespace)
         cache.adopt()
         with deferred_interrupts():
             lease = cache.open(key, end, 0)
@@ -177,7 +178,7 @@ class Computer:
                 if lease.num_hit_tokens == end or not cache.reserve(lease, end):
                     return
                 pages = lease.block_table[lease.num_shared :]
-                self._memory.write_pages(past.layers, pages, end, row=row, num_seen=len(ids))
+                self._memory.write_pages(past.layers, pages, end, row=row, num_seen=past.num_seen(row))
                 checkpoint = cache.capture(lease, end, TURN_END)
                 if checkpoint is not None:
                     self._memory.write_state(mark.states, checkpoint.slot)

@@ -165,7 +165,7 @@ class Past(DynamicCache):
         """
         if not isinstance(position_ids, Tensor) or position_ids.ndim < 2 or position_ids.shape[-1] == 1:
             return
-        first, expected = int(position_ids.flatten(0, -2)[0, 0]), self.get_seq_length() - self.pads[0]
+        first, expected = int(position_ids.flatten(0, -2)[0, 0]), self.num_seen(0)
         if first != expected:
             raise RequestError(
                 f"this past ends at position {expected}, but the pass begins at {first}: give model.generate all "
@@ -189,6 +189,10 @@ class Past(DynamicCache):
         if rows is None or mark is None or not mark.num_tokens <= len(token_ids):
             return None
         return mark if rows[row][: mark.num_tokens] == list(token_ids[: mark.num_tokens]) else None
+
+    def num_seen(self, row: int) -> int:
+        """Tokens that it holds of a sequence, without padding."""
+        return self.get_seq_length() - self.pads[row]
 
     # What moves sequences around moves their tokens along.
 

@@ -1,148 +1,317 @@
-"""Products with the weights of experts: every row with those of the few experts that it is routed to.
+"""Mixtures of experts on a GPU: routing, sorting, one product for all experts, the weighted sum. The host learns
+nothing of who is routed where, so that a CUDA graph can record it.
 
-Rows are sorted by expert, and each expert that somebody is routed to multiplies its rows in one go; the others' weights
-are not touched. How many rows share an expert depends on everything else in the batch, and a BLAS picks its algorithm
-by the number of rows. So where results must not depend on the batch an expert's rows are cut into blocks of few sizes,
-the last one filled up with rows whose results are not used, and all sizes give a row the same bits wherever in a block
-it lies: `block_sizes_that_agree` tries that on the weight itself. On a GPU the kernel of `hybrid.kernels.matmul` has
-tiles of fixed shape instead.
-
-The numbers of rows are needed on the host: there is one wait for the device in each call of `group_rows`.
+A product's programs each make one tile of one expert's pairs. How many tiles an expert has is known on the device
+alone: as many programs are launched as could be needed, each counts the tiles of the experts before it, and those that
+are left over end. Results do not depend on the batch: a pair's products are added up as `hybrid.kernels.matmul` does it
+for rows, whatever tile the pair lies in.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels import ops
+from hybrid.kernels.matmul import PIECES, Tile, decode_tile, sum_of_pieces, sum_of_steps
 
-BLOCK_ROWS = 8
-"""Rows of the block that other sizes are compared with."""
+PAIRS = 1024
+"""Pairs that a program of the sorting kernel looks at at once."""
 
-MAX_BLOCK_ROWS = 128
-"""The largest block that is tried."""
-
-SHIFT = 3
-"""How far the rows of the probe are moved, to see whether their place in a block matters."""
+COLUMNS = 1024
+"""Columns that a program of the weighted sum adds up."""
 
 
-@dataclass(frozen=True)
-class Grouped:
-    """The rows of a batch in the order of their experts.
-
-    Attributes:
-        rows: `[P]` the row of the batch at each place; places that fill up a block have row 0.
-        places: `[T, k]` where the result of each row with each of its experts will be.
-        spans: `(expert, start, end)`: these places are multiplied together.
-    """
-
-    rows: Tensor
-    places: Tensor
-    spans: Sequence[tuple[int, int, int]]
-
-
-def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each row: those of the highest probability.
-
-    Args:
-        logits: `[T, experts]` fp32.
-        normalise: whether the weights of a row sum to one; else they are the probabilities.
-
-    Returns:
-        `[T, top_k]` fp32 weights, and `[T, top_k]` experts.
-    """
-    weights, experts = logits.softmax(-1).topk(top_k, dim=-1)
-    return (weights / weights.sum(-1, keepdim=True) if normalise else weights), experts
+def route_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The kernel of `reference.route_experts`. Of equal probabilities the lower expert comes first."""
+    rows, num_experts = logits.shape
+    weights = logits.new_empty(rows, top_k)
+    experts = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
+    if rows:
+        _route_kernel[(rows,)](
+            logits,
+            weights,
+            experts,
+            num_experts,
+            logits.stride(0),
+            TOP_K=top_k,
+            RANKS=triton.next_power_of_2(top_k),
+            BLOCK=triton.next_power_of_2(num_experts),
+            NORMALISE=normalise,
+            num_warps=4,
+        )
+    return weights, experts
 
 
-def group_rows(experts: Tensor, num_experts: int, sizes: Sequence[int] | None) -> Grouped:
-    """Sort rows by expert.
-
-    Args:
-        experts: `[T, k]` of each row.
-        sizes: what an expert's rows are cut into, rising; None: nothing is cut.
-    """
-    top_k = experts.shape[1]
-    flat = experts.flatten()
-    order = flat.argsort(stable=True)
-    spans: list[tuple[int, int, int]] = []
-    shifts = [0] * num_experts  # how far filling up has moved an expert's rows
-    before = end = 0
-    for expert, count in enumerate(torch.bincount(flat, minlength=num_experts).tolist()):
-        shifts[expert] = end - before
-        before += count
-        while count > 0:
-            size = count if sizes is None else next((size for size in sizes if size >= count), sizes[-1])
-            spans.append((expert, end, end + size))
-            end += size
-            count -= size
-    if end == before:
-        rows, at = order // top_k, torch.arange(end, device=flat.device)
-    else:
-        shift = torch.tensor(shifts, device=flat.device)
-        at = torch.arange(before, device=flat.device) + shift[flat[order]]
-        rows = torch.zeros(end, dtype=torch.int64, device=flat.device)
-        rows[at] = order // top_k
-    places = torch.empty_like(at)
-    places[order] = at
-    return Grouped(rows, places.view_as(experts), spans)
+def sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel of `reference.sort_by_expert`: a program per expert finds its pairs, and counts those before them."""
+    experts = experts.contiguous()
+    order, places = experts.new_empty(experts.numel()), torch.empty_like(experts)
+    ends = experts.new_empty(2, num_experts)
+    _sort_kernel[(num_experts,)](
+        experts,
+        order,
+        places,
+        ends,
+        decode_start * experts.shape[1],
+        experts.numel(),
+        num_experts,
+        BLOCK=PAIRS,
+        num_warps=4,
+    )
+    return order, places, ends
 
 
-def expert_linear(x: Tensor, weight: Tensor, grouped: Grouped, batch_invariant: bool) -> Tensor:
-    """`x @ weight[expert].T` for every place.
-
-    Args:
-        x: `[P, in]`, sorted by expert.
-        weight: `[experts, out, in]`, any strides.
-        batch_invariant: a row's bits must not depend on the others; `grouped` was cut for that, or a kernel of ours
-            does it.
-
-    Returns:
-        `[P, out]`.
-    """
-    output = x.new_empty(x.shape[0], weight.shape[1])
-    own = batch_invariant and ops.uses_triton(x.device)
-    for expert, start, end in grouped.spans:
-        if own:
-            output[start:end] = ops.invariant_linear(x[start:end], weight[expert], 0)
-        else:
-            torch.mm(x[start:end], weight[expert].t(), out=output[start:end])
+def expert_linear(
+    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int, sizes: Sequence[int]
+) -> Tensor:
+    """The kernel of `reference.expert_linear`. A pair's bits depend on its row, its expert's weight and whether it is
+    of a prompt."""
+    num_experts, columns, inner = weight.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    output = x.new_empty(len(order), columns)
+    for part, first, num_pairs in ((0, 0, num_prompt), (1, num_prompt, len(order) - num_prompt)):
+        if not num_pairs:
+            continue
+        is_prompt = part == 0
+        share = 2 * triton.cdiv(num_pairs, num_experts)  # few experts have more pairs than this
+        tile = prompt_tile(x.element_size()) if is_prompt else decode_tile(share, columns, x.element_size())
+        most_tiles = num_pairs // tile.rows + min(num_pairs, num_experts)
+        kernel = _prompt_kernel_of_experts if is_prompt else _decode_kernel_of_experts
+        steps = {"STEP": tile.inner} if is_prompt else {"PIECE": tile.inner // PIECES, "PIECES": PIECES}
+        kernel[(most_tiles, triton.cdiv(columns, tile.columns))](
+            x,
+            weight,
+            output,
+            order,
+            ends[part],
+            first,
+            num_experts,
+            columns,
+            inner,
+            x.stride(0),
+            *weight.stride(),
+            TOP_K=top_k,
+            EXPERTS=triton.next_power_of_2(num_experts),
+            TILE_ROWS=tile.rows,
+            TILE_COLUMNS=tile.columns,
+            WHOLE=inner % tile.inner == 0,
+            STAGES=tile.num_stages,
+            num_warps=tile.num_warps,
+            **steps,
+        )
     return output
 
 
-def combine(y: Tensor, grouped: Grouped, weights: Tensor) -> Tensor:
-    """The weighted sum of a row's results, in fp32 and in the order of its weights.
-
-    Args:
-        y: `[P, size]`.
-        weights: `[T, k]` fp32.
-
-    Returns:
-        `[T, size]`.
-    """
-    total = y[grouped.places[:, 0]].float() * weights[:, :1]
-    for rank in range(1, weights.shape[1]):
-        total.addcmul_(y[grouped.places[:, rank]].float(), weights[:, rank : rank + 1])
-    return total.to(y.dtype)
+def combine_experts(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """The kernel of `reference.combine_experts`."""
+    rows, top_k = places.shape
+    columns = y.shape[1]
+    output = y.new_empty(rows, columns)
+    if rows:
+        _combine_kernel[(rows, triton.cdiv(columns, COLUMNS))](
+            y, places, weights, output, columns, y.stride(0), TOP_K=top_k, BLOCK=COLUMNS, num_warps=4
+        )
+    return output
 
 
-def block_sizes_that_agree(weight: Tensor) -> tuple[int, ...]:
-    """Sizes of blocks, powers of two, rising, that give a row the same bits wherever in a block it lies; 1 alone where
-    the place matters.
+def prompt_tile(element_size: int) -> Tile:
+    """The tile of prompt rows: one for all weights, low, since an expert has few rows of most prompts."""
+    return Tile(64, 64, 32, 4, 3) if element_size == 4 else Tile(64, 128, 64, 4, 4)
 
-    Args:
-        weight: `[out, in]`.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * MAX_BLOCK_ROWS, weight.shape[1], generator=generator).to(weight)
 
-    def in_blocks_of(size: int, shift: int) -> Tensor:
-        parts = x.roll(shift, 0).split(size)
-        return torch.cat([torch.mm(part, weight.t()) for part in parts]).roll(-shift, 0)
+@triton.jit
+def _route_kernel(
+    logits,
+    weights,
+    experts,
+    num_experts,
+    stride,
+    TOP_K: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    expert, ranks = tl.arange(0, BLOCK), tl.arange(0, RANKS)
+    exists = expert < num_experts
+    x = tl.load(logits + row * stride + expert, mask=exists, other=float("-inf"))
+    x = tl.where(exists, tl.exp(x - tl.max(x)), 0.0)
+    left = tl.where(exists, x / tl.sum(x), -1.0)
+    best = tl.zeros((RANKS,), dtype=tl.float32)
+    found = tl.zeros((RANKS,), dtype=tl.int64)
+    for rank in tl.static_range(TOP_K):
+        highest = tl.max(left)
+        at = tl.min(tl.where(left == highest, expert, num_experts - 1))  # where nothing compares (NaN): any that exists
+        best = tl.where(ranks == rank, highest, best)
+        found = tl.where(ranks == rank, at.to(tl.int64), found)
+        left = tl.where(expert == at, -1.0, left)
+    if NORMALISE:
+        best = best / tl.sum(best)
+    tl.store(weights + row * TOP_K + ranks, best, mask=ranks < TOP_K)
+    tl.store(experts + row * TOP_K + ranks, found, mask=ranks < TOP_K)
 
-    expected = in_blocks_of(BLOCK_ROWS, 0)
-    powers = [2**power for power in range(MAX_BLOCK_ROWS.bit_length())]
-    agree = [size for size in powers if all(torch.equal(in_blocks_of(size, shift), expected) for shift in (0, SHIFT))]
-    return tuple(agree) if BLOCK_ROWS in agree else (1,)
+
+@triton.jit(do_not_specialize=["num_prompt", "num_pairs"])
+def _sort_kernel(experts, order, places, ends, num_prompt, num_pairs, num_experts, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    begin, stop = num_prompt * 0, num_prompt
+    for part in tl.static_range(2):
+        before = tl.zeros((BLOCK,), dtype=tl.int32)
+        for start in range(begin, stop, BLOCK):
+            pair = start + lane
+            theirs = tl.load(experts + pair, mask=pair < stop, other=num_experts)
+            before += (theirs < expert).to(tl.int32)
+        at = begin + tl.sum(before)
+        for start in range(begin, stop, BLOCK):
+            pair = start + lane
+            ours = (tl.load(experts + pair, mask=pair < stop, other=num_experts) == expert).to(tl.int32)
+            place = (at + tl.cumsum(ours) - 1).to(tl.int64)
+            tl.store(order + place, pair.to(tl.int64), mask=ours > 0)
+            tl.store(places + pair, place, mask=ours > 0)
+            at += tl.sum(ours)
+        tl.store(ends + part * num_experts + expert, at.to(tl.int64))
+        begin, stop = num_prompt, num_pairs
+
+
+@triton.jit
+def _tile_of_expert(ends, first, num_experts, EXPERTS: tl.constexpr, TILE_ROWS: tl.constexpr):
+    """Which expert a program's tile belongs to (`num_experts`: none), its first place, and where the expert's end."""
+    program = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS)
+    end = tl.load(ends + expert, mask=expert < num_experts, other=0)
+    start = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < num_experts), other=0)
+    start = tl.where(expert == 0, first, start)
+    tiles = tl.where(expert < num_experts, (end - start + TILE_ROWS - 1) // TILE_ROWS, 0)
+    upto = tl.cumsum(tiles)
+    mine = tl.sum((upto <= program).to(tl.int32))
+    mine = tl.minimum(mine, num_experts)
+    is_mine = expert == mine
+    before = tl.sum(tl.where(is_mine, upto - tiles, 0))
+    place = tl.sum(tl.where(is_mine, start, 0)) + (program - before) * TILE_ROWS
+    return mine, place, tl.sum(tl.where(is_mine, end, 0))
+
+
+@triton.jit(do_not_specialize=["first"])
+def _prompt_kernel_of_experts(
+    x,
+    weight,
+    output,
+    order,
+    ends,
+    first,
+    num_experts,
+    num_columns,
+    num_inner,
+    x_stride,
+    weight_expert_stride,
+    weight_column_stride,
+    weight_inner_stride,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    expert, place, end = _tile_of_expert(ends, first, num_experts, EXPERTS, TILE_ROWS)
+    if expert == num_experts:
+        return
+    place += tl.arange(0, TILE_ROWS)
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inner = tl.arange(0, STEP)
+    row = place
+    if TOP_K > 0:
+        row = tl.load(order + place, mask=place < end, other=0) // TOP_K
+    row_exists, column_exists = (place < end)[:, None], (column < num_columns)[None, :]
+    x += row.to(tl.int64)[:, None] * x_stride + inner[None, :]
+    weight += expert.to(tl.int64) * weight_expert_stride
+    weight += column.to(tl.int64)[None, :] * weight_column_stride + inner[:, None] * weight_inner_stride
+    total = sum_of_steps(
+        x,
+        weight,
+        row_exists,
+        column_exists,
+        num_inner,
+        weight_inner_stride,
+        TILE_ROWS,
+        TILE_COLUMNS,
+        STEP,
+        WHOLE,
+        STAGES,
+    )
+    output += place.to(tl.int64)[:, None] * num_columns + column[None, :]
+    tl.store(output, total.to(output.dtype.element_ty), mask=row_exists & column_exists)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _decode_kernel_of_experts(
+    x,
+    weight,
+    output,
+    order,
+    ends,
+    first,
+    num_experts,
+    num_columns,
+    num_inner,
+    x_stride,
+    weight_expert_stride,
+    weight_column_stride,
+    weight_inner_stride,
+    TOP_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    expert, place, end = _tile_of_expert(ends, first, num_experts, EXPERTS, TILE_ROWS)
+    if expert == num_experts:
+        return
+    place += tl.arange(0, TILE_ROWS)
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    row = place
+    if TOP_K > 0:
+        row = tl.load(order + place, mask=place < end, other=0) // TOP_K
+    row_exists, column_exists = place < end, column < num_columns
+    x += row.to(tl.int64)[None, :, None] * x_stride
+    weight += expert.to(tl.int64) * weight_expert_stride
+    weight += column.to(tl.int64)[None, None, :] * weight_column_stride
+    total = sum_of_pieces(
+        x,
+        weight,
+        row_exists[None, :, None],
+        column_exists[None, None, :],
+        0,
+        num_inner,
+        num_inner,
+        weight_inner_stride,
+        TILE_ROWS,
+        TILE_COLUMNS,
+        PIECE,
+        PIECES,
+        WHOLE,
+        STAGES,
+    )
+    output += place.to(tl.int64)[:, None] * num_columns + column[None, :]
+    tl.store(output, total.to(output.dtype.element_ty), mask=row_exists[:, None] & column_exists[None, :])
+
+
+@triton.jit
+def _combine_kernel(y, places, weights, output, num_columns, stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = column < num_columns
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for rank in tl.static_range(TOP_K):
+        place = tl.load(places + row * TOP_K + rank)
+        weight = tl.load(weights + row * TOP_K + rank)
+        total += tl.load(y + place * stride + column, mask=exists, other=0.0).to(tl.float32) * weight
+    tl.store(output + row * num_columns + column, total.to(output.dtype.element_ty), mask=exists)

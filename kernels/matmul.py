@@ -164,6 +164,81 @@ def decode_spans(columns: int, inner: int) -> int:
     return max(1, min(PROGRAMS // triton.cdiv(columns, 32), inner // MIN_SPAN))
 
 
+@triton.jit
+def sum_of_steps(
+    x,
+    weight,
+    row_exists,
+    column_exists,
+    num_inner,
+    weight_inner_stride,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    STEP: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`[TILE_ROWS, TILE_COLUMNS]` fp32: products of rows at `x` `[TILE_ROWS, STEP]` and columns at `weight`
+    `[STEP, TILE_COLUMNS]`, step by step along the inner dimension."""
+    inner = tl.arange(0, STEP)
+    total = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
+    for start in tl.range(0, num_inner, STEP, num_stages=STAGES):
+        if WHOLE:
+            left = tl.load(x, mask=row_exists, other=0.0)
+            right = tl.load(weight, mask=column_exists, other=0.0)
+        else:
+            inner_exists = start + inner < num_inner
+            left = tl.load(x, mask=row_exists & inner_exists[None, :], other=0.0)
+            right = tl.load(weight, mask=column_exists & inner_exists[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        x += STEP
+        weight += STEP * weight_inner_stride
+    return total
+
+
+@triton.jit
+def sum_of_pieces(
+    x,
+    weight,
+    row_exists,
+    column_exists,
+    begin,
+    end,
+    num_inner,
+    weight_inner_stride,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """`[TILE_ROWS, TILE_COLUMNS]` fp32: products of rows at `x` `[1, TILE_ROWS, 1]` and columns at `weight`
+    `[1, 1, TILE_COLUMNS]`, inner elements `[begin, end)`, in `PIECES` accumulators that are added up pairwise."""
+    STEP: tl.constexpr = PIECES * PIECE
+    inner = tl.arange(0, PIECES)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    x += begin + inner[:, None, :]
+    weight += (begin + inner.to(tl.int64))[:, :, None] * weight_inner_stride
+    totals = tl.zeros((PIECES, TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
+    for start in tl.range(begin, end, STEP, num_stages=STAGES):
+        if WHOLE:
+            left = tl.load(x, mask=row_exists, other=0.0)
+            right = tl.load(weight, mask=column_exists, other=0.0)
+        else:
+            inner_exists = start + inner < num_inner
+            left = tl.load(x, mask=row_exists & inner_exists[:, None, :], other=0.0)
+            right = tl.load(weight, mask=column_exists & inner_exists[:, :, None], other=0.0)
+        totals = tl.dot(left, right, totals, input_precision="ieee")
+        x += STEP
+        weight += STEP * weight_inner_stride
+    # tl.sum may add up in another order for another tile; split and add may not
+    tl.static_assert(PIECES == 4)
+    halves = tl.reshape(tl.permute(totals, (1, 2, 0)), (TILE_ROWS, TILE_COLUMNS, 2, 2))
+    even, odd = tl.split(halves)
+    even, odd = tl.split(even + odd)
+    return even + odd
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _prompt_kernel(
     x,
@@ -195,18 +270,19 @@ def _prompt_kernel(
     row_exists, column_exists = (row < num_rows)[:, None], (column < num_columns)[None, :]
     x += row.to(tl.int64)[:, None] * x_stride + inner[None, :]
     weight += column.to(tl.int64)[None, :] * weight_column_stride + inner[:, None] * weight_inner_stride
-    total = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
-    for start in tl.range(0, num_inner, STEP, num_stages=STAGES):
-        if WHOLE:
-            left = tl.load(x, mask=row_exists, other=0.0)
-            right = tl.load(weight, mask=column_exists, other=0.0)
-        else:
-            inner_exists = start + inner < num_inner
-            left = tl.load(x, mask=row_exists & inner_exists[None, :], other=0.0)
-            right = tl.load(weight, mask=column_exists & inner_exists[:, None], other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
-        x += STEP
-        weight += STEP * weight_inner_stride
+    total = sum_of_steps(
+        x,
+        weight,
+        row_exists,
+        column_exists,
+        num_inner,
+        weight_inner_stride,
+        TILE_ROWS,
+        TILE_COLUMNS,
+        STEP,
+        WHOLE,
+        STAGES,
+    )
     output += row.to(tl.int64)[:, None] * output_stride + column[None, :]
     tl.store(output, total.to(output.dtype.element_ty), mask=row_exists & column_exists)
 
@@ -231,33 +307,25 @@ def _decode_kernel(
     WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    STEP: tl.constexpr = PIECES * PIECE
     row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     begin = tl.program_id(2) * span
-    inner = tl.arange(0, PIECES)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
-    row_exists, column_exists = (row < num_rows)[None, :, None], (column < num_columns)[None, None, :]
-    x += begin + row.to(tl.int64)[None, :, None] * x_stride + inner[:, None, :]
-    weight += column.to(tl.int64)[None, None, :] * weight_column_stride
-    weight += (begin + inner.to(tl.int64))[:, :, None] * weight_inner_stride
-    totals = tl.zeros((PIECES, TILE_ROWS, TILE_COLUMNS), dtype=tl.float32)
-    for start in tl.range(begin, min(begin + span, num_inner), STEP, num_stages=STAGES):
-        if WHOLE:
-            left = tl.load(x, mask=row_exists, other=0.0)
-            right = tl.load(weight, mask=column_exists, other=0.0)
-        else:
-            inner_exists = start + inner < num_inner
-            left = tl.load(x, mask=row_exists & inner_exists[:, None, :], other=0.0)
-            right = tl.load(weight, mask=column_exists & inner_exists[:, :, None], other=0.0)
-        totals = tl.dot(left, right, totals, input_precision="ieee")
-        x += STEP
-        weight += STEP * weight_inner_stride
-    # tl.sum may add up in another order for another tile; split and add may not
-    tl.static_assert(PIECES == 4)
-    halves = tl.reshape(tl.permute(totals, (1, 2, 0)), (TILE_ROWS, TILE_COLUMNS, 2, 2))
-    even, odd = tl.split(halves)
-    even, odd = tl.split(even + odd)
-    total = even + odd
+    total = sum_of_pieces(
+        x + row.to(tl.int64)[None, :, None] * x_stride,
+        weight + column.to(tl.int64)[None, None, :] * weight_column_stride,
+        (row < num_rows)[None, :, None],
+        (column < num_columns)[None, None, :],
+        begin,
+        min(begin + span, num_inner),
+        num_inner,
+        weight_inner_stride,
+        TILE_ROWS,
+        TILE_COLUMNS,
+        PIECE,
+        PIECES,
+        WHOLE,
+        STAGES,
+    )
     row, column = row.to(tl.int64)[:, None], column[None, :]
     output += (tl.program_id(2).to(tl.int64) * num_rows + row) * output_stride + column
     tl.store(output, total.to(output.dtype.element_ty), mask=(row < num_rows) & (column < num_columns))

@@ -37,15 +37,19 @@ OWN = {
     "add_rms_norm": "elementwise",
     "causal_conv1d": "convolution",
     "chunk_gated_delta_rule": "delta_rule",
+    "combine_experts": "experts",
     "copy_states": "memory",
+    "expert_linear": "experts",
     "gated_delta_step": "delta_rule_step",
     "gated_rms_norm": "elementwise",
     "invariant_linear": "matmul",
     "norm_rotate_store": "elementwise",
     "paged_attention": "attention",
     "rms_norm": "elementwise",
+    "route_experts": "experts",
     "sigmoid_and_mul": "elementwise",
     "silu_and_mul": "elementwise",
+    "sort_by_expert": "experts",
     "store_kv": "memory",
 }
 """Every operation, and the module that has our kernel of it."""
@@ -137,15 +141,26 @@ FAKES: dict[str, Callable[..., Any]] = {
     "add_rms_norm": lambda x, *rest: (x.new_empty(x.shape), x.new_empty(x.shape)),
     "causal_conv1d": _like(0),
     "chunk_gated_delta_rule": _like(2),
+    "combine_experts": lambda y, places, weights: y.new_empty(places.shape[0], y.shape[1]),
     "copy_states": lambda *args: None,
+    "expert_linear": lambda x, weight, order, *rest: x.new_empty(order.shape[0], weight.shape[1]),
     "gated_delta_step": lambda mixed, *rest: mixed.new_empty(mixed.shape[0], rest[6].shape[1], rest[6].shape[3]),
     "gated_rms_norm": _like(0),
     "invariant_linear": lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[0]),
     "norm_rotate_store": _like(0),
     "paged_attention": _like(0),
     "rms_norm": _like(0),
+    "route_experts": lambda logits, top_k, normalise: (
+        logits.new_empty(logits.shape[0], top_k),
+        logits.new_empty(logits.shape[0], top_k, dtype=torch.int64),
+    ),
     "sigmoid_and_mul": _like(0),
     "silu_and_mul": _like(0),
+    "sort_by_expert": lambda experts, num_experts, decode_start: (
+        experts.new_empty(experts.numel()),
+        experts.new_empty(experts.shape),
+        experts.new_empty(2, num_experts),
+    ),
     "store_kv": lambda *args: None,
 }
 
@@ -173,6 +188,10 @@ gated_rms_norm = _define("gated_rms_norm")
 silu_and_mul = _define("silu_and_mul")
 sigmoid_and_mul = _define("sigmoid_and_mul")
 invariant_linear = _define("invariant_linear")
+route_experts = _define("route_experts")
+sort_by_expert = _define("sort_by_expert")
+expert_linear = _define("expert_linear")
+combine_experts = _define("combine_experts")
 _causal_conv1d = {True: _define("causal_conv1d"), False: _define(ANY_BATCH + "causal_conv1d")}
 _chunk_rule = {True: _define("chunk_gated_delta_rule"), False: _define(ANY_BATCH + "chunk_gated_delta_rule")}
 

@@ -1,6 +1,6 @@
 """The kernels in plain torch: correct on every device, fast enough to be the CPU path, and the truth that faster ones
-are held to. Each is the twin of a kernel of the same name and signature; the twins of one request's linear attention
-and of single rows lie in files of their own and are named here too.
+are held to. Each is the twin of a kernel of the same name and signature; the twins of one request's linear attention,
+of single rows and of experts lie in files of their own and are named here too.
 
 Packed batches: the new tokens of all requests lie in one row, `cu_seqlens` `[R + 1]` says where each begins, no
 padding. Pools are addressed by page ids (`block_table`) and by state slots (`state_read`, `state_write`, `[R]`); a
@@ -34,13 +34,16 @@ from hybrid.kernels.reference_elementwise import (
     silu_and_mul,
     softplus,
 )
+from hybrid.kernels.reference_experts import combine_experts, expert_linear, route_experts, sort_by_expert
 
 __all__ = [
     "add_rms_norm",
     "causal_conv1d",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "combine_experts",
     "copy_states",
+    "expert_linear",
     "gated_delta_step",
     "gated_rms_norm",
     "invariant_linear",
@@ -49,11 +52,13 @@ __all__ = [
     "paged_attention",
     "recurrent_gated_delta_rule",
     "rms_norm",
+    "route_experts",
     "sigmoid",
     "sigmoid_and_mul",
     "silu",
     "silu_and_mul",
     "softplus",
+    "sort_by_expert",
     "store_kv",
 ]
 

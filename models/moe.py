@@ -1,7 +1,7 @@
 """The feed-forward part made of experts, of which each token meets a few, and one that all of them meet.
 
 Routing is in fp32 from its product on. In deterministic mode a token's result does not depend on who shares its
-experts: `hybrid.kernels.experts` says how.
+experts: `hybrid.kernels.reference_experts` says how.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.experts import BLOCK_ROWS, block_sizes_that_agree, combine, expert_linear, group_rows, route
 from hybrid.kernels.linear import linear
 from hybrid.kernels.reference import sigmoid
+from hybrid.kernels.reference_experts import BLOCK_ROWS, block_sizes_that_agree
 from hybrid.models.layers import MLP, Linear, RowSizes
 from hybrid.models.weights import Layouts, Source
 
@@ -34,7 +34,7 @@ class Router(Linear):
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """`[T, top_k]` fp32 weights, and experts."""
         logits = linear(x.float(), self.matrix(), batch.blocks, self.most_rows, self.decode_rows)
-        return route(logits, self.top_k, self.normalise)
+        return kernels.route_experts(logits, self.top_k, self.normalise)
 
     def matrix(self) -> Tensor:
         """The weight in fp32, made once."""
@@ -53,12 +53,16 @@ class Experts(nn.Module):
         self.sizes: tuple[int, ...] = (BLOCK_ROWS,)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, batch: Batch) -> Tensor:
-        invariant = batch.is_invariant
-        cut = invariant and not kernels.uses_triton(x.device)
-        grouped = group_rows(experts, self.gate_up_proj.shape[0], self.sizes if cut else None)
-        gate, up = expert_linear(x[grouped.rows], self.gate_up_proj, grouped, invariant).chunk(2, dim=-1)
-        y = expert_linear(kernels.silu_and_mul(gate, up), self.down_proj, grouped, invariant)
-        return combine(y, grouped, weights)
+        decode_start = batch.prefills.rows.stop if batch.prefills is not None else 0
+        order, places, ends = kernels.sort_by_expert(experts, self.gate_up_proj.shape[0], decode_start)
+        num_prompt = decode_start * experts.shape[1]
+        sizes = self.sizes if batch.is_invariant else ()
+        gate, up = kernels.expert_linear(x, self.gate_up_proj, order, ends, experts.shape[1], num_prompt, sizes).chunk(
+            2, dim=-1
+        )
+        y = kernels.silu_and_mul(gate, up)
+        y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt, sizes)
+        return kernels.combine_experts(y, places, weights)
 
     def make_rows_independent(self, chunk_size: int, found: RowSizes) -> None:
         """Find out which numbers of rows this machine multiplies without changing a row's bits, whatever their place.

@@ -18,8 +18,6 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801 (the checkpoint's
         chunk_size: chunk of the linear layers, in tokens.
     """
 
-    decode_can_be_recorded = False  # the host asks how many rows each expert has
-
     @classmethod
     def feed_forward(cls, config: Any, layer: int) -> nn.Module:
         return SparseMoE(config, normalise=True)

@@ -24,8 +24,6 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
         chunk_size: chunk of the linear layers, in tokens.
     """
 
-    decode_can_be_recorded = False  # the host asks how many rows each expert has
-
     @classmethod
     def feed_forward(cls, config: Any, layer: int) -> nn.Module:
         has_experts = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0

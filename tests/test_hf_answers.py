@@ -61,6 +61,15 @@ def test_without_determinism_an_answer_is_kept_as_it_was_computed(name: str) -> 
     assert_nothing_held(cache)
 
 
+def test_an_answer_whose_last_token_would_fill_a_chunk_costs_no_chunk(model: Any) -> None:
+    """transformers does not compute that token."""
+    cache = cache_on(model, deterministic=False)
+    with passes(model) as lengths:
+        first = cache.generate(ids(40), **greedy(24))
+    assert sum(lengths) == 40 + 23
+    assert cache.explain(turn_after(first)).usable_hit == 48
+
+
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_last_pass_that_is_a_whole_chunk_is_kept_as_it_is(name: str) -> None:
     model = tiny_model(name)

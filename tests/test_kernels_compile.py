@@ -21,7 +21,15 @@ ROOT = Path(__file__).parent.parent
 TOOL = ROOT / "bench" / "kernel_resources.py"
 H100_SHARED_MEMORY = 227 << 10
 
-MATRIX_KERNELS = {"_prompt_kernel", "_decode_kernel", "_attention", "_within_chunks", "_across_chunks"}
+MATRIX_KERNELS = {
+    "_prompt_kernel",
+    "_decode_kernel",
+    "_prompt_kernel_of_experts",
+    "_decode_kernel_of_experts",
+    "_attention",
+    "_within_chunks",
+    "_across_chunks",
+}
 """Kernels whose work is matrix products: without tensor cores they are ten times as slow."""
 
 

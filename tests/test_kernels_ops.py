@@ -57,6 +57,18 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         ints([0, 2, 4]).view(1, 3),
     ),
     "chunk_gated_delta_rule": rule_arguments,
+    "combine_experts": lambda: (torch.randn(6, 24), ints([[0, 3], [1, 4], [2, 5]]), torch.rand(3, 2)),
+    "expert_linear": lambda: (
+        torch.randn(3, 24),
+        torch.randn(4, 8, 24),
+        ints([0, 1, 3, 2, 4, 5]),
+        ints([[1, 1, 2, 2], [3, 5, 6, 6]]),
+        2,
+        2,
+        [],
+    ),
+    "route_experts": lambda: (torch.randn(3, 8), 2, True),
+    "sort_by_expert": lambda: (ints([[0, 2], [1, 0], [1, 2]]), 4, 1),
     "copy_states": lambda: (
         torch.randint(0, 255, (8, 64), dtype=torch.uint8),
         ints([1, 2]),

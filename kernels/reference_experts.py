@@ -1,0 +1,136 @@
+"""The twins of the kernels of mixtures of experts, in plain torch: every row meets the few experts that it is routed
+to.
+
+Each row and each of its experts make a *pair*. Pairs are sorted by expert, those of prompt rows before those of decoded
+rows; where a pair comes to lie is its *place*. An expert that somebody is routed to multiplies its pairs in one go, the
+others' weights are not touched.
+
+How many pairs an expert has depends on everything else in the batch, and a BLAS picks its algorithm by the number of
+rows. So where results must not depend on the batch, an expert's pairs are cut into blocks of few sizes, the last one
+filled up with zeros, and all sizes give a row the same bits wherever in a block it lies: `block_sizes_that_agree` tries
+that on the weight itself.
+
+These twins need the numbers of pairs on the host: there is one wait for the device in each `expert_linear`. The kernels
+of `hybrid.kernels.experts` need none.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 8
+"""Rows of the block that other sizes are compared with."""
+
+MAX_BLOCK_ROWS = 128
+"""The largest block that is tried."""
+
+SHIFT = 3
+"""How far the rows of the probe are moved, to see whether their place in a block matters."""
+
+
+def route_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each row: those of the highest probability, highest first.
+
+    Args:
+        logits: `[T, experts]` fp32.
+        normalise: whether the weights of a row sum to one; else they are the probabilities.
+
+    Returns:
+        `[T, top_k]` fp32 weights, and `[T, top_k]` int64 experts.
+    """
+    weights, experts = logits.softmax(-1).topk(top_k, dim=-1)
+    return (weights / weights.sum(-1, keepdim=True) if normalise else weights), experts
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort pairs by expert. Pairs of one expert keep the order of their rows.
+
+    Args:
+        experts: `[T, k]` of each row.
+        decode_start: rows from it on are one token each; their pairs are sorted behind those of the others.
+
+    Returns:
+        `[T * k]` the pair (`row * k + rank`) at each place; `[T, k]` the place of each pair; `[2, num_experts]` where
+        each expert's places end, of prompt rows and of decoded rows. int64, all of them.
+    """
+    first = decode_start * experts.shape[1]
+    flat = experts.flatten()
+    group = flat + num_experts * (torch.arange(len(flat), device=flat.device) >= first)
+    order = group.argsort(stable=True)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=flat.device)
+    ends = torch.bincount(group, minlength=2 * num_experts).cumsum(0)
+    return order, places.view_as(experts), ends.view(2, num_experts)
+
+
+def expert_linear(
+    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int, sizes: Sequence[int]
+) -> Tensor:
+    """`x @ weight[expert].T` for the pair at every place, accumulated in fp32.
+
+    Args:
+        x: `[T, in]`, a row per token; or `[P, in]`, a row per place, where `top_k` is 0.
+        weight: `[experts, out, in]`, any strides.
+        order, ends: from `sort_by_expert`.
+        top_k: experts per token, or 0.
+        num_prompt: pairs of prompt rows. The kernel computes those in another way than the others.
+        sizes: what an expert's pairs are cut into, rising; empty: they are not cut. The kernel needs no cut.
+
+    Returns:
+        `[P, out]`.
+    """
+    if top_k:
+        x = x[order // top_k]
+    output = x.new_empty(x.shape[0], weight.shape[1])
+    start = 0
+    for at, end in enumerate(ends.flatten().tolist()):
+        matrix = weight[at % len(weight)].t()
+        while start < end:
+            size = next((size for size in sizes if size >= end - start), sizes[-1]) if sizes else end - start
+            stop = min(start + size, end)
+            if stop - start == size:
+                torch.mm(x[start:stop], matrix, out=output[start:stop])
+            else:
+                block = x.new_zeros(size, x.shape[1])
+                block[: stop - start] = x[start:stop]
+                output[start:stop] = torch.mm(block, matrix)[: stop - start]
+            start = stop
+    return output
+
+
+def combine_experts(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of a row's results, in fp32 and in the order of its weights.
+
+    Args:
+        y: `[P, size]`, by place.
+        places: `[T, k]`.
+        weights: `[T, k]` fp32.
+
+    Returns:
+        `[T, size]`.
+    """
+    total = y[places[:, 0]].float() * weights[:, :1]
+    for rank in range(1, weights.shape[1]):
+        total.addcmul_(y[places[:, rank]].float(), weights[:, rank : rank + 1])
+    return total.to(y.dtype)
+
+
+def block_sizes_that_agree(weight: Tensor) -> tuple[int, ...]:
+    """Sizes of blocks, powers of two, rising, that give a row the same bits wherever in a block it lies; 1 alone where
+    the place matters.
+
+    Args:
+        weight: `[out, in]`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * MAX_BLOCK_ROWS, weight.shape[1], generator=generator).to(weight)
+
+    def in_blocks_of(size: int, shift: int) -> Tensor:
+        parts = x.roll(shift, 0).split(size)
+        return torch.cat([torch.mm(part, weight.t()) for part in parts]).roll(-shift, 0)
+
+    expected = in_blocks_of(BLOCK_ROWS, 0)
+    powers = [2**power for power in range(MAX_BLOCK_ROWS.bit_length())]
+    agree = [size for size in powers if all(torch.equal(in_blocks_of(size, shift), expected) for shift in (0, SHIFT))]
+    return tuple(agree) if BLOCK_ROWS in agree else (1,)
