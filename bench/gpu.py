@@ -63,6 +63,7 @@ SECTIONS = {
     "parity": Section(("gpu_engine", "parity"), 30),
     "store": Section(("gpu_rows", "elementwise"), 15),
     "linear": Section(("gpu_rows", "products"), 15),
+    "experts": Section(("gpu_experts", "experts"), 15),
     "chunks": Section(("gpu_delta", "chunks"), 30),
     "convolution": Section(("gpu_delta", "convolution"), 15),
     "others": Section(("gpu_attention", "others"), 45),

@@ -26,6 +26,8 @@ class Sizes:
         rows: of the elementwise kernels.
         products: rows of the matrix products.
         matrices: (out, in, name) of their weights.
+        experts: (how many, experts per row, inputs, inner size) of a mixture of experts.
+        expert_rows: rows of its products.
         config: of the model, for `Qwen3_5TextConfig`.
         memory: of a cache.
         batched_tokens: of a step of the engine.
@@ -59,6 +61,8 @@ class Sizes:
     rows: tuple[int, ...]
     products: tuple[int, ...]
     matrices: tuple[tuple[int, int, str], ...]
+    experts: tuple[int, int, int, int]
+    expert_rows: tuple[int, ...]
     config: dict[str, Any]
     memory: str
     batched_tokens: int
@@ -113,6 +117,8 @@ FULL = Sizes(
         (4096, 12288, "down_proj"),
         (248320, 4096, "lm_head"),
     ),
+    experts=(256, 8, 2048, 512),  # Qwen3.5-35B-A3B
+    expert_rows=(1, 32, 256, 2048, 8192),
     config={  # Qwen3.5-9B: the class defaults of transformers 5.23, said here since other versions may have others
         "layer_types": LAYER_TYPES * 8,
         "rope_parameters": ROPE,
@@ -165,6 +171,8 @@ TOY = Sizes(
     rows=(1, 5),
     products=(1, 20),
     matrices=((48, 32, "a toy"),),
+    experts=(6, 2, 32, 16),
+    expert_rows=(1, 9),
     config={
         "layer_types": LAYER_TYPES,
         "rope_parameters": ROPE,

@@ -139,7 +139,7 @@ class BambaForCausalLM(CausalLM):
         chunk_size: chunk of the linear layers, in tokens.
     """
 
-    decode_can_be_recorded = False  # the state space rule asks for the slots on the host
+    waits_for_device = True  # the state space rule asks for the slots on the host
 
     def __init__(self, config: Any, chunk_size: int) -> None:
         kinds = config.layers_block_type

@@ -45,11 +45,11 @@ class CausalLM(nn.Module):
         norm: the final norm.
 
     Attributes:
-        decode_can_be_recorded: a decode step waits for the device nowhere, so that a CUDA graph can record it.
+        waits_for_device: its own layers ask for something on the host in a decode step.
         mtp: the layers that predict tokens further ahead, when they were asked for and are there.
     """
 
-    decode_can_be_recorded = True
+    waits_for_device = False
 
     def __init__(self, config: Any, chunk_size: int, head_dim: int, layers: Iterable[nn.Module], norm: RMSNorm) -> None:
         super().__init__()
@@ -74,6 +74,11 @@ class CausalLM(nn.Module):
     def tie_head(self) -> None:
         """Let the head share the embedding's weight."""
         self.lm_head.weight = nn.Parameter(self.model.embed_tokens.weight, requires_grad=False)
+
+    @property
+    def decode_can_be_recorded(self) -> bool:
+        """Whether a CUDA graph can record a decode step: nothing waits for the device. The twins do."""
+        return not self.waits_for_device and kernels.uses_triton(self.lm_head.weight.device)
 
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:

@@ -21,7 +21,7 @@ from hybrid.kernels import reference
 from hybrid.kernels.reference import l2norm
 
 ROOT = Path(__file__).parent.parent
-KERNELS = "states,store,linear,convolution"
+KERNELS = "states,store,linear,experts,convolution"
 """Sections whose kernels are interpreted in a second or two; the others have tests of their own."""
 
 

@@ -15,7 +15,16 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("hybrid/*.py"), *ROOT.glob("kernels/*.py"), *ROOT.glob("models/*.py")])
 
 LAYERS = [
-    {"errors", "key", "interrupts", "oracle", "kernels.reference_elementwise", "kernels.ragged", "kernels.stored"},
+    {
+        "errors",
+        "key",
+        "interrupts",
+        "oracle",
+        "kernels.reference_elementwise",
+        "kernels.reference_experts",
+        "kernels.ragged",
+        "kernels.stored",
+    },
     {"kernels.reference_delta_rule"},
     {"kernels.reference", "kernels.state_space", "kernels.attention_tiles", "kernels.split"},
     {
@@ -27,9 +36,9 @@ LAYERS = [
         "kernels.matmul",
         "kernels.memory",
     },
-    {"kernels.external"},
+    {"kernels.external", "kernels.experts"},
     {"kernels.ops"},
-    {"kernels.linear", "kernels.experts"},
+    {"kernels.linear"},
     {"eviction", "spec", "pool", "arena"},
     {"config", "node", "batch", "placement", "learned", "tensors"},
     {"policies", "ghosts"},

@@ -14,6 +14,7 @@ import torch
 from tensor_helpers import ints, starts_of
 
 from hybrid import CacheConfig, Engine, SamplingParams
+from hybrid.families import write_random_checkpoint
 from hybrid.kernels import external, ops, reference
 
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 5, 4, 2, 16, 8
@@ -234,8 +235,13 @@ def answers(checkpoint: str, deterministic: bool) -> Told:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_an_engine_runs_on_interpreted_kernels(checkpoint: Path, deterministic: bool) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_an_engine_runs_on_interpreted_kernels(
+    checkpoint: Path, family: str, deterministic: bool, tmp_path: Path
+) -> None:
     """Every kernel of ours in its place: the twins' answers, and hits that equal cold runs bit by bit."""
+    if family != "qwen3_5_text":
+        checkpoint = write_random_checkpoint(tmp_path / family, family)
     program = (
         f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_kernels_ops as test; "
         f"print(json.dumps(test.answers({str(checkpoint)!r}, {deterministic})))"
