@@ -10,6 +10,9 @@ from torch import Tensor
 
 from hybrid.kernels import ops
 
+CUT = (1,)
+"""For the twins in a rehearsal: rows one by one, whose bits do not depend on their number. Kernels do not cut."""
+
 
 def experts(bench: Bench) -> Iterator[Result]:
     """The first product of an expert layer, against copy bandwidth and torch's grouped product; the whole layer."""
@@ -29,7 +32,7 @@ def experts(bench: Bench) -> Iterator[Result]:
         xs = [bench.normal(rows, hidden) for _ in range(4)]
 
         def product(x: Tensor, order: Tensor = order, ends: Tensor = ends, start: int = start) -> Tensor:
-            return ops.expert_linear(x, weight, order, ends, top_k, start * top_k, ())
+            return ops.expert_linear(x, weight, order, ends, top_k, start * top_k, CUT)
 
         def layer(x: Tensor, logits: Tensor = logits, start: int = start) -> Tensor:
             weights, chosen = ops.route_experts(logits, top_k, True)
@@ -44,7 +47,7 @@ def experts(bench: Bench) -> Iterator[Result]:
         truth = torch.einsum("ti,tkoi->tko", xs[0][few].double(), weight[chosen[few]].double())
         yield compare(name, found[places[few]], truth)
         alone = ops.sort_by_expert(chosen[-1:], count, 0 if start == 0 else 1)
-        again = ops.expert_linear(xs[0][-1:], weight, alone[0], alone[2], top_k, 0 if start == 0 else top_k, ())
+        again = ops.expert_linear(xs[0][-1:], weight, alone[0], alone[2], top_k, 0 if start == 0 else top_k, CUT)
         same = torch.equal(again[alone[1]], found[places[-1:]])
         yield Check(f"{name}, one of them alone", same, "the same bits" if same else "OTHER BITS")
 

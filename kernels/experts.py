@@ -68,41 +68,78 @@ def expert_linear(
 ) -> Tensor:
     """The kernel of `reference.expert_linear`. A pair's bits depend on its row, its expert's weight and whether it is
     of a prompt."""
-    num_experts, columns, inner = weight.shape
     if x.stride(1) != 1:
         x = x.contiguous()
-    output = x.new_empty(len(order), columns)
-    for part, first, num_pairs in ((0, 0, num_prompt), (1, num_prompt, len(order) - num_prompt)):
-        if not num_pairs:
-            continue
-        is_prompt = part == 0
-        share = 2 * triton.cdiv(num_pairs, num_experts)  # few experts have more pairs than this
-        tile = prompt_tile(x.element_size()) if is_prompt else decode_tile(share, columns, x.element_size())
-        most_tiles = num_pairs // tile.rows + min(num_pairs, num_experts)
-        kernel = _prompt_kernel_of_experts if is_prompt else _decode_kernel_of_experts
-        steps = {"STEP": tile.inner} if is_prompt else {"PIECE": tile.inner // PIECES, "PIECES": PIECES}
-        kernel[(most_tiles, triton.cdiv(columns, tile.columns))](
-            x,
-            weight,
-            output,
-            order,
-            ends[part],
-            first,
-            num_experts,
-            columns,
-            inner,
-            x.stride(0),
-            *weight.stride(),
-            TOP_K=top_k,
-            EXPERTS=triton.next_power_of_2(num_experts),
-            TILE_ROWS=tile.rows,
-            TILE_COLUMNS=tile.columns,
-            WHOLE=inner % tile.inner == 0,
-            STAGES=tile.num_stages,
-            num_warps=tile.num_warps,
-            **steps,
-        )
+    output = x.new_empty(len(order), weight.shape[1])
+    if num_prompt:
+        _prompt_pairs(x, weight, output, order, ends[0], top_k, num_prompt)
+    if num_prompt < len(order):
+        _decoded_pairs(x, weight, output, order, ends[1], top_k, num_prompt)
     return output
+
+
+def _prompt_pairs(
+    x: Tensor, weight: Tensor, output: Tensor, order: Tensor, ends: Tensor, top_k: int, num_pairs: int
+) -> None:
+    num_experts, columns, inner = weight.shape
+    tile = prompt_tile(x.element_size())
+    _prompt_kernel_of_experts[(_most_tiles(num_pairs, num_experts, tile), triton.cdiv(columns, tile.columns))](
+        x,
+        weight,
+        output,
+        order,
+        ends,
+        0,
+        num_experts,
+        columns,
+        inner,
+        x.stride(0),
+        *weight.stride(),
+        TOP_K=top_k,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        TILE_ROWS=tile.rows,
+        TILE_COLUMNS=tile.columns,
+        STEP=tile.inner,
+        WHOLE=inner % tile.inner == 0,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+
+
+def _decoded_pairs(
+    x: Tensor, weight: Tensor, output: Tensor, order: Tensor, ends: Tensor, top_k: int, first: int
+) -> None:
+    num_experts, columns, inner = weight.shape
+    num_pairs = len(order) - first
+    share = 2 * triton.cdiv(num_pairs, num_experts)  # few experts have more pairs than this
+    tile = decode_tile(share, columns, x.element_size())
+    _decode_kernel_of_experts[(_most_tiles(num_pairs, num_experts, tile), triton.cdiv(columns, tile.columns))](
+        x,
+        weight,
+        output,
+        order,
+        ends,
+        first,
+        num_experts,
+        columns,
+        inner,
+        x.stride(0),
+        *weight.stride(),
+        TOP_K=top_k,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        TILE_ROWS=tile.rows,
+        TILE_COLUMNS=tile.columns,
+        PIECE=tile.inner // PIECES,
+        PIECES=PIECES,
+        WHOLE=inner % tile.inner == 0,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+
+
+def _most_tiles(num_pairs: int, num_experts: int, tile: Tile) -> int:
+    """As many tiles as there can be, however pairs are dealt out to experts."""
+    return num_pairs // tile.rows + min(num_pairs, num_experts)
 
 
 def combine_experts(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:

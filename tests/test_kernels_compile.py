@@ -86,14 +86,14 @@ def test_kernels_of_matrix_products_use_tensor_cores(compiled: dict[str, Any]) -
 
 def test_matrix_products_of_prompts_use_the_instructions_of_the_device(compiled: dict[str, Any]) -> None:
     prompts = [row for row in compiled["kernels"] if row["what"].startswith("prompt") and row["hgmma"] + row["hmma"]]
-    assert {row["kernel"] for row in prompts} >= MATRIX_KERNELS - {"_decode_kernel"}
+    assert {row["kernel"] for row in prompts} >= MATRIX_KERNELS - {"_decode_kernel", "_decode_kernel_of_experts"}
     for row in prompts:
         assert row["hgmma"] > 0, row
 
 
 def test_weights_are_read_past_the_registers_while_decoding(compiled: dict[str, Any]) -> None:
-    rows = [row for row in compiled["kernels"] if row["kernel"] == "_decode_kernel"]
-    assert len(rows) >= 3
+    rows = [row for row in compiled["kernels"] if row["kernel"].startswith("_decode_kernel")]
+    assert len(rows) >= 6
     assert all(row["async_copies"] > 0 for row in rows)
 
 
