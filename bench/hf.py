@@ -38,6 +38,9 @@ SHORT = 64
 CHUNK = 256
 """Tokens of a chunk in deterministic mode."""
 
+COLD = (1024, 4096)
+"""Tokens of prompts that nobody has seen, and up to a chunk more."""
+
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
@@ -117,7 +120,7 @@ def measure(sides: Sides, runs: int) -> list[Line]:
             name = f"first token of a third turn of {new} tokens after {chat.shape[1]}, over the turn alone"
             lines.append(Line(name, t["third"] / t["alone"], target, True, "deterministic", t))
             lines.append(Line(name, t["third_fine"] / t["alone"], target, True, "not deterministic", t))
-        for count in (1024, 4096):
+        for count in COLD:
             t = over_a_chunk(sides, count, runs, bar, plain=model, cold=ours, cold_fine=fine)
             name = f"{ANSWER} tokens after {count} to {count + CHUNK} that nobody has seen, over plain generate"
             lines.append(Line(name, t["cold"] / t["plain"], 1.05, True, "deterministic", t))

@@ -32,6 +32,7 @@ from hybrid.scheduler import Step
 
 VOCAB = 8192
 SHARED, NEW = 4096, 64
+COLD = 1024
 GROUP, GROUP_SHARED, GROUP_OWN, GROUP_NEW = 16, 1024, 32, 16
 DECODED = 48
 
@@ -59,26 +60,27 @@ class Line:
         return self.ratio <= self.target if self.at_most else self.ratio >= self.target
 
 
+SIZES: dict[str, int] = {
+    "hidden_size": 640,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+"""Of the model."""
+
+
 def save_random_model(path: Path) -> Any:
     """A random Qwen3.5 of about 50M parameters, written by transformers itself; returns transformers' model."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCAB,
-        hidden_size=640,
-        intermediate_size=1792,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=8,
-        linear_num_value_heads=16,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-    )
+    config = Qwen3_5TextConfig(vocab_size=VOCAB, tie_word_embeddings=True, initializer_range=0.05, **SIZES)
     model = Qwen3_5ForCausalLM(config).eval()
     use_torch_functions(model)
     model.save_pretrained(path)
@@ -162,9 +164,9 @@ class Stopwatch:
         self.seconds, self.decodes = 0.0, 0
 
     def _timing(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def timing(*args: Any) -> Any:
+        def timing(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            result = work(*args)
+            result = work(*args, **kwargs)
             self.seconds += time.perf_counter() - start
             if isinstance(result, Step):
                 self.decodes = sum(not part.is_prefill for part in result.parts)
@@ -221,11 +223,11 @@ def measure(sides: Sides, runs: int) -> list[Line]:
         t = alternate(
             few,
             bar,
-            transformers=lambda: sides.their_generate([sides.ids(1024)], 1),
-            ours=lambda: sides.first_token(ours, sides.ids(1024)),
-            ours_fast=lambda: sides.first_token(fast, sides.ids(1024)),
+            transformers=lambda: sides.their_generate([sides.ids(COLD)], 1),
+            ours=lambda: sides.first_token(ours, sides.ids(COLD)),
+            ours_fast=lambda: sides.first_token(fast, sides.ids(COLD)),
         )
-        name = "cold prefill of 1024, times as fast as transformers"
+        name = f"cold prefill of {COLD}, times as fast as transformers"
         lines.append(Line(name, t["transformers"] / t["ours"], 1.0, False, "deterministic", t))
         t = alternate(
             runs,

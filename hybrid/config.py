@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.eviction import Policy
+from hybrid.policies import policy_of
 
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
 """Where checkpoints are put."""
@@ -75,6 +76,7 @@ class CacheConfig:
             raise ArgumentError(
                 f"CacheConfig: no placement is named {unknown[0]!r}; there are: {', '.join(PLACEMENTS)}"
             )
+        policy_of(self.eviction)  # a wrong one is refused here, before a model is loaded
         if self.state_dtype not in STATE_DTYPES:
             raise ArgumentError(
                 f"CacheConfig: state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}"
