@@ -12,7 +12,7 @@ How prompts are computed, and what must stay true of it, is in `hybrid.hf_comput
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -131,9 +131,10 @@ class PrefixCache:
         repeats = max(num_beams, num_returned)
         if repeats > 1:
             past.batch_repeat_interleave(repeats)
-        with self._followed(past):
+        keeps = self.keep_answers and num_returned == 1
+        with self._followed(past) if keeps else nullcontext():
             output = self._model.generate(input_ids, past_key_values=past, **options)
-        if self.keep_answers and num_returned == 1:
+        if keeps:
             sequences = output if isinstance(output, Tensor) else output.sequences
             answers = answers_of(prompts, sequences, end_tokens, pad_tokens)
             for at, (row, ids) in enumerate(zip(prompts.rows, answers, strict=True)):

@@ -161,6 +161,7 @@ class Computer:
                     self._keep_computed(past, row, mark, namespace)
                     if not self._cache.config.deterministic:  # the last token is not worth a chunk
                         token_ids = token_ids[: past.num_seen(row)]
+                    break
             self.keep(token_ids, namespace)
 
     @torch.no_grad()

@@ -189,10 +189,10 @@ def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
                 heads, head_dim = tensor.shape[1], tensor.shape[3]
                 tokens.append(TokenPart(index, name, heads, head_dim, tensor.dtype, tensor.device, window))
         for name in INDEX if isinstance(layer, INDEXED) else ():
-            if getattr(layer, name) is not None:
-                _, heads, _, head_dim = _shaped(name, getattr(layer, name)).shape
-                of = getattr(layer, name)
-                tokens.append(TokenPart(index, name, heads, head_dim, of.dtype, of.device, None))
+            tensor = getattr(layer, name)
+            if tensor is not None:
+                _, heads, _, head_dim = _shaped(name, tensor).shape
+                tokens.append(TokenPart(index, name, heads, head_dim, tensor.dtype, tensor.device, None))
         if isinstance(layer, LINEAR):
             has_previous[index] = dict(layer.has_previous_state)
             for kind in KINDS:

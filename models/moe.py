@@ -53,14 +53,14 @@ class Experts(nn.Module):
         self.sizes: tuple[int, ...] = (BLOCK_ROWS,)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, batch: Batch) -> Tensor:
-        decode_start = batch.prefills.rows.stop if batch.prefills is not None else 0
+        top_k, decode_start = experts.shape[1], 0
+        if batch.prefills is not None and kernels.uses_triton(x.device):  # a twin would only read weights twice
+            decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.gate_up_proj.shape[0], decode_start)
-        num_prompt = decode_start * experts.shape[1]
+        num_prompt = decode_start * top_k
         sizes = self.sizes if batch.is_invariant else ()
-        gate, up = kernels.expert_linear(x, self.gate_up_proj, order, ends, experts.shape[1], num_prompt, sizes).chunk(
-            2, dim=-1
-        )
-        y = kernels.silu_and_mul(gate, up)
+        y = kernels.expert_linear(x, self.gate_up_proj, order, ends, top_k, num_prompt, sizes)
+        y = kernels.silu_and_mul(*y.chunk(2, dim=-1))
         y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt, sizes)
         return kernels.combine_experts(y, places, weights)
 
