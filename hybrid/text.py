@@ -56,9 +56,10 @@ class TextStream:
 
     def _look(self, before: int) -> bool:
         longest = max((len(stop) for stop in self._stop), default=0)
-        found = [at for stop in self._stop if (at := self._seen.find(stop, max(0, before - longest))) >= 0]
-        if found:
-            self.text = self._seen[: min(found)]
+        first = max(0, before - longest)
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._seen.find(stop, first)) >= 0]
+        if found:  # the one that is complete first, character by character: tokens may bring several at once
+            self.text = self._seen[: min(found)[1]]
             self.stopped = True
             # a token that tells nothing yet is the beginning of a character, and goes where the character goes
             ends = enumerate(pairwise([0, *self._ends]), start=1)
