@@ -31,8 +31,8 @@ lint: setup
 
 # ./kernels and ./models are installed as hybrid.kernels and hybrid.models: the type checker sees them at that place.
 typecheck: setup
-	@mkdir -p .venv/types/hybrid
-	@ln -sfn $(CURDIR)/hybrid/*.py .venv/types/hybrid/
+	@rm -rf .venv/types && mkdir -p .venv/types/hybrid
+	@ln -sfn $(CURDIR)/hybrid/* .venv/types/hybrid/
 	@ln -sfn $(CURDIR)/kernels .venv/types/hybrid/kernels
 	@ln -sfn $(CURDIR)/models .venv/types/hybrid/models
 	cd .venv/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache --namespace-packages -p hybrid

@@ -11,8 +11,8 @@ from gpu_bench import Bench, Line, Peers, Result, compare, relative_error
 from gpu_device import Call
 from torch import Tensor
 
+from hybrid.engine.planner import INVARIANT_SPLITS
 from hybrid.kernels import ops, reference
-from hybrid.plan import INVARIANT_SPLITS
 
 
 class Work:

@@ -18,10 +18,10 @@ from gpu_device import Timing
 from torch import Tensor, nn
 
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
-from hybrid.graphs import DecodeGraphs
+from hybrid.engine.build import furnish
+from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.model_runner import Runner
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
-from hybrid.runner import Runner
-from hybrid.settings import furnish
 
 WARM_STEPS = 4
 SEATS = 64
@@ -308,7 +308,7 @@ def sharing(bench: Bench) -> Iterator[Result]:
 
 def parity(bench: Bench) -> Iterator[Result]:
     """`hybrid parity` on the model inside the package, in fp32: against transformers, and hits bit by bit."""
-    from hybrid import parity as proof
+    from hybrid.commands import parity as proof
     from hybrid.models.loading import open_checkpoint
 
     config = CacheConfig(memory="2GiB" if not bench.rehearsal else "64MiB", deterministic=True)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 import hybrid
-from hybrid.hf import PrefixCache
+from hybrid.hf.prefix_cache import PrefixCache
 
 TURN, ANSWER = 1301, 64
 """Three turns of so many tokens, and the answers between them: a chat of 4k tokens."""

@@ -30,12 +30,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hybrid import CacheConfig, HybridCache, HybridError, placement
-from hybrid.config import PLACEMENTS, STATE_DTYPES
-from hybrid.eviction import TURN_END
+from hybrid import CacheConfig, HybridCache, HybridError
+from hybrid.cache import placement
+from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
 from hybrid.key import Key
-from hybrid.policies import POLICIES
-from hybrid.tree import Tree
+from hybrid.tree.policies import POLICIES
+from hybrid.tree.policy import TURN_END
+from hybrid.tree.tree import Tree
 
 GEOMETRIES = {"qwen35_4b": (32768, 51_511_296), "nv7b": (65536, 26_787_840)}
 """Bytes of KV per token, and of a state."""

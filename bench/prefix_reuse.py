@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-import hybrid.runner
+import hybrid.engine.model_runner
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.oracle import use_torch_functions
-from hybrid.scheduler import Step
+from hybrid.engine.scheduler import Step
+from hybrid.hf.torch_functions import use_torch_functions
 
 VOCAB = 8192
 SHARED, NEW = 4096, 64
@@ -177,12 +177,13 @@ class Stopwatch:
     def __enter__(self) -> None:
         for name in ("schedule", "commit", "finish"):
             setattr(self._scheduler, name, self._timing(getattr(self._scheduler, name)))
-        self._plan, hybrid.runner.plan = hybrid.runner.plan, self._timing(hybrid.runner.plan)
+        runner = hybrid.engine.model_runner
+        self._plan, runner.plan = runner.plan, self._timing(runner.plan)
 
     def __exit__(self, *_: object) -> None:
         for name in ("schedule", "commit", "finish"):
             delattr(self._scheduler, name)
-        hybrid.runner.plan = self._plan
+        hybrid.engine.model_runner.plan = self._plan
 
 
 def timed(work: Callable[[], object]) -> float:

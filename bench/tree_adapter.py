@@ -17,9 +17,9 @@ import numpy as np
 from allocs import StateAlloc  # beside tree_bench.py
 
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.node import Checkpoint, Lock, Node, Released
-from hybrid.policies import policy_of
-from hybrid.tree import Tree
+from hybrid.tree.node import Checkpoint, Lock, Node, Released
+from hybrid.tree.policies import policy_of
+from hybrid.tree.tree import Tree
 
 GRID = 32
 """Where the benchmark puts states: multiples of 32, its smallest step. Engines have 64."""

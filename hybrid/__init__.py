@@ -10,15 +10,17 @@ from pathlib import Path
 from types import ModuleType
 
 _root = Path(__file__).resolve().parent.parent
-if (_root / "kernels" / "reference.py").is_file():
+if (_root / "kernels" / "ops.py").is_file():
     __path__.append(
         str(_root)
     )  # in a checkout ./kernels and ./models lie beside this package; installed, they lie within
 
-from hybrid.cache import HybridCache  # noqa: E402
-from hybrid.candidates import PolicyWarning  # noqa: E402
-from hybrid.config import CacheConfig  # noqa: E402
-from hybrid.engine import Engine  # noqa: E402
+from hybrid.cache.cache import HybridCache  # noqa: E402
+from hybrid.cache.config import CacheConfig  # noqa: E402
+from hybrid.cache.lease import CacheStats, Pin  # noqa: E402
+from hybrid.engine.engine import Engine  # noqa: E402
+from hybrid.engine.request import RequestOutput, Usage  # noqa: E402
+from hybrid.engine.sampling import SamplingParams  # noqa: E402
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
     AuditError,
@@ -32,10 +34,8 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
-from hybrid.lease import CacheStats, Pin  # noqa: E402
-from hybrid.media import Image, ImagePrompt  # noqa: E402
-from hybrid.request import RequestOutput, Usage  # noqa: E402
-from hybrid.sampling import SamplingParams  # noqa: E402
+from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
+from hybrid.tree.candidates import PolicyWarning  # noqa: E402
 
 __version__ = "0.1.0"
 

@@ -5,6 +5,8 @@ comes before the tower (size, colours, patches) is transformers' image processor
 is installed, so that the same image is the same bits everywhere.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib
 from collections import OrderedDict
@@ -16,7 +18,6 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import CheckpointError, PromptError
-from hybrid.looking import Eyes
 from hybrid.models.loading import Checkpoint
 from hybrid.models.weights import Loader, Source, stored_tensors
 
@@ -32,11 +33,11 @@ KEPT = 32
 """Embeddings of so many images are kept, for the next turn of the same conversation."""
 
 
-def eyes_of(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Eyes | None:
-    """What looks at images for a checkpoint; None: it has no vision tower."""
+def vision_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> VisionTower | None:
+    """The tower of a checkpoint; None: it has none."""
     if checkpoint.whole.model_type not in TOWERS:
         return None
-    return Eyes(VisionTower(checkpoint.path, checkpoint.whole, dtype, device), checkpoint.whole.image_token_id)
+    return VisionTower(checkpoint.path, checkpoint.whole, dtype, device)
 
 
 class VisionTower:
@@ -45,6 +46,9 @@ class VisionTower:
     Args:
         path: of the checkpoint, whose weights are loaded when the first image comes.
         config: the checkpoint's whole configuration.
+
+    Attributes:
+        placeholder: the token that stands for an image in the text of a chat.
     """
 
     def __init__(self, path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -53,6 +57,7 @@ class VisionTower:
         self._model: Any = None
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
         self._processor: Any = None
+        self.placeholder: int = config.image_token_id
         self._merge = config.vision_config.spatial_merge_size
 
     def patches(self, image: Any) -> tuple[Tensor, tuple[int, int]]:

@@ -60,7 +60,7 @@ def audit_every_step(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReq
     if "tiny" not in request.fixturenames:
         return
     from hybrid import Engine
-    from hybrid.request import RequestOutput
+    from hybrid.engine.request import RequestOutput
 
     advance = Engine._advance
 

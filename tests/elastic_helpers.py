@@ -6,10 +6,10 @@ A page holds two tokens. `ONE` is a piece of four pages or one state, `TWO` a pi
 
 from helpers import AuditedCache, Content, Memory, RandomWorkload, key_of
 
-from hybrid.arena import PieceLayout
-from hybrid.cache import HybridCache
-from hybrid.config import CacheConfig
-from hybrid.lease import Lease
+from hybrid.cache.cache import HybridCache
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.lease import Lease
+from hybrid.memory.arena import PieceLayout
 
 ONE, TWO, THREE = (64, 256), (128, 192), (192, 128)
 """Bytes of a page and of a state."""

@@ -8,15 +8,15 @@ from itertools import count
 from random import Random
 from typing import Any
 
-from hybrid.cache import HybridCache
-from hybrid.config import CacheConfig
-from hybrid.eviction import BRANCH, INTERVAL
+from hybrid.cache.cache import HybridCache
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.lease import Lease
 from hybrid.key import Key
-from hybrid.lease import Lease
-from hybrid.node import Checkpoint, Inserted, Match, Node, Released
-from hybrid.policies import LeastRecentlyUsed
-from hybrid.pool import EMPTY_STATE
-from hybrid.tree import Tree
+from hybrid.memory.pool import EMPTY_STATE
+from hybrid.tree.node import Checkpoint, Inserted, Match, Node, Released
+from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.policy import BRANCH, INTERVAL
+from hybrid.tree.tree import Tree
 
 
 def spell(pages: str, page_size: int) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid.hf import PrefixCache
+from hybrid.hf.prefix_cache import PrefixCache
 
 GRID = 16
 VOCAB = 128

@@ -6,8 +6,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec, StateTensor
-from hybrid.tensors import CacheTensors
 
 CPU = torch.device("cpu")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hybrid.arena import ALIGNMENT, MOST_STATES, MOST_WASTE, Arena, ArenaPool, PieceLayout
 from hybrid.errors import OwnershipError
+from hybrid.memory.arena import ALIGNMENT, MOST_STATES, MOST_WASTE, Arena, ArenaPool, PieceLayout
 
 MIB = 2**20
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 from helpers import key_of, serve, start
 
-from hybrid.cache import HybridCache
-from hybrid.config import CacheConfig
+from hybrid.cache.cache import HybridCache
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.lease import Lease
 from hybrid.errors import AuditError, HybridError
-from hybrid.eviction import Usage
 from hybrid.key import TOKEN_BYTES
-from hybrid.lease import Lease
-from hybrid.node import Node
+from hybrid.tree.node import Node
+from hybrid.tree.policy import Usage
 
 
 class Books:

@@ -6,10 +6,10 @@ import pytest
 from elastic_helpers import ONE, elastic
 from helpers import AuditedCache, key_of, prefill, start
 
-from hybrid.arena import ArenaPool
 from hybrid.errors import AuditError
-from hybrid.eviction import TURN_END
-from hybrid.node import Node
+from hybrid.memory.arena import ArenaPool
+from hybrid.tree.node import Node
+from hybrid.tree.policy import TURN_END
 
 
 class Books:

@@ -6,12 +6,12 @@ import pytest
 import torch
 from helpers import AuditedCache, audited_cache, key_of, prefill, release, serve, start
 
-from hybrid.cache import MIN_STATE_SLOTS, HybridCache
-from hybrid.config import CacheConfig
+from hybrid.cache.cache import MIN_STATE_SLOTS, HybridCache
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.disabled import PassThroughCache
+from hybrid.cache.lease import Lease
 from hybrid.errors import ArgumentError, MemoryBudgetError
-from hybrid.lease import Lease
-from hybrid.passthrough import PassThroughCache
-from hybrid.pool import EMPTY_STATE
+from hybrid.memory.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec, StateTensor
 
 CPU = torch.device("cpu")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid import Engine, parity, stress
-from hybrid.cli import main
+from hybrid import Engine
+from hybrid.commands import parity, stress
+from hybrid.commands.main import main
 from hybrid.models.loading import TINY
 
 
@@ -51,7 +52,7 @@ def test_parity_fails_where_a_hit_changes_a_result(
 def test_parity_fails_where_nothing_is_hit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(parity, "against_transformers", lambda *_: [])
     monkeypatch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
-    monkeypatch.setattr("hybrid.cache.HybridCache.commit", lambda *_: None)
+    monkeypatch.setattr("hybrid.cache.cache.HybridCache.commit", lambda *_: None)
     status, result = run_json(capsys, "parity")
     assert status == 1
     assert "nothing was hit" in result["checks"][0]["detail"]
@@ -157,7 +158,5 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_command_is_installed() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "hybrid.cli", "--version"], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-m", "hybrid", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "hybrid 0.1.0"

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from hybrid.config import CacheConfig, format_bytes, parse_bytes
+from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError, HybridError, MemoryBudgetError
+from hybrid.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize("name", ["page_size", "chunk_size"])

@@ -4,9 +4,9 @@ import pytest
 from elastic_helpers import ONE, THREE, TWO, elastic, finish, held, run
 from helpers import key_of, release, serve
 
-from hybrid.arena import PieceLayout
-from hybrid.cache import HybridCache
+from hybrid.cache.cache import HybridCache
 from hybrid.errors import MemoryBudgetError
+from hybrid.memory.arena import PieceLayout
 
 
 def test_the_layouts_are_those_that_the_tests_speak_of() -> None:

@@ -6,8 +6,8 @@ from elastic_helpers import ONE, THREE, TWO, Mover, elastic, finish, held, rando
 from helpers import AuditedCache, Content, Memory, RandomWorkload, key_of, release
 from torch import Tensor
 
-from hybrid.config import CacheConfig
-from hybrid.lease import Lease
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.lease import Lease
 from hybrid.spec import HybridSpec, StateTensor
 
 # Moving together

@@ -9,7 +9,7 @@ import torch
 from engine_helpers import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.oracle import use_torch_functions
+from hybrid.hf.torch_functions import use_torch_functions
 
 
 def test_greedy_answers_are_those_of_transformers(tiny: Engine) -> None:

@@ -8,7 +8,7 @@ import pytest
 from engine_helpers import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 from hybrid import ArgumentError, CacheConfig, Engine, MemoryBudgetError, PromptError, SamplingError, SamplingParams
-from hybrid.stress import check_checkpoints
+from hybrid.commands.stress import check_checkpoints
 
 
 def in_one_budget(tiny: Engine, pieces: int, **config: Any) -> Engine:

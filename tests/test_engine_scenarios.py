@@ -8,8 +8,8 @@ import torch
 from engine_helpers import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 from hybrid import Engine
-from hybrid.request import Status
-from hybrid.stress import check_checkpoints
+from hybrid.commands.stress import check_checkpoints
+from hybrid.engine.request import Status
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6, 9])

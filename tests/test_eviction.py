@@ -4,11 +4,11 @@ from array import array
 
 import pytest
 
-from hybrid.candidates import OrderedQueue
 from hybrid.errors import ArgumentError
-from hybrid.eviction import Usage
-from hybrid.node import Node
-from hybrid.policies import policy_of
+from hybrid.tree.candidates import OrderedQueue
+from hybrid.tree.node import Node
+from hybrid.tree.policies import policy_of
+from hybrid.tree.policy import Usage
 
 
 def node(tick: int) -> Node:

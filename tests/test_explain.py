@@ -3,8 +3,8 @@
 import pytest
 from helpers import AuditedCache, audited_cache, key_of, prefill, serve, start
 
-from hybrid.config import CacheConfig
-from hybrid.passthrough import PassThroughCache
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.disabled import PassThroughCache
 
 
 @pytest.fixture

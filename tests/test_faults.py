@@ -9,12 +9,12 @@ import pytest
 from elastic_helpers import ONE, elastic, random_requests
 from helpers import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
 
-import hybrid.tree
-from hybrid.arena import ArenaPool
-from hybrid.ghosts import Ghosts
+import hybrid.tree.tree
 from hybrid.key import Key
-from hybrid.node import Checkpoint, Node, Released
-from hybrid.pool import IndexPool
+from hybrid.memory.arena import ArenaPool
+from hybrid.memory.pool import IndexPool
+from hybrid.tree.ghosts import Ghosts
+from hybrid.tree.node import Checkpoint, Node, Released
 
 NUM_ACTIONS = 80
 
@@ -144,7 +144,7 @@ def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(name: str, n
         case.put("abcd*")
         lock = case.tree.lock_state(case.node("abcd"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hybrid.tree, name, Failing(getattr(hybrid.tree, name), at))
+            patch.setattr(hybrid.tree.tree, name, Failing(getattr(hybrid.tree.tree, name), at))
             with pytest.raises(MemoryError):
                 case.put("abxy*")
         assert case.peek("abcd")[:2] == (8, 8)
@@ -160,7 +160,7 @@ def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(name: str, n
 def test_a_first_insert_that_breaks_off_makes_no_namespace(name: str) -> None:
     case = TreeCase()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid.tree, name, Failing(getattr(hybrid.tree, name), 0))
+        patch.setattr(hybrid.tree.tree, name, Failing(getattr(hybrid.tree.tree, name), 0))
         with pytest.raises(MemoryError):
             case.put("ab*", "tenant")
     assert not case.tree.knows("tenant")
@@ -178,7 +178,7 @@ def test_a_commit_that_breaks_off_leaves_pages_and_checkpoints_with_the_lease(at
     cache.capture(lease, 10)
     cache.advance(lease, 10)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid.tree, "Node", Failing(Node, at))
+        patch.setattr(hybrid.tree.tree, "Node", Failing(Node, at))
         with pytest.raises(MemoryError):
             cache.commit(lease, key, 10)
     cache.audit()
@@ -219,7 +219,7 @@ def test_a_cut_that_breaks_off_leaves_the_leaf_whole_and_evictable(name: str) ->
     case.put("abcd*")
     released = Released()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid.tree, name, Failing(getattr(hybrid.tree, name), 0))
+        patch.setattr(hybrid.tree.tree, name, Failing(getattr(hybrid.tree.tree, name), 0))
         with pytest.raises(MemoryError):
             case.tree.evict_pages(2, released)
     assert (released.pages, released.slots) == ([], [1])  # its checkpoint had gone before

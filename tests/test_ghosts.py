@@ -6,12 +6,12 @@ from random import Random
 import pytest
 from helpers import AuditedCache, TreeCase, audited_cache, key_of, serve, start
 
-from hybrid.config import CacheConfig
-from hybrid.eviction import Facts
+from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
-from hybrid.node import Checkpoint, Released
-from hybrid.policies import LeastRecentlyUsed
-from hybrid.tree import Tree
+from hybrid.tree.node import Checkpoint, Released
+from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.policy import Facts
+from hybrid.tree.tree import Tree
 
 # The second sight
 

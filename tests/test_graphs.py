@@ -11,10 +11,10 @@ from engine_helpers import assert_nothing_held, cold, engine_on, greedy, ids, ru
 from torch import Tensor
 
 from hybrid import Engine, SamplingParams
-from hybrid.graphs import DecodeGraphs
-from hybrid.plan import Padding, plan
-from hybrid.runner import Pending, Runner
-from hybrid.scheduler import Step
+from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.model_runner import Pending, Runner
+from hybrid.engine.planner import Padding, plan
+from hybrid.engine.scheduler import Step
 
 
 def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import hybrid
 from hybrid import ArgumentError, MemoryBudgetError, PromptError, RequestError
-from hybrid.hf import PrefixCache
+from hybrid.hf.prefix_cache import PrefixCache
 
 
 @pytest.fixture(scope="module")
@@ -504,4 +504,4 @@ def test_functions_picked_for_a_gpu_are_left_to_it(model: Any) -> None:
     PrefixCache(model, "4MiB")
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is function  # wrapped once
     assert function.__module__ == modeling_qwen3_5.__name__
-    assert function.__globals__["__name__"] == "hybrid.hf_probe"
+    assert function.__globals__["__name__"] == "hybrid.hf.probe"

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hybrid import UnsupportedModelError
-from hybrid.hf_layers import LINEAR
+from hybrid.hf.layers import LINEAR
 
 ROOT = Path(__file__).parent.parent
 

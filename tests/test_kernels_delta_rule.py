@@ -13,8 +13,8 @@ import torch
 from tensor_helpers import ints, poisoned_states, rows_of, same_bits, starts_of, untouched
 from torch import Tensor
 
+from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.kernels import reference as kernels
-from hybrid.oracle import use_torch_functions
 
 CHUNK = 16
 LENGTHS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 2 * CHUNK]

@@ -14,7 +14,7 @@ import torch
 from tensor_helpers import ints, starts_of
 
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.families import write_random_checkpoint
+from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels import external, ops, reference
 
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 5, 4, 2, 16, 8

@@ -5,12 +5,12 @@ import random
 import pytest
 from helpers import AuditedCache, start
 
-from hybrid import learned
-from hybrid.cache import HybridCache
-from hybrid.config import CacheConfig
-from hybrid.eviction import BRANCH, PROMPT_END, TURN_END, USER, Facts, Usage
+from hybrid.cache.cache import HybridCache
+from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
-from hybrid.learned import BIN_OF, BINS, EDGES, LearnedHitDensity, age_bin, density
+from hybrid.tree import lhd as learned
+from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LearnedHitDensity, age_bin, density
+from hybrid.tree.policy import BRANCH, PROMPT_END, TURN_END, USER, Facts, Usage
 
 PAGE = 4
 

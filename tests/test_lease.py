@@ -7,7 +7,7 @@ import pytest
 from helpers import AuditedCache, audited_cache, key_of, prefill, release, serve, start
 
 from hybrid.errors import OwnershipError
-from hybrid.pool import EMPTY_STATE
+from hybrid.memory.pool import EMPTY_STATE
 
 
 @pytest.fixture

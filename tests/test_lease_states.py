@@ -6,7 +6,7 @@ Pages hold two tokens and are written as letters; the caches of these tests audi
 import pytest
 from helpers import AuditedCache, audited_cache, key_of, release, serve, start
 
-from hybrid.eviction import INTERVAL
+from hybrid.tree.policy import INTERVAL
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 import hybrid
 from hybrid.batch import Batch, Group
+from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.kernels.linear import RowBlocks
+from hybrid.memory.pool import EMPTY_STATE
+from hybrid.memory.tensors import CacheTensors
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
-from hybrid.oracle import use_torch_functions
-from hybrid.pool import EMPTY_STATE
-from hybrid.tensors import CacheTensors
 
 CHUNK = 64
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid import CacheConfig, Engine, SamplingParams, parity
-from hybrid.families import FAMILIES, write_random_checkpoint
+from hybrid import CacheConfig, Engine, SamplingParams
+from hybrid.commands import parity
+from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.models.loading import ARCHITECTURES
 
 CONFIG = CacheConfig(memory="64MiB", deterministic=True)

@@ -75,7 +75,7 @@ def test_a_step_goes_on_from_one_slot_and_writes_another() -> None:
 
 
 def test_another_kind_of_state_is_only_another_spec(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from hybrid.families import write_random_checkpoint
+    from hybrid.commands.random_checkpoints import write_random_checkpoint
 
     checkpoint = open_checkpoint(write_random_checkpoint(tmp_path_factory.mktemp("bamba"), "bamba"))
     model = load_model(checkpoint, torch.bfloat16, CPU, 64)

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import hybrid
-from hybrid.families import EXPERTS, GATED_DELTA
-from hybrid.media import Media
+from hybrid.commands.random_checkpoints import EXPERTS, GATED_DELTA
+from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.models.loading import open_checkpoint
 from hybrid.models.vision import VisionTower
-from hybrid.oracle import use_torch_functions
+from hybrid.prompts.images import Media
 
 GRID = 16
 PAD = 5

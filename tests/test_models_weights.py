@@ -13,8 +13,8 @@ from tensor_helpers import CPU, same_bits
 from torch import Tensor
 
 from hybrid import CheckpointError
-from hybrid.families import FAMILIES, write_random_checkpoint
-from hybrid.families import random_model as random_of
+from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
+from hybrid.commands.random_checkpoints import random_model as random_of
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.loading import load_model, open_checkpoint
 

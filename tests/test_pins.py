@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from helpers import AuditedCache, audited_cache, key_of, release, serve, start
 
-from hybrid.cache import MOST_PINNED, HybridCache
-from hybrid.config import CacheConfig
+from hybrid.cache.cache import MOST_PINNED, HybridCache
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.lease import Pin
 from hybrid.errors import MemoryBudgetError
-from hybrid.lease import Pin
 
 
 class Clock:

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 
-from hybrid.config import PLACEMENTS
-from hybrid.eviction import BRANCH, PROMPT_END, TURN_END, USER
-from hybrid.placement import of_prompt, spare, sparse
+from hybrid.cache.config import PLACEMENTS
+from hybrid.cache.placement import of_prompt, spare, sparse
+from hybrid.tree.policy import BRANCH, PROMPT_END, TURN_END, USER
 
 GRID = 16
 

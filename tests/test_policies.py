@@ -10,14 +10,15 @@ from random import Random
 import pytest
 from helpers import AuditedCache, TreeCase, key_of, serve
 
-from hybrid.candidates import SAMPLE
-from hybrid.config import CacheConfig
+from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError
-from hybrid.eviction import BRANCH, TURN_END, Facts, Policy, Prices
 from hybrid.key import Key
-from hybrid.node import Checkpoint
-from hybrid.policies import POLICIES, LeastRecentlyUsed, policy_of
-from hybrid.tree import Tree
+from hybrid.tree.candidates import SAMPLE
+from hybrid.tree.node import Checkpoint
+from hybrid.tree.policies import POLICIES, LeastRecentlyUsed, policy_of
+from hybrid.tree.policy import BRANCH, TURN_END, Facts, Policy
+from hybrid.tree.tree import Tree
+from hybrid.units import Prices
 
 
 class Case(TreeCase):

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 from helpers import AuditedCache, key_of, release, serve, start
 
-from hybrid.arena import PieceLayout
-from hybrid.candidates import PolicyWarning
-from hybrid.config import CacheConfig
-from hybrid.eviction import Facts
-from hybrid.policies import LeastRecentlyUsed
+from hybrid.cache.config import CacheConfig
+from hybrid.memory.arena import PieceLayout
+from hybrid.tree.candidates import PolicyWarning
+from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.policy import Facts
 
 TEXTS = ("ab", "abc", "de", "abf", "ghij", "ab", "abf", "klm")
 

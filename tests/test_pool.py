@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid.errors import OwnershipError
-from hybrid.pool import IndexPool
+from hybrid.memory.pool import IndexPool
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import hybrid
-from hybrid.runner import Pending
-from hybrid.sampling import Draws, SamplingParams, draws_of, new_seed, sample, token_logprobs, uniform
+from hybrid.engine.model_runner import Pending
+from hybrid.engine.sampling import Draws, SamplingParams, draws_of, new_seed, sample, token_logprobs, uniform
 
 LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
 

@@ -10,7 +10,7 @@ from helpers import AuditedCache, Memory, TreeCase, audited_cache, key_of, prefi
 
 from hybrid.errors import LockError, OwnershipError
 from hybrid.key import Key
-from hybrid.node import Checkpoint, Lock
+from hybrid.tree.node import Checkpoint, Lock
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hybrid.errors import PromptError
-from hybrid.text import TextStream, encode
+from hybrid.prompts.text import TextStream, encode
 
 LETTERS = "aéö日本🙂 \nb"
 """Of one to four bytes each. The tokenizer has a token for every byte, and few for more."""

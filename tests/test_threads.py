@@ -8,10 +8,10 @@ from random import Random
 import pytest
 from helpers import audited_cache, key_of, release, serve, start
 
-from hybrid.cache import HybridCache
-from hybrid.config import CacheConfig
+from hybrid.cache.cache import HybridCache
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.lease import CacheStats, Lease, Pin
 from hybrid.errors import OwnershipError
-from hybrid.lease import CacheStats, Lease, Pin
 
 
 def elsewhere(action: Callable[[], object]) -> BaseException | None:

@@ -14,9 +14,9 @@ from helpers import TreeCase
 
 from hybrid.errors import OwnershipError
 from hybrid.key import Key
-from hybrid.node import Checkpoint, Match
-from hybrid.policies import LeastRecentlyUsed
-from hybrid.tree import Tree
+from hybrid.tree.node import Checkpoint, Match
+from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.tree import Tree
 
 NOTHING = Match(0, 0, None, None, None)
 

@@ -15,11 +15,11 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from hybrid.errors import LockError, OwnershipError
-from hybrid.eviction import BRANCH, INTERVAL
 from hybrid.key import Key
-from hybrid.node import Checkpoint, Lock, Match, Released
-from hybrid.policies import POLICIES, LeastRecentlyUsed
-from hybrid.tree import Tree
+from hybrid.tree.node import Checkpoint, Lock, Match, Released
+from hybrid.tree.policies import POLICIES, LeastRecentlyUsed
+from hybrid.tree.policy import BRANCH, INTERVAL
+from hybrid.tree.tree import Tree
 
 Prefix = tuple[str, tuple[int, ...]]
 """A namespace, and all tokens from the start."""

@@ -1,0 +1,145 @@
+"""The audit: every invariant of the books, in code, with its reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hybrid.errors import AuditError
+from hybrid.key import TOKEN_BYTES
+from hybrid.tree.node import StateLock
+
+if TYPE_CHECKING:
+    from hybrid.cache.cache import HybridCache
+
+
+def audit(cache: HybridCache) -> None:
+    """Check tree, pools and leases against each other.
+
+    Raises:
+        AuditError: with every violation found, one a line.
+    """
+    wrong = [*_tree(cache), *_locks(cache), *_pages(cache), *_states(cache), *_pieces(cache)]
+    if wrong:
+        raise AuditError("the books do not balance:\n" + "\n".join(f"  - {line}" for line in wrong))
+
+
+def _tree(cache: HybridCache) -> list[str]:
+    tree, wrong = cache.tree, []
+    pages = checkpoints = 0
+    for namespace, node in tree.nodes():
+        name = f"node of {namespace!r} ending at {node.end}"
+        parent = node.parent
+        if parent is None:
+            wrong.append(f"{name}: reachable, but has no parent")
+            continue
+        if len(node.edge) != len(node.pages) * tree.page_size * TOKEN_BYTES or not node.pages:
+            wrong.append(f"{name}: an edge of {len(node.edge) // TOKEN_BYTES} tokens owns {len(node.pages)} pages")
+        if parent.children.get(node.edge[: tree.page_size * TOKEN_BYTES]) is not node:
+            wrong.append(f"{name}: its parent does not find it by its first page")
+        if parent.newest is None or parent.children.get(parent.newest.edge[: tree.page_size * TOKEN_BYTES]) is not (
+            parent.newest
+        ):
+            wrong.append(f"{name}: its parent's newest child is none of its children")
+        if node.end != parent.end + len(node.edge) // TOKEN_BYTES:
+            wrong.append(f"{name}: does not end where its edge ends")
+        if node.slot is not None and node.end % tree.grid:
+            wrong.append(f"{name}: a checkpoint off the grid of {tree.grid}")
+        if tree.overlooks(node):
+            wrong.append(f"{name}: may be evicted, and is no candidate")
+        pages += len(node.pages)
+        checkpoints += node.slot is not None
+    if pages != tree.num_pages:
+        wrong.append(f"the tree counts {tree.num_pages} pages and has {pages}")
+    if checkpoints != tree.num_checkpoints:
+        wrong.append(f"the tree counts {tree.num_checkpoints} checkpoints and has {checkpoints}")
+    return wrong
+
+
+def _locks(cache: HybridCache) -> list[str]:
+    """Lock counts are what leases and pins hold, no more and no less: nothing stays locked after its request."""
+    wrong = []
+    page_locks: Counter[int] = Counter()
+    state_locks: Counter[int] = Counter()
+    for lock in cache.locks():
+        page_locks[id(lock.node)] += 1
+        state_locks[id(lock.node)] += isinstance(lock, StateLock)
+    for namespace, node in cache.tree.nodes():
+        name = f"node of {namespace!r} ending at {node.end}"
+        if node.page_locks != page_locks.pop(id(node), 0):
+            wrong.append(f"{name}: {node.page_locks} page locks are not those of the leases and pins")
+        if node.state_locks != state_locks.pop(id(node), 0):
+            wrong.append(f"{name}: {node.state_locks} state locks are not those of the leases and pins")
+        if not 0 <= node.state_locks <= node.page_locks:
+            wrong.append(f"{name}: {node.state_locks} state locks exceed {node.page_locks} page locks")
+        if node.state_locks and node.slot is None:
+            wrong.append(f"{name}: a state lock on a tombstone")
+    if +page_locks or +state_locks:
+        wrong.append("a lease or a pin holds a lock on a node that is not in the tree")
+    for pin in cache.pins:
+        kept = pin.state_lock.node
+        if kept is None or kept.end != pin.num_tokens or pin.page_lock.node is not kept:
+            wrong.append(f"a pin of {pin.num_tokens} tokens does not keep the checkpoint there")
+    return wrong
+
+
+def _pages(cache: HybridCache) -> list[str]:
+    owners: list[tuple[int, str]] = [(page, "free") for page in cache.pages.free_indices()]
+    for namespace, node in cache.tree.nodes():
+        owners += [(page, f"the node of {namespace!r} ending at {node.end}") for page in node.pages]
+    wrong = []
+    for lease in cache.leases:
+        owners += [(page, "a lease") for page in lease.block_table[lease.num_shared :]]
+        locked = lease.page_lock.node if lease.page_lock is not None else None
+        if lease.block_table[: lease.num_shared] != cache.tree.pages(locked, lease.num_shared * cache.config.page_size):
+            wrong.append("a lease maps shared pages that its lock does not keep")
+    return wrong + _exactly_one("page", owners, cache.pages.indices())
+
+
+def _states(cache: HybridCache) -> list[str]:
+    states: list[tuple[int, str]] = [(slot, "free") for slot in cache.states.free_indices()]
+    apart = cache.checkpoints is not cache.states
+    records = [(record, "free") for record in cache.checkpoints.free_indices()] if apart else states
+    for namespace, node in cache.tree.nodes():
+        if node.slot is not None:
+            records.append((node.slot, f"the checkpoint of {namespace!r} at {node.end}"))
+    wrong = []
+    for lease in cache.leases:
+        states += [(slot, "a lease") for slot in lease.private_slots()]
+        locked = lease.state_lock.node if lease.state_lock is not None else None
+        if locked is not None and locked.slot != lease.read_slot:
+            wrong.append(f"a lease reads state slot {lease.read_slot}, which is not the checkpoint that it locks")
+    wrong += _exactly_one("state slot", states, cache.states.indices())
+    if apart:
+        wrong += _exactly_one("stored checkpoint", records, cache.checkpoints.indices())
+    return wrong
+
+
+def _pieces(cache: HybridCache) -> list[str]:
+    """Each piece of an arena is free, or belongs to one kind; the counts are those of the lists."""
+    arena = cache.arena
+    if arena is None:
+        return []
+    owners = [(piece, "free") for piece in arena.free_pieces()]
+    wrong = []
+    for pool in arena.pools:
+        owners += [(piece, pool.name) for piece in pool.pieces]
+        num_free = len(pool.free_indices())
+        if pool.num_loose != num_free:
+            wrong.append(f"the arena counts {pool.num_loose} free units of {pool.name} and has {num_free}")
+        for piece in pool.pieces:
+            if pool.is_unused(piece):
+                wrong.append(f"piece {piece} belongs to {pool.name}, although nothing in it is in use")
+    return wrong + _exactly_one("piece", owners, range(arena.num_pieces))
+
+
+def _exactly_one(what: str, owners: list[tuple[int, str]], existing: Iterable[int]) -> list[str]:
+    """Conservation: each index has exactly one owner."""
+    all_indices = set(existing)
+    count = Counter(index for index, _ in owners)
+    wrong = [f"{what} {index} has no owner: leaked" for index in sorted(all_indices) if index not in count]
+    for index, times in count.items():
+        if times > 1 or index not in all_indices:
+            wrong.append(f"{what} {index} is owned by " + " and by ".join(owner for i, owner in owners if i == index))
+    return wrong

@@ -1,0 +1,79 @@
+"""Where to put checkpoints along a prompt. All positions are multiples of the grid."""
+
+from collections.abc import Collection, Iterator
+
+from hybrid.tree.policy import BRANCH, PROMPT_END, TURN_END, USER
+
+SPACING = 2**0.5
+"""Spare checkpoints lie this factor apart: a first branch anywhere computes at most the last 30 % of its way again."""
+
+FIRST_SPARE = 4
+"""The first spare checkpoint lies after so many grid steps: before it there is little to spare."""
+
+DENSE_ABOVE = 0.5
+"""While more than this part of the memory is free, there is a spare checkpoint at every multiple of the grid."""
+
+
+def prompt_end(num_tokens: int, grid: int) -> int:
+    """The last position that the same prompt, asked again, can use: at least one token is left to compute."""
+    return (num_tokens - 1) // grid * grid
+
+
+def of_prompt(
+    names: Collection[str],
+    prefill_end: int,
+    grid: int,
+    *,
+    branching_len: int | None,
+    shared: Collection[int],
+    declared: Collection[int],
+    is_replay: bool,
+) -> dict[int, str]:
+    """Positions of a prompt at which a checkpoint is worth evicting another for, and why, in order.
+
+    Args:
+        names: the placements that are wanted (`CacheConfig.placement`).
+        prefill_end: end of what is computed as prompt.
+        branching_len: where the request leaves what is known, beyond its hit.
+        shared: where others wait for this request.
+        declared: what the request itself asks for; negative positions count from the prompt's end.
+        is_replay: it is a finished turn that is computed again, to be shared.
+    """
+    wanted: dict[int, str] = {}
+    if "prompt_end" in names and not is_replay:
+        wanted[prompt_end(prefill_end, grid)] = PROMPT_END
+    if prefill_end % grid == 0 and ("turn_end" if is_replay else "prompt_end") in names:
+        wanted[prefill_end] = TURN_END if is_replay else PROMPT_END  # where a next turn goes on
+    if branching_len is not None and "branch" in names:
+        wanted[branching_len] = BRANCH
+    wanted.update(dict.fromkeys(shared, BRANCH))
+    for position in declared:
+        wanted[(position if position >= 0 else prefill_end + position) // grid * grid] = USER
+    return {position: wanted[position] for position in sorted(wanted) if position > 0}
+
+
+def spare(start: int, end: int, grid: int, free: float) -> Iterator[int]:
+    """Positions in `(start, end]` for branches that nobody has seen yet: at every multiple of the grid while most of
+    the memory is free, then ever further apart.
+
+    Args:
+        free: the part of the memory that is free.
+    """
+    if free > DENSE_ABOVE:
+        yield from range((start // grid + 1) * grid, end + 1, grid)
+        return
+    step = float(FIRST_SPARE)
+    while (position := round(step) * grid) <= end:
+        if position > start:
+            yield position
+        step *= SPACING
+
+
+def sparse(start: int, end: int, grid: int) -> Iterator[int]:
+    """Spare positions where each costs a pass of its own: at doubling distances, in the first half of the way. A branch
+    computes at most half of its way again, and a few passes more are not felt."""
+    position = FIRST_SPARE * grid
+    while position <= end // 2:
+        if position > start:
+            yield position
+        position *= 2

@@ -1,0 +1,248 @@
+"""The proof that hits do not change results: against transformers' own model, and a hit against a cold run, bit by
+bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from hybrid.cache.config import CacheConfig
+from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
+from hybrid.engine.engine import Engine
+from hybrid.engine.planner import plan
+from hybrid.engine.request import Request, RequestOutput
+from hybrid.engine.sampling import SamplingParams
+from hybrid.engine.scheduler import Part, Step
+from hybrid.hf.torch_functions import use_torch_functions
+from hybrid.models.loading import open_checkpoint
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit from transformers', as a part of the logits' range."""
+
+ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table.
+
+    Attributes:
+        passed: it holds.
+        hit_tokens: prompt tokens that the warm runs did not compute; a scenario that never hits has not passed.
+        detail: what was measured.
+    """
+
+    name: str
+    passed: bool
+    hit_tokens: int | None
+    detail: str
+
+
+class Judge:
+    """Runs requests warm, and each of them cold and alone, and compares.
+
+    Args:
+        engine: its weights are used; every scenario gets a cache of its own.
+        seed: of the random prompts.
+    """
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        self.engine = engine
+        self._random = random.Random(seed)
+        config = engine.cache.config
+        self.grid = config.grid
+        self._config = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True)
+        self._cold = engine.with_cache(
+            CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, enabled=False),
+            room=(256, 16),
+        )
+
+    def ids(self, count: int) -> list[int]:
+        return [self._random.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
+
+    def warm(self, pages: int = 256, states: int = 64) -> Engine:
+        """An engine with an empty cache of its own: one budget, as large as so many pages and states."""
+        page_bytes, state_bytes = self.engine.cache.unit_bytes
+        return self.engine.with_cache(replace(self._config, memory=pages * page_bytes + states * state_bytes))
+
+    def differences(self, outputs: list[RequestOutput]) -> list[str]:
+        """What differs from a cold run of the same prompt alone: tokens, and the log-probabilities of every token."""
+        wrong = []
+        for output in outputs:
+            cold = self._cold.generate([output.prompt_token_ids], ANSWER, progress=False)[0]
+            assert cold.usage.cached_tokens == 0
+            if cold.token_ids != output.token_ids:
+                wrong.append(f"{output.request_id}: tokens differ")
+            elif cold.logprobs != output.logprobs:
+                wrong.append(f"{output.request_id}: log-probabilities differ")
+        return wrong
+
+    def check(self, name: str, outputs: list[RequestOutput], *also: tuple[str, bool]) -> Check:
+        """A scenario passes when its outputs are those of cold runs, something was hit, and what else must have
+        happened did."""
+        hits = sum(output.usage.cached_tokens for output in outputs)
+        wrong = (
+            self.differences(outputs)
+            + ([] if hits else ["nothing was hit"])
+            + [what for what, happened in also if not happened]
+        )
+        detail = "; ".join(wrong) if wrong else f"{len(outputs)} requests, bitwise equal"
+        return Check(name, not wrong, hits, detail)
+
+
+def repeated_prompt(judge: Judge) -> Check:
+    warm, prompts = judge.warm(), [judge.ids(5 * judge.grid + 9), judge.ids(4 * judge.grid)]
+    warm.generate(prompts, ANSWER, progress=False)
+    return judge.check("a repeated prompt", warm.generate(prompts, ANSWER, progress=False))
+
+
+def second_turn(judge: Judge) -> Check:
+    warm, outputs = judge.warm(), []
+    first = warm.generate(
+        [judge.ids(3 * judge.grid + 7), judge.ids(2 * judge.grid + judge.grid // 2)], ANSWER, progress=False
+    )
+    for _ in range(2):
+        prompts = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in first]
+        first = warm.generate(prompts, ANSWER, progress=False)
+        outputs += first
+    beyond_prompt = any(output.usage.cached_tokens > 3 * judge.grid for output in outputs)
+    return judge.check("a second and a third turn", outputs, ("no answer was hit", beyond_prompt))
+
+
+def branch(judge: Judge) -> Check:
+    warm, document = judge.warm(), judge.ids(8 * judge.grid)
+    warm.generate([document], ANSWER, progress=False)
+    outputs = []
+    for cut in (5 * judge.grid + 5, 5 * judge.grid + 5, 2 * judge.grid, 7 * judge.grid - 1):
+        outputs += warm.generate([document[:cut] + judge.ids(judge.grid + 3)], ANSWER, progress=False)
+    return judge.check("a branch in the middle", outputs)
+
+
+def busy_batch(judge: Judge) -> Check:
+    warm, shared = judge.warm(), judge.ids(3 * judge.grid)
+    warm.generate([shared + judge.ids(5)], ANSWER, progress=False)
+    outputs: dict[str, RequestOutput] = {}
+    for own in (20, judge.grid + 1, 3, 2 * judge.grid, 9):
+        warm.add_request(shared + judge.ids(own), ANSWER)
+        for _ in range(3):
+            outputs.update({output.request_id: output for output in warm.step()})
+    while warm.has_work:
+        outputs.update({output.request_id: output for output in warm.step()})
+    return judge.check("a request joins a busy batch", list(outputs.values()))
+
+
+def memory_pressure(judge: Judge) -> Check:
+    longest = 7 * judge.grid + 24
+    warm = judge.warm(pages=2 * -(-longest // judge.engine.cache.config.page_size), states=5)
+    shared = judge.ids(4 * judge.grid)
+    outputs = []
+    for _ in range(3):
+        prompts = [shared + judge.ids(own) for own in (1, judge.grid - 20, judge.grid, judge.grid + 50)] + [
+            judge.ids(6 * judge.grid)
+        ]
+        outputs += warm.generate(prompts, ANSWER, progress=False)
+    stats = warm.cache.stats()
+    warm.cache.audit()
+    evicted = stats.evicted_pages > 0 and stats.evicted_checkpoints > 0
+    retracted = warm.scheduler.num_retractions > 0
+    return judge.check(
+        "under memory pressure", outputs, ("nothing was evicted", evicted), ("nobody was retracted", retracted)
+    )
+
+
+def launched_together(judge: Judge) -> Check:
+    warm, shared = judge.warm(), judge.ids(4 * judge.grid + 11)
+    outputs = warm.generate([shared + judge.ids(own) for own in (3, 40, judge.grid, 17, 90)], ANSWER, progress=False)
+    shared_by_all = sum(output.usage.cached_tokens >= 4 * judge.grid for output in outputs) == len(outputs) - 1
+    return judge.check("launched together", outputs, ("the shared part was computed more than once", shared_by_all))
+
+
+SCENARIOS: tuple[Callable[[Judge], Check], ...] = (
+    repeated_prompt,
+    second_turn,
+    branch,
+    busy_batch,
+    memory_pressure,
+    launched_together,
+)
+
+
+def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check]:
+    """Logits of a prompt in one pass, in chunks, and of decoded tokens, against transformers' own model in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    use_torch_functions(theirs)
+    ids = judge.ids(4 * judge.grid + 37)
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([ids])).logits[0].float()
+    decoded = 12
+    ways = {
+        "logits of a prompt in one pass": [len(ids)],
+        "logits of a prompt in chunks": [judge.engine.cache.config.chunk_size],
+        "logits of decoded tokens": [len(ids) - decoded],
+    }
+    return [_compare(name, prompt_logits(judge.warm(), ids, share[0]), expected) for name, share in ways.items()]
+
+
+def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
+    """`[len(ids), vocab]` logits of every token: the first ones in prompt parts of `share` tokens, what is left token
+    by token when it does not fill a chunk."""
+    request = Request.of("parity", ids, SamplingParams(), "", None, len(ids) + 1)
+    lease = engine.cache.open(request.key(), 0, len(ids))
+    assert lease is not None
+    config, logits, start = engine.cache.config, [], 0
+    while start < len(ids):
+        is_prefill = start == 0 or (start % config.chunk_size == 0 and start + share <= len(ids))
+        end = min(start + share, len(ids)) if is_prefill else start + 1
+        step = Step([Part(request, lease, start, end, is_prefill)])
+        batch, _ = plan(step, config.page_size, config.chunk_size, engine.deterministic).on(engine.device)
+        every_row = replace(batch, sample_rows=torch.arange(end - start, device=engine.device))
+        logits.append(engine.model(every_row, engine.cache.kv, engine.cache.state_tensors))
+        engine.cache.advance(lease, end)
+        start = end
+    engine.cache.close(lease)
+    return torch.cat(logits).cpu()
+
+
+def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check:
+    bound = TOLERANCE * float(theirs.max() - theirs.min())
+    worst = float((ours - theirs).abs().max())
+    top = theirs.topk(2, dim=-1).values
+    clear = top[:, 0] - top[:, 1] > bound
+    same = bool((ours.argmax(-1) == theirs.argmax(-1))[clear].all())
+    likeliest = "the same likeliest token" if same else "ANOTHER likeliest token"
+    detail = f"largest difference {worst:.2e}, allowed {bound:.2e}; {likeliest} in {int(clear.sum())} clear rows"
+    return Check(name, worst <= bound and same, None, detail)
+
+
+def run_parity(model: str | Path, seed: int = 0) -> list[Check]:
+    """Run every check on a checkpoint, in fp32.
+
+    Raises:
+        CheckpointError: no usable checkpoint is there.
+    """
+    engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
+    judge = Judge(engine, seed)
+    checks = against_transformers(engine, open_checkpoint(model).path, judge)
+    return checks + [scenario(judge) for scenario in SCENARIOS]
+
+
+def run_all_families(seed: int = 0) -> dict[str, list[Check]]:
+    """Run every check on a small random checkpoint of every family, in fp32."""
+    checks = {}
+    with TemporaryDirectory() as folder:
+        for at, name in enumerate(FAMILIES):
+            checks[name] = run_parity(write_random_checkpoint(Path(folder) / str(at), name, seed), seed)
+    return checks
+
+
+def as_json(checks: list[Check]) -> dict[str, Any]:
+    """The table for machines."""
+    return {"passed": all(check.passed for check in checks), "checks": [asdict(check) for check in checks]}

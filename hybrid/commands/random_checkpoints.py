@@ -1,0 +1,144 @@
+"""Small random checkpoints of every model family, written by transformers itself: what parity is proven on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid.hf.torch_functions import use_torch_functions
+
+BASE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+"""Sizes that all differ, so that none can stand for another; weights so wide that greedy answers vary."""
+
+GATED_DELTA: dict[str, Any] = {
+    **BASE,
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+}
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+
+STATE_SPACE: dict[str, Any] = {
+    **BASE,
+    "num_hidden_layers": 3,
+    "attn_layer_indices": [1],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "num_key_value_heads": 4,
+    "mamba_d_conv": 3,
+    "mamba_d_state": 13,  # with it two states are little less than a page of 64 tokens: a small memory holds them well
+    "mamba_chunk_size": 64,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of checkpoint.
+
+    Attributes:
+        config, model: names of transformers' classes.
+        settings: of the configuration.
+        fused: experts are stored together, as transformers has them in memory; else one by one, as it writes them.
+        max_shard_size: more than one file, when the weights do not fit into one.
+    """
+
+    config: str
+    model: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    fused: bool = False
+    max_shard_size: str = "1GB"
+
+
+FAMILIES: dict[str, Family] = {
+    "bamba": Family("BambaConfig", "BambaForCausalLM", {**STATE_SPACE, "tie_word_embeddings": False}),
+    "bamba, biases, tied": Family(
+        "BambaConfig",
+        "BambaForCausalLM",
+        {
+            **STATE_SPACE,
+            "tie_word_embeddings": True,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_d_state": 12,
+            "mamba_proj_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "qwen3_5_text": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**GATED_DELTA, "tie_word_embeddings": True}),
+    "qwen3_5_text, untied, sharded": Family(
+        "Qwen3_5TextConfig",
+        "Qwen3_5ForCausalLM",
+        {**GATED_DELTA, "tie_word_embeddings": False},
+        max_shard_size="150KB",
+    ),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**GATED_DELTA, **EXPERTS}),
+    "qwen3_5_moe_text, fused, tied": Family(
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeForCausalLM",
+        {**GATED_DELTA, **EXPERTS, "tie_word_embeddings": True},
+        fused=True,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**GATED_DELTA, **EXPERTS, "mlp_only_layers": [1]},
+        max_shard_size="300KB",
+    ),
+    "qwen3_next, fused, probabilities": Family(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {**GATED_DELTA, **EXPERTS, "norm_topk_prob": False},
+        fused=True,
+    ),
+}
+"""By name: the model type of config.json first."""
+
+
+def random_model(family: Family, seed: int = 0) -> Any:
+    """transformers' own model with random weights. No parameter has its neutral value."""
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, family.config)(**family.settings)
+    model = getattr(transformers, family.model)(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif name.endswith("gate.weight"):
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+    use_torch_functions(model)
+    return model
+
+
+def write_random_checkpoint(path: Path, name: str, seed: int = 0) -> Path:
+    """Write a small random checkpoint of a family."""
+    family = FAMILIES[name]
+    model = random_model(family, seed)
+    model.save_pretrained(path, max_shard_size=family.max_shard_size, save_original_format=not family.fused)
+    return path

@@ -1,0 +1,259 @@
+"""From a step to its plan: the one place where a step's tensors are born.
+
+All numbers of a step lie in one tensor, so that they reach a GPU in one copy; the plan's tensors are views of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid.batch import Batch, Embedded, Group
+from hybrid.engine.sampling import Draws, draws_of
+from hybrid.engine.scheduler import Part, Step
+from hybrid.kernels.linear import RowBlocks
+from hybrid.memory.pool import EMPTY_STATE
+
+INVARIANT_SPLITS = 16
+"""Into how many pieces the keys of a decoded token are cut when results must not depend on the batch."""
+
+ALIGNMENT = 2
+"""Every view begins at a multiple of so many numbers, 16 bytes: kernels are compiled for that once and for all."""
+
+LEAST_WIDTH = 16
+"""The narrowest block table of a padded plan, in pages."""
+
+
+class Padding(NamedTuple):
+    """What a plan of decoding requests is filled up to, so that few shapes occur.
+
+    Attributes:
+        rows: requests.
+        width: columns of the block table.
+    """
+
+    rows: int
+    width: int
+
+    @classmethod
+    def of(cls, num_requests: int, num_pages: int) -> Padding:
+        """The next powers of two; rows beyond 16 in steps of 8."""
+        rows = 1 << (num_requests - 1).bit_length() if num_requests <= 16 else -(-num_requests // 8) * 8
+        return cls(rows, max(LEAST_WIDTH, 1 << (num_pages - 1).bit_length()))
+
+
+@dataclass
+class _Pieces:
+    """Numbers that will lie in one tensor, and where each piece of them begins."""
+
+    numbers: list[np.ndarray] = field(default_factory=list)
+    layout: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    end: int = 0
+
+    def add(self, name: str, values: object, shape: tuple[int, ...], dtype: type = np.int64) -> None:
+        flat = np.asarray(values, dtype).reshape(-1).view(np.int64)
+        padding = -len(flat) % ALIGNMENT
+        self.numbers += [flat, np.zeros(padding, np.int64)]
+        self.layout[name] = (self.end, shape)
+        self.end += len(flat) + padding
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step's numbers on the host.
+
+    Attributes:
+        numbers: `[N]` int64, all of them.
+        layout: for every tensor of the batch its place and shape.
+        splits: `num_splits` of the groups there are.
+        num_prefill_tokens: tokens of prompt parts.
+        num_sampled: rows to sample, without padding.
+        blocks: as in the batch.
+        embeddings: of the rows of images, in pieces.
+    """
+
+    numbers: Tensor
+    layout: dict[str, tuple[int, tuple[int, ...]]]
+    splits: dict[str, int | None]
+    num_prefill_tokens: int
+    num_sampled: int
+    blocks: RowBlocks | None
+    embeddings: tuple[Tensor, ...] = ()
+
+    def on(self, device: torch.device) -> tuple[Batch, Draws | None]:
+        """The plan's tensors on a device, in one copy."""
+        numbers = self.numbers.to(device, non_blocking=True)
+        return self.batch(numbers), self.draws(numbers)
+
+    def batch(self, numbers: Tensor) -> Batch:
+        """The batch as views of numbers of this layout."""
+
+        def view(name: str) -> Tensor:
+            return self._view(numbers, name)
+
+        def group(kind: str, rows: slice) -> Group | None:
+            if kind not in self.splits:
+                return None
+            return Group(
+                rows,
+                cu_seqlens=view(f"{kind}.cu_seqlens"),
+                seq_lens=view(f"{kind}.seq_lens"),
+                block_table=view(f"{kind}.block_table"),
+                state_read=view(f"{kind}.state_read"),
+                state_write=view(f"{kind}.state_write"),
+                num_splits=self.splits[kind],
+            )
+
+        return Batch(
+            token_ids=view("token_ids"),
+            positions=view("positions"),
+            slot_mapping=view("slot_mapping"),
+            checkpoints=view("checkpoints"),
+            sample_rows=view("sample_rows"),
+            prefills=group("prefills", slice(0, self.num_prefill_tokens)),
+            decodes=group("decodes", slice(self.num_prefill_tokens, None)),
+            blocks=self.blocks,
+            rotary_positions=view("rotary_positions") if "rotary_positions" in self.layout else None,
+            embedded=Embedded(view("embedded_rows"), self._embeddings(numbers.device)) if self.embeddings else None,
+        )
+
+    def _embeddings(self, device: torch.device) -> Tensor:
+        return torch.cat([piece.to(device) for piece in self.embeddings])
+
+    def draws(self, numbers: Tensor) -> Draws | None:
+        """How tokens are drawn, as views of numbers of this layout; None: everybody takes the likeliest."""
+        if "draws" not in self.layout:
+            return None
+        return Draws(*self._view(numbers, "draws").view(torch.float64))
+
+    def idle(self) -> Tensor:
+        """Numbers of this layout with which a pass writes no page and no state."""
+        numbers = self.numbers.clone()
+        for name, value in (("slot_mapping", -1), ("decodes.seq_lens", 0), ("decodes.state_write", -1)):
+            self._view(numbers, name).fill_(value)
+        return numbers
+
+    @property
+    def most_numbers(self) -> int:
+        """Numbers of a plan of this shape in which every row is drawn."""
+        rows = self.layout["token_ids"][1][0]
+        start = self.layout["draws"][0] if "draws" in self.layout else self.numbers.numel()
+        return start + len(Draws._fields) * rows + ALIGNMENT
+
+    def _view(self, numbers: Tensor, name: str) -> Tensor:
+        start, shape = self.layout[name]
+        return numbers[start : start + math.prod(shape)].view(shape)
+
+
+def plan(
+    step: Step, page_size: int, chunk_size: int, deterministic: bool, padding: Padding | None = None, pin: bool = False
+) -> Plan:
+    """Build the plan of a step whose memory has been taken.
+
+    Args:
+        padding: for a step in which everybody decodes: what it is filled up to.
+        pin: let the numbers lie where a GPU can fetch them by itself.
+    """
+    parts = step.parts
+    prefills = [part for part in parts if part.is_prefill]
+    decodes = parts[len(prefills) :]
+    filler = padding.rows - len(parts) if padding is not None else 0
+    starts = [0, *accumulate(part.end - part.start for part in parts)]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    checkpoints: list[tuple[int, int, int]] = []
+    for row, part in enumerate(parts):
+        token_ids += [max(token, 0) for token in part.request.ids[part.start : part.end]]  # below 0: an image's
+        positions += range(part.start, part.end)
+        slots += _slots(part, page_size)
+        checkpoints += [
+            (row, c.num_tokens - part.start, c.slot)
+            for c in part.lease.captured
+            if part.start < c.num_tokens <= part.end
+        ]
+    sampled = {id(part) for part in step.sampled()}
+    sample_rows = [end - 1 for part, end in zip(parts, starts[1:], strict=True) if id(part) in sampled]
+    pieces, tokens = _Pieces(), starts[-1] + filler
+    pieces.add("token_ids", token_ids + [0] * filler, (tokens,))
+    pieces.add("positions", positions + [0] * filler, (tokens,))
+    pieces.add("slot_mapping", slots + [-1] * filler, (tokens,))
+    pieces.add("checkpoints", checkpoints, (len(checkpoints), 3))
+    pieces.add("sample_rows", sample_rows + [0] * filler, (len(sample_rows) + filler,))
+    embeddings = _add_media(pieces, parts, starts, positions) if any(part.request.media for part in parts) else ()
+    splits: dict[str, int | None] = {}
+    if prefills:
+        splits["prefills"] = 1 if deterministic else None
+        _add_group(pieces, "prefills", prefills, starts[: len(prefills) + 1], 0, 0)
+    if decodes or filler:
+        splits["decodes"] = INVARIANT_SPLITS if deterministic else None
+        own = range(len(decodes) + filler + 1)
+        _add_group(pieces, "decodes", decodes, own, filler, padding.width if padding is not None else 0)
+    draws = draws_of(
+        [(p.request.params, p.request.random_number) for p in step.sampled() if p.request.params is not None]
+    )
+    if draws is not None:
+        pieces.add("draws", draws, (len(draws), len(draws[0])), np.float64)
+    numbers = torch.from_numpy(np.concatenate(pieces.numbers))
+    blocks = None
+    if deterministic:
+        segments = [*pairwise(starts[: len(prefills) + 1])]
+        blocks = RowBlocks(segments, starts[len(prefills)], tokens, chunk_size)
+    return Plan(
+        numbers.pin_memory() if pin else numbers,
+        pieces.layout,
+        splits,
+        starts[len(prefills)],
+        len(sample_rows),
+        blocks,
+        embeddings,
+    )
+
+
+def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions: list[int]) -> tuple[Tensor, ...]:
+    """Rotary positions of a step with images in it, and the rows of images; returns what stands in them."""
+    rotary = np.tile(np.asarray(positions, np.int64), (3, 1))
+    rows: list[int] = []
+    embeddings: list[Tensor] = []
+    for part, row in zip(parts, starts, strict=False):
+        if part.request.media is None:
+            continue
+        rotary[:, row : row + part.end - part.start] = part.request.media.rotary_positions(part.start, part.end)
+        for first, values in part.request.media.embeddings(part.start, part.end):
+            rows += range(row + first, row + first + len(values))
+            embeddings.append(values)
+    pieces.add("rotary_positions", rotary, rotary.shape)
+    pieces.add("embedded_rows", rows, (len(rows),))
+    return tuple(embeddings)
+
+
+def _add_group(
+    pieces: _Pieces, kind: str, parts: list[Part], starts: list[int] | range, filler: int, width: int
+) -> None:
+    """The numbers of a group, filled up with requests that are none."""
+    count = len(parts) + filler
+    width = max(width, *(len(part.lease.block_table) for part in parts), 1)
+    table = np.zeros((count, width), np.int64)
+    for row, part in enumerate(parts):
+        table[row, : len(part.lease.block_table)] = part.lease.block_table
+    writes = [part.lease.back if part.swaps else part.lease.front for part in parts]
+    pieces.add(f"{kind}.cu_seqlens", starts, (count + 1,))
+    pieces.add(f"{kind}.seq_lens", [part.end for part in parts] + [0] * filler, (count,))
+    pieces.add(f"{kind}.block_table", table, (count, width))
+    pieces.add(f"{kind}.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * filler, (count,))
+    pieces.add(f"{kind}.state_write", writes + [-1] * filler, (count,))
+
+
+def _slots(part: Part, page_size: int) -> list[int]:
+    """Where the part's K and V go: nowhere on pages that the tree owns, which have them already."""
+    table, private = part.lease.block_table, part.lease.num_shared * page_size
+    first = min(max(part.start, private), part.end)
+    return [-1] * (first - part.start) + [
+        table[at // page_size] * page_size + at % page_size for at in range(first, part.end)
+    ]

@@ -1,0 +1,1 @@
+"""Pages and state slots: which are free, and the tensors that they are."""

@@ -1,0 +1,1 @@
+"""From texts, chat messages and images to token ids, and back."""
