@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-# The tests of the books (tree, pools, leases) share tests/helpers.py, which they import by its name.
+# What tests share is in tests/support, imported as `support.<name>`.
 sys.path.insert(0, str(Path(__file__).parent))
 
 # What the tests of the tensor half share: a tokenizer and a random checkpoint, made once per session. transformers
@@ -23,7 +23,7 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """A byte-level BPE with a chat template, a `PreTrainedTokenizerFast`."""
-    from checkpoint_helpers import byte_tokenizer
+    from support.checkpoints import byte_tokenizer
 
     return byte_tokenizer()
 
@@ -31,7 +31,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     """A random checkpoint with a tokenizer. Tests that change its files copy it."""
-    from checkpoint_helpers import random_model, text_config, write_checkpoint
+    from support.checkpoints import random_model, text_config, write_checkpoint
 
     return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), random_model(text_config()), tokenizer)
 

@@ -1,0 +1,356 @@
+"""The script for a GPU, rehearsed on a CPU: every section that can run here does, and what only a GPU can do is run on
+a stand-in."""
+
+import importlib
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid.kernels import reference
+from hybrid.kernels.reference import l2norm
+
+ROOT = Path(__file__).parents[2]
+KERNELS = "states,store,linear,experts,convolution"
+"""Sections whose kernels are interpreted in a second or two; the others have tests of their own."""
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Path]:
+    """The folder of the script, importable."""
+    folder = ROOT / "bench"
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def rehearse(path: Path, kernels: str, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Run the script on toy sizes: its exit status, its figures, what it printed."""
+    hiding = path.parent / "hiding"
+    hiding.mkdir()
+    # flash-linear-attention takes ten seconds to import, and what is asked of it is tested below
+    (hiding / "fla.py").write_text("raise ModuleNotFoundError('hidden')\n", encoding="utf-8")
+    found = os.pathsep.join([str(hiding), *filter(None, [os.environ.get("PYTHONPATH")])])
+    interpreted = "1" if kernels == "triton" else "0"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": found,
+        "TRITON_INTERPRET": interpreted,
+        "HYBRID_KERNELS": kernels,
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--rehearse", "--json", str(path), *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert path.exists(), ended.stderr
+    return ended.returncode, json.loads(path.read_text(encoding="utf-8")), ended.stdout + ended.stderr
+
+
+def test_a_rehearsal_runs_every_section(tmp_path: Path) -> None:
+    status, figures, printed = rehearse(tmp_path / "gpu.json", "reference", "--tests")
+    errors = [section.get("error") for section in figures["sections"].values()]
+    assert status == figures["status"] == 0, (errors, printed[-3000:])
+    assert {section["status"] for section in figures["sections"].values()} == {"done"}
+    assert all(check["passed"] for check in figures["checks"])
+    assert all(line["target"] is None for line in figures["lines"])
+    assert {entry["section"] for entry in (*figures["lines"], *figures["checks"])} == set(figures["sections"])
+    assert len(figures["sections"]) == 15
+    assert "cold prefill" in printed
+
+
+def test_a_rehearsal_runs_our_kernels_interpreted(tmp_path: Path) -> None:
+    status, figures, printed = rehearse(tmp_path / "gpu.json", "triton", "--only", KERNELS)
+    assert status == 0, printed[-3000:]
+    assert figures["machine"]["kernels"] == "triton"
+    assert len(figures["checks"]) > 10
+
+
+# What is judged, and how a run ends
+
+
+def report(bench: Path, tmp_path: Path, *results: Any, **section: Any) -> Any:
+    made = load("gpu_bench").Report(tmp_path / "report.json", {})
+    made.sections["one"] = {"status": "done", "skipped": [], **section}
+    for result in results:
+        made.add("one", result)
+    return made
+
+
+def test_the_status_says_what_was_missed_and_what_was_wrong(bench: Path, tmp_path: Path) -> None:
+    gpu = load("gpu_bench")
+    fast, slow = gpu.Line("a", 0.9, 0.85), gpu.Line("b", 1.1, 1.05, True)
+    right, wrong = gpu.Check("c", True, ""), gpu.Check("d", False, "")
+    assert report(bench, tmp_path, fast, right).status == 0
+    assert report(bench, tmp_path, gpu.Line("no target", 7.0), right).status == 0
+    assert report(bench, tmp_path, fast, slow).status == 1
+    assert report(bench, tmp_path, gpu.Line("nothing ran", None, 1.0)).status == 1
+    assert report(bench, tmp_path, fast, slow, wrong).status == 2
+    assert report(bench, tmp_path, fast, status="failed", error="lost").status == 1
+    assert report(bench, tmp_path, fast, skipped=["a size"]).status == 1
+    assert json.loads((tmp_path / "report.json").read_text())["lines"][0]["reached"]
+
+
+def test_the_summary_says_in_a_line_each_what_was_asked(bench: Path, tmp_path: Path) -> None:
+    gpu = load("gpu_bench")
+    results = [
+        gpu.Line("a", 0.9, 0.85),
+        gpu.Line("b", 1.1, 1.05, True),
+        gpu.Line("c", 3.0),
+        gpu.Check("d", False, "far"),
+    ]
+    told = report(bench, tmp_path, *results, skipped=["a size"]).summary()
+    assert told == [
+        "ok      0.900 >= 0.85  one: a",
+        "MISS    1.100 <= 1.05  one: b",
+        "WRONG   one: d: far",
+        "SKIPPED one: a size",
+        "1 checks",
+    ]
+
+
+def working(rehearsal: bool) -> Any:
+    device = load("gpu_device")
+    deadline = time.perf_counter() + 60
+    return load("gpu_bench").Bench(
+        device.Cpu(), load("gpu_sizes").TOY, device.Roofline(1.0, 1.0), deadline, rehearsal, ROOT
+    )
+
+
+def test_peers_that_fail_or_compute_something_else_are_told_and_not_compared_with(bench: Path) -> None:
+    device, work = load("gpu_device"), working(rehearsal=False)
+    ours = device.Timing(1.0, 1.0, 1.0, 1, "clock")
+
+    def missing() -> Any:
+        raise ModuleNotFoundError("not here")
+
+    def quick(value: float) -> Any:
+        return lambda: [lambda: torch.tensor(value)]
+
+    line = work.against_fastest(
+        "work",
+        ours,
+        {"missing": missing, "wrong": quick(0.5), "right": quick(0.0), "nan": quick(math.nan)},
+        1.05,
+        float,
+    )
+    assert line.name == "work, over right"
+    assert line.target == 1.05
+    assert "not here" in line.figures["missing"]
+    assert line.figures["wrong"]["error"] == 0.5
+    assert set(line.seconds) == {"ours", "right"}
+    assert not work.skipped
+    alone = work.against_fastest("work", ours, {"missing": missing}, 1.05)
+    assert alone.ratio is None
+    assert work.skipped == ["work against missing"]
+
+
+def test_sets_rotate_through_more_than_the_cache(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = working(rehearsal=False)
+    monkeypatch.setattr(load("gpu_device").Cpu, "cache_bytes", 60)
+    assert [work.sets(size) for size in (1, 60, 100, 1000)] == [64, 3, 2, 1]
+
+
+def test_nan_passes_no_comparison(bench: Path) -> None:
+    gpu = load("gpu_bench")
+    x = torch.randn(8)
+    assert gpu.compare("same", x, x).passed
+    assert not gpu.compare("not a number", torch.full((8,), float("nan")), x).passed
+    assert not gpu.compare("something else", -x, x).passed
+
+
+def test_a_section_that_fails_is_recorded_and_leaves_what_it_had(
+    bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, shared = load("gpu"), load("gpu_bench")
+
+    def section(_: Any) -> Iterator[Any]:
+        yield shared.Line("before", 1.0)
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setitem(sys.modules, "broken", SimpleNamespace(section=section))
+    made, work = shared.Report(tmp_path / "report.json", {}), working(rehearsal=True)
+    told: list[str] = []
+    console = SimpleNamespace(print=lambda *text, **_: told.append(str(text)))
+    script.run_section("broken", script.Section(("broken", "section"), 1), work, made, console)
+    assert made.sections["broken"]["status"] == "failed"
+    assert "no such kernel" in made.sections["broken"]["error"]
+    assert [result.name for _, result in made.results] == ["before"]
+    assert made.status == 1
+
+
+def test_what_the_budget_does_not_hold_is_skipped_and_said(bench: Path, tmp_path: Path) -> None:
+    script, made, work = load("gpu"), load("gpu_bench").Report(tmp_path / "report.json", {}), working(rehearsal=True)
+    script.run_section("states", script.Section(("nowhere", "section"), 1000), work, made, None)
+    assert made.sections["states"]["status"] == "skipped"
+    assert made.summary()[0].startswith("SKIPPED states: 1000 s are needed")
+    assert made.status == 1
+    assert work.has(30, "short")
+    assert not work.has(90, "long")
+    assert work.skipped == ["long"]
+
+
+# The GPU's clock, on a stand-in for a GPU
+
+
+class Standin:
+    """What `torch.cuda` is to the clock, counted by the host's clock."""
+
+    def __init__(self, records: bool) -> None:
+        self.records, self.runs, self.recording = records, 0, False
+        self.stream_set = False
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        outer = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = time.perf_counter()
+
+            def elapsed_time(self, end: Any) -> float:
+                return 1000 * (end.at - self.at)
+
+        class Graph:
+            def replay(self) -> None:
+                time.sleep(0.001)
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                assert isinstance(other, Stream)
+
+        class Within:
+            def __init__(self, _: Any) -> None:
+                return
+
+            def __enter__(self) -> None:
+                return
+
+            def __exit__(self, *_: object) -> None:
+                return
+
+        class Recording(Within):
+            def __enter__(self) -> None:
+                if not outer.records:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+
+        current = Stream()
+        properties = SimpleNamespace(
+            name="a GPU", major=9, minor=0, multi_processor_count=132, L2_cache_size=1 << 20, total_memory=1 << 30
+        )
+        found: dict[str, Any] = {
+            "Event": Event,
+            "CUDAGraph": Graph,
+            "Stream": Stream,
+            "stream": Within,
+            "graph": Recording,
+            "current_stream": lambda: current,
+            "set_stream": lambda stream: setattr(outer, "stream_set", stream is current),
+            "synchronize": lambda: None,
+            "empty_cache": lambda: None,
+            "set_device": lambda device: None,
+            "get_device_properties": lambda device: properties,
+        }
+        for name, value in found.items():
+            monkeypatch.setattr(torch.cuda, name, value)  # raises where torch has no such name
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_the_clock_of_a_gpu_times_a_call(bench: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
+    standin = Standin(records)
+    standin.install(monkeypatch)
+    gpu = load("gpu_device").Gpu()
+    calls = [lambda: time.sleep(0.0005), lambda: time.sleep(0.0005)]
+    timing = gpu.time(calls, 0.02)
+    assert timing.repeats >= 7
+    assert 0 < timing.low <= timing.seconds <= timing.high
+    if records:
+        assert timing.how == "graph"
+    else:
+        assert timing.how.startswith("events (RuntimeError")
+        assert standin.stream_set
+        assert timing.seconds == pytest.approx(0.0006, rel=0.9)
+    assert gpu.time_launched(calls[0], 3).how == "events"
+    gpu.release()
+    assert gpu.describe()["l2"] == 1 << 20
+
+
+def test_a_gpu_has_every_name_that_the_clock_asks_for() -> None:
+    parameters = inspect.signature(torch.cuda.graph.__init__).parameters
+    assert [*parameters][1] == "cuda_graph"
+    assert "enable_timing" in inspect.signature(torch.cuda.Event.__new__).parameters
+
+
+# Peers compute what we do
+
+
+def linear_inputs(requests: int, tokens: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v, g, beta `[R, T, heads, ...]`: one key head, two value heads."""
+    torch.manual_seed(0)
+    q, k = torch.randn(requests, tokens, 1, 16), torch.randn(requests, tokens, 1, 16)
+    v = torch.randn(requests, tokens, 2, 16)
+    return q, k, v, -torch.rand(requests, tokens, 2), torch.rand(requests, tokens, 2)
+
+
+def test_flas_step_is_our_step(bench: Path) -> None:
+    pytest.importorskip("fla")
+    q, k, v, g, beta = (x.squeeze(1) for x in linear_inputs(3, 1))
+    pool, slots = torch.randn(5, 2, 16, 16), torch.tensor([4, 1, 3])
+    expected = pool.clone()
+    output = reference.recurrent_gated_delta_rule(q, k, v, g, beta, expected, slots, slots)
+    found = load("gpu_peers").fla_step(q, k, v, g, beta, pool, slots, slots)()
+    torch.testing.assert_close(found, output, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(pool, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_flas_chunk_rule_is_asked_for_ours(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the arguments of FLA's own function, which needs a GPU, and by what its naive twin gives for them."""
+    ops = pytest.importorskip("fla.ops.gated_delta_rule")
+    naive = importlib.import_module("fla.ops.gated_delta_rule.naive").naive_chunk_gated_delta_rule
+    signature = inspect.signature(ops.chunk_gated_delta_rule)
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        asked = signature.bind(*args, **kwargs).arguments
+        assert "kwargs" not in asked
+        assert asked.pop("use_qk_l2norm_in_kernel") is True
+        for name in ("q", "k"):
+            asked[name] = l2norm(asked[name]).repeat_interleave(2, dim=2)
+        return naive(**asked)
+
+    monkeypatch.setattr(ops, "chunk_gated_delta_rule", stand_in)
+    inputs, state = linear_inputs(2, 32), torch.randn(2, 2, 16, 16)
+    found, last = load("gpu_peers").fla_chunk(*inputs, state)()
+    slots = torch.arange(2)
+    starts, none = torch.tensor([0, 32, 64]), torch.empty(0, 3, dtype=torch.int64)
+    flat = [x.flatten(0, 1) for x in inputs]
+    output = reference.chunk_gated_delta_rule(*flat, state, starts, slots, slots, none, 16)
+    torch.testing.assert_close(found.flatten(0, 1), output, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(last, state, atol=1e-5, rtol=1e-4)
+
+
+def test_the_toy_and_the_real_sizes_agree_in_kind(bench: Path) -> None:
+    sizes = load("gpu_sizes")
+    assert sizes.FULL.config.keys() == sizes.TOY.config.keys()
+    for size in (sizes.FULL, sizes.TOY):
+        assert size.config["num_attention_heads"] == size.heads
+        assert size.config["num_key_value_heads"] == size.kv_heads
+        assert size.config["head_dim"] == size.head_dim
+        assert size.config["linear_num_value_heads"] == size.value_heads
+        assert size.config["num_hidden_layers"] == len(size.config["layer_types"])
+        assert size.document % size.page_size == 0
+    assert sizes.FULL.kv_bytes == 4096
+    assert sizes.FULL.state_bytes == 2 << 20

@@ -1,0 +1,66 @@
+"""The benchmarks against transformers, on a model and on prompts small enough for a test: every line is measured."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.fixture
+def prefix_reuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    module = importlib.import_module("prefix_reuse")
+    sizes = {
+        "SIZES": TINY,
+        "SHARED": 256,
+        "NEW": 8,
+        "COLD": 64,
+        "GROUP_SHARED": 64,
+        "GROUP_OWN": 4,
+        "GROUP_NEW": 2,
+        "DECODED": 6,
+    }
+    for name, value in sizes.items():
+        monkeypatch.setattr(module, name, value)
+    yield module
+    for name in ("prefix_reuse", "hf"):
+        sys.modules.pop(name, None)
+
+
+def assert_every_line_is_measured(lines: list[Any], count: int) -> None:
+    assert len({(line.name, line.mode) for line in lines}) == len(lines) == count
+    assert all(line.ratio > 0 and min(line.seconds.values()) > 0 for line in lines)
+
+
+def test_the_engine_against_transformers(prefix_reuse: ModuleType, tmp_path: Path) -> None:
+    theirs = prefix_reuse.save_random_model(tmp_path)
+    lines = prefix_reuse.measure(prefix_reuse.Sides(tmp_path, theirs), 1)
+    assert_every_line_is_measured(lines, 8)
+
+
+def test_the_cache_inside_transformers(
+    prefix_reuse: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf = importlib.import_module("hf")
+    for name, value in {"TURN": 300, "ANSWER": 3, "SHORT": 8, "COLD": (64,)}.items():
+        monkeypatch.setattr(hf, name, value)
+    sides = hf.Sides(prefix_reuse.save_random_model(tmp_path), hf.CLOCKS["cpu"])
+    assert_every_line_is_measured(hf.measure(sides, 2), 6)

@@ -1,0 +1,115 @@
+"""The audit finds what is wrong in one budget: pieces, stored checkpoints, pins, candidates. One corruption each."""
+
+from collections.abc import Callable
+
+import pytest
+
+from hybrid.errors import AuditError
+from hybrid.memory.arena import ArenaPool
+from hybrid.tree.node import Node
+from hybrid.tree.policy import TURN_END
+from support.caches import AuditedCache, key_of, prefill, start
+from support.elastic import ONE, elastic
+
+
+class Books:
+    """A conversation whose checkpoint is stored smaller and pinned, a branch of it, and a request that runs."""
+
+    def __init__(self) -> None:
+        self.cache: AuditedCache = elastic(10, ONE, record_bytes=64)
+        for text in ("abcd", "abxy", "efgh"):
+            lease = prefill(self.cache, key_of(self.cache, text))
+            self.cache.donate_states(lease, 8)
+            self.cache.commit(lease, key_of(self.cache, text), 8)
+            self.cache.close(lease)
+        pin = self.cache.pin(key_of(self.cache, "abcd"))
+        assert pin is not None
+        self.pin = pin
+        self.lease = start(self.cache, key_of(self.cache, "efghi"))
+        assert self.cache.capture(self.lease, 10, TURN_END) is not None
+
+    def node(self, text: str) -> Node:
+        node = self.cache.tree.peek(key_of(self.cache, text), 10**6).deepest
+        assert node is not None
+        return node
+
+    def pool(self, name: str) -> ArenaPool:
+        assert self.cache.arena is not None
+        return next(pool for pool in self.cache.arena.pools if pool.name == name)
+
+
+def lose_a_piece(books: Books) -> None:
+    assert books.cache.arena is not None
+    books.cache.arena._free.pop()
+
+
+def free_a_piece_in_use(books: Books) -> None:
+    assert books.cache.arena is not None
+    books.cache.arena._free.append(books.pool("page").pieces[0])
+
+
+def miscount_loose_units(books: Books) -> None:
+    books.pool("page")._num_free += 1
+
+
+def keep_an_unused_piece(books: Books) -> None:
+    assert books.cache.arena is not None
+    pool = books.pool("page")
+    piece = books.cache.arena._free.pop()
+    pool._add(piece, list(range(piece * pool.per_piece, (piece + 1) * pool.per_piece)))
+
+
+def leak_a_record(books: Books) -> None:
+    assert books.pool("stored checkpoint").allocate(1) is not None
+
+
+def own_a_record_twice(books: Books) -> None:
+    books.node("abcd").slot = books.node("abxy").slot
+
+
+def pin_another_length(books: Books) -> None:
+    books.pin.num_tokens = 6
+
+
+def forget_a_pin(books: Books) -> None:
+    books.cache.pins.clear()
+
+
+def forget_the_newest_child(books: Books) -> None:
+    parent = books.node("abcd").parent
+    assert parent is not None
+    parent.newest = None
+
+
+def name_a_stranger_the_newest_child(books: Books) -> None:
+    parent = books.node("abcd").parent
+    assert parent is not None
+    parent.newest = books.node("efgh")
+
+
+def overlook_a_candidate(books: Books) -> None:
+    books.cache.tree._candidates._checkpoints.pop(books.cache.tree._candidates._checkpoints.peek()[1])  # type: ignore[index]
+
+
+CORRUPTIONS = [
+    (lose_a_piece, r"piece \d+ has no owner: leaked"),
+    (free_a_piece_in_use, r"piece \d+ is owned by free and by page"),
+    (miscount_loose_units, r"the arena counts \d+ free units of page and has \d+"),
+    (keep_an_unused_piece, r"piece \d+ belongs to page, although nothing in it is in use"),
+    (leak_a_record, r"stored checkpoint \d+ has no owner: leaked"),
+    (own_a_record_twice, r"stored checkpoint \d+ is owned by the checkpoint of '' at 8 and by the checkpoint of ''"),
+    (pin_another_length, r"a pin of 6 tokens does not keep the checkpoint there"),
+    (forget_a_pin, r"2 page locks are not those of the leases and pins"),
+    (forget_the_newest_child, r"its parent's newest child is none of its children"),
+    (name_a_stranger_the_newest_child, r"its parent's newest child is none of its children"),
+    (overlook_a_candidate, r"may be evicted, and is no candidate"),
+]
+
+
+@pytest.mark.parametrize(("corrupt", "line"), CORRUPTIONS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_corruption_is_named(corrupt: Callable[[Books], None], line: str) -> None:
+    books = Books()
+    books.cache.audit()
+    corrupt(books)
+    with pytest.raises(AuditError, match=line):
+        books.cache.audit()

@@ -1,0 +1,109 @@
+"""Why a hit was what it was: each reason, reached by a real situation. Pages hold two tokens, the grid is four."""
+
+import pytest
+
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.disabled import PassThroughCache
+from support.caches import AuditedCache, audited_cache, key_of, prefill, serve, start
+
+
+@pytest.fixture
+def cache() -> AuditedCache:
+    return audited_cache(num_pages=32, num_states=8, page_size=2, chunk_size=4)
+
+
+def reason(cache: AuditedCache, text: str, namespace: str = "", extra: int = 0) -> str:
+    """The reason that a request is given. It goes as it came: nothing of it is kept."""
+    lease = start(cache, key_of(cache, text, namespace, extra))
+    cache.close(lease)
+    explanation = lease.explanation
+    assert explanation.asked == 2 * len(text) + extra
+    assert explanation.usable_hit == lease.num_hit_tokens <= explanation.page_hit
+    return explanation.reason
+
+
+def test_the_cache_is_empty(cache: AuditedCache) -> None:
+    assert reason(cache, "ab") == "the cache is empty"
+
+
+def test_nothing_is_kept_in_a_namespace(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    assert reason(cache, "abcd", "tenant") == "nothing is kept in this namespace"
+    assert reason(cache, "abcd", extra=1).startswith("all of it")
+
+
+def test_the_default_namespace_may_be_empty_where_the_cache_is_not(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd", "tenant"))
+    assert reason(cache, "abcd") == "nothing is kept in this namespace"
+
+
+def test_first_sight_of_a_prompt(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    assert reason(cache, "xyz") == "first sight of this prompt"
+
+
+def test_first_sight_of_what_follows(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    assert reason(cache, "abcdxyz") == "first sight of what follows 8"
+
+
+def test_first_sight_of_what_follows_pages_that_reach_no_checkpoint(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    assert reason(cache, "axyz") == "first sight of what follows 2"
+
+
+def test_pages_but_no_checkpoint(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcdef"))
+    assert reason(cache, "abcdxyz") == "pages but no checkpoint there, between 0 and 8; one is put at 8 now"
+    assert reason(cache, "abxyz") == "pages but no checkpoint there, between 0 and 4; one is put at 4 now"
+
+
+def test_the_checkpoint_was_evicted(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    cache.evict_checkpoints(1)
+    assert reason(cache, "abcdxyz") == "the checkpoint there was evicted, between 0 and 8; one is put at 8 now"
+
+
+def test_what_follows_was_evicted(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    serve(cache, key_of(cache, "abcdefgh"))
+    cache.evict_pages(2)
+    assert reason(cache, "abcdefgh") == "pages but no checkpoint there, between 8 and 12; one is put at 12 now"
+    cache.evict_pages(2)
+    assert reason(cache, "abcdefgh") == "what follows 8 was here and has been evicted"
+    assert reason(cache, "abcdxyz") == "first sight of what follows 8"
+
+
+def test_one_token_is_left_to_compute(cache: AuditedCache) -> None:
+    key = key_of(cache, "abcd")
+    lease = start(cache, key)
+    for position in (4, 8):
+        cache.capture(lease, position)
+    cache.advance(lease, 8)
+    cache.commit(lease, key, 8)
+    cache.close(lease)
+    assert reason(cache, "abcd") == "capped at 4, the last multiple of 4 that leaves one token to compute"
+
+
+def test_all_of_it(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    assert reason(cache, "abcd", extra=1) == "all of it but what follows the last multiple of 4"
+    serve(cache, key_of(cache, "abcde"))
+    assert reason(cache, "abcde", extra=1) == "all of it but what follows the last multiple of 4"
+
+
+def test_a_prompt_shorter_than_a_page_has_nothing_to_share(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    assert reason(cache, "", extra=1) == "all of it but what follows the last multiple of 4"
+
+
+def test_the_cache_is_off() -> None:
+    cache = PassThroughCache.of_indices(8, 4, CacheConfig(page_size=2, chunk_size=2))
+    lease = prefill(cache, key_of(cache, "abc"))
+    assert str(lease.explanation) == "6 tokens asked, pages to 0, usable to 0: the cache is off"
+
+
+def test_an_explanation_reads_as_a_sentence(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcdef"))
+    lease = start(cache, key_of(cache, "abcdefgh"))
+    assert str(lease.explanation) == "16 tokens asked, pages to 12, usable to 12: first sight of what follows 12"

@@ -1,0 +1,162 @@
+"""The command line, as a person and as a machine use it; and that what it proves could fail."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid import Engine
+from hybrid.commands import parity, stress
+from hybrid.commands.main import main
+from hybrid.models.loading import TINY
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit status and the one JSON object of a command."""
+    status = main([*arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = run_json(capsys, "parity")
+    assert status == 0
+    assert result["passed"]
+    assert len(result["checks"]) == 9
+    assert all(check["hit_tokens"] for check in result["checks"][3:])
+
+
+def test_parity_fails_where_a_hit_changes_a_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that is off by one bit is noticed."""
+    monkeypatch.setattr(parity, "against_transformers", lambda *_: [])
+    monkeypatch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
+    commit = Engine._take
+
+    def spoiling(engine: Engine, *arguments: Any) -> Any:
+        tensor = engine.cache.state_tensors["recurrent"]
+        for _, node in engine.cache.tree.nodes():
+            if node.slot is not None:
+                tensor[node.slot] = torch.nextafter(tensor[node.slot], torch.tensor(torch.inf))
+        return commit(engine, *arguments)
+
+    monkeypatch.setattr(Engine, "_take", spoiling)
+    assert main(["parity"]) == 1
+    assert "log-probabilities differ" in capsys.readouterr().out
+
+
+def test_parity_fails_where_nothing_is_hit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(parity, "against_transformers", lambda *_: [])
+    monkeypatch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
+    monkeypatch.setattr("hybrid.cache.cache.HybridCache.commit", lambda *_: None)
+    status, result = run_json(capsys, "parity")
+    assert status == 1
+    assert "nothing was hit" in result["checks"][0]["detail"]
+
+
+def test_logits_that_are_off_are_noticed() -> None:
+    theirs = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
+    assert parity._compare("same", theirs.clone(), theirs).passed
+    off = theirs.clone()
+    off[7, 3] += 0.01
+    assert not parity._compare("off", off, theirs).passed
+
+
+def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
+    first = run_json(capsys, "stress", "--no-model", "--operations", "1500", "--seed", "4")
+    second = run_json(capsys, "stress", "--no-model", "--operations", "1500", "--seed", "4")
+    assert first == second
+    status, report = first
+    assert status == 0
+    assert report["leaked"] == 0
+    for happened in (
+        "hits",
+        "evicted_pages",
+        "evicted_checkpoints",
+        "retractions",
+        "failed_allocations",
+        "failed_passes",
+    ):
+        assert report[happened] > 0, happened
+    assert run_json(capsys, "stress", "--no-model", "--operations", "1500", "--seed", "5")[1] != report
+
+
+@pytest.mark.parametrize("seed", [2, 3])  # even: deterministic mode; odd: the other
+def test_stress_on_the_model_finds_every_checkpoint_exact(seed: int) -> None:
+    report = stress.run_stress(TINY, seed, 0, 250, progress=False)
+    assert report.passed
+    assert report.checked_checkpoints > 0
+
+
+def test_stress_counts_what_leaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    finish = stress.Stress.finish
+
+    def leaking(run: stress.Stress) -> stress.Report:
+        report = finish(run)
+        report.leaked += 1
+        return report
+
+    monkeypatch.setattr(stress.Stress, "finish", leaking)
+    assert main(["stress", "--no-model", "--operations", "10"]) == 1
+    assert "leaked: 1" in capsys.readouterr().out
+
+
+def test_stress_notices_a_checkpoint_that_is_not_the_state_of_its_key(tiny: Engine) -> None:
+    from support.engines import answer, engine_on, ids
+
+    engine = engine_on(tiny)
+    answer(engine, ids(100))
+    assert stress.check_checkpoints(engine)[1] == 0
+    slot = next(node.slot for _, node in engine.cache.tree.nodes() if node.slot is not None)
+    engine.cache.state_tensors["recurrent"][slot].view(-1)[5] += 1e-3
+    assert stress.check_checkpoints(engine)[1] == 1
+
+
+def test_the_demo_tells_its_story_and_the_answers_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo"]) == 0
+    told = capsys.readouterr().out
+    for said in ("identical bit by bit", "prompt tokens spared", "times as fast", "●", "○", "pages to", "small memory"):
+        assert said in told
+
+
+def test_the_demo_runs_without_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = run_json(capsys, "demo", "--no-cache")
+    assert status == 0
+    assert result["verdict"] is None
+    assert all(row["usable_hit"] == 0 for row in result["without_cache"])
+
+
+def test_generate_continues_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", "tiny", "The with statement", "class A:", "--max-new-tokens", "5", "--memory", "64MiB")
+    status, result = run_json(capsys, *arguments)
+    assert status == 0
+    assert [len(output["token_ids"]) <= 5 for output in result["outputs"]] == [True, True]
+    assert main([*arguments, "--chat", "--temperature", "1", "--seed", "3"]) == 0
+    assert "tokens asked" in capsys.readouterr().out
+
+
+def test_a_wrong_command_exits_with_2_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["generate", str(tmp_path), "hello"]) == 2
+    assert "it has no config.json" in capsys.readouterr().err
+    assert main(["generate", "tiny", ""]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", "tiny"])
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["parity"], ["stress"]])
+def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([*command, "--help"])
+    assert exit_.value.code == 0
+    assert len(capsys.readouterr().out) > 300
+
+
+def test_the_command_is_installed() -> None:
+    result = subprocess.run([sys.executable, "-m", "hybrid", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "hybrid 0.1.0"

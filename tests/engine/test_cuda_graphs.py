@@ -1,0 +1,176 @@
+"""Decode steps that run as recorded graphs, and steps that are scheduled while the last one is computed. Recording
+itself needs a GPU; what is recorded, and what fills a step up, does not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid import Engine, SamplingParams
+from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.model_runner import Pending, Runner
+from hybrid.engine.planner import Padding, plan
+from hybrid.engine.scheduler import Step
+from support.engines import assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+
+
+def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Records by remembering: runs the function again, into the same tensor."""
+    logits = run().clone()
+    return lambda: logits.copy_(run()), logits
+
+
+def with_graphs(engine: Engine) -> DecodeGraphs:
+    """Let an engine decode through graphs that were recorded in this way."""
+    cache = engine.cache
+    graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, replays)
+    engine.runner = Runner(engine.model, cache, engine.device, engine.deterministic, graphs)
+    return graphs
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_answers_through_graphs_are_those_without(tiny: Engine, deterministic: bool) -> None:
+    prompts = [ids(20 + 17 * n, seed=n) for n in range(5)]
+    params = [greedy(9), SamplingParams(max_new_tokens=12, temperature=1.5, seed=3, logprobs=2), *[greedy(6)] * 3]
+    expected = engine_on(tiny, deterministic=deterministic).generate(prompts, params, progress=False)
+    engine = engine_on(tiny, deterministic=deterministic)
+    graphs = with_graphs(engine)
+    outputs = engine.generate(prompts, params, progress=False)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    if deterministic:
+        assert [output.logprobs for output in outputs] == [output.logprobs for output in expected]
+    assert graphs.num_recorded >= 2
+    assert_nothing_held(engine)
+
+
+def test_a_shape_is_recorded_once(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    graphs = with_graphs(engine)
+    engine.generate([ids(30)], greedy(20), progress=False)
+    assert graphs.num_recorded == 1
+    engine.generate([ids(40, seed=1)], greedy(20), progress=False)
+    assert graphs.num_recorded == 1
+
+
+def test_what_fills_a_step_up_writes_nothing(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    for seed in range(3):
+        engine.add_request(ids(30, seed=seed), greedy(8))
+    engine.step()
+    step = engine.scheduler.schedule()
+    config, cache = engine.cache.config, engine.cache
+    host = plan(step, config.page_size, config.chunk_size, True, Padding(8, 16))
+    batch = host.batch(host.idle())
+    kv, state = cache.kv.clone(), {name: tensor.clone() for name, tensor in cache.state_tensors.items()}
+    engine.model(batch, cache.kv, cache.state_tensors)
+    assert torch.equal(kv.view(torch.uint8), cache.kv.contiguous().view(torch.uint8))
+    for name, tensor in state.items():
+        assert torch.equal(tensor.view(torch.uint8), cache.state_tensors[name].contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("requests", "pages", "padding"),
+    [(1, 1, (1, 16)), (3, 16, (4, 16)), (9, 17, (16, 32)), (17, 100, (24, 128)), (32, 4096, (32, 4096))],
+)
+def test_few_shapes_occur(requests: int, pages: int, padding: tuple[int, int]) -> None:
+    assert Padding.of(requests, pages) == padding
+
+
+# Overlap
+
+
+def overlapping(engine: Engine) -> Engine:
+    """Schedule steps while the last one is computed, as on a GPU."""
+    engine._overlap = True
+    return engine
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_answers_with_overlap_are_those_without(tiny: Engine, deterministic: bool) -> None:
+    shared = ids(64, seed=9)
+    prompts = [shared + ids(5 + 13 * n, seed=n) for n in range(6)]
+    params = [replace(greedy(10), max_new_tokens=3 + 4 * n) for n in range(6)]
+    engine = overlapping(engine_on(tiny, deterministic=deterministic))
+    for _ in range(2):
+        outputs = engine.generate(prompts, params, progress=False)
+        for output, prompt, asked in zip(outputs, prompts, params, strict=True):
+            assert output.token_ids == cold(tiny, prompt, asked).token_ids
+    assert_nothing_held(engine)
+
+
+def test_a_request_that_ends_unexpectedly_is_dropped_from_the_step_scheduled_ahead(tiny: Engine) -> None:
+    engine = overlapping(engine_on(tiny))
+    prompt = ids(30)
+    answer = cold(tiny, prompt, greedy(12)).token_ids
+    stop = next(token for at, token in enumerate(answer) if at >= 3 and token not in answer[:at])
+    params = SamplingParams(max_new_tokens=12, stop_token_ids=[stop], ignore_eos=True)
+    other = engine.add_request(ids(25, seed=4), greedy(12))
+    mine = engine.add_request(prompt, params)
+    outputs = run_to_end(engine)
+    assert outputs[mine].token_ids == answer[: answer.index(stop) + 1]
+    assert outputs[mine].finish_reason == "stop"
+    assert outputs[other].token_ids == cold(tiny, ids(25, seed=4), greedy(12)).token_ids
+    assert_nothing_held(engine)
+
+
+def test_abort_between_steps_drops_what_was_scheduled_ahead(tiny: Engine) -> None:
+    engine = overlapping(engine_on(tiny))
+    gone, stays = engine.add_request(ids(40), greedy(20)), engine.add_request(ids(41, seed=1), greedy(20))
+    for _ in range(4):
+        engine.step()
+    engine.abort(gone)
+    engine.cache.audit()
+    outputs = run_to_end(engine)
+    assert list(outputs) == [stays]
+    assert outputs[stays].token_ids == cold(tiny, ids(41, seed=1), greedy(20)).token_ids
+    assert_nothing_held(engine)
+
+
+def test_under_memory_pressure_overlap_loses_no_token(tiny: Engine) -> None:
+    """A request may be retracted for a step that is scheduled while its own token is computed."""
+    engine = overlapping(tiny.with_cache(engine_on(tiny).cache.config, room=(16, 8)))
+    prompts = [ids(50 + 9 * n, seed=n) for n in range(5)]
+    outputs = engine.generate(prompts, greedy(40), progress=False)
+    assert engine.scheduler.num_retractions > 0
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.token_ids == cold(tiny, prompt, greedy(40)).token_ids
+    assert_nothing_held(engine)
+
+
+class Lost(Pending):
+    """Tokens that never arrive."""
+
+    def wait(self) -> Any:
+        raise RuntimeError("the device is gone, say")
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_tokens_that_never_arrive_are_computed_again(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    engine = engine_on(tiny)
+    engine._overlap = overlap
+    launch, calls = engine.runner.launch, []
+
+    def unreliable(step: Step) -> Pending:
+        pending = launch(step)
+        calls.append(step)
+        return Lost(pending.tokens, None, []) if len(calls) in (1, 4, 5, 11) else pending
+
+    monkeypatch.setattr(engine.runner, "launch", unreliable)
+    prompts = [ids(50, seed=n) for n in range(3)]
+    requests = [engine.add_request(prompt, greedy(8)) for prompt in prompts]
+    outputs, failures = {}, 0
+    while engine.has_work:
+        try:
+            outputs.update({output.request_id: output for output in engine.step()})
+        except RuntimeError:
+            failures += 1
+            engine.cache.audit()
+    assert failures == 4
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert outputs[request].token_ids == cold(tiny, prompt, greedy(8)).token_ids
+    assert_nothing_held(engine)

@@ -1,0 +1,264 @@
+"""The operations as torch sees them: what they write, what they would give, who computes them."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid import CacheConfig, Engine, SamplingParams
+from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.kernels import external, ops, reference
+from support.tensors import ints, starts_of
+
+TOKENS, HEADS, KV_HEADS, DIM, PAGE = 5, 4, 2, 16, 8
+STARTS, LENGTHS = starts_of([3, 2]), [11, 10]
+
+
+def pages() -> torch.Tensor:
+    return torch.randn(6, 2, PAGE, KV_HEADS, DIM)
+
+
+def rule_arguments() -> tuple[Any, ...]:
+    """Of the chunk rule: two requests, key heads half as many as value heads, one capture."""
+    q, k, v = torch.randn(40, 2, DIM), torch.randn(40, 2, DIM), torch.randn(40, 4, DIM)
+    where = (starts_of([32, 8]), ints([0, 1]), ints([2, 3]), ints([0, 16, 4]).view(1, 3))
+    return q, k, v, -torch.rand(40, 4), torch.rand(40, 4), torch.randn(6, 4, DIM, DIM), *where, 16
+
+
+def step_arguments() -> tuple[Any, ...]:
+    channels, heads = 2 * 2 * DIM + 4 * DIM, 4
+    pools = torch.randn(6, 3, channels), torch.randn(6, heads, DIM, DIM)
+    own = (torch.randn(channels, 4), -torch.rand(heads), torch.randn(heads))
+    return (
+        *(torch.randn(2, size) for size in (channels, heads, heads)),
+        *own,
+        *pools,
+        starts_of([1, 1]),
+        ints([0, 1]),
+        ints([2, 1]),
+    )
+
+
+ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "add_rms_norm": lambda: (torch.randn(5, 24), torch.randn(5, 24), torch.rand(24), 1e-6),
+    "causal_conv1d": lambda: (
+        torch.randn(TOKENS, 24),
+        torch.randn(24, 4),
+        torch.randn(6, 3, 24),
+        STARTS,
+        ints([0, 1]),
+        ints([2, 1]),
+        ints([0, 2, 4]).view(1, 3),
+    ),
+    "chunk_gated_delta_rule": rule_arguments,
+    "combine_experts": lambda: (torch.randn(6, 24), ints([[0, 3], [1, 4], [2, 5]]), torch.rand(3, 2)),
+    "expert_linear": lambda: (
+        torch.randn(3, 24),
+        torch.randn(4, 8, 24),
+        ints([0, 1, 3, 2, 4, 5]),
+        ints([[1, 1, 2, 2], [3, 5, 6, 6]]),
+        2,
+        2,
+        [],
+    ),
+    "route_experts": lambda: (torch.randn(3, 8), 2, True),
+    "sort_by_expert": lambda: (ints([[0, 2], [1, 0], [1, 2]]), 4, 1),
+    "copy_states": lambda: (
+        torch.randint(0, 255, (8, 64), dtype=torch.uint8),
+        ints([1, 2]),
+        ints([5, 6]),
+    ),
+    "gated_delta_step": step_arguments,
+    "gated_rms_norm": lambda: (torch.randn(5, 2, 24), torch.randn(5, 2, 24), torch.rand(24), 1e-6),
+    "invariant_linear": lambda: (torch.randn(5, 24), torch.randn(32, 24), 3),
+    "norm_rotate_store": lambda: (
+        torch.randn(TOKENS, HEADS, 2 * DIM)[..., :DIM],
+        torch.randn(TOKENS, KV_HEADS, DIM),
+        torch.randn(TOKENS, KV_HEADS, DIM),
+        torch.rand(DIM),
+        torch.rand(DIM),
+        1e-6,
+        torch.randn(TOKENS, DIM // 2),
+        torch.randn(TOKENS, DIM // 2),
+        pages(),
+        ints([0, 1, -1, 9, 17]),
+    ),
+    "paged_attention": lambda: (
+        torch.randn(TOKENS, HEADS, DIM),
+        pages(),
+        ints([[0, 1], [2, 3]]),
+        STARTS,
+        ints(LENGTHS),
+        0.25,
+        16,
+        None,
+        torch.ones(TOKENS, 3, dtype=torch.bool),
+    ),
+    "rms_norm": lambda: (torch.randn(5, 2, 24), torch.rand(24), 1e-6),
+    "sigmoid_and_mul": lambda: (torch.randn(5, 2, 24), torch.randn(5, 2, 48)[..., 24:]),
+    "silu_and_mul": lambda: (torch.randn(5, 24), torch.randn(5, 24)),
+    "store_kv": lambda: (torch.randn(3, KV_HEADS, DIM), torch.randn(3, KV_HEADS, DIM), pages(), ints([0, -1, 9])),
+}
+NAMES = [*ops.OWN, *(ops.ANY_BATCH + name for name in ops.EXTERNAL)]
+
+
+def op(name: str) -> Any:
+    return getattr(torch.ops.hybrid, name).default
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_operation_writes_what_it_says_and_its_fake_has_the_right_shape(name: str) -> None:
+    arguments = ARGUMENTS[name.removeprefix(ops.ANY_BATCH)]()
+    results = torch.library.opcheck(op(name), arguments)
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_cpu_an_operation_is_its_twin(name: str) -> None:
+    plain = name.removeprefix(ops.ANY_BATCH)
+    ours = ARGUMENTS[plain]()
+    theirs = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in ours)
+    got, expected = op(name)(*ours), getattr(reference, plain)(*theirs)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def layer(x: torch.Tensor, scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """A piece of a model: a norm, a write into the pages, attention over them."""
+    y = ops.rms_norm(x, scale, 1e-6)
+    ops.store_kv(y[:, :KV_HEADS], y[:, KV_HEADS:], cache, slots)
+    return ops.paged_attention(y, cache, ints([[0, 1]]), starts_of([3]), ints([3]), 0.25, 16)
+
+
+def test_torch_compile_sees_through_the_operations_and_their_writes() -> None:
+    arguments = torch.randn(3, HEADS, DIM), torch.rand(DIM), pages(), ints([0, 1, 2])
+    copies = tuple(arg.clone() for arg in arguments)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*arguments), layer(*copies))
+    torch.testing.assert_close(arguments, copies)
+
+
+def test_torch_export_keeps_the_operations() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, *arguments: torch.Tensor) -> torch.Tensor:
+            return layer(*arguments)
+
+    arguments = torch.randn(3, HEADS, DIM), torch.rand(DIM), pages(), ints([0, 1, 2])
+    program = torch.export.export(Layer(), arguments)
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert {"hybrid.rms_norm.default", "hybrid.store_kv.default", "hybrid.paged_attention.default"} <= called
+    copies = tuple(arg.clone() for arg in arguments)
+    torch.testing.assert_close(program.module()(*arguments), layer(*copies))
+
+
+# Who computes them
+
+
+def test_on_a_gpu_every_operation_has_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "triton")
+    for name in ops.OWN:
+        function = ops.implementation(name, torch.device("cuda"))
+        assert function.__name__ == name
+        assert function.__module__ == f"hybrid.kernels.{ops.OWN[name]}"
+
+
+def test_the_twins_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "reference")
+    for name in ops.OWN:
+        assert ops.implementation(name, torch.device("cuda")) is getattr(reference, name)
+
+
+def test_what_is_not_invariant_may_be_another_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "auto")
+    gpu = torch.device("cuda")
+    for name in ops.EXTERNAL:
+        assert ops.implementation(name, gpu).__module__ == f"hybrid.kernels.{ops.OWN[name]}"
+        assert ops.implementation(ops.ANY_BATCH + name, gpu).__module__ in (
+            f"hybrid.kernels.{ops.OWN[name]}",
+            "hybrid.kernels.external",
+        )
+
+
+def test_a_wrong_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "fast")
+    with pytest.raises(ValueError, match="auto, triton, reference; got 'fast'"):
+        ops.implementation("rms_norm", torch.device("cpu"))
+
+
+def test_triton_on_a_cpu_without_its_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"):
+        ops.implementation("rms_norm", torch.device("cpu"))
+
+
+def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    call = ops._chosen_at_first_call("rms_norm")
+    with caplog.at_level(logging.INFO, logger="hybrid.kernels.ops"):
+        for _ in range(3):
+            call(torch.randn(2, 8), torch.ones(8), 1e-6)
+    assert caplog.messages == ["rms_norm on cpu: the twin in plain torch"]
+
+
+def test_why_another_package_is_not_used_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "auto")
+    monkeypatch.setattr(external, "implementation", lambda name: "a-package cannot be used (it is not there)")
+    with caplog.at_level(logging.INFO, logger="hybrid.kernels.ops"):
+        ops.implementation("batch_dependent_causal_conv1d", torch.device("cuda"))
+    assert caplog.messages == ["causal_conv1d on cuda: our Triton kernel: a-package cannot be used (it is not there)"]
+
+
+PROMPTS = [list(range(5, 45)), [*range(5, 37), 7]]
+Told = list[list[list[object]]]
+
+
+def answers(checkpoint: str, deterministic: bool) -> Told:
+    """Tokens, cached tokens and log-probabilities of two prompts, asked twice."""
+    config = CacheConfig(page_size=16, chunk_size=16, memory="8MiB", deterministic=deterministic)
+    engine = Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=1)
+    told = []
+    for _ in range(2):
+        outputs = engine.generate(PROMPTS, params, progress=False)
+        told.append([[output.token_ids, output.usage.cached_tokens, repr(output.logprobs)] for output in outputs])
+        engine.cache.audit()
+    return told
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_an_engine_runs_on_interpreted_kernels(
+    checkpoint: Path, family: str, deterministic: bool, tmp_path: Path
+) -> None:
+    """Every kernel of ours in its place: the twins' answers, and hits that equal cold runs bit by bit."""
+    if family != "qwen3_5_text":
+        checkpoint = write_random_checkpoint(tmp_path / family, family)
+    paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    program = (
+        f"import json, sys; sys.path[:0] = {paths!r}; import test_ops as test; "
+        f"print(json.dumps(test.answers({str(checkpoint)!r}, {deterministic})))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HYBRID_KERNELS": "triton", "TRITON_INTERPRET": "1"},
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    ours, twins = json.loads(found.stdout), answers(str(checkpoint), deterministic)
+    for mine, expected in zip(ours, twins, strict=True):
+        assert [answer[:2] for answer in mine] == [answer[:2] for answer in expected]
+    cold, warm = ours
+    assert all(answer[1] >= 32 for answer in warm)
+    if deterministic:
+        assert [answer[2] for answer in warm] == [answer[2] for answer in cold]

@@ -1,0 +1,169 @@
+"""From token ids to text as they come: whole characters, stop texts cut off, and nothing told that is taken back."""
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hybrid.errors import PromptError
+from hybrid.prompts.text import TextStream, encode
+from support.checkpoints import SPECIAL
+
+LETTERS = "aéö日本🙂 \nb"
+"""Of one to four bytes each. The tokenizer has a token for every byte, and few for more."""
+
+texts = st.text(st.sampled_from(LETTERS), max_size=30)
+any_ids = st.lists(st.integers(0, 299), max_size=30)
+
+
+def told(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[TextStream, list[str]]:
+    """Run a stream up to its stop or its end. Returns it, and what became certain with each token and at the end."""
+    stream, pieces, before = TextStream(tokenizer, stop), [], ""
+    for token in ids:
+        stopped = stream.append(token)
+        assert stream.text.startswith(before)  # what was told stays
+        pieces.append(stream.text[len(before) :])
+        before = stream.text
+        assert stopped == stream.stopped
+        if stopped:
+            break
+    stream.finish()
+    assert stream.text.startswith(before)
+    return stream, [*pieces, stream.text[len(before) :]]
+
+
+@given(ids=any_ids)
+@settings(deadline=None)
+def test_pieces_of_any_tokens_together_are_what_the_tokenizer_decodes(ids: list[int], tokenizer: Any) -> None:
+    """Among them bytes that are no text at all, and special tokens, which are left out."""
+    stream, pieces = told(tokenizer, ids)
+    assert "".join(pieces) == stream.text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert not stream.stopped
+
+
+@given(text=texts)
+@settings(deadline=None)
+def test_a_text_comes_back_in_whole_characters(text: str, tokenizer: Any) -> None:
+    _, pieces = told(tokenizer, tokenizer(text).input_ids)
+    assert "".join(pieces) == text
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_the_bytes_of_a_character_are_told_when_it_is_whole(tokenizer: Any) -> None:
+    ids = tokenizer("bîb").input_ids
+    assert len(ids) == 4
+    _, pieces = told(tokenizer, ids)
+    assert pieces == ["b", "", "î", "b", ""]
+
+
+def test_a_character_that_stays_incomplete_is_told_at_the_end(tokenizer: Any) -> None:
+    ids = tokenizer("b日").input_ids[:-1]
+    stream, pieces = told(tokenizer, ids)
+    assert "".join(pieces[:-1]) == "b"
+    assert stream.text == tokenizer.decode(ids) == "b\ufffd"
+
+
+def test_special_tokens_are_no_text(tokenizer: Any) -> None:
+    special = tokenizer.convert_tokens_to_ids(SPECIAL)
+    stream, _ = told(
+        tokenizer, [special[0], *tokenizer("ab").input_ids, special[1], *tokenizer("é").input_ids, special[2]]
+    )
+    assert stream.text == "abé"
+
+
+# Stop texts
+
+
+@given(text=texts, stop=st.text(st.sampled_from(LETTERS), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=300)
+def test_an_answer_ends_before_the_first_place_of_its_stop_text(text: str, stop: str, tokenizer: Any) -> None:
+    stream, pieces = told(tokenizer, tokenizer(text).input_ids, (stop,))
+    assert stream.stopped == (stop in text)
+    assert "".join(pieces) == stream.text == text.split(stop)[0]
+
+
+@given(text=texts, stops=st.lists(st.text(st.sampled_from(LETTERS), min_size=1, max_size=4), max_size=4).map(tuple))
+@example(text="\naé", stops=("a", "\naé"))  # a token may hold a letter and a part of the next
+@settings(deadline=None, max_examples=300)
+def test_of_several_stop_texts_the_one_that_is_complete_first_ends_the_answer(
+    text: str, stops: tuple[str, ...], tokenizer: Any
+) -> None:
+    ids = tokenizer(text).input_ids
+    stream, _ = told(tokenizer, ids, stops)
+    whole = [text[:count] for count in range(len(text) + 1)]  # however tokens cut it
+    seen = next((seen for seen in whole if any(stop in seen for stop in stops)), None)
+    assert stream.stopped == (seen is not None)
+    expected = text if seen is None else seen[: min(seen.find(stop) for stop in stops if stop in seen)]
+    assert stream.text == expected
+
+
+@given(text=texts, stop=st.text(st.sampled_from(LETTERS), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=300)
+def test_the_tokens_kept_are_those_whose_text_lies_before_the_stop(text: str, stop: str, tokenizer: Any) -> None:
+    """A byte of a character that the stop text begins with is not kept, though nothing was told of it."""
+    ids = tokenizer(text + stop).input_ids
+    stream, _ = told(tokenizer, ids, (stop,))
+    assert stream.stopped
+    kept = tokenizer.decode(ids[: stream.num_kept])
+    assert stream.text.startswith(kept)
+    assert not any(
+        stream.text.startswith(tokenizer.decode(ids[:more])) for more in range(stream.num_kept + 1, len(ids))
+    )
+
+
+def test_text_that_may_become_a_stop_text_is_held_back_and_told_when_it_does_not(tokenizer: Any) -> None:
+    ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "abab-x"]
+    stream = TextStream(tokenizer, ("abc", "b-y"))
+    shown = []
+    for token in ids:
+        stream.append(token)
+        shown.append(stream.text)
+    assert shown == ["", "", "ab", "ab", "aba", "abab-x"]
+    stream.finish()
+    assert stream.text == "abab-x"
+
+
+def test_what_is_held_back_at_the_end_is_told_then(tokenizer: Any) -> None:
+    stream = TextStream(tokenizer, ("abc",))
+    for letter in "xab":
+        stream.append(tokenizer.convert_tokens_to_ids(letter))
+    assert stream.text == "x"
+    stream.finish()
+    assert stream.text == "xab"
+    assert not stream.stopped
+
+
+def test_a_stop_text_within_one_token_cuts_that_token(tokenizer: Any) -> None:
+    ids = tokenizer(" the letter").input_ids
+    assert tokenizer.decode(ids[:1]) == " the"
+    stream, _ = told(tokenizer, ids, ("he",))
+    assert stream.text == " t"
+    assert stream.num_kept == 0
+
+
+def test_a_stop_text_may_span_many_tokens(tokenizer: Any) -> None:
+    text = "a日本🙂b"
+    ids = tokenizer("xy" + text + " and more").input_ids
+    stream, pieces = told(tokenizer, ids, (text,))
+    assert stream.stopped
+    assert "".join(pieces) == tokenizer.decode(ids[: stream.num_kept]) == "xy"
+
+
+# Prompts
+
+
+def test_prompts_become_token_ids(tokenizer: Any) -> None:
+    assert encode(tokenizer, "Größe") == tokenizer("Größe").input_ids
+    assert encode(tokenizer, [5, 6]) == [5, 6]
+    assert encode(None, [5, 6]) == [5, 6]
+    chat = encode(tokenizer, [{"role": "user", "content": "日本"}])
+    assert tokenizer.decode(chat) == "<|im_start|>user\n日本<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    "prompt", [None, 5, 5.0, b"text", {"role": "user"}, [1, "a"], [1.0], [True], [[1], [2]], ["a"]]
+)
+def test_another_form_of_prompt_is_refused(prompt: Any, tokenizer: Any) -> None:
+    with pytest.raises(PromptError, match="a prompt is a text, a list of token ids, or a list of chat messages"):
+        encode(tokenizer, prompt)

@@ -1,0 +1,255 @@
+"""Ghosts: a prefix that has gone is known on the second sight, and a policy hears of hits that it made impossible."""
+
+from itertools import count
+from random import Random
+
+import pytest
+
+from hybrid.cache.config import CacheConfig
+from hybrid.key import Key
+from hybrid.tree.node import Checkpoint, Released
+from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.policy import Facts
+from hybrid.tree.tree import Tree
+from support.caches import AuditedCache, TreeCase, audited_cache, key_of, serve, start
+
+# The second sight
+
+
+@pytest.fixture
+def cache() -> AuditedCache:
+    return audited_cache(num_pages=16, num_states=8)
+
+
+def test_a_prefix_is_recognised_although_its_pages_have_gone(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abc"))
+    cache.evict_pages(3)
+    serve(cache, key_of(cache, "x"))
+    lease = start(cache, key_of(cache, "abcd"))
+    assert (lease.explanation.page_hit, lease.num_hit_tokens, lease.branching_len) == (0, 0, 6)
+    assert "was here and has been evicted" in lease.explanation.reason
+
+
+def test_where_a_request_leaves_what_was_known_is_its_branching_point(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    cache.clear()
+    assert start(cache, key_of(cache, "abxy")).branching_len == 4
+
+
+def test_a_first_sight_has_no_branching_point(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    cache.clear()
+    assert start(cache, key_of(cache, "xyz")).branching_len is None
+    assert start(cache, key_of(cache, "abcd", "other")).branching_len is None
+
+
+def test_what_was_known_goes_on_from_the_pages_that_are_left(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcdef"))
+    cache.evict_pages(3)
+    lease = start(cache, key_of(cache, "abcdexy"))
+    assert (lease.explanation.page_hit, lease.branching_len) == (6, 10)
+
+
+def test_a_branching_point_among_ghosts_lies_on_the_grid_and_leaves_a_token_to_compute() -> None:
+    cache = audited_cache(num_pages=16, num_states=8, page_size=2, chunk_size=4)
+    serve(cache, key_of(cache, "abcde"))
+    cache.clear()
+    for text, branching_len in (("abcdxy", 8), ("abcxyz", 4), ("abcd", 4), ("abx", 4), ("axy", None)):
+        lease = start(cache, key_of(cache, text))
+        assert lease.branching_len == branching_len
+        cache.close(lease)
+
+
+def test_nothing_is_recalled_beyond_a_deeper_checkpoint_that_is_there(cache: AuditedCache) -> None:
+    serve(cache, key_of(cache, "abcd"))
+    cache.clear()
+    serve(cache, key_of(cache, "abcd"))
+    lease = start(cache, key_of(cache, "abcdx"))
+    assert (lease.num_hit_tokens, lease.branching_len) == (8, None)
+
+
+# What a policy hears
+
+
+class Listener:
+    """The least recently used goes; misses are written down."""
+
+    order = "rising"
+
+    def __init__(self) -> None:
+        self.missed_at: list[int] = []
+        self.hits_before: list[int] = []
+
+    def rank(self, facts: Facts) -> float:
+        return facts.last_used
+
+    def missed(self, facts: Facts) -> None:
+        self.missed_at.append(facts.num_tokens)
+        self.hits_before.append(facts.hits)
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def heard(listener: Listener) -> AuditedCache:
+    cache = AuditedCache.of_indices(24, 8, CacheConfig(page_size=2, chunk_size=2, eviction=listener))
+    assert isinstance(cache, AuditedCache)
+    return cache
+
+
+def test_a_miss_is_told_where_the_pages_are_left(heard: AuditedCache, listener: Listener) -> None:
+    serve(heard, key_of(heard, "ab"))
+    heard.evict_checkpoints(1)
+    start(heard, key_of(heard, "abc"))
+    assert listener.missed_at == [4]
+
+
+def test_a_miss_is_told_where_the_pages_have_gone_too(heard: AuditedCache, listener: Listener) -> None:
+    serve(heard, key_of(heard, "ab"))
+    heard.evict_pages(2)
+    start(heard, key_of(heard, "abc"))
+    assert listener.missed_at == [4]
+
+
+def test_a_miss_counts_as_a_use_so_that_the_next_is_told_with_it(heard: AuditedCache, listener: Listener) -> None:
+    serve(heard, key_of(heard, "ab"))
+    serve(heard, key_of(heard, "abx"))
+    heard.clear()
+    for _ in range(3):
+        heard.close(start(heard, key_of(heard, "aby")))
+    assert listener.missed_at == [4, 4, 4]
+    assert listener.hits_before == [1, 2, 3]
+    assert heard.stats().policy_failure is None
+
+
+def test_no_miss_is_told_of_what_would_not_have_served(heard: AuditedCache, listener: Listener) -> None:
+    serve(heard, key_of(heard, "abcd"))
+    heard.clear()
+    start(heard, key_of(heard, "abc"))  # its checkpoint lay beyond
+    start(heard, key_of(heard, "xyz"))
+    start(heard, key_of(heard, "abcd"))  # the last token is always computed
+    assert listener.missed_at == []
+
+
+def test_no_miss_is_told_where_a_deeper_checkpoint_serves(heard: AuditedCache, listener: Listener) -> None:
+    serve(heard, key_of(heard, "ab"))
+    serve(heard, key_of(heard, "abcd"))
+    heard.evict_checkpoints(1)
+    lease = start(heard, key_of(heard, "abcdx"))
+    assert (lease.num_hit_tokens, listener.missed_at) == (8, [])
+
+
+def test_a_request_that_could_not_be_opened_tells_nothing(heard: AuditedCache, listener: Listener) -> None:
+    serve(heard, key_of(heard, "ab"))
+    heard.clear()
+    assert heard.open(key_of(heard, "ab" * 20), 79, 80) is None
+    assert listener.missed_at == []
+
+
+# How many there are
+
+
+def test_ghosts_are_bounded_and_the_newest_are_kept() -> None:
+    case = TreeCase(max_ghosts=10)
+    for index in range(100):
+        text = "abcd"[index % 4] + chr(ord("A") + index)
+        case.put(text)
+        case.tree.evict_pages(2)
+        assert len(case.tree._ghosts) <= 10
+    newest, oldest = case.key("d" + chr(ord("A") + 99)), case.key("aA")
+    assert case.tree.was_evicted(newest, case.tree.peek(newest, 4))
+    assert case.tree._ghosts.follow(newest, None, 0, 4)[0] == 4
+    assert case.tree._ghosts.follow(oldest, None, 0, 4)[0] < 4
+
+
+def test_a_cache_bounds_its_ghosts() -> None:
+    cache = audited_cache(num_pages=8, num_states=4)
+    bound = 2 * cache.tree._ghosts._half
+    for index in range(bound // 4):
+        cache.tree.insert(Key.of([index] * 16), 16, list(range(8)))
+        cache.tree.evict_pages(8)
+    assert bound / 2 <= len(cache.tree._ghosts) <= bound + 8
+
+
+# Against a set of all prefixes that have gone
+
+Prefix = tuple[str, tuple[int, ...]]
+
+
+class Life:
+    """A random life of a tree, beside the set of all prefixes on the grid whose last page has gone."""
+
+    def __init__(self, seed: int, page_size: int, grid: int) -> None:
+        self.random = Random(seed)
+        self.page_size, self.grid = page_size, grid
+        self.tree = Tree(page_size, grid, LeastRecentlyUsed(), max_ghosts=10**6)
+        self.pages: dict[int, Prefix] = {}
+        self.gone: set[Prefix] = set()
+        self._page, self._slot = count(), count(1)
+
+    def draw(self) -> Prefix:
+        """Tokens that share much with others: pages of one token, mostly the same one."""
+        random, ids = self.random, list[int]()
+        for _ in range(random.randint(1, 10)):
+            ids += [random.choice((1, 1, 1, 2))] * self.page_size
+        return random.choice(("", "", "other")), tuple(ids)
+
+    def insert(self) -> None:
+        namespace, ids = self.draw()
+        offered = [next(self._page) for _ in range(len(ids) // self.page_size)]
+        checkpoint = None
+        if len(ids) % self.grid == 0 and self.random.random() < 0.7:
+            checkpoint = Checkpoint(next(self._slot), len(ids))
+        inserted = self.tree.insert(Key.of(ids, namespace), len(ids), offered, checkpoint)
+        for index in range(inserted.num_existing // self.page_size, len(offered)):
+            self.pages[offered[index]] = (namespace, ids[: (index + 1) * self.page_size])
+
+    def take(self, released: Released) -> None:
+        for page in released.pages:
+            prefix = self.pages.pop(page)
+            if len(prefix[1]) % self.grid == 0:
+                self.gone.add(prefix)
+
+    def known(self, namespace: str, ids: tuple[int, ...], begin: int, limit: int) -> int:
+        """How far the prefixes after `begin` tokens were once there, one multiple of the grid after the other."""
+        end = (begin // self.grid + 1) * self.grid
+        while end <= min(limit, len(ids)) and (namespace, ids[:end]) in self.gone:
+            begin, end = end, end + self.grid
+        return begin
+
+    def compare(self) -> bool:
+        """Ask for a random prefix; whether ghosts had anything to say."""
+        namespace, ids = self.draw()
+        ids += (1,) * self.random.randint(0, 2 * self.grid)
+        key, limit = Key.of(ids, namespace), self.random.randint(1, len(ids))
+        match = self.tree.peek(key, limit)
+        node, num_pages = match.deepest, match.num_page_tokens
+        if node is not None and node.end != num_pages:
+            return False
+        expected = self.known(namespace, ids, num_pages, limit)
+        assert self.tree._ghosts.follow(key, node, num_pages, limit)[0] == expected
+        past = self.tree.recall(key, match, limit)
+        assert past.num_tokens == expected
+        return expected > num_pages
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("page_size", "grid"), [(1, 1), (1, 4), (2, 4), (2, 2), (4, 8)])
+def test_ghosts_know_what_a_set_of_all_prefixes_that_have_gone_knows(page_size: int, grid: int, seed: int) -> None:
+    life, told = Life(seed, page_size, grid), 0
+    for _ in range(400):
+        action = life.random.random()
+        if action < 0.35:
+            life.insert()
+        elif action < 0.5:
+            life.take(life.tree.evict_pages(life.random.randint(1, 6)))
+        elif action < 0.6:
+            life.take(life.tree.evict_checkpoints(life.random.randint(1, 2)))
+        elif action < 0.62:
+            life.take(life.tree.evict_all())
+        else:
+            told += life.compare()
+    assert told > 10

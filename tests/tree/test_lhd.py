@@ -1,0 +1,187 @@
+"""The policy that learns: its arithmetic, and that it finds out what a cache of random work should keep."""
+
+import random
+
+import pytest
+
+from hybrid.cache.cache import HybridCache
+from hybrid.cache.config import CacheConfig
+from hybrid.key import Key
+from hybrid.tree import lhd as learned
+from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LearnedHitDensity, age_bin, density
+from hybrid.tree.policy import BRANCH, PROMPT_END, TURN_END, USER, Facts, Usage
+from support.caches import AuditedCache, start
+
+PAGE = 4
+
+
+def facts(usage: Usage, now: int, below: bool = False) -> Facts:
+    return Facts.without_node(usage, now, 64, tokens_saved=64, bytes_freed=64, has_below=below)
+
+
+def test_bins_of_age_are_half_octaves_without_a_gap() -> None:
+    assert [age_bin(age) for age in (0, 1, 2, 3, 4, 5, 7, 15, 10**9)] == [0, 2, 3, 4, 4, 5, 6, 8, BINS - 1]
+    for at in range(BINS - 1):
+        assert EDGES[at] <= EDGES[at + 1]
+        for age in range(EDGES[at], min(EDGES[at + 1], EDGES[at] + 50)):
+            assert age_bin(age) == BIN_OF[age] == at
+
+
+@pytest.mark.parametrize("hazard", [0.5, 0.01, 1e-4])
+def test_where_the_hazard_is_constant_it_is_the_density(hazard: float) -> None:
+    """A hit comes after 1 / hazard requests on average, which is what it costs to wait for it."""
+    assert density([hazard] * BINS) == pytest.approx([hazard] * BINS)
+
+
+def test_what_comes_soon_counts_more_than_what_comes_late() -> None:
+    soon = density([0.1 if at < 6 else 1e-4 for at in range(BINS)])
+    late = density([1e-4 if at < 16 else 0.1 for at in range(BINS)])
+    assert soon[0] > 5 * late[0]
+    assert late[10] > late[0]  # the longer it has waited, the nearer it is
+    assert soon[10] < soon[0]
+
+
+def live(policy: LearnedHitDensity, kind: str, now: int) -> Usage:
+    usage = Usage(now, now, kind=kind, used_at=now)
+    policy.entered(facts(usage, now))
+    return usage
+
+
+def use(policy: LearnedHitDensity, usage: Usage, now: int, gone: bool) -> None:
+    (policy.missed if gone else policy.hit)(facts(usage, now))
+    usage.hits += 1
+    usage.used_at = now
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_kind_that_is_hit_is_worth_more_than_one_that_is_not(gone: bool) -> None:
+    """Branches are used again after 8 requests, turn ends never. Also where every branch had been evicted: ghosts teach
+    as well as hits do."""
+    policy = LearnedHitDensity()
+    branches: list[tuple[int, Usage]] = []
+    for now in range(1, 400):
+        live(policy, TURN_END, now)
+        fresh = live(policy, BRANCH, now)
+        if gone:
+            policy.evicted(facts(fresh, now))
+        branches.append((now, fresh))
+        for born, usage in branches:
+            if now == born + 8:
+                use(policy, usage, now, gone)
+    now = 400
+    wanted, unwanted = Usage(now, now, kind=BRANCH, used_at=now - 3), Usage(now, now, kind=TURN_END, used_at=now - 3)
+    assert policy.rank(facts(wanted, now)) > 10 * policy.rank(facts(unwanted, now))
+
+
+def test_a_kind_never_seen_is_worth_what_its_age_says() -> None:
+    policy = LearnedHitDensity()
+    young, old = Usage(1, 1, kind=BRANCH, used_at=99), Usage(1, 1, kind=BRANCH, used_at=1)
+    assert policy.rank(facts(young, 100)) > policy.rank(facts(old, 100)) > 0
+
+
+def test_a_priority_doubles_and_a_spare_checkpoint_goes_before_all() -> None:
+    policy = LearnedHitDensity()
+    plain, dear = Usage(1, 1), Usage(1, 1, priority=3)
+    assert policy.rank(facts(dear, 5)) == pytest.approx(8 * policy.rank(facts(plain, 5)))
+    assert policy.rank(facts(Usage(1, 0), 5)) < 0
+
+
+def test_records_of_what_has_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned, "MOST_WATCHED", 50)
+    policy = LearnedHitDensity()
+    for now in range(1, 300):
+        usage = live(policy, TURN_END, now)
+        if now % 10:
+            policy.evicted(facts(usage, now))
+    assert len(policy._watched) <= 50 + 30
+
+
+# In a cache
+
+
+def small_cache(memory: int = 60_000, **config: object) -> HybridCache:
+    settings = CacheConfig(page_size=PAGE, chunk_size=PAGE, **config)  # type: ignore[arg-type]
+    return AuditedCache.of_bytes(memory, page_bytes=1000, state_bytes=5000, config=settings)
+
+
+def serve(cache: HybridCache, ids: list[int], answer: int = PAGE) -> int:
+    """A request and its answer, as an engine would; returns the hit."""
+    key = Key.of([*ids, *range(1000, 1000 + answer)])
+    lease = cache.open(key, len(ids) - 1, len(ids))
+    assert lease is not None
+    hit = lease.num_hit_tokens
+    for position, kind in sorted({lease.branching_len or 0: BRANCH, (len(ids) - 1) // PAGE * PAGE: PROMPT_END}.items()):
+        if position > hit:
+            cache.capture(lease, position, kind)
+    cache.advance(lease, len(ids))
+    cache.commit(lease, key, len(ids) // PAGE * PAGE)
+    whole = len(key) // PAGE * PAGE
+    if cache.reserve(lease, len(key)):
+        if whole > len(ids):
+            cache.capture(lease, whole, TURN_END)
+        cache.advance(lease, len(key))
+        cache.commit(lease, key, whole)
+        cache.end_turn(lease, len(key))
+    cache.close(lease)
+    return hit
+
+
+def rate(eviction: str) -> float:
+    """Twelve popular prompts with a question each, among many prompts that nobody asks again."""
+    cache, dice = small_cache(eviction=eviction), random.Random(5)
+    popular = [[dice.randrange(900) for _ in range(24)] for _ in range(12)]
+    hits = asked = 0
+    for _ in range(500):
+        if dice.random() < 0.4:
+            prompt = dice.choice(popular) + [dice.randrange(900) for _ in range(3)]
+        else:
+            prompt = [dice.randrange(900) for _ in range(27)]
+        hits += serve(cache, prompt)
+        asked += len(prompt)
+    return hits / asked
+
+
+def test_it_keeps_what_is_popular_where_recency_does_not() -> None:
+    assert rate("lhd") > 1.5 * rate("lru")
+
+
+def test_the_same_seed_evicts_the_same_victims() -> None:
+    assert rate("lhd") == rate("lhd")
+
+
+def test_a_checkpoint_not_worth_its_room_is_not_taken_and_remembered_all_the_same() -> None:
+    """Every slot holds a prompt that is asked all the time. One more that nobody has asked for takes none of them."""
+    cache = small_cache(memory=26_000)
+    for _ in range(60):
+        for letter in (1, 2):
+            serve(cache, [letter] * (2 * PAGE + 1), answer=1)
+    lease = start(cache, Key.of([3] * (PAGE + 1)))
+    before = cache.stats().checkpoints
+    assert cache.capture(lease, PAGE, USER) is None
+    assert cache.stats().checkpoints == before
+    assert lease.marks[PAGE].kind == USER
+    key = Key.of([3] * (PAGE + 1))
+    cache.advance(lease, PAGE + 1)
+    cache.commit(lease, key, PAGE)
+    cache.close(lease)
+    again = start(cache, key)
+    assert again.explanation.reason.startswith("a checkpoint there was not worth its room, between 0 and 4")
+    cache.close(again)
+
+
+def test_the_checkpoint_of_a_prompt_at_whose_end_its_turn_ends_is_that_of_the_turn() -> None:
+    cache = small_cache()
+    serve(cache, [7] * (2 * PAGE + 1), answer=1)
+    (checkpoint,) = [node for _, node in cache.tree.nodes() if node.slot is not None]
+    assert (checkpoint.end, checkpoint.usage.kind) == (2 * PAGE, TURN_END)
+
+
+def test_turns_are_counted_along_a_conversation() -> None:
+    cache = small_cache(memory=200_000)
+    ids: list[int] = []
+    for turn in range(4):
+        ids = [*ids, *[turn] * PAGE]
+        serve(cache, ids)
+        ids = [*ids, *range(1000, 1000 + PAGE)]
+    turns = {node.end: node.usage.turn for _, node in cache.tree.nodes() if node.usage.kind == TURN_END}
+    assert turns == {2 * PAGE * (turn + 1): turn for turn in range(4)}
