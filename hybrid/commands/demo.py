@@ -11,7 +11,7 @@ from typing import Any
 from hybrid.cache.config import CacheConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.request import RequestOutput
-from hybrid.engine.sampling import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.observe.draw import LEGEND, draw_tree
 from hybrid.prompts.text import Prompt, encode
 

@@ -180,7 +180,7 @@ def run_generate(args: argparse.Namespace, console: Console) -> tuple[int, dict[
     """Continue prompts, all together, and say for each what the cache had."""
     from hybrid.cache.config import CacheConfig
     from hybrid.engine.engine import Engine
-    from hybrid.engine.sampling import SamplingParams
+    from hybrid.engine.sampling_params import SamplingParams
     from hybrid.prompts.text import Prompt
 
     memory = float(args.memory) if args.memory.replace(".", "", 1).isdigit() else args.memory

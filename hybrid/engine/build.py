@@ -12,7 +12,7 @@ import torch
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import PassThroughCache
-from hybrid.engine.sampling import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError
 from hybrid.memory.device import free_memory
 from hybrid.prompts.images import ImagePrompt

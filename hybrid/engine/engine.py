@@ -19,7 +19,7 @@ from hybrid.engine.build import as_prompts, furnish, generation_defaults, settle
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import Runner
 from hybrid.engine.request import Request, RequestOutput, Status
-from hybrid.engine.sampling import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler, Step
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.interrupts import deferred_interrupts
