@@ -12,8 +12,8 @@ from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease, Pin
 from hybrid.engine.sampling import SamplingParams, new_seed, uniform
 from hybrid.key import Key
+from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.images import Media
-from hybrid.prompts.text import TextStream
 
 
 class Status(Enum):
