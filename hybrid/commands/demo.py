@@ -13,7 +13,7 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.request import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.observe.draw import LEGEND, draw_tree
-from hybrid.prompts.text import Prompt, encode
+from hybrid.prompts.encode import Prompt, encode
 
 __all__ = ["LEGEND", "Row", "Run", "Story", "Verdict", "as_json", "compare", "load_engine"]
 

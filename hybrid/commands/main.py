@@ -181,7 +181,7 @@ def run_generate(args: argparse.Namespace, console: Console) -> tuple[int, dict[
     from hybrid.cache.config import CacheConfig
     from hybrid.engine.engine import Engine
     from hybrid.engine.sampling_params import SamplingParams
-    from hybrid.prompts.text import Prompt
+    from hybrid.prompts.encode import Prompt
 
     memory = float(args.memory) if args.memory.replace(".", "", 1).isdigit() else args.memory
     params = SamplingParams(

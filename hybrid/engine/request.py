@@ -13,8 +13,8 @@ from hybrid.cache.lease import Lease, Pin
 from hybrid.engine.sampler import new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
+from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.images import Media
-from hybrid.prompts.text import TextStream
 
 
 class Status(Enum):
