@@ -15,9 +15,9 @@ from hybrid.cache.config import CacheConfig
 from hybrid.commands.command import MODEL_HELP, Command, Outcome, escape
 from hybrid.engine.engine import Engine
 from hybrid.engine.request import RequestOutput
-from hybrid.engine.sampling import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.observe.draw import LEGEND, draw_tree
-from hybrid.prompts.text import Prompt, encode
+from hybrid.prompts.encode import Prompt, encode
 
 ANSWER = SamplingParams(max_new_tokens=48, logprobs=1)
 QUESTIONS = (

@@ -11,8 +11,8 @@ from hybrid.cache.config import CacheConfig
 from hybrid.commands.command import Command, Outcome, escape
 from hybrid.engine.engine import Engine
 from hybrid.engine.request import RequestOutput
-from hybrid.engine.sampling import SamplingParams
-from hybrid.prompts.text import Prompt
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.prompts.encode import Prompt
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

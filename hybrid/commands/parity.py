@@ -23,7 +23,7 @@ from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.engine.engine import Engine
 from hybrid.engine.planner import plan
 from hybrid.engine.request import Request, RequestOutput
-from hybrid.engine.sampling import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Part, Step
 from hybrid.models.loading import open_checkpoint
 

@@ -29,7 +29,7 @@ from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.model_runner import Pending, Runner, Token
 from hybrid.engine.request import RequestOutput
-from hybrid.engine.sampling import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Step
 from hybrid.errors import HybridError
 from hybrid.key import Key
