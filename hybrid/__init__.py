@@ -34,8 +34,9 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
+from hybrid.key import Key  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
-from hybrid.tree.candidates import PolicyWarning  # noqa: E402
+from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -46,14 +47,17 @@ __all__ = [
     "CacheStats",
     "CheckpointError",
     "Engine",
+    "Facts",
     "HybridCache",
     "HybridError",
     "Image",
     "ImagePrompt",
+    "Key",
     "LockError",
     "MemoryBudgetError",
     "OwnershipError",
     "Pin",
+    "Policy",
     "PolicyWarning",
     "PromptError",
     "RequestError",

@@ -253,7 +253,7 @@ class Room:
         for old, new in moves.items():
             node = self._owners[old]
             while node is not None and (node.parent is None or old not in node.pages):
-                node = node.parent or node.was_below
+                node = node.parent or node.former_parent
             if node is not None:
                 node.pages[node.pages.index(old)] = new
             self._owners[new] = node

@@ -6,7 +6,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.explain import Explanation, cache_off
 from hybrid.cache.lease import Lease, Pin
 from hybrid.key import Key
-from hybrid.tree.node import Checkpoint, Match
+from hybrid.tree.node import Checkpoint, Kind, Match
 
 
 class PassThroughCache(HybridCache):
@@ -14,7 +14,7 @@ class PassThroughCache(HybridCache):
 
     keeps = False
 
-    def capture(self, lease: Lease, num_tokens: int, kind: str = "") -> Checkpoint | None:
+    def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         return None
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from hybrid.cache.explain import Explanation
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, PageLock, StateLock
-from hybrid.tree.policy import Usage
+from hybrid.tree.node import Checkpoint, NodeUsage, PageLock, StateLock
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +38,7 @@ class Lease:
     state_lock: StateLock | None
     priority: int = 0
     turn: int = 0
-    marks: dict[int, Usage] = field(default_factory=dict)
+    marks: dict[int, NodeUsage] = field(default_factory=dict)
     back: int | None = None
     back_tokens: int = 0
     captured: list[Checkpoint] = field(default_factory=list)

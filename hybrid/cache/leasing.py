@@ -29,9 +29,8 @@ from hybrid.key import Key
 from hybrid.memory.arena import Arena
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.memory.tensors import CacheTensors
-from hybrid.tree.node import Checkpoint, Lock, Match
+from hybrid.tree.node import Checkpoint, Kind, Lock, Match
 from hybrid.tree.policies import policy_of
-from hybrid.tree.policy import INTERVAL, PROMPT_END, TURN_END
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices
 
@@ -167,7 +166,7 @@ class Leasing:
             lease.block_table.extend(pages)
         return True
 
-    def capture(self, lease: Lease, num_tokens: int, kind: str = PROMPT_END) -> Checkpoint | None:
+    def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         """Take a slot for the state after `num_tokens` tokens, which the pass under way writes. None when none can be
         had, or it would not be worth what would have to go for it.
 
@@ -179,7 +178,7 @@ class Leasing:
             return None
         return self._capture(lease, num_tokens, self._room.take_state(), kind)
 
-    def _is_worth_its_room(self, lease: Lease, num_tokens: int, kind: str) -> bool:
+    def _is_worth_its_room(self, lease: Lease, num_tokens: int, kind: Kind) -> bool:
         """Ask the policy. What is not is remembered all the same, so that the policy learns what it missed."""
         usage = lease.marks.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn))
         usage.priority = max(usage.priority, lease.priority)
@@ -188,14 +187,14 @@ class Leasing:
         while node is not None and (node.slot is None or node.end >= num_tokens):
             node = node.parent
         above.append(node.end if node is not None else 0)
-        return self.tree.admits(usage, num_tokens, max(above), kind == TURN_END, self.arena is not None)
+        return self.tree.admits(usage, num_tokens, max(above), kind == Kind.TURN_END, self.arena is not None)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
         """As `capture`, from memory that nobody else wants: nothing is evicted, and a quarter stays free."""
         self._refuse_closed(lease)
         if self.spare_share <= 0.25:
             return None
-        return self._capture(lease, num_tokens, self._room.take_state(), INTERVAL)
+        return self._capture(lease, num_tokens, self._room.take_state(), Kind.INTERVAL)
 
     @property
     def spare_share(self) -> float:
@@ -259,10 +258,12 @@ class Leasing:
         grid = self.config.grid
         own = lease.front != EMPTY_STATE and lease.state_lock is None
         if own and 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0:
-            lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority, lease.turn))
+            lease.captured.append(
+                Checkpoint(lease.front, lease.front_tokens, Kind.TURN_END, lease.priority, lease.turn)
+            )
             lease.front = EMPTY_STATE
         elif lease.back is not None and 0 < lease.back_tokens <= limit and lease.back_tokens % grid == 0:
-            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority, lease.turn))
+            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, Kind.TURN_END, lease.priority, lease.turn))
             lease.back = None
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
@@ -274,7 +275,7 @@ class Leasing:
         while node is not None and node.end > boundary:
             node = node.parent
         if node is not None and node.end == boundary:
-            self.tree.relabel(node, PROMPT_END, TURN_END)
+            self.tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
 
     def close(self, lease: Lease) -> None:
         """Give back everything the lease holds.
@@ -367,7 +368,7 @@ class Leasing:
                 raise
         return captured._replace(slot=record)
 
-    def _capture(self, lease: Lease, num_tokens: int, slot: int | None, kind: str) -> Checkpoint | None:
+    def _capture(self, lease: Lease, num_tokens: int, slot: int | None, kind: Kind) -> Checkpoint | None:
         if slot is None:
             return None
         checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn)

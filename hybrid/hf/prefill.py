@@ -28,7 +28,7 @@ from hybrid.hf.past import Mark, Past
 from hybrid.hf.probe import forward
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
-from hybrid.tree.policy import INTERVAL, TURN_END
+from hybrid.tree.node import Kind
 
 
 class Computer:
@@ -150,7 +150,7 @@ class Computer:
         """
         num_before -= num_before % self.grid
         key = Key.of(token_ids[:num_before], namespace)
-        if TURN_END not in self._cache.config.placement:
+        if Kind.TURN_END not in self._cache.config.placement:
             return
         with self.lock:
             if self._cache.tree.peek(key, num_before).num_page_tokens < num_before:
@@ -180,7 +180,7 @@ class Computer:
                     return
                 pages = lease.block_table[lease.num_shared :]
                 self._memory.write_pages(past.layers, pages, end, row=row, num_seen=past.num_seen(row))
-                checkpoint = cache.capture(lease, end, TURN_END)
+                checkpoint = cache.capture(lease, end, Kind.TURN_END)
                 if checkpoint is not None:
                     self._memory.write_state(mark.states, checkpoint.slot)
                 cache.commit(lease, key, end)
@@ -222,7 +222,7 @@ class Computer:
                 spare = placement.spare(start, last, self.grid, cache.spare_share)
             else:
                 spare = placement.sparse(start, last, self.grid)
-        wanted = dict.fromkeys(spare, INTERVAL)
+        wanted = dict.fromkeys(spare, Kind.INTERVAL)
         wanted |= placement.of_prompt(
             names,
             num_tokens,
@@ -244,7 +244,7 @@ class Computer:
         first = max(start // page_size, lease.num_shared)  # what the tree has is not written
         self._memory.write_pages(past.layers, lease.block_table[first : end // page_size], end, row=0, num_seen=end)
         if end in wanted:
-            is_spare = wanted[end] == INTERVAL and self.has_states
+            is_spare = wanted[end] == Kind.INTERVAL and self.has_states
             checkpoint = cache.capture_spare(lease, end) if is_spare else cache.capture(lease, end, wanted[end])
             if checkpoint is not None:
                 self._memory.write_state(states_of(past.layers, self._layout, 0), checkpoint.slot)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from random import Random
+from types import MethodType
 
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import LeastRecentlyUsed
@@ -42,12 +43,15 @@ class Candidates:
 
     def _install(self, policy: Policy) -> None:
         self._policy = policy
-        own = type(policy)  # hooks of the base class do nothing: they are not called
-        self._hit: Hook | None = policy.hit if own.hit is not Policy.hit else None
-        self._evicted: Hook | None = policy.evicted if own.evicted is not Policy.evicted else None
-        self._missed: Hook | None = policy.missed if own.missed is not Policy.missed else None
-        self._entered: Hook | None = policy.entered if own.entered is not Policy.entered else None
-        self._changed: Hook | None = policy.changed if own.changed is not Policy.changed else None
+
+        def overridden(hook: Hook, of_base: Callable[[Policy, Facts], None]) -> Hook | None:
+            return None if hook == MethodType(of_base, policy) else hook  # what does nothing is not called
+
+        self._hit = overridden(policy.hit, Policy.hit)
+        self._evicted = overridden(policy.evicted, Policy.evicted)
+        self._missed = overridden(policy.missed, Policy.missed)
+        self._entered = overridden(policy.entered, Policy.entered)
+        self._changed = overridden(policy.changed, Policy.changed)
         order = policy.order
         self._checkpoints = self._queue(order, is_evictable_checkpoint)
         self._leaves = self._queue(order, is_evictable_leaf)
@@ -63,6 +67,11 @@ class Candidates:
     @staticmethod
     def _recency(node: Node) -> float:
         return node.usage.last_used
+
+    @property
+    def num_entries(self) -> tuple[int, int, int]:
+        """Number of entries in the queues of tails, leaves and checkpoints."""
+        return len(self._tails), len(self._leaves), len(self._checkpoints)
 
     def facts(self, node: Node) -> Facts:
         """The facts about a node at present."""

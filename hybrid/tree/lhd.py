@@ -129,6 +129,11 @@ class LearnedHitDensity(Policy):
         self._densities: dict[Class, list[float]] = {}
         self._fit()
 
+    @property
+    def num_watched(self) -> int:
+        """Number of checkpoints, stored or not, whose use is being counted."""
+        return len(self._watched)
+
     def rank(self, facts: Facts) -> float:
         if facts.last_used == 0:  # spare, and nobody has used it yet: before all others, the least useful first
             return -1.0 / (1 + facts.tokens_saved)

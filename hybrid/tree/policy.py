@@ -152,7 +152,7 @@ class Facts:
 
     def __repr__(self) -> str:
         return (
-            f"Facts(kind={self.kind!r}, age={self.age}, hits={self.hits}, num_tokens={self.num_tokens}, "
+            f"Facts(kind={self.kind.value!r}, age={self.age}, hits={self.hits}, num_tokens={self.num_tokens}, "
             f"tokens_saved={self.tokens_saved}, bytes_freed={self.bytes_freed})"
         )
 

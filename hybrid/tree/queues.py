@@ -34,6 +34,10 @@ class Queue(Protocol):
         """Whether the node is in the queue."""
         ...
 
+    def __len__(self) -> int:
+        """Number of entries, those of nodes that are not candidates any more included."""
+        ...
+
     def peek(self) -> tuple[float, Node] | None:
         """The candidate to evict first and its rank; None when the queue is empty."""
         ...
@@ -70,6 +74,9 @@ class OrderedQueue:
 
     def __contains__(self, node: Node) -> bool:
         return id(node) in self._entered
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def used(self, node: Node) -> None:
         if self._falls and id(node) in self._entered:
@@ -137,6 +144,9 @@ class SampledQueue:
 
     def __contains__(self, node: Node) -> bool:
         return id(node) in self._places
+
+    def __len__(self) -> int:
+        return len(self._nodes)
 
     def used(self, node: Node) -> None:
         pass

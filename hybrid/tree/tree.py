@@ -58,6 +58,7 @@ class Tree:
 
     Attributes:
         ghosts: what is remembered about evicted prefixes.
+        forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
 
     One thread owns a tree.
@@ -79,18 +80,18 @@ class Tree:
         self.candidates = Candidates(policy, prices, seed)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
-        self._forest = Forest(page_size)
-        self._evictor = Evictor(self._forest, self.candidates, self.ghosts)
+        self.forest = Forest(page_size)
+        self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
     def num_pages(self) -> int:
         """Number of pages that the tree owns."""
-        return self._forest.num_pages
+        return self.forest.num_pages
 
     @property
     def num_checkpoints(self) -> int:
         """Number of checkpoints that the tree owns."""
-        return self._forest.num_checkpoints
+        return self.forest.num_checkpoints
 
     @property
     def policy_failure(self) -> str | None:
@@ -99,11 +100,11 @@ class Tree:
 
     def knows(self, namespace: str) -> bool:
         """Whether anything is cached in the namespace."""
-        return namespace in self._forest.roots
+        return namespace in self.forest.roots
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """Every node except the roots, parents first, with its namespace."""
-        return self._forest.nodes()
+        return self.forest.nodes()
 
     # Matching
 
@@ -130,7 +131,7 @@ class Tree:
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, without counting it as a use: changes nothing."""
-        node: Node | None = self._forest.roots.get(key.namespace)
+        node: Node | None = self.forest.roots.get(key.namespace)
         if node is None:
             return Match(0, 0, None, None, None)
         ids, page_bytes = key.ids, self._page_bytes
@@ -270,7 +271,7 @@ class Tree:
         end = num_tokens * TOKEN_BYTES
         tick = next(self._ticks)
         usage = self._usage(tick, checkpoint.kind) if checkpoint is not None else None
-        root = self._forest.roots.get(key.namespace) or Root(key.namespace, self._usage(tick))
+        root = self.forest.roots.get(key.namespace) or Root(key.namespace, self._usage(tick))
         node: Node = root
         offset = 0
         if below is not None and below.end <= num_tokens:
@@ -279,10 +280,10 @@ class Tree:
         num_existing = offset // TOKEN_BYTES
         if offset < end:
             first_child = not node.children
-            leaf = self._forest.add_leaf(
+            leaf = self.forest.add_leaf(
                 node, key.ids[offset:end], pages[offset // self._page_bytes :], self._usage(tick)
             )
-            self._forest.roots[key.namespace] = root
+            self.forest.roots[key.namespace] = root
             if first_child:
                 self.candidates.changed(node)
             node = leaf
@@ -310,7 +311,7 @@ class Tree:
             edge = child.edge
             if offset + len(edge) > end or not starts_with(edge, offset):
                 shared = common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
-                return self._forest.split(child, shared), offset + shared
+                return self.forest.split(child, shared), offset + shared
             node = child
             offset += len(edge)
         return node, offset
@@ -324,7 +325,7 @@ class Tree:
             former.created, former.used_at, usage = tick, usage.used_at, former
         usage.last_used = 0 if checkpoint.kind == Kind.INTERVAL else tick
         node.usage = usage
-        self._forest.put_checkpoint(node, checkpoint.slot)
+        self.forest.put_checkpoint(node, checkpoint.slot)
         self.candidates.entered(node)
 
     def _usage(self, tick: int, kind: Kind = Kind.PAGES) -> NodeUsage:

@@ -6,8 +6,7 @@ import pytest
 
 from hybrid.errors import AuditError
 from hybrid.memory.arena import ArenaPool
-from hybrid.tree.node import Node
-from hybrid.tree.policy import TURN_END
+from hybrid.tree.node import Kind, Node
 from support.caches import AuditedCache, key_of, prefill, start
 from support.elastic import ONE, elastic
 
@@ -26,7 +25,7 @@ class Books:
         assert pin is not None
         self.pin = pin
         self.lease = start(self.cache, key_of(self.cache, "efghi"))
-        assert self.cache.capture(self.lease, 10, TURN_END) is not None
+        assert self.cache.capture(self.lease, 10, Kind.TURN_END) is not None
 
     def node(self, text: str) -> Node:
         node = self.cache.tree.peek(key_of(self.cache, text), 10**6).deepest
@@ -88,7 +87,7 @@ def name_a_stranger_the_newest_child(books: Books) -> None:
 
 
 def overlook_a_candidate(books: Books) -> None:
-    books.cache.tree._candidates._checkpoints.pop(books.cache.tree._candidates._checkpoints.peek()[1])  # type: ignore[index]
+    books.cache.tree.candidates._checkpoints.pop(books.cache.tree.candidates._checkpoints.peek()[1])  # type: ignore[index]
 
 
 CORRUPTIONS = [
