@@ -20,7 +20,7 @@ from hybrid.cache.config import CacheConfig  # noqa: E402
 from hybrid.cache.lease import CacheStats, Pin  # noqa: E402
 from hybrid.engine.engine import Engine  # noqa: E402
 from hybrid.engine.request import RequestOutput, Usage  # noqa: E402
-from hybrid.engine.sampling import SamplingParams  # noqa: E402
+from hybrid.engine.sampling_params import SamplingParams  # noqa: E402
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
     AuditError,
