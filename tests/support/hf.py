@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "recurrent_gemma": ({"lru_width": 32, "block_types": ["recurrent", "attention"]}, "outside of its cache"),
     "minimax": ({}, "does not run on transformers' DynamicCache"),
     "deepseek_v4": ({}, "DeepseekV4HCACache"),
-    "falcon_mamba": ({"state_size": 8, "time_step_rank": 4}, "no layer of it is attention"),
+    "falcon_mamba": ({"state_size": 8, "time_step_rank": 4}, "none of its layers is attention"),
 }
 """Model types that are refused, with settings and a part of the reason."""
 
