@@ -30,7 +30,7 @@ from pathlib import Path
 from common import Line, arguments, finish, machine
 from tqdm import tqdm
 
-from hybrid import CacheConfig, HybridCache, HybridError
+from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
 from hybrid.cache import placement
 from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
 from hybrid.key import Key
@@ -135,6 +135,22 @@ class Known:
 
 
 @dataclass(frozen=True)
+class NoStore:
+    """Stored checkpoints of `checkpoint_bytes` bytes, without contents."""
+
+    checkpoint_bytes: int
+
+    def store(self, slot: int, place: int) -> None:
+        pass
+
+    def restore(self, place: int, slot: int) -> None:
+        pass
+
+    def move_stored(self, moves: dict[int, int]) -> None:
+        pass
+
+
+@dataclass(frozen=True)
 class Setting:
     """The cache that a trace is run on.
 
@@ -161,9 +177,10 @@ class Setting:
             seed=self.seed,
         )
         if math.isinf(budget_gb):
-            return HybridCache.of_indices(1 << 21, 1 << 19, config)
-        stored = None if share is None else int(share * self.state_bytes)
-        return HybridCache.of_bytes(int(budget_gb * 1e9), PAGE * self.kv_bytes, self.state_bytes, config, stored)
+            return HybridCache(CacheMemory.of_indices(1 << 21, 1 << 19), config)
+        store = None if share is None else NoStore(int(share * self.state_bytes))
+        memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * self.kv_bytes, self.state_bytes, store=store)
+        return HybridCache(memory, config)
 
 
 def serve(cache: HybridCache, key: Key, num_input: int) -> int:
