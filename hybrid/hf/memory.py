@@ -22,7 +22,11 @@ from hybrid.memory.arena import PieceLayout
 
 
 class PageMemory:
+<<<<<<< HEAD
     """The tensors of pages and state slots. It is also the `Mover` of their contents.
+=======
+    """The memory itself; also the mover of its contents (`hybrid.Mover`).
+>>>>>>> main
 
     Args:
         layout: what the model's cache stores.
@@ -113,10 +117,13 @@ class PageMemory:
         """Copy state slots likewise."""
         _move(self._slots, moves)
 
+<<<<<<< HEAD
     def move_records(self, moves: dict[int, int]) -> None:
         """Never called: checkpoints are stored as states here."""
         raise AssertionError("checkpoints are stored as states")
 
+=======
+>>>>>>> main
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
     """Runs of consecutive page ids as `(index in the list, first id, count)`."""

@@ -32,6 +32,7 @@ from hybrid.hf.probe import probe
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.key import Key
 from hybrid.memory.device import free_memory
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policy import Policy
 
 DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 64, 256
@@ -99,9 +100,8 @@ class PrefixCache:
         memory_device = torch.device(device) if device is not None else self._device
         num_bytes = config.memory_bytes(free_memory(memory_device))
         self.memory: PageMemory = PageMemory(layout, page_size, num_bytes, memory_device)
-        self.cache: HybridCache = HybridCache.of_bytes(
-            num_bytes, layout.page_bytes(page_size), layout.state_bytes, config, mover=self.memory
-        )
+        sizes = layout.page_bytes(page_size), layout.state_bytes
+        self.cache: HybridCache = HybridCache(CacheMemory.of_bytes(num_bytes, *sizes, mover=self.memory), config)
         self.explanations: tuple[Explanation, ...] = ()
         self._prefiller = Prefiller(model, self._device, layout, self.memory, self.cache)
         self._keeps_turns = "turn_end" in config.placement
