@@ -17,7 +17,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import CacheStats, Pin
 from hybrid.cache.leasing import Leasing
 from hybrid.errors import ArgumentError, MemoryBudgetError
-from hybrid.kernels.stored import stored_layout
+from hybrid.kernels.codec import stored_layout
 from hybrid.key import Key
 from hybrid.memory.arena import Arena, PieceLayout
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
