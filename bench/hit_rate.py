@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from hybrid import CacheConfig, HybridCache, HybridError
+from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
 from hybrid.cache import placement
 from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
 from hybrid.key import Key
@@ -136,6 +136,22 @@ class Known:
         self._tree.insert(key, len(key), array("i", bytes(4 * len(key))))
 
 
+@dataclass(frozen=True)
+class NoStore:
+    """Stored checkpoints of `checkpoint_bytes` bytes, without contents."""
+
+    checkpoint_bytes: int
+
+    def store(self, slot: int, place: int) -> None:
+        pass
+
+    def restore(self, place: int, slot: int) -> None:
+        pass
+
+    def move_stored(self, moves: dict[int, int]) -> None:
+        pass
+
+
 def make_cache(args: argparse.Namespace, budget_gb: float) -> HybridCache:
     page_bytes, state_bytes = PAGE * args.kv_bytes, args.state_bytes
     share = RECORD_SHARE[args.state_dtype]
@@ -148,9 +164,10 @@ def make_cache(args: argparse.Namespace, budget_gb: float) -> HybridCache:
         seed=args.seed,
     )
     if math.isinf(budget_gb):
-        return HybridCache.of_indices(1 << 21, 1 << 19, config)
-    record = None if share is None else int(share * state_bytes)
-    return HybridCache.of_bytes(int(budget_gb * 1e9), page_bytes, state_bytes, config, record)
+        return HybridCache(CacheMemory.of_indices(1 << 21, 1 << 19), config)
+    store = None if share is None else NoStore(int(share * state_bytes))
+    memory = CacheMemory.of_bytes(int(budget_gb * 1e9), page_bytes, state_bytes, store=store)
+    return HybridCache(memory, config)
 
 
 def serve(cache: HybridCache, request: Request) -> int:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.disabled import PassThroughCache
-from hybrid.engine.sampling import SamplingParams
+from hybrid.cache.disabled import make_cache
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError
 from hybrid.memory.device import free_memory
-from hybrid.prompts.images import ImagePrompt
-from hybrid.prompts.text import Prompt, is_message
+from hybrid.memory.memory import CacheMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several. A list of ids and a list of messages are one prompt each."""
-    if isinstance(prompts, str | dict | ImagePrompt):
-        return [prompts]
-    many: list[Any] = prompts.tolist() if isinstance(prompts, np.ndarray | torch.Tensor) else list(prompts)
-    if many and (all(isinstance(item, int) for item in many) or all(is_message(item) for item in many)):
-        return [many]
-    return many
 
 
 def settle_dtype(dtype: str | torch.dtype | None, config: Any, device: torch.device) -> torch.dtype:
@@ -81,7 +68,15 @@ def furnish(
     if deterministic:
         model.make_batch_invariant()
     spec = model.spec(model.config, model.lm_head.weight.dtype)
-    kind = HybridCache if config.enabled else PassThroughCache
     if room is not None:
-        return kind.with_room(spec, config, device, *room), deterministic
-    return kind.for_spec(spec, config, device, free_memory(device)), deterministic
+        memory = CacheMemory.fixed(spec, config.page_size, *room, device)
+    else:
+        memory = CacheMemory.for_spec(
+            spec,
+            config.memory_bytes(free_memory(device), device.type == "cuda"),
+            device,
+            page_size=config.page_size,
+            state_share=config.state_share,
+            state_dtype=config.state_dtype,
+        )
+    return make_cache(memory, config), deterministic

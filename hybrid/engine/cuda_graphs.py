@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid.engine.planner import Plan
-from hybrid.engine.sampling import Draws
+from hybrid.engine.sampler import SamplingRows
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class DecodeGraphs:
         """Graphs recorded so far."""
         return len(self._recorded)
 
-    def run(self, host: Plan) -> tuple[Tensor, Draws | None]:
+    def run(self, host: Plan) -> tuple[Tensor, SamplingRows | None]:
         """The logits of a padded plan in which everybody decodes, `[rows, vocab]`: valid until the next run."""
         shape = host.layout["decodes.block_table"][1]
         graph = self._recorded.get(shape)
@@ -70,7 +70,7 @@ class DecodeGraphs:
             graph = self._recorded[shape] = self._record(host)
         graph.numbers[: host.numbers.numel()].copy_(host.numbers, non_blocking=True)
         graph.replay()
-        return graph.logits, host.draws(graph.numbers)
+        return graph.logits, host.sampling(graph.numbers)
 
     def _record(self, host: Plan) -> Recorded:
         rows, width = host.layout["decodes.block_table"][1]

@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hybrid.cache.cache import HybridCache, smallest_memory
+from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Pin
-from hybrid.engine.build import as_prompts, furnish, generation_defaults, settle_dtype
+from hybrid.engine.build import furnish, generation_defaults, settle_dtype
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import Runner
 from hybrid.engine.request import Request, RequestOutput, Status
-from hybrid.engine.sampling import SamplingParams
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler, Step
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.interrupts import deferred_interrupts
+from hybrid.memory.memory import smallest_memory
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
-from hybrid.prompts.encode import Eyes, Understood, understand
-from hybrid.prompts.text import Prompt, TextStream, load_tokenizer
+from hybrid.prompts.detokenizer import TextStream
+from hybrid.prompts.encode import EncodedPrompt, ImageEncoder, Prompt, as_prompts, encode_prompt, load_tokenizer
 from hybrid.units import format_bytes
 
 
@@ -54,7 +55,7 @@ class Engine:
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
         enforce_eager: bool = False,
-        eyes: Eyes | None = None,
+        image_encoder: ImageEncoder | None = None,
     ) -> None:
         if max_num_seqs < 1:
             raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
@@ -76,7 +77,7 @@ class Engine:
         # on a GPU the next step is scheduled while this one is computed; a CPU has nobody else to do that
         self._overlap = device.type == "cuda"
         self._ahead: Step | None = None
-        self._end_tokens, self._eyes = end_tokens, eyes
+        self._end_tokens, self._image_encoder = end_tokens, image_encoder
         self._requests: dict[str, Request] = {}
         self._undelivered: list[RequestOutput] = []
         self._ids = count()
@@ -128,7 +129,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             enforce_eager=enforce_eager,
-            eyes=Eyes(tower, tower.placeholder) if tower is not None else None,
+            image_encoder=tower,
         )
 
     def with_cache(self, cache: CacheConfig, room: tuple[int, int] | None = None) -> Engine:
@@ -158,7 +159,7 @@ class Engine:
             max_num_seqs=self.scheduler.max_num_seqs,
             max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
             enforce_eager=self.enforce_eager,
-            eyes=self._eyes,
+            image_encoder=self._image_encoder,
         )
 
     def generate(
@@ -298,7 +299,7 @@ class Engine:
             PromptError: nothing of the prompt is cached.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
-        pin = self.cache.pin(self._understand(prompt).key(namespace), ttl)
+        pin = self.cache.pin(self._encode(prompt).key(namespace), ttl)
         if pin is None:
             raise PromptError("nothing of this prompt is cached; generate with it first, or give pin_for with it")
         return pin
@@ -362,8 +363,8 @@ class Engine:
 
     def _request(self, prompt: Prompt, params: SamplingParams | None, namespace: str) -> Request:
         params = params or self.default_params
-        understood = self._understand(prompt)
-        ids, config = understood.ids, self.model.config
+        encoded = self._encode(prompt)
+        ids, config = encoded.ids, self.model.config
         limit = config.max_position_embeddings
         if not ids:
             raise PromptError("the prompt is empty; give at least one token")
@@ -382,11 +383,11 @@ class Engine:
         max_len = min(limit, len(ids) + params.max_new_tokens)
         self._refuse_too_long(len(ids), max_len)
         text = TextStream(self.tokenizer, tuple(params.stop)) if self.tokenizer is not None else None
-        own = (understood.known, params, namespace, text, max_len, understood.media, ids)
+        own = (encoded.key_ids, params, namespace, text, max_len, encoded.media, ids)
         return Request.of(f"request-{next(self._ids)}", *own)
 
-    def _understand(self, prompt: Prompt) -> Understood:
-        return understand(prompt, self.tokenizer, self._eyes, self.model.config)
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        return encode_prompt(prompt, self.tokenizer, self._image_encoder, self.model.config.hidden_size)
 
     def _refuse_too_long(self, prompt_len: int, max_len: int) -> None:
         config, most = self.cache.config, self.cache.largest_request

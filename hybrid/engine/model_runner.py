@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.planner import Padding, plan
-from hybrid.engine.sampling import Logprobs, sample, token_logprobs
+from hybrid.engine.sampler import Logprobs, sample, token_logprobs
 from hybrid.engine.scheduler import Step
 
 Token = tuple[int, dict[int, float] | None]
@@ -76,13 +76,13 @@ class Runner:
         if self._graphs is not None and not any(part.is_prefill or part.request.media for part in step.parts):
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
             host = plan(step, *how, padding, pin=on_gpu)
-            logits, draws = self._graphs.run(host)
+            logits, sampling = self._graphs.run(host)
         else:
             host = plan(step, *how, pin=on_gpu)
-            batch, draws = host.on(self._device)
+            batch, sampling = host.on(self._device)
             logits = self.model(batch, self._cache.kv, self._cache.state_tensors)
         logits = logits[: host.num_sampled]
-        tokens = sample(logits, draws)
+        tokens = sample(logits, sampling)
         wanted = [part.request.params.logprobs if part.request.params else None for part in step.sampled()]
         most = max((count for count in wanted if count is not None), default=None)
         return Pending(tokens, None if most is None else token_logprobs(logits, tokens, most), wanted)

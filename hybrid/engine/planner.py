@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Batch, Embedded, Group
-from hybrid.engine.sampling import Draws, draws_of
+from hybrid.engine.sampler import SamplingRows, sampling_numbers
 from hybrid.engine.scheduler import Part, Step
 from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
@@ -86,10 +86,10 @@ class Plan:
     blocks: RowBlocks | None
     embeddings: tuple[Tensor, ...] = ()
 
-    def on(self, device: torch.device) -> tuple[Batch, Draws | None]:
+    def on(self, device: torch.device) -> tuple[Batch, SamplingRows | None]:
         """The plan's tensors on a device, in one copy."""
         numbers = self.numbers.to(device, non_blocking=True)
-        return self.batch(numbers), self.draws(numbers)
+        return self.batch(numbers), self.sampling(numbers)
 
     def batch(self, numbers: Tensor) -> Batch:
         """The batch as views of numbers of this layout."""
@@ -126,11 +126,11 @@ class Plan:
     def _embeddings(self, device: torch.device) -> Tensor:
         return torch.cat([piece.to(device) for piece in self.embeddings])
 
-    def draws(self, numbers: Tensor) -> Draws | None:
-        """How tokens are drawn, as views of numbers of this layout; None: everybody takes the likeliest."""
-        if "draws" not in self.layout:
+    def sampling(self, numbers: Tensor) -> SamplingRows | None:
+        """How tokens are sampled, as views of numbers of this layout; None: every row takes its most likely token."""
+        if "sampling" not in self.layout:
             return None
-        return Draws(*self._view(numbers, "draws").view(torch.float64))
+        return SamplingRows(*self._view(numbers, "sampling").view(torch.float64))
 
     def idle(self) -> Tensor:
         """Numbers of this layout with which a pass writes no page and no state."""
@@ -141,10 +141,10 @@ class Plan:
 
     @property
     def most_numbers(self) -> int:
-        """Numbers of a plan of this shape in which every row is drawn."""
+        """Numbers of a plan of this shape in which every row is sampled at random."""
         rows = self.layout["token_ids"][1][0]
-        start = self.layout["draws"][0] if "draws" in self.layout else self.numbers.numel()
-        return start + len(Draws._fields) * rows + ALIGNMENT
+        start = self.layout["sampling"][0] if "sampling" in self.layout else self.numbers.numel()
+        return start + len(SamplingRows._fields) * rows + ALIGNMENT
 
     def _view(self, numbers: Tensor, name: str) -> Tensor:
         start, shape = self.layout[name]
@@ -195,11 +195,11 @@ def plan(
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         own = range(len(decodes) + filler + 1)
         _add_group(pieces, "decodes", decodes, own, filler, padding.width if padding is not None else 0)
-    draws = draws_of(
+    sampling = sampling_numbers(
         [(p.request.params, p.request.random_number) for p in step.sampled() if p.request.params is not None]
     )
-    if draws is not None:
-        pieces.add("draws", draws, (len(draws), len(draws[0])), np.float64)
+    if sampling is not None:
+        pieces.add("sampling", sampling, (len(sampling), len(sampling[0])), np.float64)
     numbers = torch.from_numpy(np.concatenate(pieces.numbers))
     blocks = None
     if deterministic:

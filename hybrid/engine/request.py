@@ -10,10 +10,11 @@ from enum import Enum
 
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease, Pin
-from hybrid.engine.sampling import SamplingParams, new_seed, uniform
+from hybrid.engine.sampler import new_seed, uniform
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
+from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.images import Media
-from hybrid.prompts.text import TextStream
 
 
 class Status(Enum):
@@ -179,7 +180,7 @@ class Request:
 
     @property
     def random_number(self) -> float:
-        """For the next token; 0 when none is drawn."""
+        """For the next token; 0 when it is the most likely one."""
         return uniform(self.seed, self.num_output) if self.params is not None and self.params.temperature else 0.0
 
     @property

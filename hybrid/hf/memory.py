@@ -23,7 +23,7 @@ from hybrid.spec import ALIGNMENT
 
 
 class PageMemory:
-    """The memory itself; also the mover of its contents (`hybrid.room.Mover`).
+    """The memory itself; also the mover of its contents (`hybrid.Mover`).
 
     Args:
         layout: what a model keeps.
@@ -109,10 +109,6 @@ class PageMemory:
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy state slots likewise."""
         _move(self._slots, moves)
-
-    def move_records(self, moves: dict[int, int]) -> None:
-        """There are no stored checkpoints here."""
-        raise AssertionError("checkpoints are stored as states")
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:

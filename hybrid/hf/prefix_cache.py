@@ -31,6 +31,7 @@ from hybrid.hf.prefill import Computer
 from hybrid.hf.probe import probe, use_functions_of_the_device
 from hybrid.key import Key
 from hybrid.memory.device import free_memory
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policy import Policy
 
 
@@ -91,7 +92,9 @@ class PrefixCache:
         num_bytes = config.memory_bytes(free_memory(where))
         page_bytes = layout.page_bytes(page_size)
         self.memory = PageMemory(layout, page_size, num_bytes, where)
-        self.cache = HybridCache.of_bytes(num_bytes, page_bytes, layout.state_bytes, config, mover=self.memory)
+        self.cache = HybridCache(
+            CacheMemory.of_bytes(num_bytes, page_bytes, layout.state_bytes, mover=self.memory), config
+        )
         self.keep_answers = keep_answers
         self.explanations: tuple[Explanation, ...] = ()
         self._computer = Computer(model, self._device, layout, self.memory, self.cache)

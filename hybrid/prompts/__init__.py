@@ -1,1 +1,1 @@
-"""From texts, chat messages and images to token ids, and back."""
+"""From texts, chat messages and images to token ids, and from token ids to text."""

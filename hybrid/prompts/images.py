@@ -1,8 +1,8 @@
-"""Images in prompts: their embeddings, their places, and the ids under which the cache knows them.
+"""Images in prompts: their embeddings, their positions, and the ids by which the cache compares them.
 
-The cache compares token ids, and every position of every image has the same placeholder. So within a request the ids
-of an image's positions are made of a hash of its content, and are negative: the same image is found again, another is
-not, and no token of a text is taken for one. An image is one unit: nothing ends inside it.
+The cache compares token ids, and every position of every image has the same placeholder. So the ids of an image's
+positions are derived from a hash of its content, and are negative: an equal image is found again, another one is not,
+and no token of a text equals one. An image is one unit: no match ends inside it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Image:
 
     Attributes:
         start: its first position.
-        embeddings: `[N, hidden_size]`, what stands in its N positions instead of embedded tokens.
-        content: what tells it from other images, as a hash of its pixels; None: its embeddings do.
+        embeddings: `[N, hidden_size]`, used in its N positions instead of embedded tokens.
+        content: identifies the image, as a hash of its pixels; None: its embeddings do.
     """
 
     start: int
@@ -34,6 +34,7 @@ class Image:
 
     @property
     def end(self) -> int:
+        """The position after its last one."""
         return self.start + self.embeddings.shape[0]
 
 
@@ -42,10 +43,10 @@ class ImagePrompt:
     """A prompt with images whose embeddings are known.
 
     Attributes:
-        token_ids: with a placeholder, whichever, at every position of an image.
+        token_ids: with any placeholder at every position of an image.
         images: in any order.
-        positions: `[3, T]` rows of rotary positions (time, height, width) as the model has them (`mrope`); None: each
-            position its own number.
+        positions: `[3, T]` rotary positions (time, height, width) of the model's `mrope`; None: position i is i in all
+            three.
     """
 
     token_ids: Sequence[int]
@@ -58,10 +59,10 @@ class Media:
     """The images of a request.
 
     Attributes:
-        units: `(start, end)` of each.
+        units: the positions `[start, end)` of each.
         images: in the order of their positions.
-        positions: `[3, prompt]` on the host.
-        shift: what is added to the number of a token behind the prompt to give its rotary position.
+        positions: `[3, T]` int64 rotary positions of the prompt, on the host.
+        shift: rotary position minus position, for tokens after the prompt.
     """
 
     units: tuple[tuple[int, int], ...]
@@ -71,10 +72,10 @@ class Media:
 
     @classmethod
     def of(cls, prompt: ImagePrompt, hidden_size: int) -> tuple[Media, list[int]]:
-        """The images of a prompt, and its ids as the cache knows them.
+        """The images of a prompt, and its ids as the cache compares them.
 
         Raises:
-            PromptError: images overlap or lie outside the prompt, or tensors have another shape.
+            PromptError: images overlap or are outside the prompt, or a tensor has a wrong shape.
         """
         ids, end = list(prompt.token_ids), 0
         images = tuple(sorted(prompt.images, key=lambda image: image.start))
@@ -86,7 +87,7 @@ class Media:
                 )
             if not end <= image.start < image.end <= len(ids):
                 raise PromptError(
-                    f"an image at [{image.start}, {image.end}) overlaps another one or lies outside the prompt of "
+                    f"an image at [{image.start}, {image.end}) overlaps another one or is outside the prompt of "
                     f"{len(ids)} tokens"
                 )
             end = image.end
@@ -102,12 +103,12 @@ class Media:
         return cls(tuple((image.start, image.end) for image in images), images, positions, shift), ids
 
     def rotary_positions(self, start: int, end: int) -> Tensor:
-        """`[3, end - start]` rotary positions of tokens of the prompt and behind it."""
-        behind = torch.arange(max(start, self.positions.shape[1]), end) + self.shift
-        return torch.cat((self.positions[:, start:end], behind.expand(3, -1)), dim=1)
+        """`[3, end - start]` rotary positions of tokens in and after the prompt."""
+        after = torch.arange(max(start, self.positions.shape[1]), end) + self.shift
+        return torch.cat((self.positions[:, start:end], after.expand(3, -1)), dim=1)
 
     def embeddings(self, start: int, end: int) -> list[tuple[int, Tensor]]:
-        """Of tokens `[start, end)` the pieces that belong to images: the number of the first, counted from `start`, and
+        """The embeddings within tokens `[start, end)`: for each image the offset of its first row from `start`, and
         `[N, hidden_size]`."""
         pieces = []
         for image in self.images:
@@ -118,7 +119,7 @@ class Media:
 
 
 def _ids_of(image: Image, positions: Tensor) -> list[int]:
-    """Negative ids, 31 bits of hash each: of the content, and of how the positions lie to each other."""
+    """Negative ids, 31 bits of hash each: of the content, and of the rotary positions relative to the first."""
     content = image.content
     if content is None:
         content = image.embeddings.detach().float().cpu().contiguous().numpy().tobytes()

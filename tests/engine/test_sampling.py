@@ -1,4 +1,4 @@
-"""From logits to tokens: what is refused, what is drawn and how often, and what a seed promises."""
+"""From logits to tokens: what is refused, what is sampled and how often, and what a seed promises."""
 
 import math
 from collections import Counter
@@ -10,7 +10,8 @@ import torch
 
 import hybrid
 from hybrid.engine.model_runner import Pending
-from hybrid.engine.sampling import Draws, SamplingParams, draws_of, new_seed, sample, token_logprobs, uniform
+from hybrid.engine.sampler import SamplingRows, new_seed, sample, sampling_numbers, token_logprobs, uniform
+from hybrid.engine.sampling_params import SamplingParams
 
 LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
 
@@ -88,12 +89,12 @@ def test_stops_are_kept_as_tuples_however_they_are_given() -> None:
     assert SamplingParams().stop == ()
 
 
-def drawn(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
+def sampled(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
     """So many tokens of one request, all from the same logits."""
     seed = new_seed() if params.seed is None else params.seed
-    numbers = draws_of([(params, uniform(seed, index)) for index in range(count)])
-    draws = None if numbers is None else Draws(*torch.tensor(numbers, dtype=torch.float64))
-    return sample(logits.expand(count, -1), draws).tolist()
+    numbers = sampling_numbers([(params, uniform(seed, index)) for index in range(count)])
+    rows = None if numbers is None else SamplingRows(*torch.tensor(numbers, dtype=torch.float64))
+    return sample(logits.expand(count, -1), rows).tolist()
 
 
 @pytest.mark.parametrize(
@@ -142,54 +143,54 @@ def expected_distribution(params: SamplingParams) -> dict[int, float]:
         {"top_k": 4, "min_p": 0.35},
     ],
 )
-def test_tokens_are_drawn_as_often_as_they_should_be(setting: dict[str, Any]) -> None:
-    params, draws = SamplingParams(**{"temperature": 1.0, "seed": 1, **setting}), 3000
-    counts = Counter(drawn(torch.tensor(LOGITS), params, draws))
+def test_tokens_are_sampled_as_often_as_they_should_be(setting: dict[str, Any]) -> None:
+    params, count = SamplingParams(**{"temperature": 1.0, "seed": 1, **setting}), 3000
+    counts = Counter(sampled(torch.tensor(LOGITS), params, count))
     expected = expected_distribution(params)
     assert counts.keys() <= expected.keys()
     for token, probability in expected.items():
-        deviation = math.sqrt(draws * probability * (1 - probability))
-        assert abs(counts[token] - draws * probability) <= 4.5 * deviation + 1e-9
+        deviation = math.sqrt(count * probability * (1 - probability))
+        assert abs(counts[token] - count * probability) <= 4.5 * deviation + 1e-9
 
 
 def test_greedy_takes_the_likeliest_token() -> None:
     assert sample(torch.tensor([LOGITS]), None).tolist() == [2]
-    assert drawn(torch.tensor(LOGITS), SamplingParams(), 3) == [2, 2, 2]
+    assert sampled(torch.tensor(LOGITS), SamplingParams(), 3) == [2, 2, 2]
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 5e-324])
 def test_a_temperature_near_zero_is_greedy_and_not_an_overflow(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, seed=0)
     logits = 30 * torch.randn(500, generator=torch.Generator().manual_seed(0))
-    assert drawn(logits, params, 1) == [int(logits.argmax())]
+    assert sampled(logits, params, 1) == [int(logits.argmax())]
 
 
-def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
+def test_tokens_that_are_ruled_out_are_never_sampled() -> None:
     params = SamplingParams(temperature=1e6, seed=0)
-    assert set(drawn(torch.tensor([-math.inf, 0.0, -math.inf, 3.0]), params, 200)) == {1, 3}
+    assert set(sampled(torch.tensor([-math.inf, 0.0, -math.inf, 3.0]), params, 200)) == {1, 3}
 
 
 def test_sampling_leaves_the_logits_alone() -> None:
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=0)
     logits = torch.tensor(LOGITS)
-    drawn(logits, params, 1)
+    sampled(logits, params, 1)
     assert logits.tolist() == torch.tensor(LOGITS).tolist()
 
 
-def test_equal_seeds_draw_equal_tokens_and_others_do_not() -> None:
-    def draws(seed: int | None) -> list[int]:
+def test_equal_seeds_give_equal_tokens_and_others_do_not() -> None:
+    def tokens(seed: int | None) -> list[int]:
         params = SamplingParams(temperature=3.0, seed=seed)
-        return drawn(torch.tensor(LOGITS), params, 50)
+        return sampled(torch.tensor(LOGITS), params, 50)
 
-    assert draws(7) == draws(7)
-    assert draws(7) != draws(8)
-    assert draws(None) != draws(None)
+    assert tokens(7) == tokens(7)
+    assert tokens(7) != tokens(8)
+    assert tokens(None) != tokens(None)
 
 
-def test_drawing_does_not_touch_the_random_numbers_of_torch() -> None:
+def test_sampling_does_not_touch_the_random_numbers_of_torch() -> None:
     before = torch.random.get_rng_state()
     params = SamplingParams(temperature=1.0)
-    drawn(torch.tensor(LOGITS), params, 1)
+    sampled(torch.tensor(LOGITS), params, 1)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -1,17 +1,10 @@
-"""From logits to tokens."""
+"""How a prompt is continued: the parameters of a request, and what is refused in them."""
 
-import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from hybrid.errors import SamplingError
 
-MOST_PRIORITY = 100
+MAX_PRIORITY = 100
 """Priorities lie between minus this and this."""
 
 
@@ -88,8 +81,8 @@ class SamplingParams:
             "pin_for must be a positive number of seconds, math.inf, or None",
         )
         self._require(
-            _is_int(self.priority, -MOST_PRIORITY, MOST_PRIORITY),
-            f"priority must be a whole number from {-MOST_PRIORITY} to {MOST_PRIORITY}",
+            _is_int(self.priority, -MAX_PRIORITY, MAX_PRIORITY),
+            f"priority must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}",
         )
         if self.temperature == 0:
             for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("seed", None)):
@@ -111,102 +104,3 @@ def _is_int(value: object, least: int, most: float = float("inf")) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-WHOLE = 2**52
-"""A probability of 1 as a whole number; what is below 1 of it is never drawn."""
-
-
-class Draws(NamedTuple):
-    """How S rows of logits are drawn from: `[S]` fp64 each, as in `SamplingParams`.
-
-    Attributes:
-        uniform: the random number of the row, in [0, 1).
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    uniform: Tensor
-
-
-def new_seed() -> int:
-    """A seed for a request that names none."""
-    return secrets.randbits(63)
-
-
-def uniform(seed: int, index: int) -> float:
-    """Number `index` of a request's own random numbers, in [0, 1): it depends on nothing else, so that a token that is
-    drawn again, after a failure, is the same."""
-    return np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
-
-
-def draws_of(rows: Sequence[tuple[SamplingParams, float]]) -> list[list[float]] | None:
-    """The numbers of `Draws` for rows of (parameters, random number); None when every row takes its likeliest token."""
-    if not any(params.temperature for params, _ in rows):
-        return None
-    return [
-        [params.temperature for params, _ in rows],
-        [params.top_k for params, _ in rows],
-        [params.top_p for params, _ in rows],
-        [params.min_p for params, _ in rows],
-        [number for _, number in rows],
-    ]
-
-
-def sample(logits: Tensor, draws: Draws | None) -> Tensor:
-    """Choose a token of every row, on the logits' device. A row's choice does not depend on the others.
-
-    Args:
-        logits: `[S, vocab]` fp32.
-        draws: how; None: the likeliest token of every row.
-
-    Returns:
-        `[S]` int64.
-    """
-    likeliest = logits.argmax(-1)
-    if draws is None:
-        return likeliest
-    coldest = torch.finfo(logits.dtype).tiny  # a smaller number would be 0 here
-    temperature = draws.temperature.clamp(min=coldest).to(logits.dtype).unsqueeze(-1)
-    most = logits.max(-1, keepdim=True).values
-    values, tokens = torch.softmax((logits - most) / temperature, dim=-1).sort(dim=-1, descending=True, stable=True)
-    # whole numbers from here on: their sums are the same in any order, and so on any device
-    weights = (values.double() * WHOLE).long()
-    rank = torch.arange(weights.shape[-1], device=weights.device)
-    top_k = torch.where(draws.top_k > 0, draws.top_k, float("inf")).unsqueeze(-1)
-    weights = weights * (rank < top_k)
-    summed = weights.cumsum(-1)
-    before = (summed - weights).double()
-    weights = weights * (before < draws.top_p.unsqueeze(-1) * summed[..., -1:])  # the token that crosses it stays
-    weights = weights * (weights >= draws.min_p.unsqueeze(-1) * weights[..., :1])
-    summed = weights.cumsum(-1)
-    drawn = (summed <= (draws.uniform.unsqueeze(-1) * summed[..., -1:]).long()).sum(-1, keepdim=True)
-    drawn = torch.minimum(drawn, (weights > 0).sum(-1, keepdim=True) - 1)
-    return torch.where(draws.temperature > 0, tokens.gather(-1, drawn).squeeze(-1), likeliest)
-
-
-class Logprobs(NamedTuple):
-    """Log-probabilities of S rows before temperature and filters, on the logits' device.
-
-    Attributes:
-        values, tokens: `[S, k]` of the likeliest tokens.
-        chosen: `[S]` of the tokens that were chosen.
-    """
-
-    values: Tensor
-    tokens: Tensor
-    chosen: Tensor
-
-
-def token_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
-    """Log-probabilities of the `count` likeliest tokens of every row, and of the chosen one.
-
-    Args:
-        logits: `[S, vocab]` fp32.
-        chosen: `[S]` int64.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    values, tokens = logprobs.topk(min(count, logits.shape[-1]))
-    return Logprobs(values, tokens, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1))

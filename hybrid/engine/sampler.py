@@ -1,0 +1,109 @@
+"""From logits to tokens: greedy or random, and their log-probabilities."""
+
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid.engine.sampling_params import SamplingParams
+
+WHOLE = 2**52
+"""A probability of 1 as a whole number; a token with less than 1 of it is never chosen."""
+
+
+class SamplingRows(NamedTuple):
+    """How a token is chosen from each of S rows of logits: `[S]` fp64 each, as in `SamplingParams`.
+
+    Attributes:
+        uniform: the random number of the row, in [0, 1).
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+
+
+def new_seed() -> int:
+    """A seed for a request whose parameters give none."""
+    return secrets.randbits(63)
+
+
+def uniform(seed: int, index: int) -> float:
+    """Number `index` of a request's own random numbers, in [0, 1): it depends on nothing else, so that a token
+    that is sampled again after a failure is the same."""
+    return np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
+
+
+def sampling_numbers(rows: Sequence[tuple[SamplingParams, float]]) -> list[list[float]] | None:
+    """The numbers of `SamplingRows` for rows of (parameters, random number); None when all rows are greedy."""
+    if not any(params.temperature for params, _ in rows):
+        return None
+    return [
+        [params.temperature for params, _ in rows],
+        [params.top_k for params, _ in rows],
+        [params.top_p for params, _ in rows],
+        [params.min_p for params, _ in rows],
+        [number for _, number in rows],
+    ]
+
+
+def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
+    """Choose a token of every row, on the logits' device. A row's choice does not depend on the others.
+
+    Args:
+        logits: `[S, vocab]` fp32.
+        rows: how; None: the most likely token of every row.
+
+    Returns:
+        `[S]` int64.
+    """
+    most_likely = logits.argmax(-1)
+    if rows is None:
+        return most_likely
+    smallest = torch.finfo(logits.dtype).tiny  # a smaller number would be 0 here
+    temperature = rows.temperature.clamp(min=smallest).to(logits.dtype).unsqueeze(-1)
+    most = logits.max(-1, keepdim=True).values
+    values, tokens = torch.softmax((logits - most) / temperature, dim=-1).sort(dim=-1, descending=True, stable=True)
+    # whole numbers from here on: their sums are the same in any order, and so on any device
+    weights = (values.double() * WHOLE).long()
+    rank = torch.arange(weights.shape[-1], device=weights.device)
+    top_k = torch.where(rows.top_k > 0, rows.top_k, float("inf")).unsqueeze(-1)
+    weights = weights * (rank < top_k)
+    summed = weights.cumsum(-1)
+    before = (summed - weights).double()
+    weights = weights * (before < rows.top_p.unsqueeze(-1) * summed[..., -1:])  # the token that crosses it stays
+    weights = weights * (weights >= rows.min_p.unsqueeze(-1) * weights[..., :1])
+    summed = weights.cumsum(-1)
+    chosen = (summed <= (rows.uniform.unsqueeze(-1) * summed[..., -1:]).long()).sum(-1, keepdim=True)
+    chosen = torch.minimum(chosen, (weights > 0).sum(-1, keepdim=True) - 1)
+    return torch.where(rows.temperature > 0, tokens.gather(-1, chosen).squeeze(-1), most_likely)
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of S rows before temperature and filters, on the logits' device.
+
+    Attributes:
+        values, tokens: `[S, k]` of the most likely tokens.
+        chosen: `[S]` of the tokens that were chosen.
+    """
+
+    values: Tensor
+    tokens: Tensor
+    chosen: Tensor
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
+    """Log-probabilities of the `count` most likely tokens of every row, and of the chosen one.
+
+    Args:
+        logits: `[S, vocab]` fp32.
+        chosen: `[S]` int64.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    values, tokens = logprobs.topk(min(count, logits.shape[-1]))
+    return Logprobs(values, tokens, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1))
