@@ -22,11 +22,7 @@ from hybrid.memory.arena import PieceLayout
 
 
 class PageMemory:
-<<<<<<< HEAD
-    """The tensors of pages and state slots. It is also the `Mover` of their contents.
-=======
-    """The memory itself; also the mover of its contents (`hybrid.Mover`).
->>>>>>> main
+    """The tensors of pages and state slots. It is also the mover of their contents (`hybrid.Mover`).
 
     Args:
         layout: what the model's cache stores.
@@ -117,13 +113,6 @@ class PageMemory:
         """Copy state slots likewise."""
         _move(self._slots, moves)
 
-<<<<<<< HEAD
-    def move_records(self, moves: dict[int, int]) -> None:
-        """Never called: checkpoints are stored as states here."""
-        raise AssertionError("checkpoints are stored as states")
-
-=======
->>>>>>> main
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
     """Runs of consecutive page ids as `(index in the list, first id, count)`."""
