@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybrid.kernels.linear import RowBlocks
+from hybrid.kernels.batch_invariant import RowBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,6 @@ class Batch:
         return tuple(group for group in (self.prefills, self.decodes) if group is not None)
 
     @property
-    def is_invariant(self) -> bool:
+    def is_batch_invariant(self) -> bool:
         """Whether the result of a request must not depend on the rest of the batch."""
         return self.blocks is not None
