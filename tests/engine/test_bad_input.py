@@ -131,7 +131,7 @@ def test_wrong_engine_arguments_are_refused(tiny: Engine) -> None:
         tiny.with_cache(CacheConfig(chunk_size=64))
     with pytest.raises(ArgumentError, match="dtype must be one of"):
         Engine.from_pretrained("tiny", dtype="int3")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         Engine.from_pretrained("/no/such/folder")
     with pytest.raises(ArgumentError, match="no eviction policy is named 'best'; there are: lru"):
         tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, eviction="best"))
