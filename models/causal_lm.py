@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.linear import linear
+from hybrid.kernels.batch_invariant import linear
 from hybrid.models.layers import Linear, RMSNorm, Rotary, RowSizes
 from hybrid.models.moe import Experts
 from hybrid.models.weights import Layouts, Source
@@ -47,7 +47,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         waits_for_device: a decode step reads a result of the device on the host, so that no CUDA graph can record it.
-        rows_are_independent: `make_rows_independent` was called.
+        is_batch_invariant: `make_batch_invariant` was called.
         mtp: the predictor.
     """
 
@@ -65,7 +65,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config: Any = config
         self.chunk_size = chunk_size
-        self.rows_are_independent: bool = False
+        self.is_batch_invariant: bool = False
         self.model = TextModel(config, layers, norm)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
         self.mtp: nn.Module | None = predictor
@@ -138,15 +138,15 @@ class CausalLM(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)
         return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
 
-    def make_rows_independent(self) -> None:
+    def make_batch_invariant(self) -> None:
         """Find, per shape of weight, the numbers of rows that this machine multiplies without changing a row's bits.
 
         The Triton kernels need no such search.
         """
-        if self.rows_are_independent or kernels.uses_triton(self.lm_head.weight.device):
+        if self.is_batch_invariant or kernels.uses_triton(self.lm_head.weight.device):
             return
-        self.rows_are_independent = True
+        self.is_batch_invariant = True
         found: RowSizes = {}
         for module in self.modules():
             if isinstance(module, Linear | Experts):
-                module.make_rows_independent(self.chunk_size, found)
+                module.make_batch_invariant(self.chunk_size, found)

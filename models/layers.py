@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.linear import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
+from hybrid.kernels.batch_invariant import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
 
 RowSizes = dict[object, tuple[int, tuple[int, ...]]]
 """Per kind of weight: the maximum number of rows of one product of chunks, and the block sizes of decoded tokens."""
@@ -57,7 +57,7 @@ class Linear(nn.Module):
         """The matrix that rows are multiplied by, `[outputs, inputs]`."""
         return self.weight
 
-    def make_rows_independent(self, chunk_size: int, found: RowSizes) -> None:
+    def make_batch_invariant(self, chunk_size: int, found: RowSizes) -> None:
         """Find the numbers of rows that this machine multiplies without changing a row's bits.
 
         Args:

@@ -1,7 +1,7 @@
 """Mixture of experts: a feed-forward part with routed experts, and a shared expert that all tokens use.
 
 Routing is in fp32, its product included. In deterministic mode a token's result does not depend on the other tokens of
-its experts: `hybrid.kernels.reference_experts` describes how.
+its experts: `hybrid.kernels.batch_invariant` describes how.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.linear import linear
+from hybrid.kernels.batch_invariant import BLOCK_ROWS, block_sizes_that_agree, linear
 from hybrid.kernels.reference import sigmoid
-from hybrid.kernels.reference_experts import BLOCK_ROWS, block_sizes_that_agree
 from hybrid.models.layers import MLP, Linear, RowSizes
 from hybrid.models.weights import Layouts, Source
 
@@ -66,13 +65,13 @@ class Experts(nn.Module):
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.gate_up_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
-        sizes = self.sizes if batch.is_invariant else ()
+        sizes = self.sizes if batch.is_batch_invariant else ()
         y = kernels.expert_linear(x, self.gate_up_proj, order, ends, top_k, num_prompt, sizes)
         y = kernels.silu_and_mul(*y.chunk(2, dim=-1))
         y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt, sizes)
         return kernels.combine_experts(y, places, weights)
 
-    def make_rows_independent(self, chunk_size: int, found: RowSizes) -> None:
+    def make_batch_invariant(self, chunk_size: int, found: RowSizes) -> None:
         """Find the numbers of rows that this machine multiplies without changing a row's bits, at any place.
 
         Args:

@@ -21,7 +21,6 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from hybrid.cache.allocator import Pool
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Pin
@@ -33,6 +32,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Step
 from hybrid.errors import HybridError
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory, Pool
 from hybrid.tree.policies import POLICIES
 
 GRID = 16
@@ -302,13 +302,13 @@ def make_engine(model: str | Path | None, seed: int) -> Engine:
         return engine.with_cache(config, room=(PAGES, STATES))
     nothing = SimpleNamespace(config=SimpleNamespace(vocab_size=50, max_position_embeddings=100_000))
     if elastic:
-        cache = HybridCache.of_bytes((PAGES + 3 * STATES) * 64, 64, 180, config)
+        memory = CacheMemory.of_bytes((PAGES + 3 * STATES) * 64, 64, 180)
     else:
-        cache = HybridCache.of_indices(PAGES, STATES, config)
+        memory = CacheMemory.of_indices(PAGES, STATES)
     engine = Engine(
         nothing,
         None,
-        cache,
+        HybridCache(memory, config),
         deterministic=seed % 2 == 0,
         device=torch.device("cpu"),
         max_num_seqs=6,
