@@ -7,6 +7,7 @@ HybridError
 │   ├── MemoryBudgetError                 the memory given does not suffice; the message names the smallest that does
 │   └── CheckpointError                   a path that holds no usable model checkpoint
 │       └── UnsupportedModelError         a checkpoint of an architecture that this package does not run
+├── NonFiniteError                        the model computed NaN or infinity; nothing of that pass was cached
 ├── RequestError                          an unknown request id, or stepping an engine that has nothing to do
 ├── LockError                             a lock released twice, or given to a cache that did not make it
 ├── OwnershipError                        a page or a state slot was about to be owned twice, or freed twice
@@ -40,6 +41,10 @@ class CheckpointError(ArgumentError):
 
 class UnsupportedModelError(CheckpointError):
     """The checkpoint is of an architecture that this package does not run."""
+
+
+class NonFiniteError(HybridError):
+    """A forward pass gave logits, keys, values or states with NaN or infinity. Nothing of it was cached."""
 
 
 class RequestError(HybridError):

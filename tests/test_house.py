@@ -242,6 +242,7 @@ def test_the_public_names_are_these() -> None:
         "ImagePrompt",
         "LockError",
         "MemoryBudgetError",
+        "NonFiniteError",
         "Mover",
         "OwnershipError",
         "Pin",
