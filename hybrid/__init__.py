@@ -17,7 +17,8 @@ if (_root / "kernels" / "ops.py").is_file():
 
 from hybrid.cache.cache import HybridCache  # noqa: E402
 from hybrid.cache.config import CacheConfig  # noqa: E402
-from hybrid.cache.lease import CacheStats, Pin  # noqa: E402
+from hybrid.cache.pins import Pin  # noqa: E402
+from hybrid.cache.stats import CacheStats  # noqa: E402
 from hybrid.engine.engine import Engine  # noqa: E402
 from hybrid.engine.request import RequestOutput, Usage  # noqa: E402
 from hybrid.engine.sampling_params import SamplingParams  # noqa: E402

@@ -23,7 +23,8 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
-from hybrid.cache.lease import CacheStats, Pin
+from hybrid.cache.pins import Pin
+from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, NonFiniteError
 from hybrid.hf.follow import following
 from hybrid.hf.memory import PageMemory
