@@ -243,6 +243,7 @@ def test_the_public_names_are_these() -> None:
         "Key",
         "LockError",
         "MemoryBudgetError",
+        "NonFiniteError",
         "Mover",
         "OwnershipError",
         "Pin",
