@@ -17,7 +17,8 @@ if (_root / "kernels" / "ops.py").is_file():
 
 from hybrid.cache.cache import HybridCache  # noqa: E402
 from hybrid.cache.config import CacheConfig  # noqa: E402
-from hybrid.cache.lease import CacheStats, Pin  # noqa: E402
+from hybrid.cache.pins import Pin  # noqa: E402
+from hybrid.cache.stats import CacheStats  # noqa: E402
 from hybrid.engine.engine import Engine  # noqa: E402
 from hybrid.engine.request import RequestOutput, Usage  # noqa: E402
 from hybrid.engine.sampling_params import SamplingParams  # noqa: E402
@@ -28,6 +29,7 @@ from hybrid.errors import (  # noqa: E402
     HybridError,
     LockError,
     MemoryBudgetError,
+    NonFiniteError,
     OwnershipError,
     PromptError,
     RequestError,
@@ -35,6 +37,7 @@ from hybrid.errors import (  # noqa: E402
     UnsupportedModelError,
 )
 from hybrid.key import Key  # noqa: E402
+from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
 from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
 
@@ -44,6 +47,7 @@ __all__ = [
     "ArgumentError",
     "AuditError",
     "CacheConfig",
+    "CacheMemory",
     "CacheStats",
     "CheckpointError",
     "Engine",
@@ -55,6 +59,8 @@ __all__ = [
     "Key",
     "LockError",
     "MemoryBudgetError",
+    "Mover",
+    "NonFiniteError",
     "OwnershipError",
     "Pin",
     "Policy",

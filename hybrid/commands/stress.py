@@ -21,10 +21,9 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
-from hybrid.cache.allocator import Pool
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.lease import Pin
+from hybrid.cache.pins import Pin
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.model_runner import Pending, Runner, Token
@@ -33,6 +32,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Step
 from hybrid.errors import HybridError
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory, Pool
 from hybrid.tree.policies import POLICIES
 
 GRID = 16
@@ -135,14 +135,17 @@ class Stress:
     def __init__(self, engine: Engine, seed: int, audit_every: int = 1) -> None:
         self.engine = engine
         self.dice = random.Random(seed)
-        elastic = "one budget" if engine.cache.arena is not None else "fixed"
+        elastic = "one budget" if engine.cache.memory.arena is not None else "fixed"
         self.report = Report(seed, policy=str(engine.cache.config.eviction), memory=elastic)
         self._audit_every = audit_every
         self._histories: list[list[int]] = []
         self._live: list[str] = []
         self._pins: list[Pin] = []
         faults = random.Random(seed + 2)
-        self._heal = [fail_at_random(pool, faults, self.report) for pool in (engine.cache.pages, engine.cache.states)]
+        self._heal = [
+            fail_at_random(pool, faults, self.report)
+            for pool in (engine.cache.memory.pages, engine.cache.memory.states)
+        ]
         launch = engine.runner.launch
 
         def unreliable(step: Step) -> Pending:
@@ -302,13 +305,13 @@ def make_engine(model: str | Path | None, seed: int) -> Engine:
         return engine.with_cache(config, room=(PAGES, STATES))
     nothing = SimpleNamespace(config=SimpleNamespace(vocab_size=50, max_position_embeddings=100_000))
     if elastic:
-        cache = HybridCache.of_bytes((PAGES + 3 * STATES) * 64, 64, 180, config)
+        memory = CacheMemory.of_bytes((PAGES + 3 * STATES) * 64, 64, 180)
     else:
-        cache = HybridCache.of_indices(PAGES, STATES, config)
+        memory = CacheMemory.of_indices(PAGES, STATES)
     engine = Engine(
         nothing,
         None,
-        cache,
+        HybridCache(memory, config),
         deterministic=seed % 2 == 0,
         device=torch.device("cpu"),
         max_num_seqs=6,

@@ -9,10 +9,11 @@ import torch
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.disabled import PassThroughCache
+from hybrid.cache.disabled import make_cache
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError
 from hybrid.memory.device import free_memory
+from hybrid.memory.memory import CacheMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,9 +66,17 @@ def furnish(
     if deterministic is None:
         deterministic = device.type == "cpu" and config.state_dtype == "float32"
     if deterministic:
-        model.make_rows_independent()
+        model.make_batch_invariant()
     spec = model.spec(model.config, model.lm_head.weight.dtype)
-    kind = HybridCache if config.enabled else PassThroughCache
     if room is not None:
-        return kind.with_room(spec, config, device, *room), deterministic
-    return kind.for_spec(spec, config, device, free_memory(device)), deterministic
+        memory = CacheMemory.fixed(spec, config.page_size, *room, device)
+    else:
+        memory = CacheMemory.for_spec(
+            spec,
+            config.memory_bytes(free_memory(device), device.type == "cuda"),
+            device,
+            page_size=config.page_size,
+            state_share=config.state_share,
+            state_dtype=config.state_dtype,
+        )
+    return make_cache(memory, config), deterministic

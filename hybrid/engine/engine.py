@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from hybrid.cache.cache import HybridCache, smallest_memory
+from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.lease import Pin
+from hybrid.cache.pins import Pin
 from hybrid.engine.build import furnish, generation_defaults, settle_dtype
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import Runner
@@ -23,6 +23,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler, Step
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.interrupts import deferred_interrupts
+from hybrid.memory.memory import smallest_memory
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.detokenizer import TextStream

@@ -7,6 +7,7 @@ import pytest
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree import lhd as learned
 from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LearnedHitDensity, age_bin, density
 from hybrid.tree.node import Kind, NodeUsage
@@ -105,7 +106,7 @@ def test_records_of_what_has_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 def small_cache(memory: int = 60_000, **config: object) -> HybridCache:
     settings = CacheConfig(page_size=PAGE, chunk_size=PAGE, **config)  # type: ignore[arg-type]
-    return AuditedCache.of_bytes(memory, page_bytes=1000, state_bytes=5000, config=settings)
+    return AuditedCache(CacheMemory.of_bytes(memory, page_bytes=1000, state_bytes=5000), settings)
 
 
 def serve(cache: HybridCache, ids: list[int], answer: int = PAGE) -> int:
@@ -165,7 +166,7 @@ def test_a_checkpoint_not_worth_its_room_is_not_taken_and_remembered_all_the_sam
     before = cache.stats().checkpoints
     assert cache.capture(lease, PAGE, Kind.USER) is None
     assert cache.stats().checkpoints == before
-    assert lease.marks[PAGE].kind == Kind.USER
+    assert lease.lost[PAGE].kind == Kind.USER
     key = Key.of([3] * (PAGE + 1))
     cache.advance(lease, PAGE + 1)
     cache.commit(lease, key, PAGE)
