@@ -11,7 +11,7 @@ from gpu_bench import Bench, Line, Peers, Result, compare, relative_error
 from gpu_device import Call
 from torch import Tensor
 
-from hybrid.engine.planner import INVARIANT_SPLITS
+from hybrid.engine.planner import BATCH_INVARIANT_SPLITS
 from hybrid.kernels import ops, reference
 
 
@@ -103,7 +103,7 @@ def ragged(bench: Bench) -> Iterator[Result]:
         ("ragged prompts", news, befores, None),
         ("ragged prompts, batch-invariant", news, befores, 1),
         ("ragged decoding", (1,) * len(single), single, None),
-        ("ragged decoding, batch-invariant", (1,) * len(single), single, INVARIANT_SPLITS),
+        ("ragged decoding, batch-invariant", (1,) * len(single), single, BATCH_INVARIANT_SPLITS),
     ):
         lengths = [x + y for x, y in zip(new, before, strict=True)]
         counts = [-(-length // page) for length in lengths]
@@ -138,11 +138,11 @@ def decode(bench: Bench) -> Iterator[Result]:
             continue
         work = Work(bench, requests, length, 1)
         yield from work.checks(bench, name, None)
-        yield from work.checks(bench, f"{name}, batch-invariant", INVARIANT_SPLITS)
+        yield from work.checks(bench, f"{name}, batch-invariant", BATCH_INVARIANT_SPLITS)
         ours = bench.device.time(work.ours(None))
         moved = work.kv_bytes + 2 * work.queries[0].numel() * s.dtype.itemsize
         yield bench.of_bandwidth(name, moved, ours, 0.85 if work.kv_bytes > 1e9 else None)
-        fixed = bench.device.time(work.ours(INVARIANT_SPLITS))
+        fixed = bench.device.time(work.ours(BATCH_INVARIANT_SPLITS))
         seconds = {"invariant": fixed.seconds, "ours": ours.seconds}
         yield Line(f"{name}, batch-invariant over fastest", fixed.seconds / ours.seconds, None, True, seconds)
         sets = work.contiguous()

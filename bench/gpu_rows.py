@@ -122,13 +122,13 @@ def products(bench: Bench) -> Iterator[Result]:
             start = 0 if rows <= 64 else rows
 
             def ours(weight: Tensor, x: Tensor = x, start: int = start) -> Tensor:
-                return ops.invariant_linear(x, weight, start)
+                return ops.batch_invariant_linear(x, weight, start)
 
             found = ours(weights[0])
             chosen = [*range(min(rows, 4)), rows - 1]
             yield compare(name, found[chosen], x[chosen].double() @ weights[0].double().t())
             half = x[rows // 2 :].contiguous()
-            part = ops.invariant_linear(half, weights[0], 0 if start == 0 else len(half))
+            part = ops.batch_invariant_linear(half, weights[0], 0 if start == 0 else len(half))
             same = torch.equal(part, found[rows // 2 :])
             yield Check(f"{name}, half of them alone", same, "the same bits" if same else "OTHER BITS")
             timing = bench.device.time([lambda w=w, ours=ours: ours(w) for w in weights], 0.05)

@@ -1,19 +1,21 @@
 #!/usr/bin/env python
-"""How many tokens a cache spares: a trace of requests through the real bookkeeping, without tensors.
+"""How many tokens a cache saves: a trace of requests through the real bookkeeping, without tensors.
 
     python bench/hit_rate.py --trace lmsys --geometry qwen35_4b --budget-gb 3
-    python bench/hit_rate.py --trace my.jsonl --geometry custom --page-bytes 65536 --state-bytes 1000000 --budget-gb 1
-    python bench/hit_rate.py --reference shared/traces/reference.json --policy lhd
+    python bench/hit_rate.py --trace my.jsonl --geometry custom --kv-bytes 65536 --state-bytes 1000000 --budget-gb 1
+    python bench/hit_rate.py --reference reference.json --traces DIR --policy lhd
 
-A trace is a file of JSON lines, one request each, with `input_tokens` and `output_tokens` (lists of token ids), in the
-order in which they come. `--traces DIR` (or HYBRID_TRACES) is where traces are found by name. Requests run one after
-another; a request's hit is what need not be computed again, at most its length - 1; afterwards its input and output are
-in the cache. `--budget-gb inf` never runs out. `--reference` runs every cell of a file of known figures beside ours.
+A trace is a file of JSON lines, one request each, with `input_tokens` and `output_tokens` (lists of token ids), in
+order of arrival. `--traces DIR` (or HYBRID_TRACES) is where traces are found by name. Requests run one after another; a
+request's hit is the part that need not be computed again, at most its length - 1; afterwards its input and output are
+in the cache. `--budget-gb inf` never runs out. `--reference` runs every cell of a file of known figures. The value of a
+line is the token hit rate in percent. Exit status 1 when a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -24,13 +26,11 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from common import Line, arguments, finish, machine
 from tqdm import tqdm
 
-from hybrid import CacheConfig, HybridCache, HybridError
+from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
 from hybrid.cache import placement
 from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
 from hybrid.key import Key
@@ -41,10 +41,9 @@ from hybrid.tree.tree import Tree
 GEOMETRIES = {"qwen35_4b": (32768, 51_511_296), "nv7b": (65536, 26_787_840)}
 """Bytes of KV per token, and of a state."""
 
-RECORD_SHARE = {"float32": None, "bfloat16": 0.512, "int8": 0.275}
-"""What a stored checkpoint weighs, relative to a state: as the records of the Qwen3.5-4B shape do."""
+STORED_SHARE = {"float32": None, "bfloat16": 0.512, "int8": 0.275}
+"""Bytes of a stored checkpoint over those of a state, as with the Qwen3.5-4B shape."""
 
-INFINITE = 1 << 62
 PAGE = 64
 
 TARGETS = {
@@ -54,8 +53,12 @@ TARGETS = {
     ("swebench", 10.0): 41.0,
     ("swebench_nc", 15.0): 58.0,
 }
-"""Cells of the geometry qwen35_4b that the default policy is to reach. In others it may be 3 points below the best of
-LRU and Marconi."""
+"""Cells of the geometry qwen35_4b that the default policy should reach. Others may be 3 points below the best of LRU
+and Marconi."""
+
+KNOWN = {"lru": "LRU", "marconi": "Marconi", "marconi_best_alpha": "best alpha", "learned": "simulated"}
+KNOWN_INFINITE = {"any_token": "any token", "checkpoint_every_64": "every 64"}
+"""Names of the known figures in tables."""
 
 Request = tuple[array, int]
 """Token ids of input and output, and how many of them are input."""
@@ -63,23 +66,17 @@ Request = tuple[array, int]
 
 @dataclass
 class Result:
-    """What a run spared, in percent of all input tokens, and what it lost of what was once known.
+    """What a run saved, in percent of all input tokens, and what it lost of the tokens seen before.
 
     Attributes:
         hit: need not be computed.
         lost_evicted: pages or a checkpoint were there and have been evicted.
         lost_no_checkpoint: pages were there, and no checkpoint ever was.
-        lost_alignment: beyond the last multiple of the grid.
+        lost_alignment: after the last multiple of the grid.
         first_sight: never seen before.
         us_per_request: microseconds of bookkeeping per request.
     """
 
-    trace: str
-    geometry: str
-    budget_gb: float
-    policy: str
-    placement: str
-    state_dtype: str
     requests: int
     hit: float
     lost_evicted: float
@@ -91,21 +88,25 @@ class Result:
     evicted_pages: int
     moved_pages: int
 
+    def line(self, name: str, geometry: str, target: float | None, known: dict[str, float]) -> Line:
+        losses = ("evicted", "no_checkpoint", "alignment")
+        lost = {f"lost: {loss.replace('_', ' ')}": getattr(self, f"lost_{loss}") for loss in losses}
+        return Line(name, self.hit, target, part=geometry, medians={**known, **lost}, unit="%", details=asdict(self))
+
 
 def load_trace(name: str, folder: Path | None) -> list[Request]:
-    """The requests of a trace, by file or by name. A parsed copy is kept beside the file: parsing takes longer than a
+    """The requests of a trace, by file or by name. A parsed copy is kept next to the file: parsing takes longer than a
     run."""
     path = Path(name)
     if not path.is_file():
         if folder is None:
-            sys.exit(f"{name!r} is no file; give --traces DIR (or HYBRID_TRACES) with a {name}.jsonl in it")
+            sys.exit(f"{name!r} is not a file; give --traces DIR (or HYBRID_TRACES) with a {name}.jsonl in it")
         path = folder / f"{name}.jsonl"
         if not path.is_file():
             sys.exit(f"no trace {path.name} in {folder}; generate it there, or give a file")
     parsed = path.with_suffix(".parsed")
     if parsed.is_file() and parsed.stat().st_mtime >= path.stat().st_mtime:
-        with parsed.open("rb") as file:
-            return pickle.load(file)
+        return pickle.loads(parsed.read_bytes())
     requests = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(tqdm(file, desc=f"reading {path.name}", unit="request", disable=None), 1):
@@ -115,11 +116,8 @@ def load_trace(name: str, folder: Path | None) -> list[Request]:
                 requests.append((ids + array("i", fields["output_tokens"]), len(ids)))
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 sys.exit(f"{path}, line {number}: not a request with input_tokens and output_tokens ({error!r})")
-    try:
-        with parsed.open("wb") as file:
-            pickle.dump(requests, file)
-    except OSError:
-        pass  # a folder that cannot be written: it is parsed again next time
+    with contextlib.suppress(OSError):  # a folder that cannot be written: the trace is parsed again next time
+        parsed.write_bytes(pickle.dumps(requests))
     return requests
 
 
@@ -129,36 +127,66 @@ class Known:
     def __init__(self) -> None:
         self._tree = Tree(1, 1, POLICIES["lru"]())
 
-    def tokens(self, key: Key, limit: int) -> int:
-        return self._tree.peek(key, limit).num_page_tokens
-
-    def add(self, key: Key) -> None:
+    def add(self, key: Key, limit: int) -> int:
+        """How many of the first `limit` tokens were known; now the key is."""
+        seen = self._tree.peek(key, limit).num_page_tokens
         self._tree.insert(key, len(key), array("i", bytes(4 * len(key))))
+        return seen
 
 
-def make_cache(args: argparse.Namespace, budget_gb: float) -> HybridCache:
-    page_bytes, state_bytes = PAGE * args.kv_bytes, args.state_bytes
-    share = RECORD_SHARE[args.state_dtype]
-    config = CacheConfig(
-        page_size=PAGE,
-        chunk_size=PAGE,
-        eviction=args.policy,
-        placement=args.placement,
-        state_dtype=args.state_dtype,
-        seed=args.seed,
-    )
-    if math.isinf(budget_gb):
-        return HybridCache.of_indices(1 << 21, 1 << 19, config)
-    record = None if share is None else int(share * state_bytes)
-    return HybridCache.of_bytes(int(budget_gb * 1e9), page_bytes, state_bytes, config, record)
+@dataclass(frozen=True)
+class NoStore:
+    """Stored checkpoints of `checkpoint_bytes` bytes, without contents."""
+
+    checkpoint_bytes: int
+
+    def store(self, slot: int, place: int) -> None:
+        pass
+
+    def restore(self, place: int, slot: int) -> None:
+        pass
+
+    def move_stored(self, moves: dict[int, int]) -> None:
+        pass
 
 
-def serve(cache: HybridCache, request: Request) -> int:
+@dataclass(frozen=True)
+class Setting:
+    """The cache that a trace is run on.
+
+    Attributes:
+        audit: run the cache's audit after every request.
+    """
+
+    kv_bytes: int
+    state_bytes: int
+    policy: str
+    placement: str
+    state_dtype: str
+    seed: int
+    audit: bool
+
+    def cache(self, budget_gb: float) -> HybridCache:
+        share = STORED_SHARE[self.state_dtype]
+        config = CacheConfig(
+            page_size=PAGE,
+            chunk_size=PAGE,
+            eviction=self.policy,
+            placement=self.placement,
+            state_dtype=self.state_dtype,
+            seed=self.seed,
+        )
+        if math.isinf(budget_gb):
+            return HybridCache(CacheMemory.of_indices(1 << 21, 1 << 19), config)
+        store = None if share is None else NoStore(int(share * self.state_bytes))
+        memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * self.kv_bytes, self.state_bytes, store=store)
+        return HybridCache(memory, config)
+
+
+def serve(cache: HybridCache, key: Key, num_input: int) -> int:
     """One request from its prompt to its last token; returns its usable hit, 0 when it could not have its memory."""
-    ids, num_input = request
-    key, grid, names = Key.of(ids), cache.config.grid, cache.config.placement
-    limit = num_input - 1
-    lease = cache.open(key, limit, num_input)
+    grid, names, length = cache.config.grid, cache.config.placement, len(key)
+    lease = cache.open(key, num_input - 1, num_input)
     if lease is None:
         return 0
     hit = lease.num_hit_tokens
@@ -174,34 +202,31 @@ def serve(cache: HybridCache, request: Request) -> int:
                 break
     cache.advance(lease, num_input)
     cache.commit(lease, key, num_input // grid * grid)
-    if cache.reserve(lease, len(ids)):
-        whole = len(ids) // grid * grid
+    if cache.reserve(lease, length):
+        whole = length // grid * grid
         if "turn_end" in names and whole > num_input:
             cache.capture(lease, whole, TURN_END)
-        cache.advance(lease, len(ids))
+        cache.advance(lease, length)
         cache.commit(lease, key, whole)
         if "turn_end" in names:
-            cache.end_turn(lease, len(ids))
+            cache.end_turn(lease, length)
     cache.close(lease)
     return hit
 
 
-def run(args: argparse.Namespace, name: str, requests: Sequence[Request], budget_gb: float) -> Result:
-    """Drive the bookkeeping through a trace."""
-    cache, known = make_cache(args, budget_gb), Known()
+def run(setting: Setting, name: str, requests: Sequence[Request], budget_gb: float) -> Result:
+    """Run a trace through the bookkeeping."""
+    cache, known = setting.cache(budget_gb), Known()
     asked = hits = evicted = missing = unaligned = new = 0
     spent = 0.0
-    for request in tqdm(requests, desc=f"{name} {budget_gb:g} GB", unit="request", disable=None, leave=False):
-        ids, num_input = request
-        key = Key.of(ids)
-        limit = num_input - 1
+    for ids, num_input in tqdm(requests, desc=f"{name} {budget_gb:g} GB", unit="request", disable=None, leave=False):
+        key, limit = Key.of(ids), num_input - 1
         found = cache.tree.peek(key, limit)
         pages, lost = found.num_page_tokens, cache.tree.lost_checkpoint(found) is not None
         start = time.perf_counter()
-        hit = serve(cache, request)
+        hit = serve(cache, Key.of(ids), num_input)
         spent += time.perf_counter() - start
-        seen = known.tokens(key, limit)
-        known.add(key)
+        seen = known.add(key, limit)
         whole = seen // cache.config.grid * cache.config.grid
         asked += num_input
         hits += hit
@@ -209,113 +234,65 @@ def run(args: argparse.Namespace, name: str, requests: Sequence[Request], budget
         missing += pages - hit if not lost and pages > hit else 0
         unaligned += seen - whole
         new += num_input - seen
-        if args.audit:
+        if setting.audit:
             cache.audit()
     stats = cache.stats()
-
-    def percent(tokens: int) -> float:
-        return round(100 * tokens / max(asked, 1), 2)
-
-    return Result(
-        name,
-        args.geometry,
-        budget_gb,
-        args.policy,
-        ",".join(cache.config.placement),
-        args.state_dtype,
-        len(requests),
-        percent(hits),
-        percent(evicted),
-        percent(missing),
-        percent(unaligned),
-        percent(new),
-        round(1e6 * spent / max(len(requests), 1), 1),
-        stats.evicted_checkpoints,
-        stats.evicted_pages,
-        stats.moved_pages,
-    )
+    shares = (round(100 * tokens / max(asked, 1), 2) for tokens in (hits, evicted, missing, unaligned, new))
+    micros = round(1e6 * spent / max(len(requests), 1), 1)
+    return Result(len(requests), *shares, micros, stats.evicted_checkpoints, stats.evicted_pages, stats.moved_pages)
 
 
-def run_reference(args: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
-    """Every cell of a file of known figures, ours beside them."""
-    reference = json.loads(path.read_text(encoding="utf-8"))
+def run_reference(args: argparse.Namespace) -> list[Line]:
+    """Every cell of a file of known figures."""
+    reference = json.loads(args.reference.read_text(encoding="utf-8"))
     traces: dict[str, list[Request]] = {}
-    rows = []
-    cells = [cell for cell in reference["cells"] if args.geometry in ("all", cell["geometry"])]
-    if args.trace:
-        cells = [cell for cell in cells if cell["trace"] in args.trace.split(",")]
-    infinite = reference["infinite_cache"] if not args.trace or args.infinite else {}
-    for cell in cells:
-        args.geometry = cell["geometry"]
-        args.kv_bytes, args.state_bytes = GEOMETRIES[cell["geometry"]]
-        name = cell["trace"]
+    lines = []
+
+    def cell(name: str, geometry: str, budget_gb: float, target: float, known: dict[str, float]) -> None:
         if name not in traces:
             traces[name] = load_trace(name, args.traces)
-        result = run(args, name, traces[name], cell["budget_gb"])
-        best = max(cell.get(key, 0.0) for key in ("lru", "marconi", "marconi_best_alpha"))
-        target = best - 3
-        if cell["geometry"] == "qwen35_4b":
-            target = max(target, TARGETS.get((name, cell["budget_gb"]), 0.0))
-        rows.append({**asdict(result), **cell, "target": round(target, 1), "reached": result.hit >= target})
-    for name, figures in infinite.items():
-        if name not in traces:
-            traces[name] = load_trace(name, args.traces)
-        result = run(args, name, traces[name], math.inf)
-        target = round(figures["checkpoint_every_64"] - 0.5, 1)
-        rows.append({**asdict(result), **figures, "target": target, "reached": result.hit >= target})
-    return rows
+        result = run(setting_of(args, geometry), name, traces[name], budget_gb)
+        memory = "endless memory" if math.isinf(budget_gb) else f"{budget_gb:g} GB"
+        lines.append(result.line(f"{name}, {memory}", geometry, round(target, 1), known))
+
+    names = args.trace.split(",") if args.trace else None
+    for row in reference["cells"]:
+        name, geometry, budget_gb = row["trace"], row["geometry"], row["budget_gb"]
+        if args.geometry in ("all", geometry) and (names is None or name in names):
+            target = max(row.get(key, 0.0) for key in ("lru", "marconi", "marconi_best_alpha")) - 3
+            if geometry == "qwen35_4b":
+                target = max(target, TARGETS.get((name, budget_gb), 0.0))
+            cell(name, geometry, budget_gb, target, {title: row[key] for key, title in KNOWN.items() if key in row})
+    if names is None or args.infinite:
+        for name, row in reference["infinite_cache"].items():
+            known = {title: row[key] for key, title in KNOWN_INFINITE.items()}
+            cell(name, "qwen35_4b", math.inf, row["checkpoint_every_64"] - 0.5, known)
+    return lines
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    table = Table("", "geometry", "trace", "GB", "LRU", "Marconi", "best alpha", "learned", "ours", "target")
-    for column in ("evicted", "no checkpoint", "alignment", "us/request"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        cells = [row.get(name) for name in ("lru", "marconi", "marconi_best_alpha", "learned")]
-        if math.isinf(row["budget_gb"]):
-            cells = ["any token", row["any_token"], "every 64", row["checkpoint_every_64"]]
-        table.add_row(
-            "ok" if row["reached"] else "MISS",
-            row["geometry"] if not math.isinf(row["budget_gb"]) else "",
-            row["trace"],
-            f"{row['budget_gb']:g}",
-            *("" if cell is None else str(cell) for cell in cells),
-            f"{row['hit']:.1f}",
-            f">= {row['target']}",
-            f"{row['lost_evicted']:.1f}",
-            f"{row['lost_no_checkpoint']:.1f}",
-            f"{row['lost_alignment']:.1f}",
-            f"{row['us_per_request']:.0f}",
-        )
-    console.print(table)
+def setting_of(args: argparse.Namespace, geometry: str) -> Setting:
+    sizes = (args.kv_bytes, args.state_bytes) if geometry == "custom" else GEOMETRIES[geometry]
+    return Setting(*sizes, args.policy, args.placement, args.state_dtype, args.seed, args.audit)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = arguments(__doc__)
     parser.add_argument("--trace", help="a file, or a name in the folder of traces; with --reference: only these names")
-    parser.add_argument(
-        "--geometry", default=None, choices=[*GEOMETRIES, "custom", "all"], help="sizes of pages and states"
-    )
+    parser.add_argument("--geometry", choices=[*GEOMETRIES, "custom", "all"], help="sizes of pages and states")
     parser.add_argument("--kv-bytes", type=int, help="custom: bytes of KV per token")
     parser.add_argument("--state-bytes", type=int, help="custom: bytes of a state")
     parser.add_argument("--budget-gb", type=float, help="memory, 1 GB = 1e9 bytes; inf: never runs out")
-    parser.add_argument("--policy", default="lhd", choices=list(POLICIES), help="what goes first (default: lhd)")
-    parser.add_argument(
-        "--placement", default=",".join(PLACEMENTS), help=f"where checkpoints are put (default: {','.join(PLACEMENTS)})"
-    )
+    parser.add_argument("--policy", default="lhd", choices=list(POLICIES), help="what is evicted first (default: lhd)")
+    placements = ",".join(PLACEMENTS)
+    parser.add_argument("--placement", default=placements, help=f"where checkpoints are put (default: {placements})")
     parser.add_argument("--state-dtype", default="float32", choices=STATE_DTYPES, help="how checkpoints are stored")
-    parser.add_argument("--seed", type=int, default=0, help="of the policy's dice (default: 0)")
-    parser.add_argument("--audit", action="store_true", help="prove the books after every request (slow)")
+    parser.add_argument("--seed", type=int, default=0, help="of the policy's random numbers (default: 0)")
+    parser.add_argument("--audit", action="store_true", help="audit the cache after every request (slow)")
     parser.add_argument("--reference", type=Path, help="a file of known figures: run all of its cells")
     parser.add_argument("--infinite", action="store_true", help="with --reference and --trace: the endless memory too")
-    parser.add_argument(
-        "--traces",
-        type=Path,
-        default=os.environ.get("HYBRID_TRACES"),
-        help="where traces are found by name (default: HYBRID_TRACES)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
-    args = parser.parse_args(arguments)
+    where = os.environ.get("HYBRID_TRACES")
+    parser.add_argument("--traces", type=Path, default=where, help="where traces are found (default: HYBRID_TRACES)")
+    args = parser.parse_args(given)
     args.traces = Path(args.traces) if args.traces is not None else None
     args.geometry = args.geometry or ("all" if args.reference else "qwen35_4b")
     if args.reference is None:
@@ -323,32 +300,24 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error("give --trace, --geometry and --budget-gb, or --reference")
         if not args.budget_gb > 0:
             parser.error(f"--budget-gb must be a positive number, or inf; got {args.budget_gb}")
-        if args.geometry != "custom":
-            args.kv_bytes, args.state_bytes = GEOMETRIES[args.geometry]
-        elif not args.kv_bytes or not args.state_bytes:
+        if args.geometry == "custom" and not (args.kv_bytes and args.state_bytes):
             parser.error("--geometry custom needs --kv-bytes and --state-bytes")
     return args
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+def main(given: Sequence[str] | None = None) -> int:
+    args = parse(given)
     try:
         if args.reference is not None:
-            rows = run_reference(args, args.reference)
+            lines = run_reference(args)
         else:
-            result = run(args, Path(args.trace).stem, load_trace(args.trace, args.traces), args.budget_gb)
-            rows = [asdict(result)]
+            name, requests = Path(args.trace).stem, load_trace(args.trace, args.traces)
+            result = run(setting_of(args, args.geometry), name, requests, args.budget_gb)
+            lines = [result.line(f"{name}, {args.budget_gb:g} GB", args.geometry, None, {})]
     except HybridError as error:
         sys.exit(str(error))
-    if args.json:
-        print(json.dumps(rows if args.reference is not None else rows[0]))
-    elif args.reference is not None:
-        show(rows, console)
-    else:
-        for name, value in rows[0].items():
-            console.print(f"{name:>20}  {value}", highlight=False)
-    return 0 if all(row.get("reached", True) for row in rows) else 1
+    asked = {"policy": args.policy, "placement": args.placement, "state_dtype": args.state_dtype, "seed": args.seed}
+    return finish(lines, machine(), args.json, **asked)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def states() -> tuple[Tensor, Tensor]:
 
 
 def memory_cases() -> Iterator[Case]:
-    from hybrid.kernels import memory
+    from hybrid.kernels.triton import memory
 
     heads = numbers(DECODED, 2 * KV_HEADS, HEAD_DIM).chunk(2, dim=1)
     rows = torch.empty(16, 51_511_296, dtype=torch.uint8)  # states of a model of 4B parameters
@@ -80,7 +80,7 @@ def memory_cases() -> Iterator[Case]:
 
 
 def elementwise_cases() -> Iterator[Case]:
-    from hybrid.kernels import elementwise
+    from hybrid.kernels.triton import elementwise
 
     x, scale, head_scale, norm_weight = numbers(DECODED, HIDDEN), floats(HIDDEN), floats(HEAD_DIM), numbers(LINEAR_DIM)
     mixed, z = numbers(DECODED, VALUE_HEADS, LINEAR_DIM), numbers(DECODED, VALUE_HEADS, LINEAR_DIM)
@@ -103,14 +103,14 @@ def elementwise_cases() -> Iterator[Case]:
 
 
 def matmul_cases() -> Iterator[Case]:
-    from hybrid.kernels import matmul
+    from hybrid.kernels.triton import matmul
 
     def case(what: str, rows: int, inner: int, columns: int, prompt: bool, brief: bool = False) -> Case:
         def call() -> Tensor:
             weight = numbers(columns, inner)
-            return matmul.invariant_linear(numbers(rows, inner), weight, rows if prompt else 0)
+            return matmul.batch_invariant_linear(numbers(rows, inner), weight, rows if prompt else 0)
 
-        return Case("matmul.invariant_linear", f"{what}, {rows} row{'s' if rows > 1 else ''}", call, brief)
+        return Case("matmul.batch_invariant_linear", f"{what}, {rows} row{'s' if rows > 1 else ''}", call, brief)
 
     yield case("prompt, gate_proj", PROMPT, HIDDEN, INTERMEDIATE, True, True)
     yield case("prompt, down_proj", PROMPT, INTERMEDIATE, HIDDEN, True, True)
@@ -123,7 +123,7 @@ def matmul_cases() -> Iterator[Case]:
 
 
 def expert_cases() -> Iterator[Case]:
-    from hybrid.kernels import experts
+    from hybrid.kernels.triton import experts
 
     def case(what: str, rows: int, inner: int, columns: int, top_k: int, prompt: bool, brief: bool = False) -> Case:
         def call() -> Tensor:
@@ -158,7 +158,7 @@ def expert_cases() -> Iterator[Case]:
 
 
 def attention_cases() -> Iterator[Case]:
-    from hybrid.kernels.attention import paged_attention
+    from hybrid.kernels.triton.attention import paged_attention
 
     def case(what: str, tokens: int, requests: int, splits: int | None, drafts: int = 0, brief: bool = False) -> Case:
         def call() -> Tensor:
@@ -186,7 +186,7 @@ def of_prompts() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def convolution_cases() -> Iterator[Case]:
-    from hybrid.kernels.convolution import causal_conv1d
+    from hybrid.kernels.triton.convolution import causal_conv1d
 
     def prompts() -> Tensor:
         return causal_conv1d(numbers(PROMPT, CHANNELS), numbers(CHANNELS, WIDTH), states()[0], *of_prompts())
@@ -195,8 +195,8 @@ def convolution_cases() -> Iterator[Case]:
 
 
 def delta_rule_cases() -> Iterator[Case]:
-    from hybrid.kernels.delta_rule import chunk_gated_delta_rule
-    from hybrid.kernels.delta_rule_step import gated_delta_step
+    from hybrid.kernels.triton.delta_rule import chunk_gated_delta_rule
+    from hybrid.kernels.triton.delta_rule_step import gated_delta_step
 
     def prompts() -> Tensor:
         keys = KEY_HEADS * LINEAR_DIM

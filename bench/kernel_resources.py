@@ -113,7 +113,9 @@ def compile_launches(call: Callable[[], object], capability: int) -> list[tuple[
     most = DEVICES[capability].shared_memory_of_program
     with (
         patch.object(JITFunction, "run", compile_only),
-        patch("hybrid.kernels.attention._shared_memory", lambda device: most),  # its tiles are chosen by what there is
+        patch(
+            "hybrid.kernels.triton.attention._shared_memory", lambda device: most
+        ),  # its tiles are chosen by what there is
     ):
         call()
     return list(found.values())

@@ -3,31 +3,21 @@
 
     python bench/prefix_reuse.py [--runs 7] [--threads 1] [--json]
 
-fp32, one thread, medians of runs that alternate between the sides. Each line is a ratio with the target it should
-reach; a line says in which mode our side ran. Exit status 1 when a target is missed.
+fp32, one thread, medians of runs that alternate between the sides. Each line is a ratio, with the mode that our side
+ran in and the target that it should reach. Exit status 1 when a target is missed.
 """
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
+from common import Line, alternate, arguments, finish, machine, timed
 
-import hybrid.engine.model_runner
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.engine.scheduler import Step
 from hybrid.hf.torch_functions import use_torch_functions
 
 VOCAB = 8192
@@ -35,30 +25,6 @@ SHARED, NEW = 4096, 64
 COLD = 1024
 GROUP, GROUP_SHARED, GROUP_OWN, GROUP_NEW = 16, 1024, 32, 16
 DECODED = 48
-
-
-@dataclass(frozen=True)
-class Line:
-    """One figure.
-
-    Attributes:
-        ratio: of medians; `target` is the least of it, or the most where `at_most`.
-        seconds: the medians behind it.
-    """
-
-    name: str
-    ratio: float
-    target: float | None
-    at_most: bool
-    mode: str
-    seconds: dict[str, float]
-
-    @property
-    def reached(self) -> bool:
-        if self.target is None:
-            return True
-        return self.ratio <= self.target if self.at_most else self.ratio >= self.target
-
 
 SIZES: dict[str, int] = {
     "hidden_size": 640,
@@ -76,7 +42,7 @@ SIZES: dict[str, int] = {
 
 
 def save_random_model(path: Path) -> Any:
-    """A random Qwen3.5 of about 50M parameters, written by transformers itself; returns transformers' model."""
+    """A random Qwen3.5 of about 50M parameters, saved by transformers itself; returns transformers' model."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(0)
@@ -99,6 +65,10 @@ class Sides:
     def ids(self, count: int) -> list[int]:
         return torch.randint(0, VOCAB, (count,), generator=self._generator).tolist()
 
+    def group(self) -> list[list[int]]:
+        shared = self.ids(GROUP_SHARED)
+        return [shared + self.ids(GROUP_OWN) for _ in range(GROUP)]
+
     def first_token(self, engine: Engine, prompt: list[int]) -> float:
         output = engine.generate([prompt], SamplingParams(max_new_tokens=1), progress=False)[0]
         assert output.time_to_first_token is not None
@@ -110,216 +80,112 @@ class Sides:
         outputs = engine.generate([self.ids(NEW) for _ in range(count)], params, progress=False)
         return 1 / statistics.median(output.tokens_per_second or 0.0 for output in outputs) / count
 
-    def bookkeeping(self, engine: Engine) -> tuple[float, float]:
-        """Seconds of bookkeeping (match, schedule, plan, commit, evict), and of the whole, per step that decodes eight
-        sequences; medians over steps."""
-        watch = Stopwatch(engine)
-        for _ in range(8):
+    def bookkeeping(self, engine: Engine, count: int) -> tuple[float, float]:
+        """Median seconds of what a step that decodes `count` sequences does outside of the forward pass, and of the
+        whole step."""
+        for _ in range(count):
             engine.add_request(self.ids(NEW), SamplingParams(max_new_tokens=DECODED, ignore_eos=True))
-        books, steps = [], []
-        with watch:
-            while engine.has_work:
-                spent = timed(engine.step)
-                if watch.decodes == 8:
-                    books.append(watch.seconds)
-                    steps.append(spent)
-                watch.reset()
-        return statistics.median(books), statistics.median(steps)
+        passes: list[float] = []
+        hooks = (
+            engine.model.register_forward_pre_hook(lambda *_: passes.append(-time.perf_counter())),
+            engine.model.register_forward_hook(lambda *_: passes.append(passes.pop() + time.perf_counter())),
+        )
+        others, steps = [], []
+        decoding: set[str] = set()
+        while engine.has_work:
+            passes.clear()
+            start = time.perf_counter()
+            outputs = engine.step()
+            spent = time.perf_counter() - start
+            if len(decoding) == count == len(outputs):  # every sequence had its first token before
+                others.append(spent - sum(passes))
+                steps.append(spent)
+            decoding |= {output.request_id for output in outputs}
+        for hook in hooks:
+            hook.remove()
+        return statistics.median(others), statistics.median(steps)
 
     def together(self, engine: Engine) -> float:
         engine.cache.clear()
-        shared = self.ids(GROUP_SHARED)
-        prompts = [shared + self.ids(GROUP_OWN) for _ in range(GROUP)]
-        return timed(
-            lambda: engine.generate(prompts, SamplingParams(max_new_tokens=GROUP_NEW, ignore_eos=True), progress=False)
-        )
+        prompts, params = self.group(), SamplingParams(max_new_tokens=GROUP_NEW, ignore_eos=True)
+        return timed(lambda: engine.generate(prompts, params, progress=False))
 
     def their_generate(self, prompts: list[list[int]], new: int) -> float:
         batch = torch.tensor(prompts)
-        mask = torch.ones_like(batch)
-        return timed(
-            lambda: self.theirs.generate(
-                batch, attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
-            )
-        )
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+        return timed(lambda: self.theirs.generate(batch, attention_mask=torch.ones_like(batch), **options))
 
     def their_decode(self) -> float:
         prompt = [self.ids(NEW)]
         return (self.their_generate(prompt, DECODED + 1) - self.their_generate(prompt, 1)) / DECODED
 
     def their_group(self, batch: int) -> float:
-        shared = self.ids(GROUP_SHARED)
-        prompts = [shared + self.ids(GROUP_OWN) for _ in range(GROUP)]
+        prompts = self.group()
         return sum(self.their_generate(prompts[at : at + batch], GROUP_NEW) for at in range(0, GROUP, batch))
-
-
-class Stopwatch:
-    """Times what an engine does beside its forward passes, while it is entered."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._scheduler = engine.scheduler
-        self.seconds, self.decodes = 0.0, 0
-
-    def reset(self) -> None:
-        self.seconds, self.decodes = 0.0, 0
-
-    def _timing(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def timing(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = work(*args, **kwargs)
-            self.seconds += time.perf_counter() - start
-            if isinstance(result, Step):
-                self.decodes = sum(not part.is_prefill for part in result.parts)
-            return result
-
-        return timing
-
-    def __enter__(self) -> None:
-        for name in ("schedule", "commit", "finish"):
-            setattr(self._scheduler, name, self._timing(getattr(self._scheduler, name)))
-        runner = hybrid.engine.model_runner
-        self._plan, runner.plan = runner.plan, self._timing(runner.plan)
-
-    def __exit__(self, *_: object) -> None:
-        for name in ("schedule", "commit", "finish"):
-            delattr(self._scheduler, name)
-        hybrid.engine.model_runner.plan = self._plan
-
-
-def timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def alternate(runs: int, bar: tqdm, **sides: Callable[[], float]) -> dict[str, float]:
-    """Median seconds of each side, the sides taking turns; the first turn only warms up."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for run in range(runs + 1):
-        for name, side in sides.items():
-            spent = side()
-            if run:
-                times[name].append(spent)
-        bar.update()
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def measure(sides: Sides, runs: int) -> list[Line]:
     document = sides.ids(SHARED)
-    ours, fast = sides.ours, sides.fast
+    ours, fast, few = sides.ours, sides.fast, max(2, runs // 2)
     lines = []
-    few = max(2, runs // 2)
-    with tqdm(
-        total=3 * (runs + 1) + 3 * (few + 1), desc="measuring", unit="run", disable=not sys.stderr.isatty()
-    ) as bar:
-        sides.first_token(ours, [*document, *sides.ids(NEW)])
-        t = alternate(
-            runs,
-            bar,
-            hit=lambda: sides.first_token(ours, [*document, *sides.ids(NEW)]),
-            alone=lambda: sides.first_token(ours, sides.ids(NEW)),
-        )
-        name = f"first token: hit {SHARED} + {NEW} new, over {NEW} alone"
-        lines.append(Line(name, t["hit"] / t["alone"], 1.3, True, "deterministic", t))
-        t = alternate(
-            few,
-            bar,
-            transformers=lambda: sides.their_generate([sides.ids(COLD)], 1),
-            ours=lambda: sides.first_token(ours, sides.ids(COLD)),
-            ours_fast=lambda: sides.first_token(fast, sides.ids(COLD)),
-        )
-        name = f"cold prefill of {COLD}, times as fast as transformers"
-        lines.append(Line(name, t["transformers"] / t["ours"], 1.0, False, "deterministic", t))
-        t = alternate(
-            runs,
-            bar,
-            transformers=sides.their_decode,
-            one=lambda: sides.decode(fast, 1),
-            one_deterministic=lambda: sides.decode(ours, 1),
-        )
-        lines.append(
-            Line("decode of one, times as fast as transformers", t["transformers"] / t["one"], 1.2, False, "fast", t)
-        )
-        cost = t["one_deterministic"] / t["one"]
-        lines.append(Line("what deterministic mode costs: decode of one, times as slow", cost, None, True, "both", t))
-        t = alternate(
-            runs,
-            bar,
-            one=lambda: sides.decode(fast, 1),
-            eight=lambda: sides.decode(fast, 8),
-            eight_deterministic=lambda: sides.decode(ours, 8),
-        )
-        lines.append(
-            Line("decode of eight, tokens per second over those of one", t["one"] / t["eight"], 3.0, False, "fast", t)
-        )
-        cost = t["eight_deterministic"] / t["eight"]
-        lines.append(Line("what deterministic mode costs: decode of eight, times as slow", cost, None, True, "both", t))
-        shares = [sides.bookkeeping(fast) for _ in range(few)]
-        books, step = (statistics.median(values) for values in zip(*shares, strict=True))
-        name = "bookkeeping, part of a step that decodes eight"
-        lines.append(Line(name, books / step, 0.05, True, "fast", {"bookkeeping": books, "step": step}))
-        batches = {f"transformers_batch_{size}": (lambda size=size: sides.their_group(size)) for size in (4, 16)}
-        t = alternate(few, bar, ours=lambda: sides.together(ours), ours_fast=lambda: sides.together(fast), **batches)
-        best = min(t[name] for name in batches)
-        name = f"{GROUP} requests sharing {GROUP_SHARED}, together, times as fast as transformers in its best batch"
-        lines.append(Line(name, best / t["ours"], 4.0, False, "deterministic", t))
+
+    def line(name: str, t: dict[str, Any], over: str, under: str, target: float | None, mode: str, **how: bool) -> None:
+        lines.append(Line(name, t[over] / t[under], target, part=mode, medians=t, **how))
+
+    sides.first_token(ours, [*document, *sides.ids(NEW)])
+    t = alternate(
+        runs,
+        hit=lambda: sides.first_token(ours, [*document, *sides.ids(NEW)]),
+        alone=lambda: sides.first_token(ours, sides.ids(NEW)),
+    )
+    name = f"first token: hit {SHARED} + {NEW} new, over {NEW} alone"
+    line(name, t, "hit", "alone", 1.3, "deterministic", at_most=True)
+    t = alternate(
+        few,
+        transformers=lambda: sides.their_generate([sides.ids(COLD)], 1),
+        ours=lambda: sides.first_token(ours, sides.ids(COLD)),
+        ours_fast=lambda: sides.first_token(fast, sides.ids(COLD)),
+    )
+    name = f"cold prefill of {COLD}, times as fast as transformers"
+    line(name, t, "transformers", "ours", 1.0, "deterministic")
+    t = alternate(
+        runs,
+        transformers=sides.their_decode,
+        one=lambda: sides.decode(fast, 1),
+        one_deterministic=lambda: sides.decode(ours, 1),
+    )
+    line("decode of one, times as fast as transformers", t, "transformers", "one", 1.2, "fast")
+    name = "cost of deterministic mode: decode of one, times as slow"
+    line(name, t, "one_deterministic", "one", None, "both", at_most=True)
+    t = alternate(
+        runs,
+        one=lambda: sides.decode(fast, 1),
+        eight=lambda: sides.decode(fast, 8),
+        eight_deterministic=lambda: sides.decode(ours, 8),
+    )
+    line("decode of eight, tokens per second over those of one", t, "one", "eight", 3.0, "fast")
+    name = "cost of deterministic mode: decode of eight, times as slow"
+    line(name, t, "eight_deterministic", "eight", None, "both", at_most=True)
+    shares = zip(*(sides.bookkeeping(fast, 8) for _ in range(few)), strict=True)
+    t = dict(zip(("outside", "step"), map(statistics.median, shares), strict=True))
+    name = "part of a step that decodes eight outside of the forward pass"
+    line(name, t, "outside", "step", 0.05, "fast", at_most=True)
+    batches = {f"transformers_batch_{size}": (lambda size=size: sides.their_group(size)) for size in (4, 16)}
+    t = alternate(few, ours=lambda: sides.together(ours), ours_fast=lambda: sides.together(fast), **batches)
+    name = f"{GROUP} requests sharing {GROUP_SHARED}, together, times as fast as transformers in its best batch"
+    line(name, t, min(batches, key=lambda batch: t[batch] or 0.0), "ours", 4.0, "deterministic")
     ours.cache.audit()
     fast.cache.audit()
     return lines
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        cpu = names[0] if names else cpu
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=7, help="measured runs per side (default: 7)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    args = parser.parse_args()
+    args = arguments(__doc__, runs=7, threads=True).parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         theirs = save_random_model(Path(folder))
-        parameters = sum(parameter.numel() for parameter in theirs.parameters())
         lines = measure(Sides(Path(folder), theirs), args.runs)
-    result = {
-        "machine": machine(),
-        "parameters": parameters,
-        "lines": [{**asdict(line), "reached": line.reached} for line in lines],
-    }
-    if args.json:
-        print(json.dumps(result))
-    else:
-        table = Table("", "figure", "ratio", "target", "mode", "medians")
-        for line in lines:
-            target = "" if line.target is None else f"{'<=' if line.at_most else '>='} {line.target}"
-            medians = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in line.seconds.items())
-            ratio = f"{line.ratio:.2f}" if line.ratio > 0.1 else f"{line.ratio:.4f}"
-            table.add_row(
-                "ok" if line.reached else "MISS",
-                line.name,
-                ratio,
-                target,
-                line.mode,
-                medians,
-            )
-        console = Console(width=None if sys.stdout.isatty() else 160)
-        console.print(table)
-        console.print(f"{parameters / 1e6:.1f}M parameters; {result['machine']}", highlight=False)
-    return 0 if all(line.reached for line in lines) else 1
+    return finish(lines, machine(), args.json, parameters=sum(parameter.numel() for parameter in theirs.parameters()))
 
 
 if __name__ == "__main__":

@@ -4,20 +4,19 @@
     python bench/tree.py --peers DIR --peer-python PATH [--runs 3] [--only match,lock] [--all] [--json]
     python bench/tree.py --peers DIR --no-peer              # our own figures, without SGLang
 
-DIR holds the peers' tree_bench.py, which does the measuring; its README says how to make an environment with SGLang.
-PATH is the Python of that environment: both sides run in it, one process at a time on one core, part by part in turns,
-every part in a process of its own. Each figure is the median over the runs.
+DIR holds the peers' tree_bench.py, which measures; its README says how to make an environment with SGLang. PATH is the
+Python of that environment: both sides run in it, one process at a time on one core, part by part in turns, every part
+in a process of its own. Each figure is the median over the runs.
 
-A ratio says how many times better we are: their time over ours, our rate over theirs, their bytes over ours. Exit
+A value says how many times better ours is: their time over ours, our rate over theirs, their bytes over ours. Exit
 status 1 when a target is missed, 2 when something could not be run.
 
 Memory is measured here and not there: tree_bench.py measures a tree in a process that has just dropped another one, and
-what that one left to the heap hides the growth. Here each tree gets a fresh process, and freed memory goes back first.
+what that one left in the heap hides the growth. Here each tree gets a new process, and freed memory is returned first.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import importlib
@@ -29,77 +28,43 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from common import Line, arguments, finish
 
 BENCH = Path(__file__).resolve().parent
 TREE_BENCH = "tree_bench.py"
 THEIRS, OURS = "sgl-rust", "tree_adapter:HybridTree"
 PARTS = ("match", "insert", "lock", "evict", "mixed", "memory")
 LEAVES = ((10_000, 128), (1_000, 4096))
-"""How many leaves of how many tokens, behind a prompt that they share, memory is measured with."""
+"""Number of leaves and tokens of each, after a prompt that they share, with which memory is measured."""
 
 QUIET = 0.85
-"""A part that had less of its core was disturbed: what is left is waiting for files."""
+"""A part that had less than this share of its core was disturbed: the rest is waiting for files."""
 
 Figures = dict[str, float]
 
-
-@dataclass(frozen=True)
-class Goal:
-    """What is compared, and how much better we want to be.
-
-    Attributes:
-        figures: names in the output of tree_bench.py; their sum is what counts.
-        at_least: the ratio to reach.
-    """
-
-    name: str
-    figures: tuple[str, ...]
-    at_least: float
-
-
-GOALS = (
-    Goal("match 8k, 1 node", ("match page64 len8192 nodes1",), 4),
-    Goal("match 128k, 1 node", ("match page64 len131072 nodes1",), 8),
-    Goal("match 8k, 32 nodes", ("match page64 len8192 nodes32",), 1.5),
-    Goal("match 128k, 32 nodes", ("match page64 len131072 nodes32",), 3),
-    Goal("insert 8k, split at 4k", ("insert 8k, split at 4k page64",), 3),
-    Goal("insert 128k already cached, 512 nodes", ("insert 128k already cached, 512 nodes page64",), 10),
-    Goal("lock + unlock, depth 1", ("lock depth1", "unlock depth1"), 2),
-    Goal("lock + unlock, depth 100", ("lock depth100", "unlock depth100"), 2),
-    Goal("evict one leaf per call, 100,000 leaves", ("evict one leaf per call, 100000 leaves",), 50),
-    Goal("evict leaves in bulk: leaves/s", ("evict KV in bulk, 10k leaves: leaves/s",), 1),
-    Goal("evict inner checkpoints in bulk: states/s", ("evict inner states in bulk: states/s",), 1),
-    Goal("mixed trace, 512 states: requests/s", ("mixed page64 states512: requests/s",), 2),
-    Goal("memory, 1000 leaves of 4096: B/token", ("memory, 1000 leaves of 4096 tokens page64: B/token",), 2),
-)
-"""Pages of 64 tokens, where the tree knows pages."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One row of the result.
-
-    Attributes:
-        theirs, ours: medians in `unit`; None where that side was not run.
-        ratio: how many times better we are; None where a side is missing, or where better has no meaning.
-        target: the least ratio, for those that have one.
-    """
-
-    name: str
-    unit: str
-    theirs: float | None
-    ours: float | None
-    ratio: float | None
-    target: float | None
-
-    @property
-    def reached(self) -> bool | None:
-        """None where there is nothing to reach, or nothing to compare with."""
-        return None if self.ratio is None or self.target is None else self.ratio >= self.target
+GOALS: dict[str, tuple[tuple[str, ...], float]] = {
+    "match 8k, 1 node": (("match page64 len8192 nodes1",), 4),
+    "match 128k, 1 node": (("match page64 len131072 nodes1",), 8),
+    "match 8k, 32 nodes": (("match page64 len8192 nodes32",), 1.5),
+    "match 128k, 32 nodes": (("match page64 len131072 nodes32",), 3),
+    "insert 8k, split at 4k": (("insert 8k, split at 4k page64",), 3),
+    "insert 128k already cached, 512 nodes": (("insert 128k already cached, 512 nodes page64",), 10),
+    "lock + unlock, depth 1": (("lock depth1", "unlock depth1"), 2),
+    "lock + unlock, depth 100": (("lock depth100", "unlock depth100"), 2),
+    "evict one leaf per call, 100,000 leaves": (("evict one leaf per call, 100000 leaves",), 50),
+    "evict leaves in bulk: leaves/s": (("evict KV in bulk, 10k leaves: leaves/s",), 1),
+    "evict inner checkpoints in bulk: states/s": (("evict inner states in bulk: states/s",), 1),
+    "mixed trace, 512 states: requests/s": (("mixed page64 states512: requests/s",), 2),
+    "memory, 1000 leaves of 4096: B/token": (("memory, 1000 leaves of 4096 tokens page64: B/token",), 2),
+}
+"""What is compared: names in the output of tree_bench.py, whose sum counts, and the ratio to reach. Pages of 64 tokens,
+where the tree knows pages."""
 
 
 class BenchError(Exception):
@@ -107,7 +72,7 @@ class BenchError(Exception):
 
 
 @dataclass(frozen=True)
-class Bench:
+class Runner:
     """How a part is run.
 
     Attributes:
@@ -120,33 +85,37 @@ class Bench:
     python: str
     core: int
 
-    def run(self, factory: str, part: str) -> Figures:
-        """The figures of one part for one tree, taken in a process of their own."""
+    def figures(self, factory: str, part: str) -> Figures:
+        """The figures of one part for one tree, measured in a process of their own."""
         figures: dict[str, Any] = {}
         if part == "memory":
             for leaves in range(len(LEAVES)):
-                figures |= json.loads(
-                    self._spawn(factory, str(BENCH / "tree.py"), "--memory-of", factory, "--leaves", str(leaves))
-                )
+                options = ("--memory-of", factory, "--leaves", str(leaves))
+                figures |= json.loads(self.spawn(factory, str(BENCH / "tree.py"), *options))
         else:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "figures.json"
-                self._spawn(factory, str(self.peers / TREE_BENCH), factory, "--only", part, "--json", str(file))
+                self.spawn(factory, str(self.peers / TREE_BENCH), factory, "--only", part, "--json", str(file))
                 figures = json.loads(file.read_text(encoding="utf-8"))["figures"]
         return dict(flattened(figures))
 
-    def _spawn(self, factory: str, *command: str) -> str:
+    def spawn(self, factory: str, *command: str) -> str:
         """What a Python process for one tree prints.
 
         Raises:
             BenchError: it failed.
         """
+
+        def pin() -> None:
+            if sys.platform == "linux":
+                os.sched_setaffinity(0, {self.core})
+
         done = subprocess.run(
             [self.python, "-W", "ignore", *command],
             env=self._environment(factory),
             capture_output=True,
             text=True,
-            preexec_fn=self._pin,
+            preexec_fn=pin,
         )
         if done.returncode:
             raise BenchError(f"{' '.join([self.python, *command])} failed:\n{done.stderr.strip()[-2000:]}")
@@ -160,15 +129,8 @@ class Bench:
         """
         ours = [] if factory == THEIRS else [str(BENCH), str(BENCH.parent)]
         paths = [str(self.peers), os.environ.get("PYTHONPATH", ""), *ours]
-        return os.environ | {
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-
-    def _pin(self) -> None:
-        if sys.platform == "linux":
-            os.sched_setaffinity(0, {self.core})
+        found = os.pathsep.join(path for path in paths if path)
+        return {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def flattened(figures: dict[str, Any]) -> Iterable[tuple[str, float]]:
@@ -190,7 +152,7 @@ def memory_of(factory: str, count: int, length: int) -> Figures:
     bench = importlib.import_module("tree_bench")
     prompt = 1024
     make = bench.factory_of(factory)
-    make(page_size=64, kv_slots=4096, state_slots=8)  # what is loaded or made once is no tree's
+    make(page_size=64, kv_slots=4096, state_slots=8)  # what is loaded or made once does not belong to a tree
     shared = bench.tokens(prompt)
     requests = [shared + bench.tokens(length) for _ in range(count)]
     tree = make(page_size=64, kv_slots=(count + 1) * length + 3 * prompt, state_slots=count + 10)
@@ -208,25 +170,18 @@ def memory_of(factory: str, count: int, length: int) -> Figures:
     return {f"memory, {count} leaves of {length} tokens page64: B/token": round(grown / (count * length), 2)}
 
 
-def measure(bench: Bench, sides: dict[str, str], parts: list[str], runs: int) -> tuple[dict[str, Figures], float]:
-    """Median figures of each side, which take turns, part by part; and the least share of the core that a part had."""
+def measure(runner: Runner, sides: dict[str, str], parts: list[str], runs: int) -> tuple[dict[str, Figures], float]:
+    """Median figures of each side, which take turns, part by part; and the smallest share of the core that a part
+    had."""
     taken: dict[str, dict[str, list[float]]] = {side: {} for side in sides}
-    started = time.monotonic()
     least = 1.0
-    for run in range(runs):
-        for part in parts:
-            for side, factory in sides.items():
-                wall, cpu = time.monotonic(), cpu_of_children()
-                for name, value in bench.run(factory, part).items():
-                    taken[side].setdefault(name, []).append(value)
-                now = time.monotonic()
-                share = (cpu_of_children() - cpu) / (now - wall)
-                least = min(least, share)
-                print(
-                    f"{now - started:4.0f} s  run {run + 1} of {runs}: {part}, {side} ({share:.0%} of a core)",
-                    file=sys.stderr,
-                    flush=True,
-                )
+    for turn, part, side in ((turn, part, side) for turn in range(runs) for part in parts for side in sides):
+        wall, cpu = time.monotonic(), cpu_of_children()
+        for name, value in runner.figures(sides[side], part).items():
+            taken[side].setdefault(name, []).append(value)
+        share = (cpu_of_children() - cpu) / (time.monotonic() - wall)
+        least = min(least, share)
+        print(f"run {turn + 1} of {runs}: {part}, {side} ({share:.0%} of a core)", file=sys.stderr, flush=True)
     medians = {
         side: {name: statistics.median(values) for name, values in figures.items()} for side, figures in taken.items()
     }
@@ -239,52 +194,25 @@ def cpu_of_children() -> float:
     return times.children_user + times.children_system
 
 
-def unit_of(figure: str) -> str:
-    if figure.startswith("memory"):
-        return "B/token"
-    return figure.rpartition(": ")[2] if ": " in figure else "us"
+def line(name: str, names: tuple[str, ...], figures: dict[str, Figures], target: float | None) -> Line:
+    """Compare what the sides have for the sum of some figures."""
+    unit = "B/token" if name.startswith("memory") else names[0].rpartition(": ")[2] if ": " in names[0] else "us"
+    sums = {side: sum(found[x] for x in names) for side, found in figures.items() if names[0] in found}
+    theirs, ours = sums.get("theirs"), sums.get("ours")
+    value = None
+    if theirs and ours and unit != "hit rate":
+        value = ours / theirs if unit.endswith(("/s", "/cpu-s")) else theirs / ours
+    return Line(name, value, target if "theirs" in figures else None, medians={**sums}, unit=unit)
 
 
-def line(name: str, figures: tuple[str, ...], theirs: Figures, ours: Figures, target: float | None) -> Line:
-    """Compare what two sides have for the sum of some figures."""
-    unit = unit_of(figures[0])
-    a, b = (sum(side[figure] for figure in figures) if figures[0] in side else None for side in (theirs, ours))
-    ratio = None
-    if a and b and unit != "hit rate":
-        ratio = b / a if unit.endswith(("/s", "/cpu-s")) else a / b
-    return Line(name, unit, a, b, ratio, target)
-
-
-def lines_of(theirs: Figures, ours: Figures, every: bool) -> list[Line]:
+def lines_of(figures: dict[str, Figures], every: bool) -> list[Line]:
     """Those with a target, and after them `every` other figure."""
-    goals = [goal for goal in GOALS if goal.figures[0] in ours]
-    lines = [line(goal.name, goal.figures, theirs, ours, goal.at_least) for goal in goals]
+    lines = [line(name, names, figures, at_least) for name, (names, at_least) in GOALS.items()]
+    lines = [one for one in lines if one.medians]
     if every:
-        told = {goal.figures for goal in goals}
-        lines += [line(name, (name,), theirs, ours, None) for name in ours if (name,) not in told]
+        shown = {names for names, _ in GOALS.values()}
+        lines += [line(name, (name,), figures, None) for name in figures["ours"] if (name,) not in shown]
     return lines
-
-
-def machine(bench: Bench, no_peer: bool) -> dict[str, Any]:
-    """What the figures were taken on."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [row.split(":")[1].strip() for row in rows if row.startswith("model name")]
-        cpu = names[0] if names else cpu
-    distributions = ["numpy"] if no_peer else ["numpy", "sglang"]
-    code = (
-        "import importlib.metadata as m, json, platform, sys; "
-        "print(json.dumps({'python': platform.python_version(), **{name: m.version(name) for name in sys.argv[1:]}}))"
-    )
-    done = subprocess.run([bench.python, "-c", code, *distributions], capture_output=True, text=True)
-    if done.returncode:
-        raise BenchError(
-            f"{bench.python} cannot be used: it lacks one of {', '.join(distributions)}.\nName a Python that has them "
-            f"with --peer-python ({bench.peers / 'README.md'} says how to make one); --no-peer measures our side "
-            "alone, without SGLang"
-        )
-    return {"cpu": cpu, "cores": os.cpu_count(), "core": bench.core, **json.loads(done.stdout)}
 
 
 def peers_folder(named: str | None) -> Path:
@@ -293,51 +221,43 @@ def peers_folder(named: str | None) -> Path:
     Raises:
         BenchError: none is named, or it is not there.
     """
-    if not named:
-        raise BenchError(f"no peers: name the folder with {TREE_BENCH} with --peers DIR, or in HYBRID_PEERS")
-    folder = Path(named).resolve()
-    if not (folder / TREE_BENCH).is_file():
-        raise BenchError(
-            f"{folder} holds no {TREE_BENCH}: name the folder that does with --peers DIR, or in HYBRID_PEERS"
-        )
+    folder = Path(named or "").resolve()
+    if not named or not (folder / TREE_BENCH).is_file():
+        found = f"{folder} has no {TREE_BENCH}" if named else "no peers"
+        raise BenchError(f"{found}: name the folder with {TREE_BENCH} with --peers DIR, or in HYBRID_PEERS")
     return folder
 
 
-def print_table(lines: list[Line], taken_on: dict[str, Any], runs: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def machine_of(runner: Runner, needed: str) -> dict[str, Any]:
+    """What the figures are measured on.
 
-    def number(value: float | None) -> str:
-        if value is None:
-            return ""
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
-
-    table = Table("operation", "unit")
-    for title in ("theirs", "ours", "ratio", "target"):
-        table.add_column(title, justify="right")
-    table.add_column("")
-    for row in lines:
-        target = "" if row.target is None else f">= {row.target:g}"
-        verdict = {True: "ok", False: "MISS", None: ""}[row.reached]
-        table.add_row(row.name, row.unit, number(row.theirs), number(row.ours), number(row.ratio), target, verdict)
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    console.print(f"medians of {runs} runs; {taken_on}", highlight=False)
+    Raises:
+        BenchError: the Python lacks a package.
+    """
+    code = (
+        "import importlib.metadata as m, json, sys; sys.path[0] = sys.argv[1]; import common; "
+        "print(json.dumps(common.machine(peer=f'{sys.argv[2]} {m.version(sys.argv[2])}')))"
+    )
+    done = subprocess.run([runner.python, "-c", code, str(BENCH), needed], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchError(
+            f"{runner.python} cannot be used: it lacks {needed}.\nName a Python that has it with --peer-python "
+            f"({runner.peers / 'README.md'} says how to make one); --no-peer measures our side alone, without SGLang"
+        )
+    return {**json.loads(done.stdout), "core": runner.core}
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse() -> Namespace:
+    parser = arguments(__doc__, runs=3)
     parser.add_argument("--peers", metavar="DIR", help=f"the folder with {TREE_BENCH} (default: HYBRID_PEERS)")
     parser.add_argument(
         "--peer-python", metavar="PATH", default=sys.executable, help="a Python that has SGLang (default: this one)"
     )
-    parser.add_argument("--no-peer", action="store_true", help="our own figures alone, which reach no target")
+    parser.add_argument("--no-peer", action="store_true", help="our own figures alone, without targets")
     parser.add_argument("--ours", metavar="FACTORY", default=OURS, help=f"our tree (default: {OURS})")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas (default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=3, help="runs to take the median of (default: 3)")
     parser.add_argument("--core", type=int, default=0, help="core that everything runs on (default: 0)")
     parser.add_argument("--all", action="store_true", help="show the figures without a target too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     alone = parser.add_argument_group("one tree's memory, in this process (how --only memory is measured)")
     alone.add_argument("--memory-of", metavar="FACTORY", help="print its B/token as JSON and exit")
     alone.add_argument("--leaves", type=int, choices=range(len(LEAVES)), default=1, help=f"which of {LEAVES}")
@@ -354,40 +274,24 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = arguments()
+    args = parse()
     if args.memory_of:
         print(json.dumps(memory_of(args.memory_of, *LEAVES[args.leaves])))
         return 0
     sides = {"ours": args.ours} if args.no_peer else {"theirs": THEIRS, "ours": args.ours}
     try:
-        bench = Bench(peers_folder(args.peers or os.environ.get("HYBRID_PEERS")), args.peer_python, args.core)
-        taken_on = machine(bench, args.no_peer)
-        figures, share = measure(bench, sides, args.only, args.runs)
+        runner = Runner(peers_folder(args.peers or os.environ.get("HYBRID_PEERS")), args.peer_python, args.core)
+        taken_on = machine_of(runner, "numpy" if args.no_peer else "sglang")
+        figures, share = measure(runner, sides, args.only, args.runs)
     except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    theirs = figures.get("theirs", {})
-    lines = lines_of(theirs, figures["ours"], args.all)
-    if args.json:
-        result = {
-            "machine": taken_on,
-            "runs": args.runs,
-            "least_share_of_core": share,
-            "figures": figures,
-            "ratios": {row.name: row.ratio for row in lines},
-            "targets": {row.name: row.target for row in lines if row.target is not None},
-            "reached": {row.name: row.reached for row in lines if row.target is not None},
-            "lines": [asdict(row) for row in lines],
-        }
-        print(json.dumps(result))
-    else:
-        print_table(lines, taken_on, args.runs)
     if share < QUIET:
         print(
-            f"others used this core: a part had {share:.0%} of it. Take the figures again when it is quiet.",
+            f"other processes used this core: a part had {share:.0%} of it. Measure again on a quiet machine.",
             file=sys.stderr,
         )
-    return 1 if any(row.reached is False for row in lines) else 0
+    return finish(lines_of(figures, args.all), taken_on, args.json, runs=args.runs, least_share_of_core=round(share, 3))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Our tree behind the interface of the peers' `tree_bench.py`, whose docstring says what each call does.
 
-    PYTHONPATH=bench python tree_bench.py tree_adapter:HybridTree     # evicts the least recently used, as its peers
-    PYTHONPATH=bench python tree_bench.py tree_adapter:LearnedTree    # evicts by the policy that a cache starts with
+    PYTHONPATH=bench python tree_bench.py tree_adapter:HybridTree     # evicts the least recently used, as its peers do
+    PYTHONPATH=bench python tree_bench.py tree_adapter:LearnedTree    # evicts by the default policy of a cache
 
 `bench/tree.py` runs it next to a peer. KV indices are page ids here: one entry of an index array stands for a page.
 """
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from allocs import StateAlloc  # beside tree_bench.py
+from allocs import StateAlloc  # next to tree_bench.py
 
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.tree.node import Checkpoint, Lock, Node, Released
@@ -47,7 +46,7 @@ class PageAlloc:
         return self._stack[: self._num_free].tolist()
 
     def alloc(self, num_tokens: int) -> np.ndarray | None:
-        """Page ids for so many tokens; None, and nothing changed, when there are too few."""
+        """Page ids for `num_tokens` tokens; None, and nothing changed, when there are too few."""
         left = self._num_free - -(-num_tokens // self.page)
         if left < 0:
             return None
@@ -57,7 +56,7 @@ class PageAlloc:
 
     def free(self, pages: np.ndarray | list[int]) -> None:
         end = self._num_free + len(pages)
-        assert end <= len(self._stack), "more pages come back than were given out"
+        assert end <= len(self._stack), "more pages are freed than were allocated"
         self._stack[self._num_free : end] = pages
         self._num_free = end
 
@@ -65,12 +64,12 @@ class PageAlloc:
 class HybridTree:
     """A `hybrid.tree.Tree` with allocators of its own.
 
-    Checkpoints may lie at every end of a page: the benchmark puts them 32 tokens apart.
+    Checkpoints may be at every end of a page: the benchmark puts them 32 tokens apart.
 
     Args:
         page_size: tokens per page.
         kv_slots: tokens that fit into the pages.
-        state_slots: how many.
+        state_slots: how many states fit.
         policy: name of the eviction policy.
     """
 
@@ -99,7 +98,7 @@ class HybridTree:
     # Writing
 
     def insert(self, key: Key, num_tokens: int, kv: np.ndarray, state: Any, previous: int) -> tuple[int, Node, bool]:
-        """Enter pages and a state; frees the pages of `[previous, existing)`, which the tree had already.
+        """Insert the pages and a state; frees the pages of `[previous, existing)`, which the tree had already.
 
         Args:
             num_tokens: whole pages.
@@ -107,7 +106,7 @@ class HybridTree:
             state: the one slot.
 
         Returns:
-            How many tokens existed, the node at the end, and whether the tree took the slot.
+            How many tokens existed, the node at the end, and whether the tree adopted the slot.
         """
         pages = array("i", kv.tobytes())
         done = self.tree.insert(key, num_tokens, pages, Checkpoint(int(state[0]), num_tokens))
@@ -125,7 +124,7 @@ class HybridTree:
             self.tree.unlock(receipt)
 
     def evict(self, num_tokens: int, num_states: int) -> tuple[int, int]:
-        """Free at least so many tokens, and then so many states. Returns how many of each came free in all."""
+        """Free at least `num_tokens` tokens, then `num_states` states. Returns how many of each were freed in all."""
         tokens = states = 0
         if num_tokens:
             tokens, states = self._free(self.tree.evict_pages(-(-num_tokens // self.page)))
@@ -134,9 +133,7 @@ class HybridTree:
             tokens, states = tokens + more_tokens, states + more_states
         return tokens, states
 
-    def evict_for_alloc(self, num_tokens: int, num_states: int) -> tuple[int, int]:
-        """The same: what is evicted can be allocated at once."""
-        return self.evict(num_tokens, num_states)
+    evict_for_alloc = evict  # what is evicted can be allocated at once
 
     def _free(self, released: Released) -> tuple[int, int]:
         self.kv.free(released.pages)
@@ -168,12 +165,12 @@ class HybridTree:
         """Walk the tree.
 
         Raises:
-            AssertionError: the books do not balance; says everything that is wrong.
+            AssertionError: something is inconsistent; names everything that is.
         """
         wrong: list[str] = []
         page_bytes = self.page * TOKEN_BYTES
-        pages, slots = self.kv.free_indices(), self.st.stack[: self.st.top].tolist()
-        num_pages, num_slots = len(pages), len(slots)
+        pages: list[int] = []
+        slots: list[int] = []
         for _, node in self.tree.nodes():
             name, parent = f"node ending at {node.end}", node.parent
             if parent is None or parent.children.get(node.edge[:page_bytes]) is not node:
@@ -186,22 +183,17 @@ class HybridTree:
                 wrong.append(f"{name}: {node.state_locks} locks on state {node.slot}, {node.page_locks} on pages")
             pages += node.pages
             slots += [] if node.slot is None else [node.slot]
-        if len(pages) - num_pages != self.tree.num_pages or len(slots) - num_slots != self.tree.num_checkpoints:
-            wrong.append(
-                f"the tree counts {self.tree.num_pages} pages and {self.tree.num_checkpoints} checkpoints, "
-                f"and has {len(pages) - num_pages} and {len(slots) - num_slots}"
-            )
-        wrong += [f"page {page} has two owners" for page in duplicates(pages)]
-        wrong += [f"state slot {slot} has two owners" for slot in duplicates(slots)]
-        assert not wrong, "the books do not balance:\n" + "\n".join(f"  - {line}" for line in wrong)
+        counted = self.tree.num_pages, self.tree.num_checkpoints
+        if (len(pages), len(slots)) != counted:
+            wrong.append(f"the tree counts {counted} pages and checkpoints, and has {len(pages)} and {len(slots)}")
+        free = {"page": self.kv.free_indices() + pages, "state slot": self.st.stack[: self.st.top].tolist() + slots}
+        for unit, indices in free.items():
+            wrong += [f"{unit} {index} has two owners" for index, times in Counter(indices).items() if times > 1]
+        assert not wrong, "the tree is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong)
 
 
 class LearnedTree(HybridTree):
-    """The same with the policy that a cache starts with: learned hit density."""
+    """The same with the default policy of a cache: learned hit density."""
 
     def __init__(self, page_size: int, kv_slots: int, state_slots: int) -> None:
         super().__init__(page_size, kv_slots, state_slots, "lhd")
-
-
-def duplicates(indices: Iterable[int]) -> list[int]:
-    return [index for index, times in Counter(indices).items() if times > 1]

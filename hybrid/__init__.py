@@ -34,6 +34,7 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
+from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
 from hybrid.tree.candidates import PolicyWarning  # noqa: E402
 
@@ -43,6 +44,7 @@ __all__ = [
     "ArgumentError",
     "AuditError",
     "CacheConfig",
+    "CacheMemory",
     "CacheStats",
     "CheckpointError",
     "Engine",
@@ -52,6 +54,7 @@ __all__ = [
     "ImagePrompt",
     "LockError",
     "MemoryBudgetError",
+    "Mover",
     "OwnershipError",
     "Pin",
     "PolicyWarning",

@@ -1,8 +1,8 @@
 """Signal handlers wait until the bookkeeping is whole.
 
 Python runs the handlers of signals in the main thread, between any two bytecodes. A handler that raises (Ctrl-C, a time
-limit by SIGALRM, SystemExit on SIGTERM) would leave a list half changed. Within `deferred_interrupts` handlers are not run
-but remembered, and run at its end.
+limit by SIGALRM, SystemExit on SIGTERM) would leave a list half changed. Within `deferred_interrupts` handlers are not
+run but remembered, and run at its end.
 """
 
 from __future__ import annotations

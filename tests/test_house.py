@@ -1,14 +1,14 @@
-"""What must hold of the house: layers, names, imports, sizes."""
+"""What must hold of the code as a whole: the rule of imports, sizes, public names."""
 
 import ast
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import hybrid
 from hybrid import errors
@@ -21,6 +21,11 @@ ORDER = "kernels < words < tree, memory, prompts, models < cache < engine, hf < 
 the same place of the line. Words are the files of `hybrid/` itself."""
 
 LEVEL = {room: level for level, place in enumerate(ORDER.split(" < ")) for room in place.split(", ")}
+
+MAX_LINES_OF_A_FILE = 500
+MAX_LINES_OF_A_FUNCTION = 80
+MAX_PARAMETERS = 11
+MAX_PRIVATE_NAMES_IN_TESTS = 54
 
 NO_TORCH = {"tree"}
 """Rooms that import no torch."""
@@ -42,14 +47,18 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 and parts[1] in LEVEL else "words"
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports when it is run, dotted; what only the type checker reads does not count."""
     found = set()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in tree.body:
+    for node in parsed(path).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             node.body.clear()
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -111,9 +120,110 @@ def test_kernels_and_models_hold_no_init_file() -> None:
     assert not (ROOT / "models" / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_can_be_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
+# Sizes
+
+
+def test_a_file_can_be_read_in_one_sitting() -> None:
+    sizes = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: lines for name, lines in sizes.items() if lines > MAX_LINES_OF_A_FILE} == {}
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Every function of `hybrid/`, by the name of its module. Kernels and models follow papers and checkpoints."""
+    for path in ROOT.glob("hybrid/**/*.py"):
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef):
+                yield f"{name_of(path)}.{node.name}", node
+
+
+def test_a_function_fits_a_screen() -> None:
+    lines = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
+    assert {name: count for name, count in lines.items() if count > MAX_LINES_OF_A_FUNCTION} == {}
+
+
+def test_a_function_takes_a_handful_of_parameters() -> None:
+    def count(arguments: ast.arguments) -> int:
+        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        return len([name for name in names if name not in ("self", "cls")])
+
+    taken = {name: count(node.args) for name, node in functions()}
+    assert {name: number for name, number in taken.items() if number > MAX_PARAMETERS} == {}
+
+
+def test_the_benchmarks_stay_small() -> None:
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 4100
+
+
+# Private names
+
+BY_NAME = ("setattr", "getattr", "hasattr", "delattr", "patch", "attrgetter")
+"""Functions that take the name of an attribute as a text."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def our_private_names() -> frozenset[str]:
+    """The private names that the package defines or sets on its own objects."""
+    found = set()
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+                found.add(node.attr)
+    return frozenset(name for name in found if is_private(name))
+
+
+def private_touches(path: Path) -> Iterator[str]:
+    """Places of a test file that name something private of another object: read, written, imported or patched."""
+    where = path.relative_to(ROOT)
+    for node in ast.walk(parsed(path)):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+            texts = [value.value for value in node.args if isinstance(value, ast.Constant)]
+            names = [part for text in texts if isinstance(text, str) for part in text.split(".")]
+        for name in names:
+            if name in our_private_names():
+                yield f"{where}:{getattr(node, 'lineno', 0)} {name}"
+
+
+def test_tests_watch_public_names() -> None:
+    touches = [touch for path in sorted(ROOT.glob("tests/**/*.py")) for touch in private_touches(path)]
+    assert len(touches) <= MAX_PRIVATE_NAMES_IN_TESTS, "\n".join(touches)
+
+
+# Public names
+
+PATHS = (
+    "hybrid.hf.PrefixCache",
+    "hybrid.engine.Engine",
+    "hybrid.cache.HybridCache",
+    "hybrid.tree.Tree",
+    "hybrid.key.Key",
+    "hybrid.kernels.reference",
+    "hybrid.commands.main.main",
+)
+"""Public paths in addition to `hybrid.__all__`: programs of users import them."""
+
+
+def test_the_public_paths_are_there() -> None:
+    lines = ["from {} import {}".format(*path.rsplit(".", 1)) for path in PATHS]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", "\n".join(lines)], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_every_program_in_the_readme_is_there() -> None:
+    named = set(re.findall(r"`(?:python )?(bench/[\w/]+\.py)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert named
+    assert [path for path in named if not (ROOT / path).is_file()] == []
 
 
 def test_the_public_names_are_these() -> None:
@@ -122,6 +232,7 @@ def test_the_public_names_are_these() -> None:
         "ArgumentError",
         "AuditError",
         "CacheConfig",
+        "CacheMemory",
         "CacheStats",
         "CheckpointError",
         "Engine",
@@ -131,6 +242,7 @@ def test_the_public_names_are_these() -> None:
         "ImagePrompt",
         "LockError",
         "MemoryBudgetError",
+        "Mover",
         "OwnershipError",
         "Pin",
         "PolicyWarning",

@@ -3,68 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 from hybrid.cache.lease import Lease, Pin
 from hybrid.memory.arena import Arena, ArenaPool
-from hybrid.memory.pool import IndexPool
+from hybrid.memory.memory import CacheMemory, Pool
 from hybrid.tree.node import Lock, Node, Released, StateLock
 from hybrid.tree.tree import Tree
-
-Pool = IndexPool | ArenaPool
-
-PIECES_BESIDE = 3
-"""What a request that is alone needs beside its pages: pieces for the empty state, its own, and its checkpoint's."""
-
-
-class Mover(Protocol):
-    """Moves the contents of memory."""
-
-    def move_pages(self, moves: dict[int, int]) -> None:
-        """Copy pages from their old place to a new one."""
-        ...
-
-    def move_states(self, moves: dict[int, int]) -> None:
-        """Copy state slots likewise."""
-        ...
-
-    def move_records(self, moves: dict[int, int]) -> None:
-        """Copy records of stored checkpoints likewise."""
-        ...
 
 
 class Room:
     """Pools of pages and states over one tree.
 
     Args:
-        pages, states: the pools.
-        checkpoints: the pool of what the tree keeps as checkpoints: `states` itself, unless they are stored smaller.
-        arena: the pieces, when the pools share one budget; None for pools of fixed sizes.
-        mover: moves contents along, where there are any.
+        memory: the pools, and who moves their contents.
         leases, pins: who holds what; for the locks, and to be told of moves.
     """
 
-    def __init__(
-        self,
-        tree: Tree,
-        pages: Pool,
-        states: Pool,
-        checkpoints: Pool,
-        arena: Arena | None,
-        mover: Mover | None,
-        leases: Collection[Lease],
-        pins: Collection[Pin],
-    ) -> None:
+    def __init__(self, tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Collection[Pin]) -> None:
         self.tree = tree
-        self.pages = pages
-        self.states = states
-        self.checkpoints = checkpoints
+        self.memory = memory
+        self.pages = memory.pages
+        self.states = memory.states
+        self.checkpoints = memory.checkpoints
         self.evicted_pages = 0
         self.evicted_checkpoints = 0
         self.moved = 0
-        self._owners: list[Node | None] = [None] * pages.size if arena is not None else []
-        self._arena = arena
-        self.mover = mover
+        self._owners: list[Node | None] = [None] * memory.pages.size if memory.arena is not None else []
+        self._arena = memory.arena
         self._leases = leases
         self._pins = pins
 
@@ -112,19 +77,6 @@ class Room:
         self.checkpoints.free(released.slots)
         self.evicted_pages += len(released.pages)
         self.evicted_checkpoints += len(released.slots)
-
-    def spare_share(self) -> float:
-        """The part of the memory for states that is free."""
-        if self._arena is not None:
-            return self._arena.num_free / self._arena.num_pieces
-        return self.states.num_free / self.states.capacity
-
-    def largest_request(self) -> int:
-        """Pages that a request could have if it were alone."""
-        if self._arena is None:
-            return self.pages.capacity
-        assert isinstance(self.pages, ArenaPool)
-        return (self._arena.num_pieces - PIECES_BESIDE) * self.pages.per_piece
 
     def adopted(self, pages: Sequence[int], node: Node) -> None:
         """Note that a new node owns these pages, to find them again when they are to be moved."""
@@ -227,13 +179,15 @@ class Room:
             return False
         if not moves:
             return False
-        if self.mover is not None:
+        memory = self.memory
+        if memory.stores_smaller and pool is self.checkpoints:
+            assert memory.store is not None
+            memory.store.move_stored(moves)
+        elif memory.mover is not None:
             if pool is self.pages:
-                self.mover.move_pages(moves)
-            elif pool is self.states:
-                self.mover.move_states(moves)
+                memory.mover.move_pages(moves)
             else:
-                self.mover.move_records(moves)
+                memory.mover.move_states(moves)
         # The copies are made; from here on the books are moved, which cannot fail.
         if pool is self.pages:
             self._repoint_pages(moves)

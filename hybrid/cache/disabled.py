@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from hybrid.cache.cache import HybridCache
+from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation, cache_off
 from hybrid.cache.lease import Lease, Pin
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Match
 
 
-class PassThroughCache(HybridCache):
+class DisabledCache(HybridCache):
     """A cache that keeps nothing: every request computes its whole prompt. Memory is managed all the same."""
 
     keeps = False
@@ -34,3 +36,8 @@ class PassThroughCache(HybridCache):
 
     def _explain(self, key: Key, limit: int, found: Match) -> Explanation:
         return cache_off(key)
+
+
+def make_cache(memory: CacheMemory, config: CacheConfig) -> HybridCache:
+    """The cache that a configuration asks for: one that keeps prefixes, or one that is switched off."""
+    return HybridCache(memory, config) if config.enabled else DisabledCache(memory, config)

@@ -20,20 +20,18 @@ import threading
 import time
 from array import array
 
-from hybrid.cache.allocator import Pool, Room
+from hybrid.cache.allocator import Room
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.lease import CacheStats, Lease, Pin
 from hybrid.errors import OwnershipError
 from hybrid.key import Key
-from hybrid.memory.arena import Arena
+from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.memory.tensors import CacheTensors
 from hybrid.tree.node import Checkpoint, Lock, Match
 from hybrid.tree.policies import policy_of
 from hybrid.tree.policy import INTERVAL, PROMPT_END, TURN_END
 from hybrid.tree.tree import Tree
-from hybrid.units import Prices
 
 GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
 """The tree remembers so many evicted prefixes for each page of the memory, and at least so many: about 15 MB."""
@@ -48,33 +46,22 @@ class Leasing:
 
     keeps = True
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        pages: Pool,
-        states: Pool,
-        checkpoints: Pool | None = None,
-        arena: Arena | None = None,
-        tensors: CacheTensors | None = None,
-        prices: Prices | None = None,
-    ) -> None:
-        self.config = config
-        max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * pages.capacity)
-        self.tree = Tree(
-            config.page_size, config.grid, policy_of(config.eviction), prices or Prices(), max_ghosts, config.seed
-        )
-        self.pages = pages
-        self.states = states
-        self.checkpoints = checkpoints if checkpoints is not None else states
-        self.arena = arena
+    def __init__(self, memory: CacheMemory, config: CacheConfig | None = None) -> None:
+        self.config: CacheConfig = config if config is not None else CacheConfig()
+        self.memory: CacheMemory = memory
+        max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
+        policy = policy_of(self.config.eviction)
+        self.tree = Tree(self.config.page_size, self.config.grid, policy, memory.prices, max_ghosts, self.config.seed)
+        self.pages = memory.pages
+        self.states = memory.states
+        self.checkpoints = memory.checkpoints
+        self.arena = memory.arena
         self.leases: set[Lease] = set()
         self.pins: list[Pin] = []  # in the order in which they were made
-        self._tensors = tensors
-        self._room = Room(self.tree, pages, states, self.checkpoints, arena, tensors, self.leases, self.pins)
+        self._room = Room(self.tree, memory, self.leases, self.pins)
         self._stats = CacheStats()
-        if prices is not None:
-            self._stats.page_bytes, self._stats.checkpoint_bytes = prices.page, prices.checkpoint
-        self._unit_bytes = (0, 0)
+        if memory.sizes is not None:
+            self._stats.page_bytes, self._stats.checkpoint_bytes = memory.sizes.page, memory.sizes.checkpoint
         self._owner: int | None = None
 
     def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
@@ -141,8 +128,8 @@ class Leasing:
             return
         record, lease.read_slot = lease.read_slot, lease.front
         try:
-            if self._tensors is not None:
-                self._tensors.restore(record, lease.front)
+            assert self.memory.store is not None
+            self.memory.store.restore(record, lease.front)
         finally:
             self.tree.unlock(lock)
 
@@ -200,7 +187,7 @@ class Leasing:
     @property
     def spare_share(self) -> float:
         """The part of the memory for states that is free."""
-        return self._room.spare_share()
+        return self.memory.free_state_share
 
     def take_back(self, lease: Lease) -> bool:
         """Make sure that the lease has the second slot of its ping-pong pair. False when none can be had."""
@@ -359,12 +346,12 @@ class Leasing:
         record = self._room.take_checkpoint()
         if record is None:
             return None
-        if self._tensors is not None:
-            try:
-                self._tensors.store(captured.slot, record)
-            except BaseException:
-                self.checkpoints.free([record])
-                raise
+        try:
+            assert self.memory.store is not None
+            self.memory.store.store(captured.slot, record)
+        except BaseException:
+            self.checkpoints.free([record])
+            raise
         return captured._replace(slot=record)
 
     def _capture(self, lease: Lease, num_tokens: int, slot: int | None, kind: str) -> Checkpoint | None:

@@ -1,8 +1,11 @@
-"""The proof that hits do not change results: against transformers' own model, and a hit against a cold run, bit by
-bit."""
+"""`hybrid parity`: hits do not change results.
+
+Logits are compared with transformers' own model, and hits with cold runs, bit by bit.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -11,19 +14,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from hybrid.cache.config import CacheConfig
+from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.engine.engine import Engine
 from hybrid.engine.planner import plan
 from hybrid.engine.request import Request, RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Part, Step
-from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.models.loading import open_checkpoint
 
 TOLERANCE = 1e-4
-"""Largest difference of a logit from transformers', as a part of the logits' range."""
+"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range."""
 
 ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
 
@@ -33,9 +38,10 @@ class Check:
     """One line of the table.
 
     Attributes:
-        passed: it holds.
-        hit_tokens: prompt tokens that the warm runs did not compute; a scenario that never hits has not passed.
-        detail: what was measured.
+        passed: whether it holds.
+        hit_tokens: prompt tokens that the warm runs did not compute, None where hits do not matter. A scenario without
+            hits fails.
+        detail: the measurement in words.
     """
 
     name: str
@@ -53,10 +59,10 @@ class Judge:
     """
 
     def __init__(self, engine: Engine, seed: int = 0) -> None:
-        self.engine = engine
+        self.engine: Engine = engine
         self._random = random.Random(seed)
         config = engine.cache.config
-        self.grid = config.grid
+        self.grid: int = config.grid
         self._config = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True)
         self._cold = engine.with_cache(
             CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, enabled=False),
@@ -64,15 +70,16 @@ class Judge:
         )
 
     def ids(self, count: int) -> list[int]:
+        """Random token ids."""
         return [self._random.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
 
     def warm(self, pages: int = 256, states: int = 64) -> Engine:
-        """An engine with an empty cache of its own: one budget, as large as so many pages and states."""
+        """An engine with an empty cache of its own: one budget, the size of `pages` and `states`."""
         page_bytes, state_bytes = self.engine.cache.unit_bytes
         return self.engine.with_cache(replace(self._config, memory=pages * page_bytes + states * state_bytes))
 
     def differences(self, outputs: list[RequestOutput]) -> list[str]:
-        """What differs from a cold run of the same prompt alone: tokens, and the log-probabilities of every token."""
+        """The outputs that differ from a cold run of the same prompt alone, in a token or in a log-probability."""
         wrong = []
         for output in outputs:
             cold = self._cold.generate([output.prompt_token_ids], ANSWER, progress=False)[0]
@@ -83,26 +90,31 @@ class Judge:
                 wrong.append(f"{output.request_id}: log-probabilities differ")
         return wrong
 
-    def check(self, name: str, outputs: list[RequestOutput], *also: tuple[str, bool]) -> Check:
-        """A scenario passes when its outputs are those of cold runs, something was hit, and what else must have
-        happened did."""
+    def check(self, name: str, outputs: list[RequestOutput], *conditions: tuple[str, bool]) -> Check:
+        """A scenario passes if its outputs equal cold runs, something was hit, and its own conditions hold.
+
+        Args:
+            conditions: (message, holds) of each further condition.
+        """
         hits = sum(output.usage.cached_tokens for output in outputs)
         wrong = (
             self.differences(outputs)
             + ([] if hits else ["nothing was hit"])
-            + [what for what, happened in also if not happened]
+            + [message for message, holds in conditions if not holds]
         )
         detail = "; ".join(wrong) if wrong else f"{len(outputs)} requests, bitwise equal"
         return Check(name, not wrong, hits, detail)
 
 
 def repeated_prompt(judge: Judge) -> Check:
+    """Prompts that were answered before."""
     warm, prompts = judge.warm(), [judge.ids(5 * judge.grid + 9), judge.ids(4 * judge.grid)]
     warm.generate(prompts, ANSWER, progress=False)
     return judge.check("a repeated prompt", warm.generate(prompts, ANSWER, progress=False))
 
 
 def second_turn(judge: Judge) -> Check:
+    """Conversations that continue: the history is prompt and answer of the turn before."""
     warm, outputs = judge.warm(), []
     first = warm.generate(
         [judge.ids(3 * judge.grid + 7), judge.ids(2 * judge.grid + judge.grid // 2)], ANSWER, progress=False
@@ -116,6 +128,7 @@ def second_turn(judge: Judge) -> Check:
 
 
 def branch(judge: Judge) -> Check:
+    """Prompts that leave a cached document at other places than its checkpoints."""
     warm, document = judge.warm(), judge.ids(8 * judge.grid)
     warm.generate([document], ANSWER, progress=False)
     outputs = []
@@ -125,6 +138,7 @@ def branch(judge: Judge) -> Check:
 
 
 def busy_batch(judge: Judge) -> Check:
+    """Requests that arrive while others decode."""
     warm, shared = judge.warm(), judge.ids(3 * judge.grid)
     warm.generate([shared + judge.ids(5)], ANSWER, progress=False)
     outputs: dict[str, RequestOutput] = {}
@@ -138,6 +152,7 @@ def busy_batch(judge: Judge) -> Check:
 
 
 def memory_pressure(judge: Judge) -> Check:
+    """More requests than the memory holds: eviction and retraction."""
     longest = 7 * judge.grid + 24
     warm = judge.warm(pages=2 * -(-longest // judge.engine.cache.config.page_size), states=5)
     shared = judge.ids(4 * judge.grid)
@@ -152,11 +167,12 @@ def memory_pressure(judge: Judge) -> Check:
     evicted = stats.evicted_pages > 0 and stats.evicted_checkpoints > 0
     retracted = warm.scheduler.num_retractions > 0
     return judge.check(
-        "under memory pressure", outputs, ("nothing was evicted", evicted), ("nobody was retracted", retracted)
+        "under memory pressure", outputs, ("nothing was evicted", evicted), ("no request was retracted", retracted)
     )
 
 
 def launched_together(judge: Judge) -> Check:
+    """Requests that arrive together and share a prefix that is not cached."""
     warm, shared = judge.warm(), judge.ids(4 * judge.grid + 11)
     outputs = warm.generate([shared + judge.ids(own) for own in (3, 40, judge.grid, 17, 90)], ANSWER, progress=False)
     shared_by_all = sum(output.usage.cached_tokens >= 4 * judge.grid for output in outputs) == len(outputs) - 1
@@ -174,8 +190,10 @@ SCENARIOS: tuple[Callable[[Judge], Check], ...] = (
 
 
 def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check]:
-    """Logits of a prompt in one pass, in chunks, and of decoded tokens, against transformers' own model in fp32."""
+    """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model in fp32."""
     from transformers import AutoModelForCausalLM
+
+    from hybrid.hf.torch_functions import use_torch_functions
 
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     use_torch_functions(theirs)
@@ -188,12 +206,12 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
         "logits of a prompt in chunks": [judge.engine.cache.config.chunk_size],
         "logits of decoded tokens": [len(ids) - decoded],
     }
-    return [_compare(name, prompt_logits(judge.warm(), ids, share[0]), expected) for name, share in ways.items()]
+    return [compare_logits(name, prompt_logits(judge.warm(), ids, share[0]), expected) for name, share in ways.items()]
 
 
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
-    """`[len(ids), vocab]` logits of every token: the first ones in prompt parts of `share` tokens, what is left token
-    by token when it does not fill a chunk."""
+    """`[len(ids), vocab]` logits of every token, computed in prompt parts of `share` tokens; the remainder token by
+    token if it does not fill a chunk."""
     request = Request.of("parity", ids, SamplingParams(), "", None, len(ids) + 1)
     lease = engine.cache.open(request.key(), 0, len(ids))
     assert lease is not None
@@ -211,14 +229,15 @@ def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
     return torch.cat(logits).cpu()
 
 
-def _compare(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check:
+def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check:
+    """Compare logits `[tokens, vocab]`: largest difference, and the most likely token where it is clear."""
     bound = TOLERANCE * float(theirs.max() - theirs.min())
     worst = float((ours - theirs).abs().max())
     top = theirs.topk(2, dim=-1).values
     clear = top[:, 0] - top[:, 1] > bound
     same = bool((ours.argmax(-1) == theirs.argmax(-1))[clear].all())
-    likeliest = "the same likeliest token" if same else "ANOTHER likeliest token"
-    detail = f"largest difference {worst:.2e}, allowed {bound:.2e}; {likeliest} in {int(clear.sum())} clear rows"
+    top_token = "the same most likely token" if same else "ANOTHER most likely token"
+    detail = f"largest difference {worst:.2e}, allowed {bound:.2e}; {top_token} in {int(clear.sum())} clear rows"
     return Check(name, worst <= bound and same, None, detail)
 
 
@@ -226,7 +245,7 @@ def run_parity(model: str | Path, seed: int = 0) -> list[Check]:
     """Run every check on a checkpoint, in fp32.
 
     Raises:
-        CheckpointError: no usable checkpoint is there.
+        CheckpointError: the path holds no usable checkpoint.
     """
     engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
     judge = Judge(engine, seed)
@@ -246,3 +265,41 @@ def run_all_families(seed: int = 0) -> dict[str, list[Check]]:
 def as_json(checks: list[Check]) -> dict[str, Any]:
     """The table for machines."""
     return {"passed": all(check.passed for check in checks), "checks": [asdict(check) for check in checks]}
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid parity`."""
+    parser.add_argument("--model", default="tiny", help=MODEL_HELP)
+    parser.add_argument(
+        "--all-families", action="store_true", help="check small random checkpoints of every model family instead"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of random prompts and checkpoints (default: 0)")
+
+
+def run(args: argparse.Namespace, console: Console) -> Outcome:
+    """Run the checks, and print one table per checkpoint."""
+    families = run_all_families(args.seed) if args.all_families else {args.model: run_parity(args.model, args.seed)}
+    for model, checks in families.items():
+        table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
+        for check in checks:
+            mark = "[green]ok[/green]" if check.passed else "[red]MISS[/red]"
+            table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
+        console.print(table)
+    results = {model: as_json(checks) for model, checks in families.items()}
+    passed = all(result["passed"] for result in results.values())
+    return Outcome(passed, {"passed": passed, "families": results} if args.all_families else results[args.model])
+
+
+COMMAND = Command(
+    name="parity",
+    help="check that cache hits do not change results",
+    description=(
+        "Compare logits with transformers' own model on the same checkpoint, and cache hits with cold runs: every "
+        "token and every log-probability must be equal bit by bit, and every scenario must have hits. Runs in float32."
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

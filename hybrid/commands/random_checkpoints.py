@@ -1,4 +1,4 @@
-"""Small random checkpoints of every model family, written by transformers itself: what parity is proven on."""
+"""Small random checkpoints of every model family, written by transformers itself. `hybrid parity` runs on them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from hybrid.hf.torch_functions import use_torch_functions
 
 BASE: dict[str, Any] = {
     "vocab_size": 320,
@@ -22,7 +20,7 @@ BASE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""Sizes that all differ, so that none can stand for another; weights so wide that greedy answers vary."""
+"""All sizes differ, so that a mix-up of two is found. Weights are wide enough for greedy answers to vary."""
 
 GATED_DELTA: dict[str, Any] = {
     **BASE,
@@ -50,7 +48,7 @@ STATE_SPACE: dict[str, Any] = {
     "mamba_n_groups": 2,
     "num_key_value_heads": 4,
     "mamba_d_conv": 3,
-    "mamba_d_state": 13,  # with it two states are little less than a page of 64 tokens: a small memory holds them well
+    "mamba_d_state": 13,  # two states are then slightly smaller than a page of 64 tokens, which packs well
     "mamba_chunk_size": 64,
 }
 
@@ -61,9 +59,9 @@ class Family:
 
     Attributes:
         config, model: names of transformers' classes.
-        settings: of the configuration.
-        fused: experts are stored together, as transformers has them in memory; else one by one, as it writes them.
-        max_shard_size: more than one file, when the weights do not fit into one.
+        settings: arguments of the configuration class.
+        fused: experts are stored together, as transformers keeps them in memory; else one by one, as it writes them.
+        max_shard_size: largest size of one file; larger checkpoints are split into several.
     """
 
     config: str
@@ -116,12 +114,14 @@ FAMILIES: dict[str, Family] = {
         fused=True,
     ),
 }
-"""By name: the model type of config.json first."""
+"""By name, which begins with the model type of config.json."""
 
 
 def random_model(family: Family, seed: int = 0) -> Any:
-    """transformers' own model with random weights. No parameter has its neutral value."""
+    """transformers' own model with random weights, in which no norm, bias or gate has its neutral initial value."""
     import transformers
+
+    from hybrid.hf.torch_functions import use_torch_functions
 
     torch.manual_seed(seed)
     config = getattr(transformers, family.config)(**family.settings)

@@ -1,12 +1,13 @@
-"""Random work against the engine, with everything going wrong that can, and the audit after every step.
+"""`hybrid stress`: random requests in a tiny memory, with injected failures, audited.
 
-Conversations go on, fork in the middle of their history, and are aborted; the memory is tiny; allocations fail and
-passes break off where the dice say so. The same seed makes the same run. With a model the checkpoints that are left at
-the end are compared with a recomputation, bit by bit.
+Conversations continue, fork in the middle of their history, and are aborted; allocations and forward passes fail at
+random. The same seed gives the same run. With a model, the checkpoints left at the end are compared with a
+recomputation, bit by bit.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import time
@@ -17,12 +18,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from rich.console import Console
 from tqdm import tqdm
 
-from hybrid.cache.allocator import Pool
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Pin
+from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.model_runner import Pending, Runner, Token
 from hybrid.engine.request import RequestOutput
@@ -30,23 +32,24 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Step
 from hybrid.errors import HybridError
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory, Pool
 from hybrid.tree.policies import POLICIES
 
 GRID = 16
 PAGES = 40
 STATES = 12
 MAX_TOKENS = PAGES * GRID // 2
-MOST_LIVE = 24
+MAX_LIVE = 24
 FAILING_ALLOCATIONS = 0.02
 FAILING_PASSES = 0.01
 
 
 class InjectedError(Exception):
-    """A forward pass that breaks off, on purpose."""
+    """An injected failure of a forward pass."""
 
 
 class LostPending(Pending):
-    """A pass that was committed, and whose tokens never arrive."""
+    """A pass that was committed and whose tokens never arrive."""
 
     def wait(self) -> list[Token]:
         raise InjectedError
@@ -158,7 +161,7 @@ class Stress:
         dice, report = self.dice, self.report
         report.operations += 1
         action = dice.random()
-        if (action < 0.25 and len(self._live) < MOST_LIVE) or not self.engine.has_work:
+        if (action < 0.25 and len(self._live) < MAX_LIVE) or not self.engine.has_work:
             self._add()
         elif action < 0.29 and self._live:
             self.engine.abort(self._live.pop(dice.randrange(len(self._live))))
@@ -299,13 +302,13 @@ def make_engine(model: str | Path | None, seed: int) -> Engine:
         return engine.with_cache(config, room=(PAGES, STATES))
     nothing = SimpleNamespace(config=SimpleNamespace(vocab_size=50, max_position_embeddings=100_000))
     if elastic:
-        cache = HybridCache.of_bytes((PAGES + 3 * STATES) * 64, 64, 180, config)
+        memory = CacheMemory.of_bytes((PAGES + 3 * STATES) * 64, 64, 180)
     else:
-        cache = HybridCache.of_indices(PAGES, STATES, config)
+        memory = CacheMemory.of_indices(PAGES, STATES)
     engine = Engine(
         nothing,
         None,
-        cache,
+        HybridCache(memory, config),
         deterministic=seed % 2 == 0,
         device=torch.device("cpu"),
         max_num_seqs=6,
@@ -338,3 +341,52 @@ def run_stress(
             run.operate()
             bar.update()
     return run.finish()
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid stress`."""
+    add = parser.add_argument
+    add("--model", default="tiny", help=MODEL_HELP)
+    add("--no-model", action="store_true", help="bookkeeping only: tokens are random numbers")
+    add("--seconds", type=float, default=20.0, help="duration (default: 20)")
+    add("--operations", type=int, default=None, help="stop after this number of operations instead")
+    add("--audit-every", type=int, help="operations between audits (default: 1 with a model, 100 without)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="the same seed gives the same run; it also selects mode (odd: not deterministic), memory and policy",
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> Outcome:
+    """Run the stress test, and print its report."""
+    report = run_stress(
+        None if args.no_model else args.model,
+        args.seed,
+        args.seconds,
+        args.operations,
+        progress=not args.json and None,
+        audit_every=args.audit_every or (100 if args.no_model else 1),
+    )
+    result = report.as_json()
+    for name, value in result.items():
+        if name not in ("passed", "leaked"):
+            console.print(f"{name.replace('_', ' '):>22}: {value}")
+    console.print(f"{'leaked':>22}: {report.leaked}")
+    return Outcome(report.passed, result)
+
+
+COMMAND = Command(
+    name="stress",
+    help="random requests with injected failures, audited",
+    description=(
+        "Random conversations, forks, aborts, pins and moves in a tiny memory, with failing allocations and failing "
+        "forward passes, audited. Nothing may leak, and every checkpoint must be the state of its key."
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

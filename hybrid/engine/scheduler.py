@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import partial
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
@@ -77,7 +78,6 @@ class Scheduler:
     Attributes:
         waiting: requests without memory.
         running: requests with memory, in the order in which they started.
-        failures: requests that failed while they were scheduled, with the exceptions. The engine takes them.
         num_retractions: since the engine was made.
     """
 
@@ -87,7 +87,7 @@ class Scheduler:
         self.deterministic = deterministic
         self.waiting: WaitingQueue = WaitingQueue()
         self.running: list[Request] = []
-        self.failures: list[tuple[Request, Exception]] = []
+        self._failures: list[tuple[Request, Exception]] = []
         self.num_retractions: int = 0
 
     @property
@@ -110,7 +110,6 @@ class Scheduler:
                 part = self._try(request, self._decode_part)
                 if part is not None:
                     decodes.append(part)
-        decodes = [part for part in decodes if part.is_alive]  # a later one may have retracted an earlier one
         budget = self.config.max_num_batched_tokens - len(decodes)
         self._admit(budget, only)
         return Step(self._prefill_parts(budget, only) + decodes)
@@ -189,6 +188,11 @@ class Scheduler:
         except MemoryBudgetError as error:
             warnings.warn(f"{request.request_id} is not pinned: {error}", stacklevel=2)
 
+    def take_failures(self) -> list[tuple[Request, Exception]]:
+        """Remove and return the requests that failed while they were scheduled, with the exceptions."""
+        failures, self._failures = self._failures, []
+        return failures
+
     # The part of one request
 
     def _try(self, request: Request, schedule: Callable[[Request], Part | None]) -> Part | None:
@@ -201,7 +205,7 @@ class Scheduler:
 
     def _fail(self, request: Request, error: Exception) -> None:
         self.discard(request)
-        self.failures.append((request, error))
+        self._failures.append((request, error))
 
     def _decode_part(self, request: Request) -> Part | None:
         lease, start = request.lease, request.num_computed
@@ -242,7 +246,7 @@ class Scheduler:
     def _share_out(self, requests: list[Request], budget: int, parts: list[Part]) -> int:
         """Add parts of up to `budget` tokens in all; returns what is left of it."""
         for request in requests:
-            part = self._try(request, lambda request: self._prefill_part(request, budget))  # noqa: B023
+            part = self._try(request, partial(self._prefill_part, budget=budget))
             if part is not None:
                 parts.append(part)
                 budget -= part.end - part.start

@@ -13,37 +13,37 @@ from hybrid.engine.request import Request, Status
 
 
 class Suspects:
-    """The groups of requests in which the culprit is looked for."""
+    """The requests among which the culprit is looked for."""
 
     def __init__(self) -> None:
-        self._failed: frozenset[str] = frozenset()  # the requests of the latest failure; empty: it did not repeat
+        self._failed: frozenset[str] = frozenset()  # requests of failed steps that have not passed since
         self._groups: deque[list[Request]] = deque()
 
     @property
     def group(self) -> frozenset[Request] | None:
-        """The requests that the next step may compute; None: all."""
+        """The only requests that the next step may compute; None: all."""
         return frozenset(self._groups[0]) if self._groups else None
 
     def failed(self, requests: list[Request]) -> Request | None:
-        """A step with these requests failed. Returns the culprit, once it is found."""
-        ids = frozenset(request.request_id for request in requests)
-        repeated, self._failed = ids == self._failed, ids
-        if self._groups:
+        """A step with these requests failed, and was undone. Returns the culprit, once it is found."""
+        requests = [request for request in requests if request.status is not Status.FINISHED]
+        common = [request for request in requests if request.request_id in self._failed]
+        is_group = bool(self._groups)
+        if is_group:
             self._groups.popleft()
-        elif not repeated:
+        if not common:
+            self._failed = frozenset(request.request_id for request in requests)
             return None
-        if len(requests) > 1:
-            half = len(requests) // 2
-            self._groups.extendleft([requests[half:], requests[:half]])
-            return None
-        if not repeated:
-            self._groups.appendleft(requests)
-            return None
-        return requests[0]
+        self._failed = frozenset(request.request_id for request in common)
+        if len(requests) == 1:
+            return requests[0]
+        half = len(common) // 2
+        self._groups.extendleft(group for group in (common[half:], common[:half]) if group)
+        return None
 
-    def passed(self) -> None:
-        """A step was computed, or there was nothing to compute: the first group is not the one."""
-        self._failed = frozenset()
+    def passed(self, requests: list[Request]) -> None:
+        """A step with these requests was computed. None: those of the group cannot be computed now."""
+        self._failed -= {request.request_id for request in requests}
         if self._groups:
             self._groups.popleft()
         while self._groups and all(request.status is Status.FINISHED for request in self._groups[0]):

@@ -1,7 +1,7 @@
 """One budget of memory for pages and states: pieces that hold one kind or the other.
 
 A piece is as large as a state slot, rounded up to whole pages. It is free, or belongs to one kind, and is then divided
-into units of that kind: pages, state slots, records of stored checkpoints. A piece whose last unit comes free is free
+into units of that kind: pages, state slots, stored checkpoints. A piece whose last unit comes free is free
 again, for any kind. Units of a kind are numbered through all pieces, so that a page has one address for its whole life.
 
 When a kind needs a piece and none is free although enough units of another kind are, those are in the way in several
@@ -31,16 +31,16 @@ class PieceLayout(NamedTuple):
     Attributes:
         num_bytes: size of a piece: whole pages.
         pages, states: how many of each a piece holds.
-        records: how many stored checkpoints, when they are stored smaller than states; else 0.
+        stored: how many stored checkpoints, when they are stored smaller than states; else 0.
     """
 
     num_bytes: int
     pages: int
     states: int
-    records: int
+    stored: int
 
     @classmethod
-    def of(cls, page_bytes: int, state_bytes: int, record_bytes: int = 0) -> PieceLayout:
+    def of(cls, page_bytes: int, state_bytes: int, stored_bytes: int = 0) -> PieceLayout:
         """A small piece that wastes little whichever kind it holds.
 
         State slots of a piece are equally far apart, so that all slots are addressed with one stride. Where checkpoints
@@ -51,19 +51,19 @@ class PieceLayout(NamedTuple):
             least = -(-states * state_bytes // page_bytes)
             if states > MOST_STATES and least > 1:
                 break
-            for pages in range(least, least + least // 8 + 1) if record_bytes else (least,):
+            for pages in range(least, least + least // 8 + 1) if stored_bytes else (least,):
                 num_bytes = pages * page_bytes
                 if num_bytes % (states * ALIGNMENT) and states > 1:
                     continue
-                layout = cls(num_bytes, pages, states, num_bytes // record_bytes if record_bytes else 0)
+                layout = cls(num_bytes, pages, states, num_bytes // stored_bytes if stored_bytes else 0)
                 waste = 1 - states * state_bytes / num_bytes
-                if record_bytes:
-                    waste = 1 - layout.records * record_bytes / num_bytes + waste / 4
+                if stored_bytes:
+                    waste = 1 - layout.stored * stored_bytes / num_bytes + waste / 4
                 elif waste <= MOST_WASTE and pages > 1:
                     return layout
                 if best is None or waste < best[0] - 1e-9:
                     best = waste, layout
-            if record_bytes and best is not None and best[1].pages > 1:
+            if stored_bytes and best is not None and best[1].pages > 1:
                 break  # one state in a piece: working states cannot be moved together
         assert best is not None
         return best[1]

@@ -1,4 +1,4 @@
-"""The memory itself: tensors of pages and of state slots.
+"""The tensors of a cache: views of its pages, its state slots, and its stored checkpoints.
 
 Pages are page-major: a page holds all layers, so that a run of pages is a contiguous piece of bytes. A state slot is
 one contiguous piece of bytes that holds every tensor of one sequence's state. Both are views of bytes; in an arena they
@@ -10,39 +10,72 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid.kernels.codec import StoredLayout, restore, store
 from hybrid.kernels.ops import copy_states
-from hybrid.kernels.stored import StoredLayout, restore, store
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec
 
 
-class CacheTensors:
-    """Views of the memory of a cache.
+class StoredCheckpoints:
+    """Checkpoints that are stored smaller than states; a `CheckpointStore`.
 
     Args:
+        layout: how a state is packed.
+        pieces: `[num_pieces, piece_bytes]` uint8: the memory.
+        per_piece: stored checkpoints in a piece.
+        state: the tensors of the state slots by name, `[num_slots, *shape]`.
+    """
+
+    def __init__(self, layout: StoredLayout, pieces: Tensor, per_piece: int, state: dict[str, Tensor]) -> None:
+        self._layout = layout
+        self._pieces = pieces
+        self._per_piece = per_piece
+        self._state = state
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one stored checkpoint."""
+        return self._layout.num_bytes
+
+    def bytes_of(self, place: int) -> Tensor:
+        """The bytes of a stored checkpoint, `[checkpoint_bytes]` uint8: a view."""
+        piece, index = divmod(place, self._per_piece)
+        size = self._layout.num_bytes
+        return self._pieces[piece, index * size : (index + 1) * size]
+
+    def store(self, slot: int, place: int) -> None:
+        """Pack the state of a slot into the place of a stored checkpoint."""
+        store(self._layout, {name: tensor[slot] for name, tensor in self._state.items()}, self.bytes_of(place))
+
+    def restore(self, place: int, slot: int) -> None:
+        """Unpack a stored checkpoint into a state slot."""
+        restore(self._layout, self.bytes_of(place), {name: tensor[slot] for name, tensor in self._state.items()})
+
+    def move_stored(self, moves: dict[int, int]) -> None:
+        """Copy each stored checkpoint (key) to its new place (value)."""
+        for old, new in moves.items():
+            self.bytes_of(new).copy_(self.bytes_of(old))
+
+
+class CacheTensors:
+    """The tensors of a cache; a `Mover`. Make one with `fixed` or `elastic`.
+
+    Args:
+        spec: what the model keeps per token and per sequence.
+        page_size: tokens per page.
         pages: `[num_bytes]` uint8.
-        states: `[num_slots, stride]` uint8: a slot's bytes, and what lies between it and the next.
-        records: where stored checkpoints lie, when they are stored smaller: `[num_pieces, piece_bytes]` uint8.
-        stored: how they are stored.
+        states: `[num_slots, stride]` uint8: the bytes of each slot, and the gap to the next.
 
     Attributes:
         kv: `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; index 2: keys, values.
         state: per name, `[num_slots, *shape]`.
+        stored: checkpoints that are stored smaller; None: checkpoints are state slots.
     """
 
-    def __init__(
-        self,
-        spec: HybridSpec,
-        page_size: int,
-        pages: Tensor,
-        states: Tensor,
-        records: Tensor | None = None,
-        stored: StoredLayout | None = None,
-        per_piece: int = 0,
-    ) -> None:
+    def __init__(self, spec: HybridSpec, page_size: int, pages: Tensor, states: Tensor) -> None:
         shape = (spec.page_layers, 2, page_size, spec.kv_heads, spec.head_dim)
-        self.kv = pages.view(spec.kv_dtype).view(-1, *shape)
+        self.kv: Tensor = pages.view(spec.kv_dtype).view(-1, *shape)
         self._pages = pages.view(-1, spec.page_bytes(page_size))
         self.state: dict[str, Tensor] = {}
         for tensor, start in zip(spec.state, spec.state_offsets, strict=True):
@@ -50,7 +83,7 @@ class CacheTensors:
             self.state[tensor.name] = part.unflatten(1, tensor.shape)
         self._states = states[:, : spec.state_bytes]
         self._states[EMPTY_STATE].zero_()
-        self._records, self._stored, self._per_piece = records, stored, per_piece
+        self.stored: StoredCheckpoints | None = None
 
     @classmethod
     def fixed(
@@ -71,41 +104,28 @@ class CacheTensors:
         device: torch.device,
         stored: StoredLayout | None,
     ) -> CacheTensors:
-        """One memory for both."""
+        """One memory for pages and states.
+
+        Args:
+            layout: how a piece is divided.
+            stored: how checkpoints are packed; None: they are state slots.
+        """
         memory = torch.empty(num_pieces, layout.num_bytes, dtype=torch.uint8, device=device)
         states = memory.view(num_pieces * layout.states, layout.num_bytes // layout.states)
-        return cls(spec, page_size, memory.view(-1), states, memory, stored, layout.records)
-
-    def store(self, slot: int, record: int) -> None:
-        """Write the state of a slot into a record, stored smaller."""
-        assert self._stored is not None
-        store(self._stored, {name: tensor[slot] for name, tensor in self.state.items()}, self._record(record))
-
-    def restore(self, record: int, slot: int) -> None:
-        """Write what a record holds into a slot."""
-        assert self._stored is not None
-        restore(self._stored, self._record(record), {name: tensor[slot] for name, tensor in self.state.items()})
-
-    def _record(self, index: int) -> Tensor:
-        assert self._records is not None and self._stored is not None
-        piece, at = divmod(index, self._per_piece)
-        size = self._stored.num_bytes
-        return self._records[piece, at * size : (at + 1) * size]
+        tensors = cls(spec, page_size, memory.view(-1), states)
+        if stored is not None:
+            tensors.stored = StoredCheckpoints(stored, memory, layout.stored, tensors.state)
+        return tensors
 
     def move_pages(self, moves: dict[int, int]) -> None:
-        """Copy pages from their old place to a new one."""
-        self._copy(self._pages, moves)
+        """Copy each page (key) to its new place (value)."""
+        _copy(self._pages, moves)
 
     def move_states(self, moves: dict[int, int]) -> None:
-        """Copy state slots likewise."""
-        self._copy(self._states, moves)
+        """Copy each state slot (key) to its new place (value)."""
+        _copy(self._states, moves)
 
-    def move_records(self, moves: dict[int, int]) -> None:
-        """Copy records of stored checkpoints likewise."""
-        for old, new in moves.items():
-            self._record(new).copy_(self._record(old))
 
-    @staticmethod
-    def _copy(rows: Tensor, moves: dict[int, int]) -> None:
-        old, new = torch.tensor([[*moves.keys()], [*moves.values()]]).to(rows.device)
-        copy_states(rows, old, new)
+def _copy(rows: Tensor, moves: dict[int, int]) -> None:
+    old, new = torch.tensor([[*moves.keys()], [*moves.values()]]).to(rows.device)
+    copy_states(rows, old, new)

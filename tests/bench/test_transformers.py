@@ -46,8 +46,8 @@ def prefix_reuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def assert_every_line_is_measured(lines: list[Any], count: int) -> None:
-    assert len({(line.name, line.mode) for line in lines}) == len(lines) == count
-    assert all(line.ratio > 0 and min(line.seconds.values()) > 0 for line in lines)
+    assert len({(line.name, line.part) for line in lines}) == len(lines) == count
+    assert all(line.value > 0 and min(line.medians.values()) > 0 for line in lines)
 
 
 def test_the_engine_against_transformers(prefix_reuse: ModuleType, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.errors import AuditError, HybridError
 from hybrid.key import TOKEN_BYTES
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Node
 from hybrid.tree.policy import Usage
 from support.caches import key_of, serve, start
@@ -26,7 +27,7 @@ class Books:
     """
 
     def __init__(self) -> None:
-        self.cache = HybridCache.of_indices(16, 8, CacheConfig(page_size=2, chunk_size=4))
+        self.cache = HybridCache(CacheMemory.of_indices(16, 8), CacheConfig(page_size=2, chunk_size=4))
         for text in ("abcd", "abef"):
             serve(self.cache, key_of(self.cache, text))
         self.lease = start(self.cache, key_of(self.cache, "abcdx"))

@@ -16,7 +16,7 @@ class Books:
     """A conversation whose checkpoint is stored smaller and pinned, a branch of it, and a request that runs."""
 
     def __init__(self) -> None:
-        self.cache: AuditedCache = elastic(10, ONE, record_bytes=64)
+        self.cache: AuditedCache = elastic(10, ONE, stored_bytes=64)
         for text in ("abcd", "abxy", "efgh"):
             lease = prefill(self.cache, key_of(self.cache, text))
             self.cache.donate_states(lease, 8)

@@ -5,11 +5,12 @@ import re
 import pytest
 import torch
 
-from hybrid.cache.cache import MIN_STATE_SLOTS, HybridCache
+from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.disabled import PassThroughCache
+from hybrid.cache.disabled import DisabledCache, make_cache
 from hybrid.cache.lease import Lease
 from hybrid.errors import ArgumentError, MemoryBudgetError
+from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec, StateTensor
 from support.caches import AuditedCache, audited_cache, key_of, prefill, release, serve, start
@@ -25,8 +26,9 @@ def cache() -> AuditedCache:
 # Indices and no tensors
 
 
-def test_a_pass_through_cache_manages_memory_and_keeps_nothing() -> None:
-    cache = PassThroughCache.of_indices(8, 4, CacheConfig(page_size=2, chunk_size=2))
+def test_a_disabled_cache_manages_memory_and_keeps_nothing() -> None:
+    cache = make_cache(CacheMemory.of_indices(8, 4), CacheConfig(enabled=False, page_size=2, chunk_size=2))
+    assert isinstance(cache, DisabledCache)
     key = key_of(cache, "abc")
     for _ in range(3):
         lease = prefill(cache, key)
@@ -43,7 +45,7 @@ def test_a_pass_through_cache_manages_memory_and_keeps_nothing() -> None:
 
 
 def test_a_cache_of_indices_numbers_pages_from_zero_and_slots_from_one() -> None:
-    cache = HybridCache.of_indices(3, 2)
+    cache = HybridCache(CacheMemory.of_indices(3, 2))
     assert set(cache.pages.free_indices()) == {0, 1, 2}
     assert set(cache.states.free_indices()) == {1, 2}
     assert (cache.stats().pages_total, cache.stats().states_total) == (3, 2)
@@ -53,7 +55,7 @@ def test_a_cache_of_indices_numbers_pages_from_zero_and_slots_from_one() -> None
 
 def test_an_unknown_eviction_policy_is_refused() -> None:
     with pytest.raises(ArgumentError, match="most recently bought"):
-        HybridCache.of_indices(3, 2, CacheConfig(eviction="most recently bought"))
+        HybridCache(CacheMemory.of_indices(3, 2), CacheConfig(eviction="most recently bought"))
 
 
 def test_statistics_count_requests_and_add_up(cache: AuditedCache) -> None:
@@ -113,9 +115,13 @@ STATE_BYTES = 64 + 128  # 30 and 96 bytes, each from a multiple of 64
 
 
 def sized(memory: int | float | str, free: int = 10**6, state_share: float = 0.5) -> HybridCache:
-    return HybridCache.for_spec(
-        SPEC, CacheConfig(page_size=8, chunk_size=8, memory=memory, state_share=state_share), CPU, free
-    )
+    return of_spec(SPEC, CacheConfig(page_size=8, chunk_size=8, memory=memory, state_share=state_share), free)
+
+
+def of_spec(spec: HybridSpec, config: CacheConfig, free: int) -> HybridCache:
+    num_bytes = config.memory_bytes(free)
+    memory = CacheMemory.for_spec(spec, num_bytes, CPU, page_size=config.page_size, state_share=config.state_share)
+    return HybridCache(memory, config)
 
 
 def test_the_memory_is_shared_between_states_and_pages_and_never_exceeded() -> None:
@@ -176,9 +182,9 @@ def test_the_amount_named_suffices_where_states_are_large_and_pages_small() -> N
     for num_bytes in range(1_000_000, 1_400_000, 31_000):
         spec = HybridSpec(1, 1, 1024, torch.float16, (StateTensor("recurrent", (num_bytes,), torch.uint8),))
         with pytest.raises(MemoryBudgetError) as refused:
-            HybridCache.for_spec(spec, CacheConfig(page_size=4, memory=1000, state_share=0.5), CPU, free=10**9)
+            of_spec(spec, CacheConfig(page_size=4, memory=1000, state_share=0.5), free=10**9)
         enough = CacheConfig(page_size=4, memory=named_amount(refused.value), state_share=0.5)
-        HybridCache.for_spec(spec, enough, CPU, free=10**9).audit()
+        of_spec(spec, enough, free=10**9).audit()
 
 
 def test_more_memory_than_there_is_is_refused() -> None:

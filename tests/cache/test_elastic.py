@@ -2,9 +2,9 @@
 
 import pytest
 
-from hybrid.cache.cache import HybridCache
 from hybrid.errors import MemoryBudgetError
 from hybrid.memory.arena import PieceLayout
+from hybrid.memory.memory import CacheMemory
 from support.caches import key_of, release, serve
 from support.elastic import ONE, THREE, TWO, elastic, finish, held, run
 
@@ -62,8 +62,8 @@ def test_the_largest_request_runs_when_it_is_alone_whatever_is_kept(sizes: tuple
 def test_a_budget_that_holds_no_request_is_refused_and_the_smallest_that_does_is_named() -> None:
     """A page and two states; the piece of the empty state comes on top."""
     with pytest.raises(MemoryBudgetError, match=r"one request needs 768 bytes"):
-        HybridCache.of_bytes(767, *ONE)
-    assert HybridCache.of_bytes(768, *ONE).largest_request == 4
+        CacheMemory.of_bytes(767, *ONE)
+    assert CacheMemory.of_bytes(768, *ONE).largest_request == 4
 
 
 # What cannot suffice evicts nothing
@@ -96,7 +96,7 @@ def test_pages_that_pins_and_requests_leave_no_room_for_evict_nothing() -> None:
 
 
 def test_a_pinned_record_counts_as_memory_that_cannot_be_had() -> None:
-    cache = elastic(8, ONE, record_bytes=64)
+    cache = elastic(8, ONE, stored_bytes=64)
     for letter in "abcde":
         serve(cache, key_of(cache, letter))
     cache.pin(key_of(cache, "a"))

@@ -6,34 +6,19 @@ from torch import Tensor
 
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
+from hybrid.memory.memory import CacheMemory
 from hybrid.spec import HybridSpec, StateTensor
-from support.caches import AuditedCache, Content, Memory, RandomWorkload, key_of, release
-from support.elastic import ONE, THREE, TWO, Mover, elastic, finish, held, random_requests
+from support.caches import AuditedCache, Content, Contents, Memory, RandomWorkload, key_of, release
+from support.elastic import ONE, THREE, TWO, elastic, finish, held
 
 # Moving together
-
-
-class Broken:
-    """A device that fails while it copies."""
-
-    def move_pages(self, moves: dict[int, int]) -> None:
-        raise MemoryError("planted")
-
-    move_states = move_records = move_pages
-
-
-def with_contents(cache: AuditedCache) -> tuple[Memory, Mover]:
-    memory = Memory(cache)
-    mover = Mover(memory)
-    cache._room.mover = mover
-    return memory, mover
 
 
 def halves_of_pages() -> tuple[AuditedCache, Memory, Lease, Lease]:
     """Seven pieces, none of them free; two hold two pages each, which would fit into one. The pages of one half belong
     to a running request, those of the other to the tree."""
     cache = elastic(7, ONE)
-    memory, _ = with_contents(cache)
+    memory = Memory(cache)
     keys = [key_of(cache, text) for text in ("ab", "cd", "ef", "gh")]
     leases = []
     for key in keys:
@@ -70,8 +55,9 @@ def test_pages_that_stand_in_the_way_are_moved_together_and_nothing_is_evicted()
 
 def test_a_move_that_raises_leaves_everything_as_it_was() -> None:
     cache, memory, private, shared = halves_of_pages()
-    mover, before = cache._room.mover, (list(private.block_table), list(shared.block_table))
-    cache._room.mover = Broken()
+    contents, before = cache.memory.mover, (list(private.block_table), list(shared.block_table))
+    assert isinstance(contents, Contents)
+    contents.fails = True
     stats = held(cache)
     with pytest.raises(MemoryError, match="planted"):
         cache.open(key_of(cache, "xy"), 3, 0)
@@ -79,7 +65,7 @@ def test_a_move_that_raises_leaves_everything_as_it_was() -> None:
     assert (cache.stats().moved_pages, len(cache.leases)) == (0, 2)
     assert (list(private.block_table), list(shared.block_table)) == before
     memory.check()
-    cache._room.mover = mover
+    contents.fails = False
     assert cache.open(key_of(cache, "xy"), 3, 0) is not None
     assert cache.stats().moved_pages == 2
     memory.check()
@@ -88,7 +74,7 @@ def test_a_move_that_raises_leaves_everything_as_it_was() -> None:
 def halves_of_states() -> tuple[AuditedCache, Memory, Lease]:
     """Five pieces, none of them free; two hold one checkpoint each, and the front of a request lies in piece 0."""
     cache = elastic(5, TWO)
-    memory, _ = with_contents(cache)
+    memory = Memory(cache)
     opened = [cache.open(key_of(cache, letter), 1, 0) for letter in "abcde"]
     leases = [lease for lease in opened if lease is not None]
     assert [lease.front for lease in leases] == [1, 2, 3, 4, 5]
@@ -133,7 +119,7 @@ def test_a_checkpoint_that_somebody_reads_is_not_moved() -> None:
 @pytest.mark.parametrize(("sizes", "num_pieces"), [(ONE, 11), (TWO, 9), (THREE, 9)])
 def test_contents_follow_through_random_requests(sizes: tuple[int, int], num_pieces: int, seed: int) -> None:
     cache = elastic(num_pieces, sizes, chunk_size=(2, 4)[seed % 2])
-    workload = random_requests(cache, seed)
+    workload = RandomWorkload(cache, seed)
     workload.run(350)
     stats = cache.stats()
     assert stats.moved_pages > 0
@@ -143,8 +129,8 @@ def test_contents_follow_through_random_requests(sizes: tuple[int, int], num_pie
 
 @pytest.mark.parametrize("seed", range(3))
 def test_contents_follow_where_checkpoints_are_stored_smaller(seed: int) -> None:
-    cache = elastic(13, ONE, record_bytes=64)
-    workload = random_requests(cache, seed)
+    cache = elastic(13, ONE, stored_bytes=64)
+    workload = RandomWorkload(cache, seed)
     workload.run(300)
     stats = cache.stats()
     assert stats.moved_pages > 0
@@ -165,10 +151,9 @@ SPEC = HybridSpec(
 
 
 def with_tensors(num_pieces: int) -> AuditedCache:
-    config = CacheConfig(memory=num_pieces * 384, page_size=2, chunk_size=2, eviction="lru")
-    cache = AuditedCache.for_spec(SPEC, config, torch.device("cpu"), num_pieces * 384)
-    assert isinstance(cache, AuditedCache)
-    return cache
+    config = CacheConfig(page_size=2, chunk_size=2, eviction="lru")
+    memory = CacheMemory.for_spec(SPEC, num_pieces * 384, torch.device("cpu"), page_size=2)
+    return AuditedCache(memory, config)
 
 
 def span(unit: Tensor, start: int) -> tuple[int, int]:

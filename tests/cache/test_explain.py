@@ -3,7 +3,8 @@
 import pytest
 
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.disabled import PassThroughCache
+from hybrid.cache.disabled import DisabledCache
+from hybrid.memory.memory import CacheMemory
 from support.caches import AuditedCache, audited_cache, key_of, prefill, serve, start
 
 
@@ -98,7 +99,7 @@ def test_a_prompt_shorter_than_a_page_has_nothing_to_share(cache: AuditedCache) 
 
 
 def test_the_cache_is_off() -> None:
-    cache = PassThroughCache.of_indices(8, 4, CacheConfig(page_size=2, chunk_size=2))
+    cache = DisabledCache(CacheMemory.of_indices(8, 4), CacheConfig(page_size=2, chunk_size=2))
     lease = prefill(cache, key_of(cache, "abc"))
     assert str(lease.explanation) == "6 tokens asked, pages to 0, usable to 0: the cache is off"
 

@@ -14,7 +14,7 @@ from hybrid.memory.pool import IndexPool
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.node import Checkpoint, Node, Released
 from support.caches import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
-from support.elastic import ONE, elastic, random_requests
+from support.elastic import ONE, elastic
 
 NUM_ACTIONS = 80
 
@@ -49,8 +49,8 @@ def busy_cache(memory: str = "fixed") -> tuple[AuditedCache, RandomWorkload]:
     if memory == "fixed":
         cache = audited_cache(num_pages=14, num_states=6, page_size=2, chunk_size=4)
     else:
-        cache = elastic(10, ONE, chunk_size=4, record_bytes=64 if memory == "stored smaller" else None)
-    return cache, random_requests(cache, seed=7)
+        cache = elastic(10, ONE, chunk_size=4, stored_bytes=64 if memory == "stored smaller" else None)
+    return cache, RandomWorkload(cache, seed=7)
 
 
 MEMORIES = pytest.mark.parametrize("memory", ["fixed", "one budget", "stored smaller"])

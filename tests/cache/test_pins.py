@@ -10,6 +10,7 @@ from hybrid.cache.cache import MOST_PINNED, HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Pin
 from hybrid.errors import MemoryBudgetError
+from hybrid.memory.memory import CacheMemory
 from support.caches import AuditedCache, audited_cache, key_of, release, serve, start
 
 
@@ -210,7 +211,7 @@ def test_shared_pages_are_counted_once(cache: AuditedCache) -> None:
 
 def test_in_one_budget_pages_and_checkpoints_count_together() -> None:
     config = CacheConfig(page_size=2, chunk_size=2, eviction="lru")
-    cache = HybridCache.of_bytes(10 * 256, 64, 256, config)  # ten pieces of four pages or a state
+    cache = HybridCache(CacheMemory.of_bytes(10 * 256, 64, 256), config)  # ten pieces of four pages or a state
     for index in range(4):
         pinned(cache, chr(ord("a") + index))  # a tenth for the state, a fortieth for the page
     before = books(cache)

@@ -11,6 +11,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import CacheStats, Lease, Pin
 from hybrid.errors import OwnershipError
+from hybrid.memory.memory import CacheMemory
 from support.caches import audited_cache, key_of, release, serve, start
 
 
@@ -155,7 +156,8 @@ def within_bounds(stats: CacheStats, before: CacheStats) -> bool:
 @pytest.mark.parametrize("is_elastic", [False, True])
 def test_statistics_may_be_asked_from_another_thread_at_any_time(is_elastic: bool) -> None:
     config = CacheConfig(page_size=2, chunk_size=2, eviction="lru")
-    cache = HybridCache.of_bytes(9 * 384, 128, 192, config) if is_elastic else HybridCache.of_indices(12, 6, config)
+    memory = CacheMemory.of_bytes(9 * 384, 128, 192) if is_elastic else CacheMemory.of_indices(12, 6)
+    cache = HybridCache(memory, config)
     random, num_asked, wrong, done = Random(0), 0, list[object](), threading.Event()
 
     def ask() -> None:

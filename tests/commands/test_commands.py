@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid import Engine
+from hybrid import Engine, HybridCache
 from hybrid.commands import parity, stress
 from hybrid.commands.main import main
 from hybrid.models.loading import TINY
@@ -35,16 +35,16 @@ def test_parity_fails_where_a_hit_changes_a_result(
     """A checkpoint that is off by one bit is noticed."""
     monkeypatch.setattr(parity, "against_transformers", lambda *_: [])
     monkeypatch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
-    commit = Engine._take
+    commit = HybridCache.commit
 
-    def spoiling(engine: Engine, *arguments: Any) -> Any:
-        tensor = engine.cache.state_tensors["recurrent"]
-        for _, node in engine.cache.tree.nodes():
+    def spoil(cache: HybridCache, *arguments: Any) -> None:
+        commit(cache, *arguments)
+        tensor = cache.state_tensors["recurrent"]
+        for _, node in cache.tree.nodes():
             if node.slot is not None:
                 tensor[node.slot] = torch.nextafter(tensor[node.slot], torch.tensor(torch.inf))
-        return commit(engine, *arguments)
 
-    monkeypatch.setattr(Engine, "_take", spoiling)
+    monkeypatch.setattr(HybridCache, "commit", spoil)
     assert main(["parity"]) == 1
     assert "log-probabilities differ" in capsys.readouterr().out
 
@@ -52,7 +52,7 @@ def test_parity_fails_where_a_hit_changes_a_result(
 def test_parity_fails_where_nothing_is_hit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(parity, "against_transformers", lambda *_: [])
     monkeypatch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
-    monkeypatch.setattr("hybrid.cache.cache.HybridCache.commit", lambda *_: None)
+    monkeypatch.setattr(HybridCache, "commit", lambda *_: None)
     status, result = run_json(capsys, "parity")
     assert status == 1
     assert "nothing was hit" in result["checks"][0]["detail"]
@@ -60,10 +60,10 @@ def test_parity_fails_where_nothing_is_hit(monkeypatch: pytest.MonkeyPatch, caps
 
 def test_logits_that_are_off_are_noticed() -> None:
     theirs = torch.randn(20, 50, generator=torch.Generator().manual_seed(0))
-    assert parity._compare("same", theirs.clone(), theirs).passed
+    assert parity.compare_logits("same", theirs.clone(), theirs).passed
     off = theirs.clone()
     off[7, 3] += 0.01
-    assert not parity._compare("off", off, theirs).passed
+    assert not parity.compare_logits("off", off, theirs).passed
 
 
 def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,11 +116,11 @@ def test_stress_notices_a_checkpoint_that_is_not_the_state_of_its_key(tiny: Engi
     assert stress.check_checkpoints(engine)[1] == 1
 
 
-def test_the_demo_tells_its_story_and_the_answers_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_hits_and_the_answers_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo"]) == 0
-    told = capsys.readouterr().out
-    for said in ("identical bit by bit", "prompt tokens spared", "times as fast", "●", "○", "pages to", "small memory"):
-        assert said in told
+    shown = capsys.readouterr().out
+    for text in ("identical bit by bit", "prompt tokens saved", "times as fast", "●", "○", "pages to", "small memory"):
+        assert text in shown
 
 
 def test_the_demo_runs_without_the_cache(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def launched() -> Iterator[str]:
     """Names of the kernels that the functions of ./kernels launch, as in `_kernel[grid](...)`."""
-    for path in ROOT.glob("kernels/*.py"):
+    for path in ROOT.glob("kernels/triton/**/*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
         jitted = {node.name for node in functions if any("triton.jit" in ast.unparse(x) for x in node.decorator_list)}

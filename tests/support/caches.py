@@ -12,6 +12,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Checkpoint, Inserted, Match, Node, Released
 from hybrid.tree.policies import LeastRecentlyUsed
@@ -128,11 +129,8 @@ for _name in ("evict_pages", "evict_checkpoints"):
 
 def audited_cache(num_pages: int, num_states: int, page_size: int = 2, chunk_size: int = 2) -> AuditedCache:
     """A cache on indices that audits itself."""
-    cache = AuditedCache.of_indices(
-        num_pages, num_states, CacheConfig(page_size=page_size, chunk_size=chunk_size, eviction="lru")
-    )
-    assert isinstance(cache, AuditedCache)
-    return cache
+    config = CacheConfig(page_size=page_size, chunk_size=chunk_size, eviction="lru")
+    return AuditedCache(CacheMemory.of_indices(num_pages, num_states), config)
 
 
 def key_of(cache: HybridCache, text: str, namespace: str = "", extra: int = 0) -> Key:
@@ -179,13 +177,64 @@ def release(cache: HybridCache) -> None:
 Content = tuple[str, tuple[int, ...]]
 
 
+class Contents:
+    """What the units of a memory hold, and who moves and stores it: a `Mover` and a `CheckpointStore`.
+
+    Args:
+        checkpoint_bytes: of a stored checkpoint.
+
+    Attributes:
+        fails: every move raises.
+    """
+
+    def __init__(self, checkpoint_bytes: int = 0) -> None:
+        self.checkpoint_bytes = checkpoint_bytes
+        self.fails = False
+        self.pages: dict[int, Content] = {}
+        self.states: dict[int, Content] = {}
+        self.stored: dict[int, Content] = {}
+
+    def _move(self, contents: dict[int, Content], moves: dict[int, int]) -> None:
+        if self.fails:
+            raise MemoryError("planted")
+        assert not moves.keys() & set(moves.values())
+        moved = {new: contents[old] for old, new in moves.items() if old in contents}
+        for place in (*moves, *moves.values()):
+            contents.pop(place, None)
+        contents.update(moved)
+
+    def move_pages(self, moves: dict[int, int]) -> None:
+        self._move(self.pages, moves)
+
+    def move_states(self, moves: dict[int, int]) -> None:
+        self._move(self.states, moves)
+
+    def move_stored(self, moves: dict[int, int]) -> None:
+        self._move(self.stored, moves)
+
+    def store(self, slot: int, place: int) -> None:
+        if slot in self.states:
+            self.stored[place] = self.states[slot]
+
+    def restore(self, place: int, slot: int) -> None:
+        if place in self.stored:
+            self.states[slot] = self.stored[place]
+
+
 class Memory:
     """What pages and slots would hold: which tokens, in which namespace. Refuses what a pass may not read or write."""
 
     def __init__(self, cache: HybridCache) -> None:
         self.cache = cache
-        self.pages: dict[int, Content] = {}
-        self.states: dict[int, Content] = {}
+        mover = cache.memory.mover
+        contents = mover if isinstance(mover, Contents) else Contents()
+        self.pages, self.states = contents.pages, contents.states
+        self._stored = contents.stored if cache.memory.stores_smaller else None
+
+    @property
+    def checkpoints(self) -> dict[int, Content]:
+        """What the checkpoints of the tree hold."""
+        return self.states if self._stored is None else self._stored
 
     def forward(self, lease: Lease, key: Key, end: int, target: int) -> None:
         """A pass up to token `end`: reads the lease's state and pages, writes pages, checkpoints and target slot."""
@@ -220,7 +269,7 @@ class Memory:
             for index, page in enumerate(node.pages):
                 assert self.pages[page] == (namespace, path[: begin + (index + 1) * page_size])
             if node.slot is not None:
-                assert self.states[node.slot] == (namespace, path)
+                assert self.checkpoints[node.slot] == (namespace, path)
 
 
 @dataclass(eq=False, slots=True)

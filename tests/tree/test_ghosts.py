@@ -7,6 +7,7 @@ import pytest
 
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Released
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts
@@ -95,9 +96,7 @@ def listener() -> Listener:
 
 @pytest.fixture
 def heard(listener: Listener) -> AuditedCache:
-    cache = AuditedCache.of_indices(24, 8, CacheConfig(page_size=2, chunk_size=2, eviction=listener))
-    assert isinstance(cache, AuditedCache)
-    return cache
+    return AuditedCache(CacheMemory.of_indices(24, 8), CacheConfig(page_size=2, chunk_size=2, eviction=listener))
 
 
 def test_a_miss_is_told_where_the_pages_are_left(heard: AuditedCache, listener: Listener) -> None:

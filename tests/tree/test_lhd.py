@@ -7,6 +7,7 @@ import pytest
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree import lhd as learned
 from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LearnedHitDensity, age_bin, density
 from hybrid.tree.policy import BRANCH, PROMPT_END, TURN_END, USER, Facts, Usage
@@ -101,7 +102,7 @@ def test_records_of_what_has_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 def small_cache(memory: int = 60_000, **config: object) -> HybridCache:
     settings = CacheConfig(page_size=PAGE, chunk_size=PAGE, **config)  # type: ignore[arg-type]
-    return AuditedCache.of_bytes(memory, page_bytes=1000, state_bytes=5000, config=settings)
+    return AuditedCache(CacheMemory.of_bytes(memory, page_bytes=1000, state_bytes=5000), settings)
 
 
 def serve(cache: HybridCache, ids: list[int], answer: int = PAGE) -> int:

@@ -12,6 +12,7 @@ import pytest
 from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.candidates import SAMPLE
 from hybrid.tree.node import Checkpoint
 from hybrid.tree.policies import POLICIES, LeastRecentlyUsed, policy_of
@@ -175,9 +176,7 @@ class Ranked:
 
 def with_policy(policy: object, num_pages: int = 6, num_states: int = 6, seed: int = 0) -> AuditedCache:
     config = CacheConfig(page_size=2, chunk_size=2, eviction=policy, seed=seed)  # type: ignore[arg-type]
-    cache = AuditedCache.of_indices(num_pages, num_states, config)
-    assert isinstance(cache, AuditedCache)
-    return cache
+    return AuditedCache(CacheMemory.of_indices(num_pages, num_states), config)
 
 
 def test_a_users_own_object_decides() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from hybrid.cache.config import CacheConfig
 from hybrid.memory.arena import PieceLayout
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.candidates import PolicyWarning
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts
@@ -61,11 +62,8 @@ def cache_with(policy: object, *, elastic: bool = False) -> AuditedCache:
     config = CacheConfig(page_size=2, chunk_size=2, eviction=policy)  # type: ignore[arg-type]
     if elastic:
         layout = PieceLayout.of(64, 256)
-        cache = AuditedCache.of_bytes(6 * layout.num_bytes, 64, 256, config)
-    else:
-        cache = AuditedCache.of_indices(7, 4, config)
-    assert isinstance(cache, AuditedCache)
-    return cache
+        return AuditedCache(CacheMemory.of_bytes(6 * layout.num_bytes, 64, 256), config)
+    return AuditedCache(CacheMemory.of_indices(7, 4), config)
 
 
 def work(cache: AuditedCache) -> None:

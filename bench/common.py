@@ -1,0 +1,202 @@
+"""What all benchmarks share: a figure, the machine that it was measured on, and how figures are printed and judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("numpy", "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flashinfer-python")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One figure.
+
+    Attributes:
+        value: what is judged, a ratio if nothing else is said; None: nothing to compare with ran here.
+        target: the smallest value to accept, or the largest where `at_most`; None: nothing is asked.
+        part: the mode or the section that it belongs to.
+        medians: the measurements behind it.
+        unit: of the medians.
+        details: counts, rates and settings behind it.
+    """
+
+    name: str
+    value: float | None
+    target: float | None = None
+    at_most: bool = False
+    part: str = ""
+    medians: dict[str, float | None] = field(default_factory=dict)
+    unit: str = "s"
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> bool:
+        """Whether the target is reached; a target with nothing to compare with is not."""
+        if self.target is None or self.value is None:
+            return self.target is None
+        return self.value <= self.target if self.at_most else self.value >= self.target
+
+    @property
+    def mark(self) -> str:
+        return "" if self.target is None else "ok" if self.reached else "MISS"
+
+    @property
+    def goal(self) -> str:
+        """The target in words."""
+        return "" if self.target is None else f"{'<=' if self.at_most else '>='} {self.target:g}"
+
+    def row(self) -> tuple[str, ...]:
+        measured = ", ".join(f"{name} {quantity(x, self.unit)}" for name, x in self.medians.items() if x is not None)
+        return self.mark, self.part, self.name, "" if self.value is None else number(self.value), self.goal, measured
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "reached": self.reached}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must be right."""
+
+    name: str
+    passed: bool
+    detail: str
+    part: str = ""
+
+    def row(self) -> tuple[str, ...]:
+        return "ok" if self.passed else "WRONG", self.part, self.name, "", "", self.detail
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Result = Line | Check
+
+
+def number(value: float) -> str:
+    """Three digits that matter, no exponent."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A measurement with its unit; seconds as milliseconds."""
+    return f"{number(1000 * value)} ms" if unit == "s" else f"{number(value)} {unit}"
+
+
+def status(results: Sequence[Result]) -> int:
+    """The exit status: 2 when a result is wrong, 1 when a target is missed, else 0."""
+    if any(isinstance(result, Check) and not result.passed for result in results):
+        return 2
+    return 1 if any(isinstance(result, Line) and not result.reached for result in results) else 0
+
+
+def print_results(
+    results: Sequence[Result], notes: Sequence[object] = (), rows: Sequence[tuple[str, ...]] = ()
+) -> None:
+    """Print a table.
+
+    Args:
+        notes: printed below it, a line each.
+        rows: more rows for what gave no result.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "part", "figure", "value", "target", "measured")
+    for row in [*(result.row() for result in results), *rows]:
+        table.add_row(*row)
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(table)
+    for note in notes:
+        console.print(str(note), highlight=False, markup=False, soft_wrap=True)
+
+
+def finish(lines: Sequence[Line], taken_on: dict[str, Any], as_json: bool, **more: Any) -> int:
+    """Print all figures, as a table or as one JSON object, and return the exit status.
+
+    Args:
+        more: what else belongs to the result.
+    """
+    if as_json:
+        print(json.dumps({"machine": taken_on, **more, "lines": [line.to_json() for line in lines]}))
+    else:
+        print_results(lines, [{**more, **taken_on}])
+    return status(lines)
+
+
+def arguments(description: str | None, runs: int | None = None, threads: bool = False) -> ArgumentParser:
+    """A parser with the options that programs share.
+
+    Args:
+        runs: the default of `--runs`; None: the program has no such option.
+        threads: whether it has `--threads`.
+    """
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    if runs is not None:
+        parser.add_argument("--runs", type=int, default=runs, help=f"measured runs per side (default: {runs})")
+    if threads:
+        parser.add_argument("--threads", type=int, default=1, help="threads of torch (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of a call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def alternate(runs: int, **sides: Callable[[], float]) -> dict[str, float | None]:
+    """Median seconds of each side, the sides taking turns; the first turn warms up and is not counted."""
+    from tqdm import tqdm
+
+    turns = tqdm(range(runs + 1), desc=", ".join(sides), unit="run", disable=None, leave=False)
+    times = [{name: side() for name, side in sides.items()} for _ in turns][1:]
+    return {name: statistics.median(turn[name] for turn in times) for name in sides}
+
+
+def machine(**more: Any) -> dict[str, Any]:
+    """What figures are measured on: processor, versions of packages, commit, date."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        cpu = next((row.split(":")[1].strip() for row in rows if row.startswith("model name")), cpu)
+    packages = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # git is not installed
+        commit = ""
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        **({} if torch is None else {"threads": torch.get_num_threads()}),
+        "python": platform.python_version(),
+        "packages": packages,
+        "commit": commit or "unknown",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **more,
+    }
+
+
+if __name__ == "__main__":  # what another Python of this machine has
+    print(json.dumps(machine()))

@@ -1,0 +1,49 @@
+"""The interface of a command: a name, its arguments, and what it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+MODEL_HELP = "folder or hub id of a checkpoint (default: 'tiny', the model inside the package)"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command found.
+
+    Attributes:
+        passed: False if something that was checked does not hold.
+        result: what `--json` prints.
+    """
+
+    passed: bool
+    result: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of `hybrid`. A module defines one, and `main` lists it.
+
+    Attributes:
+        name: as it is typed.
+        help: one line for the list of commands.
+        description: a paragraph for `hybrid NAME --help`.
+        add_arguments: adds the command's arguments to its parser; `--json` is added for every command.
+        run: does the work, and prints to the console what people read. With `--json` the console is silent.
+    """
+
+    name: str
+    help: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Console], Outcome]
+
+
+def escape(text: str) -> str:
+    """Text that rich prints unchanged, without reading markup in it."""
+    return text.replace("[", "\\[")
