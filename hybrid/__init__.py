@@ -17,9 +17,11 @@ if (_root / "kernels" / "ops.py").is_file():
 
 from hybrid.cache.cache import HybridCache  # noqa: E402
 from hybrid.cache.config import CacheConfig  # noqa: E402
-from hybrid.cache.lease import CacheStats, Pin  # noqa: E402
+from hybrid.cache.pins import Pin  # noqa: E402
+from hybrid.cache.stats import CacheStats  # noqa: E402
+from hybrid.engine.config import EngineConfig  # noqa: E402
 from hybrid.engine.engine import Engine  # noqa: E402
-from hybrid.engine.request import RequestOutput, Usage  # noqa: E402
+from hybrid.engine.output import RequestOutput, Usage  # noqa: E402
 from hybrid.engine.sampling_params import SamplingParams  # noqa: E402
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
@@ -30,6 +32,7 @@ from hybrid.errors import (  # noqa: E402
     MemoryBudgetError,
     OwnershipError,
     PromptError,
+    QueueFullError,
     RequestError,
     SamplingError,
     UnsupportedModelError,
@@ -48,6 +51,7 @@ __all__ = [
     "CacheStats",
     "CheckpointError",
     "Engine",
+    "EngineConfig",
     "HybridCache",
     "HybridError",
     "Image",
@@ -59,6 +63,7 @@ __all__ = [
     "Pin",
     "PolicyWarning",
     "PromptError",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "SamplingError",

@@ -106,8 +106,11 @@ def deferred_interrupts() -> Iterator[DeferredInterrupts]:
     Every handler written in Python waits. In other threads than the main one there is nothing to defer: handlers never
     run there. A section within another one changes nothing.
     """
-    if _current or threading.current_thread() is not threading.main_thread():
-        yield _current[0] if _current and threading.current_thread() is threading.main_thread() else DeferredInterrupts()
+    if threading.current_thread() is not threading.main_thread():
+        yield DeferredInterrupts()
+        return
+    if _current:
+        yield _current[0]
         return
     section = DeferredInterrupts()
     try:

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: one launch for all kernels of a pass.
 
-A graph is captured for the whole layout of a plan: where each of its tensors is, and its shape. Steps are padded so that
-few layouts occur (`hybrid.engine.planner.Padding`); padding writes nothing.
+A graph is captured for the whole layout of a plan: where each of its tensors is, and its shape. Steps are padded so
+that few layouts occur (`hybrid.engine.planner.Padding`); padding writes nothing.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.lease import Pin
+from hybrid.cache.pins import Pin
 from hybrid.engine.build import LoadedModel, build_cache, is_deterministic, load
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
@@ -125,7 +125,6 @@ class Engine:
         size: tuple[int, int] | None = None,
         *,
         config: EngineConfig | None = None,
-        runner: Runner | None = None,
     ) -> Engine:
         """Another engine on the same weights, with a cache of its own.
 
@@ -133,7 +132,6 @@ class Engine:
             cache: its settings. `chunk_size` must be this engine's: the model was loaded with it.
             size: numbers of pages and of state slots of the cache, instead of `cache.memory`.
             config: settings of the engine; None: this engine's.
-            runner: computes the steps; None: a `ModelRunner` with the model.
 
         Raises:
             ArgumentError: another chunk size.
@@ -143,7 +141,7 @@ class Engine:
             raise ArgumentError(
                 f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
             )
-        return Engine(self.loaded, build_cache(self.loaded, cache, size), config or self.config, runner=runner)
+        return Engine(self.loaded, build_cache(self.loaded, cache, size), config or self.config)
 
     @property
     def model(self) -> Any:
@@ -313,8 +311,8 @@ class Engine:
         outputs = Outputs()
         requests = [self._intake.request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
-        show = sys.stderr.isatty() if progress is None else progress
-        with self._aborting(requests), tqdm(total=len(requests), desc="generate", unit="prompt", disable=not show) as bar:
+        hidden = not (sys.stderr.isatty() if progress is None else progress)
+        with self._aborting(requests), tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar:
             self._enter(requests)
             while len(done) < len(requests):
                 if not outputs:

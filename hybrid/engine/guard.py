@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from hybrid.engine.request import Request, Status
+from hybrid.engine.request import Request
 from hybrid.engine.scheduler import Step
 from hybrid.interrupts import DeferredInterrupts
 

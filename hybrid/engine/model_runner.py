@@ -6,6 +6,7 @@ the only place that waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -55,33 +56,37 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class PendingTokens:
-    """A pass on the model's device.
+    """A pass on the model's device, of S parts that write C checkpoints.
 
     Attributes:
-        plan: of the step.
         tokens: `[S]` the next token of every part.
         finite: `[S]` whether the logits of a part are finite.
-        finite_checkpoints: `[C]` whether the checkpoints are finite that the pass wrote; None: it wrote none.
+        samples: `[S]` whether the token of a part is wanted.
+        num_logprobs: `[S]` the number of log-probabilities requested for each part; None: none.
         logprobs: of all parts; None: not requested.
+        writers: `[C]` the parts that write the checkpoints.
+        finite_checkpoints: `[C]` whether the checkpoints are finite; None: there are none.
     """
 
-    plan: Plan
     tokens: Tensor
     finite: Tensor
-    finite_checkpoints: Tensor | None = None
+    samples: Sequence[bool]
+    num_logprobs: Sequence[int | None]
     logprobs: Logprobs | None = None
+    writers: Sequence[int] = ()
+    finite_checkpoints: Tensor | None = None
 
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
         tokens = torch.where(self.finite, self.tokens, -1).tolist()
         bad = {row for row, token in enumerate(tokens) if token < 0}
         if self.finite_checkpoints is not None:
-            checks = zip(self.plan.checkpoint_slots, self.finite_checkpoints.tolist(), strict=True)
-            bad |= {row for (row, _), is_finite in checks if not is_finite}
-        logprobs = self._logprobs(tokens)
+            checks = zip(self.writers, self.finite_checkpoints.tolist(), strict=True)
+            bad |= {row for row, is_finite in checks if not is_finite}
+        rows = zip(tokens, self.samples, self._logprobs(tokens), strict=True)
         return [
             Result(row not in bad, token if samples else None, known)
-            for row, (token, samples, known) in enumerate(zip(tokens, self.plan.samples, logprobs, strict=True))
+            for row, (token, samples, known) in enumerate(rows)
         ]
 
     def _logprobs(self, tokens: list[int]) -> list[dict[int, float] | None]:
@@ -89,7 +94,7 @@ class PendingTokens:
             return [None] * len(tokens)
         values, most_likely, chosen = (part.tolist() for part in self.logprobs)
         found: list[dict[int, float] | None] = []
-        for row, (token, count) in enumerate(zip(tokens, self.plan.logprobs, strict=True)):
+        for row, (token, count) in enumerate(zip(tokens, self.num_logprobs, strict=True)):
             if count is None:
                 found.append(None)
                 continue
@@ -137,14 +142,20 @@ class ModelRunner:
         finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
         tokens = sample(logits, sampling)
         num_parts = len(plan.samples)
-        most = max((count for count in plan.logprobs if count is not None), default=None)
-        logprobs = None if most is None else token_logprobs(logits[:num_parts], tokens[:num_parts], most)
-        return PendingTokens(plan, tokens[:num_parts], finite[:num_parts], self._finite_checkpoints(plan), logprobs)
+        most = max((count for count in plan.num_logprobs if count is not None), default=None)
+        checkpoints = plan.checkpoint_slots
+        return PendingTokens(
+            tokens[:num_parts],
+            finite[:num_parts],
+            plan.samples,
+            plan.num_logprobs,
+            logprobs=None if most is None else token_logprobs(logits[:num_parts], tokens[:num_parts], most),
+            writers=[row for row, _ in checkpoints],
+            finite_checkpoints=self._are_finite([slot for _, slot in checkpoints]) if checkpoints else None,
+        )
 
-    def _finite_checkpoints(self, plan: Plan) -> Tensor | None:
-        slots = [slot for _, slot in plan.checkpoint_slots]
-        if not slots:
-            return None
+    def _are_finite(self, slots: list[int]) -> Tensor:
+        """`[C]` whether the states in these slots are finite."""
         tensors = self._cache.state_tensors.values()
         sums = [torch.stack([tensor[slot].sum(dtype=torch.float32) for tensor in tensors]) for slot in slots]
         return torch.stack(sums).isfinite().all(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid.cache.lease import Pin
+from hybrid.cache.pins import Pin
 
 
 @dataclass(frozen=True, slots=True)

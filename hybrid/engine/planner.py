@@ -83,7 +83,7 @@ class Plan:
         blocks: as in the batch.
         embeddings: of the rows of images, in pieces.
         samples: for each part, without padding, whether its last token is followed by a new one.
-        logprobs: for each part the number of log-probabilities that are requested; None: none.
+        num_logprobs: for each part the number of log-probabilities that are requested; None: none.
         is_padded: it is filled up to one of few shapes.
     """
 
@@ -94,7 +94,7 @@ class Plan:
     blocks: RowBlocks | None
     embeddings: tuple[Tensor, ...]
     samples: tuple[bool, ...]
-    logprobs: tuple[int | None, ...]
+    num_logprobs: tuple[int | None, ...]
     is_padded: bool
 
     @property
@@ -224,7 +224,7 @@ def plan(
         blocks,
         embeddings,
         samples=samples,
-        logprobs=tuple(part.request.params.logprobs if part.samples else None for part in parts),
+        num_logprobs=tuple(part.request.params.logprobs if part.samples else None for part in parts),
         is_padded=padding is not None,
     )
 

@@ -7,7 +7,8 @@ from array import array
 from enum import Enum, StrEnum
 
 from hybrid.cache.explain import Explanation
-from hybrid.cache.lease import Lease, Pin
+from hybrid.cache.lease import Lease
+from hybrid.cache.pins import Pin
 from hybrid.engine.output import Outputs, RequestOutput, Usage
 from hybrid.engine.sampler import new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams

@@ -154,7 +154,7 @@ class Scheduler:
         self._pin(request)
         self.discard(request)
         whole = request.kept_len // config.grid * config.grid
-        replays = self.deterministic and keeps_turns and self.cache.keeps
+        replays = self.deterministic and keeps_turns and self.cache.enabled
         if replays and whole > request.prompt_len // config.grid * config.grid:
             self.waiting.add(request.replay(whole))
 
@@ -291,7 +291,8 @@ class Scheduler:
         prefilling = [request for request in self.running if request.is_prefilling]
         budget -= sum(request.prefill_end - request.num_computed for request in prefilling)
         busy = {request.namespace for request in prefilling if not request.is_replay}
-        for request in self.waiting.in_turn(lambda name: budget > 0 or name not in busy):
+        skipped = set(busy) if budget <= 0 else set()
+        for request in self.waiting.in_turn(skipped):
             if len(self.running) >= self.config.max_num_seqs:
                 return
             if budget <= 0 and (request.is_replay or request.namespace in busy):
@@ -306,6 +307,8 @@ class Scheduler:
                 continue
             busy.add(request.namespace)
             budget -= request.prefill_end - request.num_computed
+            if budget <= 0:
+                skipped |= busy
 
     def _start_at_any_cost(self, request: Request) -> bool:
         """Start a request; if that needs more memory, first give up replays, and if none runs, pins."""

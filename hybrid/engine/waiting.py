@@ -9,7 +9,7 @@ Replays come last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Set
 
 from hybrid.engine.request import Request
 
@@ -83,18 +83,18 @@ class WaitingQueue:
         """Tokens that a namespace was served, counted from where the others were when it came."""
         return self._served.get(namespace, self._virtual_time)
 
-    def in_turn(self, may_start: Callable[[str], bool]) -> Iterator[Request]:
+    def in_turn(self, skipped: Set[str]) -> Iterator[Request]:
         """Requests in the order in which they may start, while the caller starts some of them.
 
         Args:
-            may_start: whether new requests of a namespace may start; others of it are skipped.
+            skipped: namespaces of which no new request may start. The caller may add to it.
         """
         yield from tuple(self._retracted)
         queues = {name: iter(tuple(requests.values())) for name, requests in self._by_namespace.items()}
         heads = {name: next(queue) for name, queue in queues.items()}
         while heads:
             name = min(heads, key=lambda name: (heads[name].latest_turn > self._num_started, self._served[name]))
-            if may_start(name):
+            if name not in skipped:
                 request, following = heads[name], next(queues[name], None)
                 if following is None:
                     del heads[name]

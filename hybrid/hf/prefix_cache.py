@@ -22,7 +22,8 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
-from hybrid.cache.lease import CacheStats, Pin
+from hybrid.cache.pins import Pin
+from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.options import Prompts, option, parse_prompts, refuse_options, token_option, turns_of

@@ -9,6 +9,7 @@ from hybrid import (
     CacheConfig,
     CheckpointError,
     Engine,
+    EngineConfig,
     HybridError,
     LockError,
     MemoryBudgetError,
@@ -87,7 +88,7 @@ def test_another_number_of_params_than_of_prompts_is_refused(engine: Engine) -> 
 def test_contradictory_sampling_parameters_are_refused(engine: Engine) -> None:
     with pytest.raises(SamplingError, match=r"top_p=0.9 has no effect with temperature=0 .* set temperature=1.0"):
         SamplingParams(top_p=0.9)
-    with pytest.raises(SamplingError, match="max_new_tokens must be a number, at least 1"):
+    with pytest.raises(SamplingError, match="max_new_tokens must be an integer from 1"):
         SamplingParams(max_new_tokens=0)
 
 
@@ -112,26 +113,21 @@ def test_aborting_an_unknown_request_is_refused(engine: Engine) -> None:
     engine.abort(request)
     with pytest.raises(RequestError):
         engine.abort(request)
+    assert [output.finish_reason for output in engine.step()] == ["abort"]
 
 
 def test_wrong_engine_arguments_are_refused(tiny: Engine) -> None:
     with pytest.raises(ArgumentError, match="at least 18 with max_num_seqs=2, got 17"):
-        Engine(
-            tiny.model,
-            None,
-            tiny.cache,
-            deterministic=True,
-            device=tiny.device,
-            max_num_seqs=2,
-            max_num_batched_tokens=17,
-        )
+        Engine(tiny.loaded, tiny.cache, EngineConfig(max_num_seqs=2, max_num_batched_tokens=17))
     with pytest.raises(ArgumentError, match="max_num_seqs"):
-        Engine(tiny.model, None, tiny.cache, deterministic=True, device=tiny.device, max_num_seqs=0)
+        EngineConfig(max_num_seqs=0)
+    with pytest.raises(ArgumentError, match="max_waiting"):
+        EngineConfig(max_waiting=0)
     with pytest.raises(ArgumentError, match="chunk_size must stay 16"):
         tiny.with_cache(CacheConfig(chunk_size=64))
     with pytest.raises(ArgumentError, match="dtype must be one of"):
         Engine.from_pretrained("tiny", dtype="int3")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         Engine.from_pretrained("/no/such/folder")
     with pytest.raises(ArgumentError, match="no eviction policy is named 'best'; there are: lru"):
         tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, eviction="best"))
@@ -147,9 +143,9 @@ def test_a_pass_that_fails_is_undone_and_can_be_repeated(tiny: Engine, monkeypat
     engine = engine_on(tiny)
     launch, calls = engine.runner.launch, []
 
-    def failing(step: Any) -> Any:
-        result = launch(step)
-        calls.append(len(step.parts))
+    def failing(plan: Any) -> Any:
+        result = launch(plan)
+        calls.append(plan)
         if len(calls) in (1, 3, 4, 9):
             raise RuntimeError("out of memory, say")
         return result

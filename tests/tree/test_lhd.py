@@ -160,7 +160,7 @@ def test_a_checkpoint_not_worth_its_room_is_not_taken_and_remembered_all_the_sam
     before = cache.stats().checkpoints
     assert cache.capture(lease, PAGE, USER) is None
     assert cache.stats().checkpoints == before
-    assert lease.marks[PAGE].kind == USER
+    assert lease.lost[PAGE].kind == USER
     key = Key.of([3] * (PAGE + 1))
     cache.advance(lease, PAGE + 1)
     cache.commit(lease, key, PAGE)
