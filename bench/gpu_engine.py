@@ -18,9 +18,10 @@ from gpu_device import Timing
 from torch import Tensor, nn
 
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
-from hybrid.engine.build import furnish
+from hybrid.engine.build import LoadedModel, build_cache, is_deterministic
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
-from hybrid.engine.model_runner import Runner
+from hybrid.engine.model_runner import ModelRunner
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 
 WARM_STEPS = 4
@@ -73,21 +74,20 @@ def make_engine(bench: Bench, *, eager: bool = False, deterministic: bool = Fals
     config = CacheConfig(
         enabled=enabled, page_size=s.page_size, chunk_size=s.page_size, memory=s.memory, deterministic=deterministic
     )
-    cache, is_deterministic = furnish(model, config, bench.device.device, None)
-    engine = Engine(
-        model,
-        None,
-        cache,
-        deterministic=is_deterministic,
-        device=bench.device.device,
+    loaded = LoadedModel(model=model, device=bench.device.device)
+    cache = build_cache(loaded, config)
+    limits = EngineConfig(
         max_num_seqs=SEATS if not bench.rehearsal else 8,
         max_num_batched_tokens=s.batched_tokens,
         enforce_eager=eager,
     )
-    if bench.rehearsal and not eager:  # a CPU records nothing: what is recorded is run again instead
-        graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, engine.device, _runs_again)
-        engine.runner = Runner(model, cache, engine.device, is_deterministic, graphs)
-    return engine
+    runner = None
+    if bench.rehearsal and not eager:  # a CPU captures nothing: what is captured is run again instead
+        if deterministic:
+            model.make_batch_invariant()
+        graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, loaded.device, _runs_again)
+        runner = ModelRunner(model, cache, loaded.device, is_deterministic(config, loaded.device), graphs)
+    return Engine(loaded, cache, limits, runner=runner)
 
 
 def _runs_again(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
@@ -192,12 +192,14 @@ class Steps:
         self.tokens = sum(lengths) - requests * s.steps_timed // 2
         self.answers = [latest[name].token_ids for name in mine]
         assert all(output.finish_reason is None for output in latest.values())
-        graphs = engine.runner._graphs  # what is recorded is nobody's but the runner's, and is timed here alone
+        assert isinstance(engine.runner, ModelRunner)
+        graphs = engine.runner.graphs
         self.replay: Timing | None = None
         for name in mine:
             engine.abort(name)
+        engine.step()  # the outputs of what was aborted
         if graphs is not None:
-            last = [*graphs._recorded.values()][-1]
+            last = graphs.graphs[-1]
             self.replay = bench.device.time_launched(last.replay)
         engine.cache.clear()
 

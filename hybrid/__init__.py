@@ -30,6 +30,7 @@ from hybrid.errors import (  # noqa: E402
     HybridError,
     LockError,
     MemoryBudgetError,
+    NonFiniteError,
     OwnershipError,
     PromptError,
     QueueFullError,
@@ -37,6 +38,7 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
+from hybrid.key import Key  # noqa: E402
 from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
 from hybrid.tree.candidates import PolicyWarning  # noqa: E402
@@ -56,9 +58,11 @@ __all__ = [
     "HybridError",
     "Image",
     "ImagePrompt",
+    "Key",
     "LockError",
     "MemoryBudgetError",
     "Mover",
+    "NonFiniteError",
     "OwnershipError",
     "Pin",
     "PolicyWarning",

@@ -7,6 +7,7 @@ HybridError
 │   ├── MemoryBudgetError                 the memory is too small; the message names the smallest that suffices
 │   └── CheckpointError                   a path without a usable model checkpoint
 │       └── UnsupportedModelError         a checkpoint of an architecture that this package does not run
+├── NonFiniteError                        a forward pass gave NaN or infinity; nothing of it was cached
 ├── RequestError                          an unknown request id, stepping an engine that has no work, or a request that
 │   │                                     failed while its text was streamed
 │   └── QueueFullError                    as many requests wait as the engine's configuration allows
@@ -45,8 +46,12 @@ class UnsupportedModelError(CheckpointError):
     """The checkpoint is of an architecture that this package does not run."""
 
 
+class NonFiniteError(HybridError):
+    """A forward pass gave logits, keys, values or states with NaN or infinity. Nothing of it was cached."""
+
+
 class RequestError(HybridError):
-    """A request id is unknown, or there is no work."""
+    """A request id is unknown, there is no work, or a request failed while its text was streamed."""
 
 
 class QueueFullError(RequestError):

@@ -27,7 +27,7 @@ from hybrid.engine.request import Request, Status
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Part, Scheduler, Step
 from hybrid.engine.suspects import Suspects
-from hybrid.errors import ArgumentError, HybridError, PromptError, QueueFullError, RequestError
+from hybrid.errors import ArgumentError, HybridError, NonFiniteError, PromptError, QueueFullError, RequestError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 
@@ -202,7 +202,7 @@ class Engine:
     def _commit(self, part: Part, result: Result) -> None:
         """Share what a part computed."""
         if not result.is_finite:
-            raise RequestError(NOT_FINITE)
+            raise NonFiniteError(NOT_FINITE)
         if part.is_alive:  # otherwise it was retracted while it was computed
             self.scheduler.commit(part)
 
