@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid.kernels import convolution
+from hybrid.kernels.triton import convolution
 
 FLA = "flash-linear-attention"
 CAUSAL_CONV1D = "causal-conv1d"

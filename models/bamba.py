@@ -1,7 +1,7 @@
 """Bamba: Mamba-2 layers, and full attention in a few. Another kind of state than Qwen's behind the same seam: `spec`
 says what its layers keep, and cache and engine do the rest.
 
-The linear layers run in plain torch on every device (`hybrid.kernels.state_space`).
+The linear layers run in plain torch on every device (`hybrid.kernels.reference.state_space`).
 """
 
 from typing import Any
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels import state_space
-from hybrid.kernels.reference_elementwise import rotate, silu, softplus
+from hybrid.kernels.reference import state_space
+from hybrid.kernels.reference.elementwise import rotate, silu, softplus
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import MLP, DepthwiseWeight, Linear, ResidualLayer, RMSNorm, Rotary
 from hybrid.models.weights import Layouts, Source

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.linear import linear
+from hybrid.kernels.batch_invariant import linear
 from hybrid.models.layers import Linear, RMSNorm, Rotary, RowSizes
 from hybrid.models.moe import Experts
 from hybrid.models.weights import Layouts, Source
@@ -55,7 +55,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.chunk_size = chunk_size
-        self.rows_are_independent = False
+        self.is_batch_invariant = False
         self.model = TextModel(config, layers, norm)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         self.lm_head.takes_chunks = False  # only sampled rows
@@ -132,13 +132,13 @@ class CausalLM(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)
         return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
 
-    def make_rows_independent(self) -> None:
+    def make_batch_invariant(self) -> None:
         """Find out, per shape of weight, which numbers of rows this machine multiplies without changing a row's bits.
         Kernels of ours do so by themselves."""
-        if self.rows_are_independent or kernels.uses_triton(self.lm_head.weight.device):
+        if self.is_batch_invariant or kernels.uses_triton(self.lm_head.weight.device):
             return
-        self.rows_are_independent = True
+        self.is_batch_invariant = True
         found: RowSizes = {}
         for module in self.modules():
             if isinstance(module, Linear | Experts):
-                module.make_rows_independent(self.chunk_size, found)
+                module.make_batch_invariant(self.chunk_size, found)

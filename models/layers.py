@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.linear import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
+from hybrid.kernels.batch_invariant import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
 
 RowSizes = dict[object, tuple[int, tuple[int, ...]]]
 """Per kind of weight: how many rows of chunks go together, and the sizes of blocks of decoded tokens."""
@@ -44,7 +44,7 @@ class Linear(nn.Module):
         """What the rows are multiplied with, `[outputs, inputs]`."""
         return self.weight
 
-    def make_rows_independent(self, chunk_size: int, found: RowSizes) -> None:
+    def make_batch_invariant(self, chunk_size: int, found: RowSizes) -> None:
         """Find out which numbers of rows this machine multiplies without changing a row's bits.
 
         Args:

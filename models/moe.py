@@ -1,7 +1,7 @@
 """The feed-forward part made of experts, of which each token meets a few, and one that all of them meet.
 
 Routing is in fp32 from its product on. In deterministic mode a token's result does not depend on who shares its
-experts: `hybrid.kernels.reference_experts` says how.
+experts: `hybrid.kernels.batch_invariant` says how.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.linear import linear
+from hybrid.kernels.batch_invariant import BLOCK_ROWS, block_sizes_that_agree, linear
 from hybrid.kernels.reference import sigmoid
-from hybrid.kernels.reference_experts import BLOCK_ROWS, block_sizes_that_agree
 from hybrid.models.layers import MLP, Linear, RowSizes
 from hybrid.models.weights import Layouts, Source
 
@@ -58,13 +57,13 @@ class Experts(nn.Module):
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.gate_up_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
-        sizes = self.sizes if batch.is_invariant else ()
+        sizes = self.sizes if batch.is_batch_invariant else ()
         y = kernels.expert_linear(x, self.gate_up_proj, order, ends, top_k, num_prompt, sizes)
         y = kernels.silu_and_mul(*y.chunk(2, dim=-1))
         y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt, sizes)
         return kernels.combine_experts(y, places, weights)
 
-    def make_rows_independent(self, chunk_size: int, found: RowSizes) -> None:
+    def make_batch_invariant(self, chunk_size: int, found: RowSizes) -> None:
         """Find out which numbers of rows this machine multiplies without changing a row's bits, whatever their place.
 
         Args:

@@ -52,13 +52,13 @@ class GatedDeltaNet(nn.Module):
             tokens = prompts.rows
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
             q, k, v = self._split(
-                kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.is_invariant)
+                kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.is_batch_invariant)
             )
             decay = self._rate() * softplus(a[tokens].float() + self.dt_bias)
             beta = sigmoid(b[tokens])
             parts.append(
                 kernels.chunk_gated_delta_rule(
-                    q, k, v, decay, beta, recurrent, *slots, chunk_size, batch_invariant=batch.is_invariant
+                    q, k, v, decay, beta, recurrent, *slots, chunk_size, batch_invariant=batch.is_batch_invariant
                 )
             )
         if decodes is not None:

@@ -1,9 +1,8 @@
-"""What the programs in `bench/gpu` share: the device and its clock, inputs, cases and how they are judged, the report."""
+"""What the programs in `bench/gpu` share: the device and its clock, inputs, cases and how they are judged, reports."""
 
 import gc
 import json
 import math
-import os
 import statistics
 import subprocess
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Check, Line, Result, print_results, status
+from common import COLUMNS, Check, Line, Result, print_table, status
 from gpu.sizes import Sizes
 from torch import Tensor
 
@@ -35,7 +34,7 @@ OTHER_RESULT = 0.1
 """A peer whose result is further from ours computes something else: its time is reported, and not compared with."""
 
 GRAPH_SECONDS = 2e-3
-"""A recorded graph repeats short calls until it lasts about this long, so that launching it costs nothing in comparison."""
+"""A recorded graph repeats short calls until it lasts about this long: launching it then costs little in comparison."""
 
 MAX_ROUNDS = 50
 MIN_REPEATS, MAX_REPEATS = 7, 60
@@ -468,20 +467,17 @@ class Report:
 
     def show(self) -> None:
         """Print everything, then what was asked, a short line each."""
-        rows = [(*row, "", "", "no time left, or no peer here") for row in self.unmeasured()]
-        print_results(self.results, self.summary(), rows)
+        print_table(COLUMNS, [result.row() for result in self.results], self.summary())
 
     def summary(self) -> list[str]:
         """Every target, every check that failed, everything that was not measured, and the number of checks."""
-        checks = [result for result in self.results if isinstance(result, Check)]
-        said = [f"WRONG   {check.part}: {check.name}: {check.detail[-300:]}" for check in checks if not check.passed]
-        for line in self.results:
-            if isinstance(line, Line) and line.target is not None and line.value is not None:
-                said.append(f"{line.mark:7} {line.value:.3f} {line.goal}  {line.part}: {line.name}")
+        said, checks = [], 0
+        for result in self.results:
+            where = f"{result.part}: {result.name}"
+            if isinstance(result, Check):
+                checks += 1
+                said += [] if result.passed else [f"WRONG   {where}: {result.detail[-300:]}"]
+            elif result.target is not None and result.value is not None:
+                said.append(f"{result.mark:7} {result.value:.3f} {result.goal}  {where}")
         said += [f"{mark:7} {name}: {reason}" for mark, name, reason in self.unmeasured()]
-        return [*said, f"{len(checks)} checks"]
-
-
-def report_path(named: Path | None) -> Path:
-    """Where figures are written: the named file, else gpu.json in $OUT or here."""
-    return named or Path(os.environ.get("OUT", ".")) / "gpu.json"
+        return [*said, f"{checks} checks"]

@@ -1,5 +1,6 @@
 """The kernels, each on the sizes that a model has: results against the twins, times against the roofline and peers."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
@@ -11,7 +12,7 @@ from gpu import peers
 from gpu.harness import STATE_TOLERANCE, Bench, Call, Case, Peers, Planned, Result, compare, relative_error, same_bits
 from torch import Tensor
 
-from hybrid.engine.planner import INVARIANT_SPLITS
+from hybrid.engine.planner import BATCH_INVARIANT_SPLITS
 from hybrid.kernels import reference
 from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.kernels.reference.elementwise import rotate
@@ -116,7 +117,7 @@ def ragged(bench: Bench) -> Iterator[Result]:
         ("ragged prompts", news, befores, None),
         ("ragged prompts, batch-invariant", news, befores, 1),
         ("ragged decoding", (1,) * len(single), single, None),
-        ("ragged decoding, batch-invariant", (1,) * len(single), single, INVARIANT_SPLITS),
+        ("ragged decoding, batch-invariant", (1,) * len(single), single, BATCH_INVARIANT_SPLITS),
     ):
         lengths = [x + y for x, y in zip(new, before, strict=True)]
         counts = [-(-length // page) for length in lengths]
@@ -153,10 +154,10 @@ def decode_attention(bench: Bench) -> Iterator[Planned]:
         }
         return Case(
             work.ours(None),
-            partial(work.checks, name, None, INVARIANT_SPLITS),
+            partial(work.checks, name, None, BATCH_INVARIANT_SPLITS),
             num_bytes=moved,
             target=0.85 if work.kv_bytes > 1e9 else None,
-            variants={"batch-invariant": work.ours(INVARIANT_SPLITS)},
+            variants={"batch-invariant": work.ours(BATCH_INVARIANT_SPLITS)},
             peers=sdpa,
             peer_target=1.05,
             error=work.error,
@@ -447,8 +448,16 @@ def elementwise(bench: Bench) -> Iterator[Planned]:
     heads, _, head_dim = s.heads
     _, value_heads, _, value_dim = s.linear_heads
 
-    def scale(size: int) -> Tensor:
-        return 1 + 0.1 * bench.normal(size, dtype=torch.float32)
+    norm = 1 + 0.1 * bench.normal(hidden, dtype=torch.float32), EPS
+    gated_norm = (1 + 0.1 * bench.normal(value_dim, dtype=torch.float32)).to(s.dtype), EPS
+    kernels: dict[str, tuple[tuple[int, ...], int, int, tuple[Any, ...]]] = {
+        "rms_norm": ((hidden,), 1, 2, norm),
+        "add_rms_norm": ((hidden,), 2, 4, norm),
+        "gated_rms_norm": ((value_heads, value_dim), 2, 3, gated_norm),
+        "silu_and_mul": ((inner,), 2, 3, ()),
+        "sigmoid_and_mul": ((heads, head_dim), 2, 3, ()),
+    }
+    """Shape of a row, number of inputs and of inputs and outputs, further arguments."""
 
     def kernel(name: str, operation: str, moved: int, make: Callable[[], tuple[Any, ...]]) -> Case:
         sets = [make() for _ in range(bench.sets(moved))]
@@ -461,25 +470,16 @@ def elementwise(bench: Bench) -> Iterator[Planned]:
 
         return Case(each_with(run, sets), checks, num_bytes=moved)
 
+    def inputs_of(operation: str, rows: int) -> tuple[Any, ...]:
+        shape, count, _, rest = kernels[operation]
+        if operation.endswith("_and_mul"):  # halves of a projection
+            return bench.normal(rows, *shape[:-1], count * shape[-1]).chunk(count, dim=-1)
+        return *(bench.normal(rows, *shape) for _ in range(count)), *rest
+
     for rows in s.rows:
-
-        def normal(*shape: int, rows: int = rows) -> Tensor:
-            return bench.normal(rows, *shape)
-
-        mixed, gated = (value_heads, value_dim), (heads, head_dim)
-        kernels: dict[str, tuple[Callable[[], tuple[Any, ...]], int]] = {
-            "rms_norm": (lambda x=normal: (x(hidden), scale(hidden), EPS), 2 * hidden),
-            "add_rms_norm": (lambda x=normal: (x(hidden), x(hidden), scale(hidden), EPS), 4 * hidden),
-            "gated_rms_norm": (
-                lambda x=normal: (x(*mixed), x(*mixed), scale(value_dim).to(s.dtype), EPS),
-                3 * value_heads * value_dim,
-            ),
-            "silu_and_mul": (lambda x=normal: x(2 * inner).chunk(2, dim=-1), 3 * inner),
-            "sigmoid_and_mul": (lambda x=normal: (x(*gated), x(*gated)), 3 * heads * head_dim),
-        }
-        for operation, (make, elements) in kernels.items():
-            name, moved = f"{operation} of {rows}", rows * elements * s.dtype.itemsize
-            yield Planned(name, 2, partial(kernel, name, operation, moved, make))
+        for operation, (shape, _, moves, _) in kernels.items():
+            name, moved = f"{operation} of {rows}", rows * moves * math.prod(shape) * s.dtype.itemsize
+            yield Planned(name, 2, partial(kernel, name, operation, moved, partial(inputs_of, operation, rows)))
         name = f"norm_rotate_store of {rows}"
         yield Planned(name, 3, partial(_store, bench, name, rows))
 

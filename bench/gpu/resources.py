@@ -1,18 +1,18 @@
 #!/usr/bin/env python
 """What each Triton kernel takes of a GPU that need not be there: registers, spills, shared memory, tensor cores.
 
-    python bench/kernel_resources.py                           # every kernel at the sizes of Qwen3.5-9B, for an H100
-    python bench/kernel_resources.py --capability 80           # for an A100
-    python bench/kernel_resources.py --only matmul,attention   # operations whose name or module contains one of these
-    python bench/kernel_resources.py --json resources.json
+    python bench/gpu/resources.py                           # every kernel at the sizes of Qwen3.5-9B, for an H100
+    python bench/gpu/resources.py --capability 80           # for an A100
+    python bench/gpu/resources.py --only matmul,attention   # operations whose name or file contains one of these
+    python bench/gpu/resources.py --json resources.json
 
-The public functions of ./kernels are called on CPU tensors in bfloat16; each launch becomes a compilation by the
-assembler that comes with triton, and nothing is computed. How to read the columns:
+The cases of `bench/gpu/run.py` are called on CPU tensors in bfloat16 without contents; each launch becomes a
+compilation by the assembler that comes with triton, and nothing is computed. How to read the columns:
 
     registers   per thread, at most 255; a multiprocessor has 65536
     stack       bytes per thread of what did not fit into registers, in slow memory
     spills      instructions that read or write the stack; inside of a loop they cost time
-    shared      KiB per program; a program that wants more than the device has does not start
+    shared      KiB per program; a program that needs more than the device has does not start
     resident    programs that a multiprocessor holds at once, and what limits them
     matrix      tensor-core instructions in the code: HGMMA (Hopper's own) or HMMA (of every device)
     async       copies to shared memory that overlap with arithmetic (LDGSTS)
@@ -21,30 +21,36 @@ Exit status 1 when a kernel does not compile or does not fit the device. Compile
 (TRITON_CACHE_DIR), so that a second run takes seconds.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kernel_cases import Case, all_cases
-from rich.console import Console
-from rich.table import Table
-from tqdm import tqdm
+if __name__ == "__main__":  # not this folder: what is found as `kernels` is taken for another package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from common import print_table
+from gpu import kernels
+from gpu.harness import Bench, Cpu, Roofline
+from gpu.sizes import BRIEF, COMPILED
+
+from hybrid.kernels.ops import OPS
+
+SECTIONS = (kernels.elementwise, kernels.state_copies, kernels.products, kernels.experts, kernels.decode_attention)
+SECTIONS += (kernels.extend_attention, kernels.convolution, kernels.chunk_rule, kernels.delta_step)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a multiprocessor has, and what of it one program may take at most, in bytes."""
+    """What a multiprocessor has, and how much of it one program may take, in bytes."""
 
     names: str
     shared_memory: int
@@ -64,7 +70,7 @@ class Resources:
     """A kernel as it was compiled for a case."""
 
     operation: str
-    what: str
+    case: str
     kernel: str
     warps: int
     registers: int
@@ -78,9 +84,19 @@ class Resources:
     async_copies: int
     fits: bool
 
+    def row(self) -> tuple[object, ...]:
+        matrix = " ".join(f"{count} {name}" for name, count in (("HGMMA", self.hgmma), ("HMMA", self.hmma)) if count)
+        mark = "TOO LARGE" if not self.fits else "spills" if self.spills else ""
+        used = (self.warps, self.registers, self.stack or "", self.spills or "", f"{self.shared / 1024:.1f}")
+        resident = f"{self.resident} ({self.limit})"
+        return mark, self.operation, self.case, self.kernel, *used, resident, matrix, self.async_copies or ""
+
+
+COLUMNS = ("", "operation", "case", "kernel", "warps", "registers", "stack", "spills", "shared", "resident", "matrix")
+
 
 class AbsentGpu:
-    """Stands in for Triton's driver: says what GPU there would be, and has none."""
+    """In the place of Triton's driver: names the GPU to compile for, and has none."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -97,29 +113,42 @@ class AbsentGpu:
         return 0
 
 
-def compile_launches(call: Callable[[], object], capability: int) -> list[tuple[str, Any]]:
-    """(name, compiled kernel) of every kernel that a call would launch on a GPU of this compute capability."""
-    import triton
-    from triton.runtime.jit import JITFunction
+class Compiler:
+    """The operations, in the place of `hybrid.kernels.ops`: a call compiles what it would launch.
 
-    triton.runtime.driver.set_active(AbsentGpu(capability))
-    launch, found = JITFunction.run, {}
+    Attributes:
+        found: (operation, kernel's name, compiled kernel) of every kernel that was not compiled before.
+    """
 
-    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = launch(self, *args, **{**kwargs, "warmup": True})
-        found[kernel.hash] = self.__name__, kernel
-        return kernel
+    def __init__(self, names: list[str]) -> None:
+        self.found: list[tuple[str, str, Any]] = []
+        self._names = names
+        self._seen: set[str] = set()
+        self._operation = ""
 
-    most = DEVICES[capability].shared_memory_of_program
-    with (
-        patch.object(JITFunction, "run", compile_only),
-        patch("hybrid.kernels.attention._shared_memory", lambda device: most),  # its tiles are chosen by what there is
-    ):
-        call()
-    return list(found.values())
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = OPS[name]
+
+        def call(*args: Any, batch_invariant: bool = True) -> Any:
+            self._operation = f"{op.file}.{name}"
+            return op.kernel(*args)
+
+        return call
+
+    def launched(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of Triton's launch: compiles only."""
+
+        def compile_only(function: Any, *args: Any, **kwargs: Any) -> Any:
+            kernel = launch(function, *args, **{**kwargs, "warmup": True})
+            if kernel.hash not in self._seen and any(name in self._operation for name in self._names):
+                self._seen.add(kernel.hash)
+                self.found.append((self._operation, function.__name__, kernel))
+            return kernel
+
+        return compile_only
 
 
-def resources_of(case: Case, name: str, kernel: Any, device: Device) -> Resources:
+def resources_of(operation: str, case: str, name: str, kernel: Any, device: Device) -> Resources:
     """Read a compiled kernel's machine code."""
     from triton import knobs
 
@@ -140,91 +169,55 @@ def resources_of(case: Case, name: str, kernel: Any, device: Device) -> Resource
         "programs": device.programs,
     }
     limit = min(limits, key=lambda key: limits[key])
-    return Resources(
-        case.operation,
-        case.what,
-        name,
-        warps,
-        used["REG"],
-        used["STACK"],
-        count["LDL"] + count["STL"],
-        shared,
-        limits[limit],
-        limit,
-        count["HGMMA"],
-        count["HMMA"],
-        count["LDGSTS"],
-        shared <= device.shared_memory_of_program and limits[limit] > 0,
-    )
+    spills, fits = count["LDL"] + count["STL"], shared <= device.shared_memory_of_program and limits[limit] > 0
+    memory = (used["REG"], used["STACK"], spills, shared, limits[limit], limit)
+    return Resources(operation, case, name, warps, *memory, count["HGMMA"], count["HMMA"], count["LDGSTS"], fits)
 
 
-def show(found: list[Resources], failed: dict[str, str], capability: int) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 170)
-    table = Table(title=f"bfloat16, sizes of Qwen3.5-9B, sm_{capability} ({DEVICES[capability].names})")
-    for name in ("operation", "case", "kernel"):
-        table.add_column(name, overflow="fold")
-    for name in ("warps", "registers", "stack", "spills", "shared", "resident", "matrix", "async"):
-        table.add_column(name, justify="right")
-    for index, row in enumerate(found):
-        module, function = row.operation.split(".")
-        if index and module != found[index - 1].operation.split(".")[0]:
-            table.add_section()
-        matrix = " ".join(f"{count} {name}" for name, count in (("HGMMA", row.hgmma), ("HMMA", row.hmma)) if count)
-        style = "red" if not row.fits else "yellow" if row.spills else None
-        table.add_row(
-            function,
-            row.what,
-            row.kernel,
-            str(row.warps),
-            str(row.registers),
-            str(row.stack or ""),
-            str(row.spills or ""),
-            f"{row.shared / 1024:.1f}" if row.shared else "",
-            f"{row.resident} ({row.limit})",
-            matrix,
-            str(row.async_copies or ""),
-            style=style,
-        )
-    console.print(table)
-    for case, error in failed.items():
-        console.print(f"[red]{case} does not compile:[/red]")
-        console.print(error, markup=False, highlight=False)
-    for row in found:
-        if not row.fits:
-            most = DEVICES[capability].shared_memory_of_program >> 10
-            console.print(
-                f"[red]{row.operation}, {row.what}: {row.kernel} does not fit {most} KiB of shared memory[/red]"
-            )
+def compile_all(capability: int, names: list[str], brief: bool) -> Iterator[Resources | str]:
+    """Every kernel once, with the first case that launches it; or what does not compile."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    triton.runtime.driver.set_active(AbsentGpu(capability))
+    compiler, device = Compiler(names), DEVICES[capability]
+    bench = Bench(Cpu(), BRIEF if brief else COMPILED, Roofline(1, 1), 0, True, compiler, is_blank=True)
+    memory = device.shared_memory_of_program
+    with (
+        patch.object(JITFunction, "run", compiler.launched(JITFunction.run)),
+        patch("hybrid.kernels.triton.attention._shared_memory", lambda device: memory),  # its tiles depend on this
+    ):
+        for planned in (planned for section in SECTIONS for planned in section(bench)):
+            try:
+                case = planned.make()
+                for calls in (case.calls, *case.variants.values()):
+                    for call in calls[:1]:
+                        call()
+            except Exception as error:  # anything that the compiler raises: the others are still worth knowing
+                yield f"{planned.name} does not compile: {type(error).__name__}: {error}"
+            for found in compiler.found:
+                yield resources_of(found[0], planned.name, *found[1:], device)
+            compiler.found.clear()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "--capability", type=int, default=90, choices=sorted(DEVICES), help="compute capability times ten (default: 90)"
     )
-    parser.add_argument(
-        "--only", metavar="NAMES", default="", help="operations whose name contains one of these, by commas"
-    )
+    parser.add_argument("--only", metavar="NAMES", default="", help="operations whose name contains one of these")
     parser.add_argument("--brief", action="store_true", help="only the few cases that reach every kernel")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to a file too")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set, and an interpreted kernel has no machine code: unset it")
-    names = [name.strip() for name in args.only.split(",")]
-    cases = [case for case in all_cases() if any(name in case.operation for name in names)]
-    if not cases:
-        known = sorted({case.operation for case in all_cases()})
+    names, known = args.only.split(","), sorted(f"{op.file}.{op.name}" for op in OPS.values())
+    if not any(name in operation for name in names for operation in known):
         parser.error(f"no operation's name contains any of {args.only!r}; there are {', '.join(known)}")
-    found: list[Resources] = []
-    failed: dict[str, str] = {}
-    for case in tqdm([case for case in cases if case.brief or not args.brief], unit="case", disable=None, leave=False):
-        try:
-            kernels = compile_launches(case.call, args.capability)
-        except Exception as error:  # whatever the compiler raises: the others are still worth knowing
-            failed[f"{case.operation}, {case.what}".rstrip(", ")] = f"{type(error).__name__}: {error}"
-            continue
-        found += [resources_of(case, name, kernel, DEVICES[args.capability]) for name, kernel in kernels]
-    show(found, failed, args.capability)
+    results = [*compile_all(args.capability, names, args.brief)]
+    found = [result for result in results if isinstance(result, Resources)]
+    failed = [result for result in results if isinstance(result, str)]
+    print_table((*COLUMNS, "async"), [row.row() for row in found], failed)
     if args.json:
         rows = [asdict(row) for row in found]
         result = {"capability": args.capability, "dtype": "bfloat16", "kernels": rows, "failed": failed}

@@ -66,7 +66,7 @@ def furnish(
     if deterministic is None:
         deterministic = device.type == "cpu" and config.state_dtype == "float32"
     if deterministic:
-        model.make_rows_independent()
+        model.make_batch_invariant()
     spec = model.spec(model.config, model.lm_head.weight.dtype)
     if room is not None:
         memory = CacheMemory.fixed(spec, config.page_size, *room, device)

@@ -17,10 +17,10 @@ from torch import Tensor
 from hybrid.batch import Batch, Embedded, Group
 from hybrid.engine.sampler import SamplingRows, sampling_numbers
 from hybrid.engine.scheduler import Part, Step
-from hybrid.kernels.linear import RowBlocks
+from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
 
-INVARIANT_SPLITS = 16
+BATCH_INVARIANT_SPLITS = 16
 """Into how many pieces the keys of a decoded token are cut when results must not depend on the batch."""
 
 ALIGNMENT = 2
@@ -192,7 +192,7 @@ def plan(
         splits["prefills"] = 1 if deterministic else None
         _add_group(pieces, "prefills", prefills, starts[: len(prefills) + 1], 0, 0)
     if decodes or filler:
-        splits["decodes"] = INVARIANT_SPLITS if deterministic else None
+        splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         own = range(len(decodes) + filler + 1)
         _add_group(pieces, "decodes", decodes, own, filler, padding.width if padding is not None else 0)
     sampling = sampling_numbers(

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from hybrid.errors import ArgumentError, MemoryBudgetError
-from hybrid.kernels.stored import stored_layout
+from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
 from hybrid.memory.tensors import CacheTensors

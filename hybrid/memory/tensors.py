@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybrid.kernels.codec import StoredLayout, restore, store
 from hybrid.kernels.ops import copy_states
-from hybrid.kernels.stored import StoredLayout, restore, store
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.kernels import attention, attention_tiles, reference
-from hybrid.kernels.attention_tiles import HOPPER_SHARED_MEMORY, LEAST_PIECE, choose_splits, choose_tile
+from hybrid.kernels import reference
+from hybrid.kernels.triton import attention
+from hybrid.kernels.triton.common import attention_tiles
+from hybrid.kernels.triton.common.attention_tiles import HOPPER_SHARED_MEMORY, LEAST_PIECE, choose_splits, choose_tile
 from support.tensors import ints, same_bits, starts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid.kernels.linear import DECODE_ROWS, RowBlocks, decode_rows_that_agree, linear, rows_that_agree
+from hybrid.kernels.batch_invariant import DECODE_ROWS, RowBlocks, decode_rows_that_agree, linear, rows_that_agree
 from support.tensors import same_bits, starts_of
 
 CHUNK = 64

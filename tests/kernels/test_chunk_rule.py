@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels import delta_rule, reference
+from hybrid.kernels import reference
+from hybrid.kernels.triton import delta_rule
 from support.interpreter import multiply_bfloat16, prepare_once_per_launch
 from support.tensors import ints, rows_of, same_bits, starts_of, untouched
 

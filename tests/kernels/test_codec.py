@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid.kernels import stored
-from hybrid.kernels.stored import STORED_AS, StoredLayout, dequantize_rows, quantize_rows, restore, store, stored_layout
+from hybrid.kernels import codec
+from hybrid.kernels.codec import STORED_AS, StoredLayout, dequantize_rows, quantize_rows, restore, store, stored_layout
 from hybrid.spec import HybridSpec, StateTensor
 from support.engines import GRID, answer, cold, engine_on, greedy
 from support.tensors import same_bits
@@ -179,7 +179,7 @@ def test_a_slot_may_have_any_strides(stored_as: str) -> None:
 def test_layers_are_quantised_alike_however_many_go_together(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, slot = layout_of("int8"), random_slots()[2]
     expected = record_of(layout, slot)
-    monkeypatch.setattr(stored, "PIECE_BYTES", num_bytes)
+    monkeypatch.setattr(codec, "PIECE_BYTES", num_bytes)
     assert same_bits(record_of(layout, slot), expected)
 
 
@@ -189,7 +189,7 @@ def test_parts_of_a_record_are_aligned_and_do_not_overlap(stored_as: str) -> Non
     record = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     views = [view for part in layout.tensors for view in (part.values(record), part.scales(record)) if view is not None]
     for view in views:
-        assert (view.data_ptr() - record.data_ptr()) % stored.ALIGNMENT == 0
+        assert (view.data_ptr() - record.data_ptr()) % codec.ALIGNMENT == 0
         view.view(torch.uint8).add_(1)
     assert (int(record.max()), int(record.sum())) == (1, sum(view.nbytes for view in views))
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.kernels import reference
-from hybrid.kernels.convolution import TILE, causal_conv1d
+from hybrid.kernels.triton.convolution import TILE, causal_conv1d
 from support.tensors import ints, rows_of, same_bits, starts_of, untouched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.kernels import elementwise as kernels
 from hybrid.kernels import reference
+from hybrid.kernels.triton import elementwise as kernels
 from support.tensors import same_bits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels import experts as kernels
-from hybrid.kernels import reference_experts as twins
+from hybrid.kernels import batch_invariant
+from hybrid.kernels.reference import experts as twins
+from hybrid.kernels.triton import experts as kernels
 from support.tensors import same_bits
 
 ON_GPU = torch.cuda.is_available()
@@ -126,7 +127,7 @@ def test_the_bits_of_a_row_do_not_depend_on_who_shares_its_experts(
     x, choice, shares = random(rows, inner, dtype=dtype), chosen(rows), random(rows, TOP, seed=4).softmax(-1)
     weight = random(EXPERTS, columns, inner, seed=1, dtype=dtype)
     weight = by_columns(weight) if is_by_columns else weight
-    sizes = twins.block_sizes_that_agree(weight[0].cpu())
+    sizes = batch_invariant.block_sizes_that_agree(weight[0].cpu())
 
     def run(which: list[int], decode_start: int) -> Tensor:
         order, places, ends = made_by.sort_by_expert(choice[which], EXPERTS, decode_start)
@@ -164,7 +165,7 @@ def test_a_twin_that_cuts_multiplies_blocks_of_the_sizes_asked_for(
 
 def test_sizes_of_blocks_are_those_that_agree_and_one_where_the_place_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(40, 48).cpu()
-    assert twins.BLOCK_ROWS in twins.block_sizes_that_agree(weight)
+    assert batch_invariant.BLOCK_ROWS in batch_invariant.block_sizes_that_agree(weight)
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda x, w: product(x, w) + torch.arange(len(x)).unsqueeze(1))
-    assert twins.block_sizes_that_agree(weight) == (1,)
+    assert batch_invariant.block_sizes_that_agree(weight) == (1,)

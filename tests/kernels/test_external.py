@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.kernels import delta_rule, external, reference
+from hybrid.kernels import external, reference
+from hybrid.kernels.triton import delta_rule
 from support.interpreter import interpret_fla, prepare_once_per_launch
 from support.tensors import ints, rows_of, same_bits, starts_of, untouched
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels import matmul, reference
-from hybrid.kernels.matmul import invariant_linear
+from hybrid.kernels import reference
+from hybrid.kernels.triton import matmul
+from hybrid.kernels.triton.matmul import batch_invariant_linear
 from support.tensors import same_bits
 
 ON_GPU = torch.cuda.is_available()
@@ -56,13 +57,13 @@ def test_the_product_is_right_before_and_from_decode_start(
 ) -> None:
     x, weight = operands(rows, inner, columns, dtype, layout)
     for decode_start in sorted({0, rows // 2, rows}):
-        output = invariant_linear(x, weight, decode_start)
+        output = batch_invariant_linear(x, weight, decode_start)
         assert output.dtype == dtype
         assert output.is_contiguous()
         assert_right(output, x, weight)
-    twin = reference.invariant_linear(x, weight, 0)
+    twin = reference.batch_invariant_linear(x, weight, 0)
     step = torch.finfo(dtype).eps
-    torch.testing.assert_close(invariant_linear(x, weight, 0), twin, rtol=2 * step, atol=max(step, 2e-6))
+    torch.testing.assert_close(batch_invariant_linear(x, weight, 0), twin, rtol=2 * step, atol=max(step, 2e-6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,7 +71,7 @@ def test_prompts_of_several_groups_of_tiles_are_right(dtype: torch.dtype) -> Non
     tile = matmul.prompt_tile(130, dtype.itemsize)
     rows = (2 * matmul.GROUP + 1) * tile.rows + 3  # the last group is not full
     x, weight = operands(rows, 16, 130, dtype)
-    assert_right(invariant_linear(x, weight, rows), x, weight)
+    assert_right(batch_invariant_linear(x, weight, rows), x, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -82,18 +83,18 @@ def test_a_long_inner_dimension_is_added_up_in_spans(
     inner = 3 * 256 + 70
     assert matmul.decode_spans(20, inner) == 3
     x, weight = operands(3, inner, 20, dtype, layout)
-    together = invariant_linear(x, weight, 0)
+    together = batch_invariant_linear(x, weight, 0)
     assert_right(together, x, weight)
     for row in range(3):
-        assert same_bits(invariant_linear(x[row : row + 1], weight, 0), together[row : row + 1])
+        assert same_bits(batch_invariant_linear(x[row : row + 1], weight, 0), together[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_operands_need_not_be_aligned_nor_contiguous(dtype: torch.dtype) -> None:
     x, weight = operands(20, 50, 30, dtype, offset=3)
-    assert_right(invariant_linear(x, weight, 10), x, weight)
+    assert_right(batch_invariant_linear(x, weight, 10), x, weight)
     x, weight = operands(50, 20, 30, dtype)[0].t(), operands(1, 100, 30, dtype)[1][:, ::2]
-    assert_right(invariant_linear(x, weight, 10), x, weight)
+    assert_right(batch_invariant_linear(x, weight, 10), x, weight)
 
 
 BATCHES = [(0, 1), (16, 17), (69, 70), (1, 17), (3, 20), (2, 34), (1, 65)]
@@ -112,12 +113,12 @@ def test_a_decoded_row_gives_the_same_bits_in_every_batch_and_at_every_place(
     inner: int, columns: int, layout: str, dtype: torch.dtype
 ) -> None:
     x, weight = operands(70, inner, columns, dtype, layout)
-    together = invariant_linear(x, weight, 0)
+    together = batch_invariant_linear(x, weight, 0)
     for start, end in BATCHES:
-        assert same_bits(invariant_linear(x[start:end], weight, 0), together[start:end]), (start, end)
+        assert same_bits(batch_invariant_linear(x[start:end], weight, 0), together[start:end]), (start, end)
     order = torch.randperm(70, device=DEVICE)
-    assert same_bits(invariant_linear(x[order], weight, 0), together[order])
-    assert same_bits(invariant_linear(x, weight, 30)[30:], together[30:])  # behind prompts of any length
+    assert same_bits(batch_invariant_linear(x[order], weight, 0), together[order])
+    assert same_bits(batch_invariant_linear(x, weight, 30)[30:], together[30:])  # behind prompts of any length
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,21 +129,21 @@ def test_a_prompt_row_gives_the_same_bits_in_every_batch_and_at_every_place(
 ) -> None:
     rows = 2100 if ON_GPU else 140  # more than a group of row tiles; more than one
     x, weight = operands(rows, inner, columns, dtype, layout)
-    together = invariant_linear(x, weight, rows)
+    together = batch_invariant_linear(x, weight, rows)
     for start, end in [*BATCHES, (rows - 1, rows), (7, rows - 3)]:
-        assert same_bits(invariant_linear(x[start:end], weight, end - start), together[start:end]), (start, end)
+        assert same_bits(batch_invariant_linear(x[start:end], weight, end - start), together[start:end]), (start, end)
     order = torch.randperm(rows, device=DEVICE)
-    assert same_bits(invariant_linear(x[order], weight, rows), together[order])
-    assert same_bits(invariant_linear(x, weight, rows - 20)[:-20], together[:-20])  # before decoded rows of any number
+    assert same_bits(batch_invariant_linear(x[order], weight, rows), together[order])
+    assert same_bits(batch_invariant_linear(x, weight, rows - 20)[:-20], together[:-20])
 
 
 def test_a_row_of_nan_stays_alone() -> None:
     x, weight = operands(40, 64, 40, torch.float32)
     for decode_start in (0, 40):
-        clean = invariant_linear(x, weight, decode_start)
+        clean = batch_invariant_linear(x, weight, decode_start)
         poisoned = x.clone()
         poisoned[17] = float("nan")
-        output = invariant_linear(poisoned, weight, decode_start)
+        output = batch_invariant_linear(poisoned, weight, decode_start)
         assert output[17].isnan().all()
         others = torch.arange(40, device=DEVICE) != 17
         assert same_bits(output[others], clean[others])
@@ -157,12 +158,12 @@ def test_tiles_never_depend_on_rows_where_they_decide_bits() -> None:
 
 def test_no_rows_give_no_rows() -> None:
     x, weight = operands(4, 32, 20, torch.float32)
-    assert invariant_linear(x[:0], weight, 0).shape == (0, 20)
+    assert batch_invariant_linear(x[:0], weight, 0).shape == (0, 20)
 
 
 def test_operands_that_do_not_go_together_are_refused() -> None:
     x, weight = operands(4, 32, 20, torch.float32)
     with pytest.raises(ValueError, match=r"one inner dimension; got x \[4, 32\].*weight \[20, 31\]"):
-        invariant_linear(x, weight[:, :31], 0)
+        batch_invariant_linear(x, weight[:, :31], 0)
     with pytest.raises(ValueError, match="one type"):
-        invariant_linear(x, weight.half(), 0)
+        batch_invariant_linear(x, weight.half(), 0)

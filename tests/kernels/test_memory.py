@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels import memory, reference
+from hybrid.kernels import reference
+from hybrid.kernels.triton import memory
 from support.tensors import ints, poisoned_pages, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,11 +1,13 @@
 """The operations as torch sees them: what they write, what they would give, who computes them."""
 
+import inspect
 import json
 import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "gated_delta_step": step_arguments,
     "gated_rms_norm": lambda: (torch.randn(5, 2, 24), torch.randn(5, 2, 24), torch.rand(24), 1e-6),
-    "invariant_linear": lambda: (torch.randn(5, 24), torch.randn(32, 24), 3),
+    "batch_invariant_linear": lambda: (torch.randn(5, 24), torch.randn(32, 24), 3),
     "norm_rotate_store": lambda: (
         torch.randn(TOKENS, HEADS, 2 * DIM)[..., :DIM],
         torch.randn(TOKENS, KV_HEADS, DIM),
@@ -106,7 +108,8 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "silu_and_mul": lambda: (torch.randn(5, 24), torch.randn(5, 24)),
     "store_kv": lambda: (torch.randn(3, KV_HEADS, DIM), torch.randn(3, KV_HEADS, DIM), pages(), ints([0, -1, 9])),
 }
-NAMES = [*ops.OWN, *(ops.ANY_BATCH + name for name in ops.EXTERNAL)]
+EXTERNAL = [op.name for op in ops.OPS.values() if op.external]
+NAMES = [*ops.OPS, *(ops.BATCH_DEPENDENT + name for name in EXTERNAL)]
 
 
 def op(name: str) -> Any:
@@ -115,14 +118,14 @@ def op(name: str) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_operation_writes_what_it_says_and_its_fake_has_the_right_shape(name: str) -> None:
-    arguments = ARGUMENTS[name.removeprefix(ops.ANY_BATCH)]()
+    arguments = ARGUMENTS[name.removeprefix(ops.BATCH_DEPENDENT)]()
     results = torch.library.opcheck(op(name), arguments)
     assert set(results.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_cpu_an_operation_is_its_twin(name: str) -> None:
-    plain = name.removeprefix(ops.ANY_BATCH)
+    plain = name.removeprefix(ops.BATCH_DEPENDENT)
     ours = ARGUMENTS[plain]()
     theirs = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in ours)
     got, expected = op(name)(*ours), getattr(reference, plain)(*theirs)
@@ -163,25 +166,54 @@ def test_torch_export_keeps_the_operations() -> None:
 
 def test_on_a_gpu_every_operation_has_a_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_KERNELS", "triton")
-    for name in ops.OWN:
+    for name in ops.OPS:
         function = ops.implementation(name, torch.device("cuda"))
         assert function.__name__ == name
-        assert function.__module__ == f"hybrid.kernels.{ops.OWN[name]}"
+        assert function.__module__ == f"hybrid.kernels.triton.{ops.OPS[name].file}"
+
+
+def public_functions(module: Any) -> dict[str, inspect.Signature]:
+    """Functions that a module defines for others."""
+    return {
+        name: inspect.signature(value)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+FOLDER = Path(ops.__file__).parent
+
+
+@pytest.mark.parametrize("file", sorted(path.stem for path in FOLDER.glob("triton/[!_]*.py")))
+def test_a_kernel_has_its_twin_in_the_file_of_the_same_name_with_the_same_signature(file: str) -> None:
+    kernels, twins = (
+        public_functions(import_module(f"hybrid.kernels.{folder}.{file}")) for folder in ("triton", "reference")
+    )
+    here = {op.name for op in ops.OPS.values() if op.file == file}
+    assert here, f"{file}: no row of OPS names it"
+    for name in here:
+        assert kernels[name] == twins[name]
+
+
+def test_every_operation_is_in_both_folders() -> None:
+    files = {path.stem for path in FOLDER.glob("triton/[!_]*.py")}
+    assert {op.file for op in ops.OPS.values()} == files
+    assert files <= {path.stem for path in FOLDER.glob("reference/[!_]*.py")}
 
 
 def test_the_twins_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_KERNELS", "reference")
-    for name in ops.OWN:
+    for name in ops.OPS:
         assert ops.implementation(name, torch.device("cuda")) is getattr(reference, name)
 
 
 def test_what_is_not_invariant_may_be_another_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_KERNELS", "auto")
     gpu = torch.device("cuda")
-    for name in ops.EXTERNAL:
-        assert ops.implementation(name, gpu).__module__ == f"hybrid.kernels.{ops.OWN[name]}"
-        assert ops.implementation(ops.ANY_BATCH + name, gpu).__module__ in (
-            f"hybrid.kernels.{ops.OWN[name]}",
+    for name in EXTERNAL:
+        assert ops.implementation(name, gpu).__module__ == f"hybrid.kernels.triton.{ops.OPS[name].file}"
+        assert ops.implementation(ops.BATCH_DEPENDENT + name, gpu).__module__ in (
+            f"hybrid.kernels.triton.{ops.OPS[name].file}",
             "hybrid.kernels.external",
         )
 
@@ -200,7 +232,7 @@ def test_triton_on_a_cpu_without_its_interpreter_is_refused(monkeypatch: pytest.
 
 
 def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    call = ops._chosen_at_first_call("rms_norm")
+    call = ops.choose_at_first_call("rms_norm")
     with caplog.at_level(logging.INFO, logger="hybrid.kernels.ops"):
         for _ in range(3):
             call(torch.randn(2, 8), torch.ones(8), 1e-6)

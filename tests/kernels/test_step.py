@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.kernels import delta_rule_step, reference
+from hybrid.kernels import reference
+from hybrid.kernels.triton import delta_rule_step
 from support.tensors import ints, same_bits, starts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

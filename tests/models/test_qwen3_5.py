@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 import hybrid
 from hybrid.batch import Batch, Group
 from hybrid.hf.torch_functions import use_torch_functions
-from hybrid.kernels.linear import RowBlocks
+from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.memory.tensors import CacheTensors
 from hybrid.models.loading import load_model, open_checkpoint
@@ -51,7 +51,7 @@ def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[Qwen3_5ForCausa
         ours = load_model(open_checkpoint(path), dtype, CPU, CHUNK)
         theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     use_torch_functions(theirs)
-    ours.make_rows_independent()
+    ours.make_batch_invariant()
     return ours, theirs
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels import state_space
+from hybrid.kernels.reference import state_space
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.loading import load_model, open_checkpoint
 from support.tensors import CPU, ints, rows_of, same_bits, starts_of

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def invariant_linear(x: Tensor, weight: Tensor, decode_start: int) -> Tensor:
+def batch_invariant_linear(x: Tensor, weight: Tensor, decode_start: int) -> Tensor:
     """`x @ weight.T`, accumulated in fp32.
 
     A row's bits depend on the row, the weight and the side of `decode_start` on which it lies: neither on the number

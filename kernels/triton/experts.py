@@ -3,8 +3,8 @@ nothing of who is routed where, so that a CUDA graph can record it.
 
 A product's programs each make one tile of one expert's pairs. How many tiles an expert has is known on the device
 alone: as many programs are launched as could be needed, each counts the tiles of the experts before it, and those that
-are left over end. Results do not depend on the batch: a pair's products are added up as `hybrid.kernels.matmul` does it
-for rows, whatever tile the pair lies in.
+are left over end. Results do not depend on the batch: a pair's products are added up as `hybrid.kernels.triton.matmul`
+does it for rows, whatever tile the pair lies in.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.matmul import PIECES, Tile, decode_tile, sum_of_pieces, sum_of_steps
+from hybrid.kernels.triton.matmul import PIECES, Tile, decode_tile, sum_of_pieces, sum_of_steps
 
 PAIRS = 1024
 """Pairs that a program of the sorting kernel looks at at once."""

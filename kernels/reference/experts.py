@@ -7,26 +7,17 @@ others' weights are not touched.
 
 How many pairs an expert has depends on everything else in the batch, and a BLAS picks its algorithm by the number of
 rows. So where results must not depend on the batch, an expert's pairs are cut into blocks of few sizes, the last one
-filled up with zeros, and all sizes give a row the same bits wherever in a block it lies: `block_sizes_that_agree` tries
-that on the weight itself.
+filled up with zeros, and all sizes give a row the same bits wherever in a block it is:
+`hybrid.kernels.batch_invariant` finds these sizes.
 
 These twins need the numbers of pairs on the host: there is one wait for the device in each `expert_linear`. The kernels
-of `hybrid.kernels.experts` need none.
+of `hybrid.kernels.triton.experts` need none.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
-BLOCK_ROWS = 8
-"""Rows of the block that other sizes are compared with."""
-
-MAX_BLOCK_ROWS = 128
-"""The largest block that is tried."""
-
-SHIFT = 3
-"""How far the rows of the probe are moved, to see whether their place in a block matters."""
 
 
 def route_experts(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
@@ -114,23 +105,3 @@ def combine_experts(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     for rank in range(1, weights.shape[1]):
         total.addcmul_(y[places[:, rank]].float(), weights[:, rank : rank + 1])
     return total.to(y.dtype)
-
-
-def block_sizes_that_agree(weight: Tensor) -> tuple[int, ...]:
-    """Sizes of blocks, powers of two, rising, that give a row the same bits wherever in a block it lies; 1 alone where
-    the place matters.
-
-    Args:
-        weight: `[out, in]`.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * MAX_BLOCK_ROWS, weight.shape[1], generator=generator).to(weight)
-
-    def in_blocks_of(size: int, shift: int) -> Tensor:
-        parts = x.roll(shift, 0).split(size)
-        return torch.cat([torch.mm(part, weight.t()) for part in parts]).roll(-shift, 0)
-
-    expected = in_blocks_of(BLOCK_ROWS, 0)
-    powers = [2**power for power in range(MAX_BLOCK_ROWS.bit_length())]
-    agree = [size for size in powers if all(torch.equal(in_blocks_of(size, shift), expected) for shift in (0, SHIFT))]
-    return tuple(agree) if BLOCK_ROWS in agree else (1,)

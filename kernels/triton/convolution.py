@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.ragged import find_tile, max_tiles
+from hybrid.kernels.triton.common.ragged import find_tile, max_tiles
 
 TILE = 16
 CHANNELS = 512

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.ragged import find_tile, max_tiles
-from hybrid.kernels.split import dot_halves, dot_narrow, dot_wide, halves
+from hybrid.kernels.triton.common.ragged import find_tile, max_tiles
+from hybrid.kernels.triton.common.split import dot_halves, dot_narrow, dot_wide, halves
 
 LEAST_CHUNK = 16
 """Tokens of the smallest chunk: tensor cores multiply no less."""

@@ -7,8 +7,9 @@ SSMs", 2024). Slots, packed batches, captures and what must stay bitwise are as 
 import torch
 from torch import Tensor
 
-from hybrid.kernels.reference_delta_rule import above_diagonal, chunk_layout, convolve, convolve_step
-from hybrid.kernels.reference_elementwise import silu
+from hybrid.kernels.reference.chunks import above_diagonal, chunk_layout
+from hybrid.kernels.reference.convolution import convolve, convolve_step
+from hybrid.kernels.reference.elementwise import silu
 
 
 def biased_causal_conv1d(

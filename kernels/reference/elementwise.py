@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid.kernels.reference.memory import store_kv
+
 
 def sigmoid(x: Tensor) -> Tensor:
     """The logistic function; the same bits for an element wherever it stands."""
@@ -79,3 +81,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
     return torch.cat((turned, passed), dim=-1)
+
+
+def norm_rotate_store(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_scale: Tensor,
+    k_scale: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """What comes between projection and attention: q and k normalised per head and rotated, k and v stored.
+
+    Args:
+        q: `[T, heads, head_dim]`.
+        k, v: `[T, kv_heads, head_dim]`.
+        q_scale, k_scale: `[head_dim]` fp32, for `rms_norm`.
+        cos, sin: `[T, rotary_dim]`, for `rotate`.
+        cache, slot_mapping: as for `store_kv`.
+
+    Returns:
+        q, `[T, heads, head_dim]`.
+    """
+    k = rotate(rms_norm(k, k_scale, eps), cos, sin)
+    store_kv(k, v, cache, slot_mapping)
+    return rotate(rms_norm(q, q_scale, eps), cos, sin)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.attention_tiles import (
+from hybrid.kernels.triton.common.attention_tiles import (
     HOPPER_SHARED_MEMORY,
     LEAST_PIECE,
     MOST_DRAFTS,
@@ -25,7 +25,7 @@ from hybrid.kernels.attention_tiles import (
     choose_splits,
     choose_tile,
 )
-from hybrid.kernels.ragged import find_tile, max_tiles
+from hybrid.kernels.triton.common.ragged import find_tile, max_tiles
 
 MOST_VISIBLE = 64
 """New tokens of a request that `visible` may tell apart."""

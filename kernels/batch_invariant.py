@@ -21,6 +21,15 @@ DECODE_ROWS = 8
 MAX_DECODE_ROWS = 32
 """The largest block of decoded tokens that is tried."""
 
+BLOCK_ROWS = 8
+"""Rows of the block that other sizes are compared with."""
+
+MAX_BLOCK_ROWS = 128
+"""The largest block that is tried."""
+
+SHIFT = 3
+"""How far the rows of the probe are moved, to see whether their place in a block matters."""
+
 
 @dataclass
 class RowBlocks:
@@ -78,7 +87,7 @@ def linear(
     if blocks is None:
         return torch.nn.functional.linear(x, weight)
     if ops.uses_triton(x.device):
-        return ops.invariant_linear(x, weight, blocks.decode_start)
+        return ops.batch_invariant_linear(x, weight, blocks.decode_start)
     output = x.new_empty(x.shape[0], weight.shape[0])
     for start, end in blocks.cuts(max(most_rows, blocks.chunk)):
         torch.mm(x[start:end], weight.t(), out=output[start:end])
@@ -123,3 +132,23 @@ def decode_rows_that_agree(weight: Tensor) -> tuple[int, ...]:
     expected = in_blocks_of(DECODE_ROWS)
     sizes = [2**power for power in range(1, MAX_DECODE_ROWS.bit_length())]
     return tuple(size for size in sizes if torch.equal(in_blocks_of(size), expected))
+
+
+def block_sizes_that_agree(weight: Tensor) -> tuple[int, ...]:
+    """Sizes of blocks, powers of two, rising, that give a row the same bits wherever in a block it lies; 1 alone where
+    the place matters.
+
+    Args:
+        weight: `[out, in]`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 * MAX_BLOCK_ROWS, weight.shape[1], generator=generator).to(weight)
+
+    def in_blocks_of(size: int, shift: int) -> Tensor:
+        parts = x.roll(shift, 0).split(size)
+        return torch.cat([torch.mm(part, weight.t()) for part in parts]).roll(-shift, 0)
+
+    expected = in_blocks_of(BLOCK_ROWS, 0)
+    powers = [2**power for power in range(MAX_BLOCK_ROWS.bit_length())]
+    agree = [size for size in powers if all(torch.equal(in_blocks_of(size, shift), expected) for shift in (0, SHIFT))]
+    return tuple(agree) if BLOCK_ROWS in agree else (1,)

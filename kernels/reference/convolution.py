@@ -1,0 +1,86 @@
+"""The twins of the causal convolution over state slots, in plain torch."""
+
+import torch
+from torch import Tensor
+
+from hybrid.kernels.reference.elementwise import silu
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+) -> Tensor:
+    """Depthwise causal convolution with silu over a packed batch, each request going on from its window.
+
+    Args:
+        x: `[T, channels]`.
+        weight: `[channels, width]`.
+        state: one layer's windows, `[slots, width - 1, channels]`: the last inputs of a sequence, oldest first;
+            written.
+        state_read, state_write: `[R]` slots.
+        captures: `[C, 3]` rows of (request, new tokens, slot): the window after so many of its new tokens goes to the
+            slot too.
+
+    Returns:
+        `[T, channels]`.
+    """
+    return silu(convolve(x, weight, state, cu_seqlens, state_read, state_write, captures)).to(x.dtype)
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+) -> Tensor:
+    """`causal_conv1d` before its silu, in fp32."""
+    past = weight.shape[1] - 1
+    starts = cu_seqlens.tolist()
+    pieces: list[Tensor] = []
+    for row, slot in enumerate(state_read.tolist()):
+        pieces += [state[slot], x[starts[row] : starts[row + 1]]]
+    extended = torch.cat(pieces)  # request r's tokens begin at starts[r] + (r + 1) * past
+    for row, slot in enumerate(state_write.tolist()):
+        end = starts[row + 1] + (row + 1) * past
+        state[slot] = extended[end - past : end]
+    for row, count, slot in captures.tolist():
+        end = starts[row] + (row + 1) * past + count
+        state[slot] = extended[end - past : end]
+    length = extended.shape[0] - past
+    extended, weight = extended.float(), weight.float()
+    mixed = extended[:length] * weight[:, 0]
+    for tap in range(1, past + 1):
+        mixed.addcmul_(extended[tap : tap + length], weight[:, tap])
+    if len(starts) > 2:
+        mixed = torch.cat(
+            [mixed[starts[row] + row * past : starts[row + 1] + row * past] for row in range(len(starts) - 1)]
+        )
+    return mixed
+
+
+def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
+    """One step of `causal_conv1d`: one new token per request.
+
+    Args:
+        x: `[R, channels]`.
+    """
+    return silu(convolve_step(x, weight, state, state_read, state_write)).to(x.dtype)
+
+
+def convolve_step(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
+    """`causal_conv1d_update` before its silu, in fp32."""
+    window = torch.cat((state[state_read], x.unsqueeze(1)), dim=1)
+    state[state_write] = window[:, 1:]
+    window, weight = window.float(), weight.float()
+    mixed = window[:, 0] * weight[:, 0]
+    for tap in range(1, window.shape[1]):
+        mixed.addcmul_(window[:, tap], weight[:, tap])
+    return mixed

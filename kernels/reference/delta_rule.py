@@ -1,0 +1,91 @@
+"""The twin of the gated delta rule in chunks over state slots, in plain torch."""
+
+import torch
+from torch import Tensor
+
+from hybrid.kernels.reference.chunks import above_diagonal, chunk_layout
+from hybrid.kernels.reference.elementwise import l2norm
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    """The gated delta rule over a packed batch, chunk by chunk, each request going on from its state.
+
+    S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t / sqrt(key_dim), with q and k
+    l2-normalised, in the chunked form of Yang et al., "Gated Delta Networks" (2024). Every request's tokens begin at a
+    multiple of `chunk_size`; the last chunk may be short. All arithmetic is fp32.
+
+    Args:
+        q, k: `[T, key_heads, key_dim]`; value head h uses key head `h // (value_heads / key_heads)`.
+        v: `[T, value_heads, value_dim]`.
+        g: `[T, value_heads]` fp32, the log of the decay, at most 0.
+        beta: `[T, value_heads]`, how much of the old value is replaced.
+        state: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
+        state_read, state_write: `[R]` slots.
+        captures: `[C, 3]` rows of (request, new tokens, slot): the state after so many of its new tokens, a multiple of
+            `chunk_size`, goes to the slot too.
+
+    Returns:
+        `[T, value_heads, value_dim]` in the type of `v`.
+    """
+    layout = chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
+    group, dtype = v.shape[1] // k.shape[1], v.dtype
+
+    def chunks(x: Tensor) -> Tensor:
+        """`[T, heads, ...]` to `[chunks, heads, chunk_size, ...]` in fp32, short chunks filled with zeros."""
+        x = x.float()
+        if layout.rows is not None:
+            x = torch.cat((x, x.new_zeros(1, *x.shape[1:])))[layout.rows.to(x.device)]
+        return x.unflatten(0, (-1, chunk_size)).transpose(1, 2)
+
+    q, k = (chunks(l2norm(x.float())) for x in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    v, g, beta = chunks(v), chunks(g), chunks(beta)
+    decay = g.cumsum(-1)  # log of the decay from the start of the chunk to each of its tokens
+    ratio = (
+        (decay.unsqueeze(-1) - decay.unsqueeze(-2))
+        .masked_fill_(above_diagonal(chunk_size, q.device), float("-inf"))
+        .exp_()
+    )
+    grown = decay.exp()
+
+    def per_value_head(x: Tensor) -> Tensor:
+        return x if group == 1 else x.unsqueeze(2).expand(-1, -1, group, *x.shape[2:]).flatten(1, 2)
+
+    inner = per_value_head(q @ k.transpose(-1, -2)) * ratio
+    # (I + A) [u | w] = beta [v | grown k]: what each token adds, given the old state (Yang et al., section 3.3)
+    system = per_value_head(k @ k.transpose(-1, -2)) * ratio * beta.unsqueeze(-1)
+    q, k = per_value_head(q), per_value_head(k)
+    right = torch.cat((v * beta.unsqueeze(-1), k * (beta * grown).unsqueeze(-1)), dim=-1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    u, w = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    q = q * grown.unsqueeze(-1)
+    k = (k * (decay[..., -1:] - decay).exp().unsqueeze(-1)).transpose(-1, -2)
+    total = grown[..., -1, None, None]
+
+    output = torch.empty_like(v)
+    captured = {(row, count): slot for row, count, slot in captures.tolist()}
+    reads, writes = state_read.tolist(), state_write.tolist()
+    for row, (first, last) in enumerate(layout.spans):
+        current = state[reads[row]]
+        for index in range(first, last):
+            new = u[index] - w[index] @ current
+            output[index] = torch.baddbmm(inner[index] @ new, q[index], current)
+            current = torch.baddbmm(current * total[index], k[index], new)
+            slot = captured.get((row, (index + 1 - first) * chunk_size))
+            if slot is not None:
+                state[slot] = current
+        state[writes[row]] = current
+    flat = output.transpose(1, 2).flatten(0, 1)
+    return (flat if layout.tokens is None else flat[layout.tokens.to(flat.device)]).to(dtype)

@@ -1,0 +1,31 @@
+"""Twins of the kernels that only move memory, in plain torch."""
+
+from torch import Tensor
+
+
+def store_kv(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write keys and values of new tokens to their places in the pages.
+
+    Args:
+        key, value: `[T, kv_heads, head_dim]`.
+        cache: one layer's pages, `[num_pages, 2, page_size, kv_heads, head_dim]`, any strides; written.
+        slot_mapping: `[T]` int64, `page * page_size + offset` per token; -1 writes nothing: the page holds the token
+            already.
+    """
+    rows = (slot_mapping >= 0).nonzero().squeeze(1)
+    if rows.numel() < slot_mapping.numel():
+        key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
+    page_size = cache.shape[2]
+    page, offset = slot_mapping // page_size, slot_mapping % page_size
+    cache[:, 0].index_put_((page, offset), key)
+    cache[:, 1].index_put_((page, offset), value)
+
+
+def copy_states(rows: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy state slots, or pages, within their pool.
+
+    Args:
+        rows: `[N, num_bytes]` uint8, the innermost contiguous; written.
+        source, target: `[M]` indices: row `source[i]` goes to row `target[i]`. No target is a source.
+    """
+    rows[target] = rows[source]
