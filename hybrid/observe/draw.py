@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hybrid.cache.cache import HybridCache
-from hybrid.cache.lease import CacheStats
+from hybrid.cache.stats import CacheStats
 from hybrid.tree.node import Node
 from hybrid.units import format_bytes
 
