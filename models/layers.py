@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
+from hybrid.kernels.batch_invariant import ALIGNMENT, ONE_BY_ONE, Products, choose, linear
 
-RowSizes = dict[object, tuple[int, tuple[int, ...]]]
-"""Per kind of weight: how many rows of chunks go together, and the sizes of blocks of decoded tokens."""
+Chosen = dict[tuple[object, ...], Products]
+"""Products per kind of weight: its role, type, shape, strides and alignment."""
 
 
 @dataclass(frozen=True)
@@ -25,37 +25,35 @@ class Rotary:
 
 
 class Linear(nn.Module):
-    """A matrix product whose weight may lie in memory by columns, and whose rows can be made independent of their
-    number."""
+    """A matrix product whose weight may be in memory by columns, and which can be made batch invariant."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.takes_chunks = True
-        self.most_rows = 0
-        self.decode_rows: tuple[int, ...] = (DECODE_ROWS,)
+        self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        y = linear(x, self.weight, batch.blocks, self.most_rows, self.decode_rows)
+        y = linear(x, self.weight, batch.blocks, self.products)
         return y if self.bias is None else y + self.bias
 
     def matrix(self) -> Tensor:
         """What the rows are multiplied with, `[outputs, inputs]`."""
         return self.weight
 
-    def make_batch_invariant(self, chunk_size: int, found: RowSizes) -> None:
-        """Find out which numbers of rows this machine multiplies without changing a row's bits.
+    def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
+        """Choose products whose rows have the same bits in every batch.
 
         Args:
-            found: what was found for other weights, by kind; a kind is looked at once.
+            chosen: products of other weights; each kind is tried once.
         """
         weight = self.matrix()
-        kind = (weight.dtype, *weight.shape, *weight.stride())
-        if kind not in found:
-            most_rows = rows_that_agree(weight, chunk_size) if self.takes_chunks else 0
-            found[kind] = most_rows, decode_rows_that_agree(weight)
-        self.most_rows, self.decode_rows = found[kind]
+        role = "linear" if self.takes_chunks else "single rows"
+        kind = (role, weight.dtype, tuple(weight.shape), weight.stride(), weight.data_ptr() % ALIGNMENT)
+        if kind not in chosen:
+            chosen[kind] = choose(weight, chunk_size, self.takes_chunks)
+        self.products = chosen[kind]
 
 
 class RMSNorm(nn.Module):
