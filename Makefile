@@ -36,6 +36,7 @@ typecheck: setup
 	@ln -sfn $(CURDIR)/kernels .venv/types/hybrid/kernels
 	@ln -sfn $(CURDIR)/models .venv/types/hybrid/models
 	cd .venv/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache --namespace-packages -p hybrid
+	$(BIN)/python tests/support/typed.py .venv/types --at-least 75
 
 pytest: setup
 	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90
@@ -50,7 +51,7 @@ bench: setup  ## our engine against transformers, on this machine
 	$(BIN)/python bench/prefix_reuse.py
 
 gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
-	$(BIN)/python bench/gpu.py
+	$(BIN)/python bench/gpu/run.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

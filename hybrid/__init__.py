@@ -17,7 +17,8 @@ if (_root / "kernels" / "ops.py").is_file():
 
 from hybrid.cache.cache import HybridCache  # noqa: E402
 from hybrid.cache.config import CacheConfig  # noqa: E402
-from hybrid.cache.lease import CacheStats, Pin  # noqa: E402
+from hybrid.cache.pins import Pin  # noqa: E402
+from hybrid.cache.stats import CacheStats  # noqa: E402
 from hybrid.engine.engine import Engine  # noqa: E402
 from hybrid.engine.request import RequestOutput, Usage  # noqa: E402
 from hybrid.engine.sampling_params import SamplingParams  # noqa: E402
@@ -28,12 +29,14 @@ from hybrid.errors import (  # noqa: E402
     HybridError,
     LockError,
     MemoryBudgetError,
+    NonFiniteError,
     OwnershipError,
     PromptError,
     RequestError,
     SamplingError,
     UnsupportedModelError,
 )
+from hybrid.key import Key  # noqa: E402
 from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
 from hybrid.tree.candidates import PolicyWarning  # noqa: E402
@@ -52,9 +55,11 @@ __all__ = [
     "HybridError",
     "Image",
     "ImagePrompt",
+    "Key",
     "LockError",
     "MemoryBudgetError",
     "Mover",
+    "NonFiniteError",
     "OwnershipError",
     "Pin",
     "PolicyWarning",

@@ -1,4 +1,4 @@
-"""The plan of one step: everything the layers need, built once, passed down."""
+"""The input of a forward pass: what every layer needs, built once per step and passed down."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,16 @@ from hybrid.kernels.batch_invariant import RowBlocks
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The R requests of a batch that are of one kind: those that bring prompt parts, or those that decode.
+    """The R requests of a batch that are of one kind: those that prefill, or those that decode.
 
     Attributes:
         rows: their tokens within the batch.
-        cu_seqlens: `[R + 1]` where each request's new tokens begin, from 0 on.
-        seq_lens: `[R]` tokens of each sequence, new ones included; 0: padding, which writes nothing.
+        cu_seqlens: `[R + 1]` cumulative numbers of new tokens, starting at 0.
+        seq_lens: `[R]` length of each sequence including its new tokens; 0 for padding, which writes nothing.
         block_table: `[R, max_pages]` page ids.
-        state_read, state_write: `[R]` state slots. Equal only for the request's own slot; -1 is written by nobody.
-        num_splits: into how many pieces the keys of a request may be cut; None: as many as keep the device busy.
+        state_read, state_write: `[R]` state slots. They are equal only for the request's own slot; -1 in
+            `state_write`: no state is written.
+        num_splits: maximum number of parts the keys of a request are split into; None: as many as keep the device busy.
     """
 
     rows: slice
@@ -31,11 +32,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """Rows of a batch that are no tokens: positions of images.
+    """Rows of a batch whose embeddings are given: positions of images.
 
     Attributes:
-        rows: `[N]`.
-        values: `[N, hidden_size]`, what stands in them.
+        rows: `[N]` rows of the batch.
+        values: `[N, hidden_size]` their embeddings.
     """
 
     rows: Tensor
@@ -44,19 +45,22 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A packed batch of T new tokens: prompt parts first, then requests that decode, one token each.
+    """A packed batch of T new tokens: prefills first, then requests that decode, one token each.
+
+    All integers are int64.
 
     Attributes:
         token_ids: `[T]`.
-        positions: `[T]` place of each token in its sequence.
-        slot_mapping: `[T]` where each token's K and V go; -1: the page has them already.
-        checkpoints: `[C, 3]` (request, new tokens, slot): the state after so many of a prompt part's tokens goes to the
-            slot too.
-        sample_rows: `[S]` rows whose logits are wanted.
-        prefills, decodes: the requests; None: there are none of this kind.
-        blocks: how the rows of matrix products are cut; None: not at all, and results may depend on the batch.
-        rotary_positions: `[3, T]` rotary positions (time, height, width), where there are images; None: `positions`.
-        embedded: the rows of images; None: there are none.
+        positions: `[T]` position of each token in its sequence.
+        slot_mapping: `[T]` slot of each token's K and V, `page * page_size + offset`; -1: its page holds them already.
+        checkpoints: `[C, 3]` (request, n, slot): the state after the first n new tokens of a prefill is also written to
+            the slot.
+        sample_rows: `[S]` rows whose logits are computed.
+        prefills, decodes: the requests of each kind; None if there are none.
+        blocks: how the rows of matrix products are split into blocks; None: they are not, and results may depend on the
+            batch.
+        rotary_positions: `[3, T]` rotary positions (time, height, width) if there are images; None: `positions`.
+        embedded: the rows of images; None if there are none.
     """
 
     token_ids: Tensor
@@ -72,10 +76,10 @@ class Batch:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The groups that there are, in the order of their rows."""
+        """The groups that are not empty, in the order of their rows."""
         return tuple(group for group in (self.prefills, self.decodes) if group is not None)
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether what a request gets must not depend on the rest of the batch."""
+        """Whether the result of a request must not depend on the rest of the batch."""
         return self.blocks is not None

@@ -4,13 +4,15 @@ HybridError
 ├── ArgumentError (also a ValueError)     an argument is wrong; nothing was changed
 │   ├── PromptError                       an empty prompt, ids outside the vocabulary, a prompt that is too long
 │   ├── SamplingError                     sampling parameters that contradict each other or are out of range
-│   ├── MemoryBudgetError                 the memory given does not suffice; the message names the smallest that does
-│   └── CheckpointError                   a path that holds no usable model checkpoint
+│   ├── MemoryBudgetError                 the memory is too small; the message names the smallest that suffices
+│   └── CheckpointError                   a path without a usable model checkpoint
 │       └── UnsupportedModelError         a checkpoint of an architecture that this package does not run
-├── RequestError                          an unknown request id, or stepping an engine that has nothing to do
-├── LockError                             a lock released twice, or given to a cache that did not make it
-├── OwnershipError                        a page or a state slot was about to be owned twice, or freed twice
-└── AuditError                            the books do not balance: a bug in this package, please report it
+├── NonFiniteError                        a forward pass gave NaN or infinity; nothing of it was cached
+├── RequestError                          an unknown request id, or stepping an engine that has no work
+├── LockError                             a lock was released twice, or passed to a cache that did not create it
+├── OwnershipError                        a page or a state slot was about to be owned or freed twice, or a thread that
+│                                         does not own the cache called it
+└── AuditError                            an invariant of the cache does not hold: a bug in this package; report it
 """
 
 
@@ -23,7 +25,7 @@ class ArgumentError(HybridError, ValueError):
 
 
 class PromptError(ArgumentError):
-    """A prompt cannot be run as it is."""
+    """A prompt cannot be run: it is empty, too long, or holds ids outside the vocabulary."""
 
 
 class SamplingError(ArgumentError):
@@ -31,28 +33,32 @@ class SamplingError(ArgumentError):
 
 
 class MemoryBudgetError(ArgumentError):
-    """The memory given does not suffice."""
+    """The memory is too small."""
 
 
 class CheckpointError(ArgumentError):
-    """A path or hub id holds no usable model checkpoint."""
+    """There is no usable model checkpoint at a path or hub id."""
 
 
 class UnsupportedModelError(CheckpointError):
     """The checkpoint is of an architecture that this package does not run."""
 
 
+class NonFiniteError(HybridError):
+    """A forward pass gave logits, keys, values or states with NaN or infinity. Nothing of it was cached."""
+
+
 class RequestError(HybridError):
-    """A request id is unknown, or there is nothing to do."""
+    """A request id is unknown, or there is no work."""
 
 
 class LockError(HybridError):
-    """A lock was released twice, or given to a tree that did not make it."""
+    """A lock was released twice, or passed to a cache that did not create it."""
 
 
 class OwnershipError(HybridError):
-    """A page or a state slot was about to be owned twice, or freed twice."""
+    """A page or a state slot was about to be owned or freed twice, or another thread than the owner made a call."""
 
 
 class AuditError(HybridError):
-    """The books do not balance."""
+    """An invariant of the cache does not hold: a bug in this package."""

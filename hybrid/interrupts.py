@@ -1,4 +1,4 @@
-"""Ctrl-C waits until the books balance."""
+"""Ctrl-C is delayed until a piece of bookkeeping is complete."""
 
 import signal
 import threading
@@ -9,22 +9,22 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Run a piece of bookkeeping whole: a Ctrl-C that comes meanwhile is raised after it."""
+    """Run the body without interruption: a Ctrl-C that arrives meanwhile is raised after it."""
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
-        yield  # Python raises KeyboardInterrupt nowhere else, and other handlers are not ours to replace
+        yield  # KeyboardInterrupt is raised in the main thread only, and handlers of the caller's are kept
         return
-    came: list[int] = []
+    received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
-        came.append(number)
+        received.append(number)
 
     signal.signal(signal.SIGINT, remember)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if came:
+    if received:
         raise KeyboardInterrupt

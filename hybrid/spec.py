@@ -1,12 +1,14 @@
-"""What a hybrid model keeps: which bytes per token, which per sequence."""
+"""The sizes of a hybrid model's cache: bytes per token, and bytes per sequence."""
 
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
+from hybrid.units import ceil_div
+
 ALIGNMENT = 64
-"""Every tensor of a state slot starts at a multiple of this many bytes."""
+"""Every tensor of a state slot starts at a multiple of this number of bytes."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +16,9 @@ class StateTensor:
     """One tensor of a sequence's state.
 
     Attributes:
-        name: how the model asks for it.
-        shape: its shape for one sequence, the layers first.
-        dtype: its type.
+        name: the name under which the model reads and writes it.
+        shape: shape for one sequence, layers first.
+        dtype: type of its elements.
     """
 
     name: str
@@ -25,19 +27,20 @@ class StateTensor:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes for one sequence."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class HybridSpec:
-    """What the cache must know of a model.
+    """What the cache needs to know about a model.
 
     Attributes:
         page_layers: number of full-attention layers.
-        kv_heads: key/value heads of such a layer.
-        head_dim: their size.
+        kv_heads: key/value heads of each of them.
+        head_dim: size of a head.
         kv_dtype: type of keys and values.
-        state: the tensors of one sequence's state, over all linear layers.
+        state: the tensors of one sequence's state, over all linear-attention layers.
     """
 
     page_layers: int
@@ -52,14 +55,14 @@ class HybridSpec:
 
     @property
     def state_offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts within a slot, in bytes."""
+        """Offset of each tensor within a slot, in bytes."""
         offsets, end = [], 0
         for tensor in self.state:
             offsets.append(end)
-            end += -(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT
+            end += ceil_div(tensor.num_bytes, ALIGNMENT) * ALIGNMENT
         return (*offsets,)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state slot."""
-        return sum(-(-tensor.num_bytes // ALIGNMENT) * ALIGNMENT for tensor in self.state)
+        return sum(ceil_div(tensor.num_bytes, ALIGNMENT) * ALIGNMENT for tensor in self.state)

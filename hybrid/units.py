@@ -1,4 +1,4 @@
-"""Sizes: amounts of bytes as people write them, and what the things in a cache weigh."""
+"""Sizes: numbers of bytes as text, the bytes of a page and of a checkpoint, and rounding up."""
 
 from __future__ import annotations
 
@@ -7,27 +7,42 @@ from dataclasses import dataclass
 
 from hybrid.errors import ArgumentError
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+UNITS: dict[str, int] = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What things weigh.
+    """What pages and checkpoints cost. Eviction policies weigh what they save against it.
 
     Attributes:
         page: bytes of a page.
-        checkpoint: bytes of a checkpoint.
+        checkpoint: bytes of a checkpoint as it is stored.
     """
 
     page: int = 1
     checkpoint: int = 24
 
 
+def ceil_div(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
+    return -(-a // b)
+
+
 def parse_bytes(text: str) -> int:
-    """Bytes of a text as "512MiB", "2 GB" or "1000000".
+    """Parse a number of bytes: "512MiB", "2 GB" or "1000000".
 
     Raises:
-        ArgumentError: the text is no amount of bytes.
+        ArgumentError: the text is not a number of bytes.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
@@ -36,7 +51,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """A count of bytes for people: "49.5 MiB"."""
+    """A number of bytes for people: "49.5 MiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -1,5 +1,5 @@
-"""Bamba: Mamba-2 layers, and full attention in a few. Another kind of state than Qwen's behind the same seam: `spec`
-says what its layers keep, and cache and engine do the rest.
+"""Bamba: Mamba-2 layers, and a few of full attention. Its state differs from Qwen's and has the same interface: `spec`
+lists the tensors of its layers, and cache and engine do the rest.
 
 The linear layers run in plain torch on every device (`hybrid.kernels.reference.state_space`).
 """
@@ -21,7 +21,7 @@ from hybrid.spec import HybridSpec, StateTensor
 
 
 class GroupedGatedNorm(nn.Module):
-    """Times silu of a gate, then root-mean-square norm per group."""
+    """Root-mean-square norm per group of `x * silu(gate)`."""
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -29,23 +29,25 @@ class GroupedGatedNorm(nn.Module):
         self.groups, self.eps = groups, eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """`x` is fp32, `[T, size]`; the result is in the type of `gate`."""
+        """Norm of `x` `[T, size]`, fp32, times silu of `gate` `[T, size]`; returns the dtype of `gate`."""
         y = (x * silu(gate.float())).unflatten(-1, (self.groups, -1))
         return (F.rms_norm(y, y.shape[-1:], None, self.eps).flatten(-2) * self.weight).to(gate.dtype)
 
 
 class Mamba2(nn.Module):
-    """A linear layer: causal convolution and state space rule, both over a state slot."""
+    """A linear layer: causal convolution and state space rule, each with its state in a state slot."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads, self.head_dim = config.mamba_n_heads, config.mamba_d_head
-        self.groups, self.state_size = config.mamba_n_groups, config.mamba_d_state
-        self.limits = config.time_step_limit or (0.0, float("inf"))
+        self.heads: int = config.mamba_n_heads
+        self.head_dim: int = config.mamba_d_head
+        self.groups: int = config.mamba_n_groups
+        self.state_size: int = config.mamba_d_state
+        self.limits: tuple[float, float] = config.time_step_limit or (0.0, float("inf"))
         inner, shared = self.heads * self.head_dim, self.groups * self.state_size
-        self.widths = (inner, inner + 2 * shared, self.heads)
-        self.inner_widths = (inner, shared, shared)
+        self.widths: tuple[int, int, int] = (inner, inner + 2 * shared, self.heads)
+        self.inner_widths: tuple[int, int, int] = (inner, shared, shared)
         self.in_proj = Linear(config.hidden_size, sum(self.widths), config.mamba_proj_bias)
         self.conv1d = DepthwiseWeight(inner + 2 * shared, config.mamba_d_conv, config.mamba_conv_bias)
         self.A_log = nn.Parameter(torch.empty(self.heads), requires_grad=False)
@@ -56,6 +58,7 @@ class Mamba2(nn.Module):
         self.rate: Tensor | None = None
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         gate, mixed, dt = self.in_proj(x, batch).split(self.widths, dim=-1)
         dt = softplus(dt.float() + self.dt_bias.float()).clamp(*self.limits)
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
@@ -86,13 +89,14 @@ class Mamba2(nn.Module):
 
 
 class BambaAttention(nn.Module):
-    """A full-attention layer over pages."""
+    """A full-attention layer; keys and values are in pages."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = config.hidden_size // self.heads
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = config.hidden_size // self.heads
         bias = bool(config.attention_bias)
         self.q_proj = Linear(config.hidden_size, self.heads * self.head_dim, bias)
         self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
@@ -100,6 +104,7 @@ class BambaAttention(nn.Module):
         self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, bias)
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
         q = rotate(self.q_proj(x, batch).unflatten(-1, (self.heads, -1)), rotary.cos, rotary.sin)
         k = rotate(self.k_proj(x, batch).unflatten(-1, (self.kv_heads, -1)), rotary.cos, rotary.sin)
         v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, -1))
@@ -114,7 +119,7 @@ class BambaAttention(nn.Module):
 
 
 class BambaLayer(ResidualLayer):
-    """One layer, its parts named as in the checkpoint."""
+    """One layer. Its parts have the names of the checkpoint."""
 
     def __init__(self, config: Any, layer_type: str, index_of_type: int) -> None:
         super().__init__()
@@ -137,11 +142,13 @@ class BambaForCausalLM(CausalLM):
     Args:
         config: a `BambaConfig` of transformers.
         chunk_size: chunk of the linear layers, in tokens.
+        num_predictors: must be 0; the family has no layers for multi-token prediction.
     """
 
-    waits_for_device = True  # the state space rule asks for the slots on the host
+    waits_for_device: bool = True  # the state space rule reads the slots on the host
 
-    def __init__(self, config: Any, chunk_size: int) -> None:
+    def __init__(self, config: Any, chunk_size: int, num_predictors: int = 0) -> None:
+        assert num_predictors == 0
         kinds = config.layers_block_type
         layers = (BambaLayer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
@@ -149,6 +156,7 @@ class BambaForCausalLM(CausalLM):
 
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
+        """The tensors per token and per sequence of a model of this configuration."""
         kinds = config.layers_block_type
         linear_layers, heads = kinds.count("linear_attention"), config.mamba_n_heads
         channels = heads * config.mamba_d_head + 2 * config.mamba_n_groups * config.mamba_d_state
@@ -166,4 +174,5 @@ class BambaForCausalLM(CausalLM):
 
     @staticmethod
     def layouts(parameter: str, config: Any) -> Layouts:
+        """The tensors on disk that make up a parameter."""
         return ((Source("model.final_layernorm.weight" if parameter == "model.norm.weight" else parameter),),)

@@ -1,7 +1,7 @@
-"""What every model family is: an embedding, layers, a norm and a head, over a packed batch.
+"""The common structure of every model family: an embedding, layers, a norm and a head, on a packed batch.
 
-A family's class says in `spec` what its layers keep, makes its layers, and says in `layouts` how its weights are named
-and cut on disk. The engine, the cache and the loader know nothing else of it.
+The class of a family makes its layers, lists their tensors per token and per sequence in `spec`, and describes in
+`layouts` how its weights are named and split on disk. The engine, the cache and the loader use nothing else of it.
 """
 
 import logging
@@ -23,7 +23,7 @@ from hybrid.spec import HybridSpec
 log = logging.getLogger(__name__)
 
 MROPE_SECTION = (11, 11, 10)
-"""Frequencies of time, height and width, unless the checkpoint says otherwise (Qwen3.5)."""
+"""Number of rotary frequencies of time, height and width where the configuration has none (those of Qwen3.5)."""
 
 
 class TextModel(nn.Module):
@@ -31,7 +31,7 @@ class TextModel(nn.Module):
 
     def __init__(self, config: Any, layers: Iterable[nn.Module], norm: RMSNorm) -> None:
         super().__init__()
-        # from_pretrained: an Embedding made otherwise fills itself, which costs seconds where the device is "meta"
+        # from_pretrained: the constructor would initialize the weight, which takes seconds on the device "meta"
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(layers)
         self.norm = norm
@@ -44,71 +44,76 @@ class CausalLM(nn.Module):
         config: its configuration, of transformers.
         chunk_size: chunk of the linear layers, in tokens.
         head_dim: size of an attention head.
-        layers: each takes `(x, residual, batch, rotary, kv, state, chunk_size)`: what goes in is `x + residual`
-            (residual is None for the first), and what comes out likewise.
+        layers: each is called with `(x, residual, batch, rotary, kv, state, chunk_size)`. Its input is `x + residual`
+            (residual is None for the first layer), and it returns its output as two such terms.
         norm: the final norm.
+        predictor: the layers for multi-token prediction; None: the model has none, or they are not loaded.
 
     Attributes:
-        waits_for_device: its own layers ask for something on the host in a decode step.
-        mtp: the layers that predict tokens further ahead, when they were asked for and are there.
+        waits_for_device: a decode step reads a result of the device on the host, so that no CUDA graph can record it.
+        is_batch_invariant: `make_batch_invariant` was called.
+        mtp: the predictor.
     """
 
-    waits_for_device = False
+    waits_for_device: bool = False
 
-    def __init__(self, config: Any, chunk_size: int, head_dim: int, layers: Iterable[nn.Module], norm: RMSNorm) -> None:
+    def __init__(
+        self,
+        config: Any,
+        chunk_size: int,
+        head_dim: int,
+        layers: Iterable[nn.Module],
+        norm: RMSNorm,
+        predictor: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config: Any = config
         self.chunk_size = chunk_size
-        self.is_batch_invariant = False
+        self.is_batch_invariant: bool = False
         self.model = TextModel(config, layers, norm)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
-        self.lm_head.takes_chunks = False  # only sampled rows
-        self.mtp: nn.Module | None = None
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
+        self.mtp: nn.Module | None = predictor
         if config.tie_word_embeddings:
             self.tie_head()
         rope = config.rope_parameters
         rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
-        self.inverse_frequencies = 1.0 / (rope["rope_theta"] ** exponents)
-        self.axes = torch.zeros(len(exponents), dtype=torch.int64, device="cpu")
+        self.inverse_frequencies: Tensor = 1.0 / (rope["rope_theta"] ** exponents)
+        self.axes: Tensor = torch.zeros(len(exponents), dtype=torch.int64, device="cpu")
         for axis, size in enumerate(rope.get("mrope_section", MROPE_SECTION)):
-            if axis:  # height and width take turns with time: every third frequency, as far as their section goes
+            if axis:  # height and width alternate with time: every third frequency, up to the end of their section
                 self.axes[axis : 3 * size : 3] = axis
 
     def tie_head(self) -> None:
-        """Let the head share the embedding's weight."""
+        """Share the embedding's weight with the head."""
         self.lm_head.weight = nn.Parameter(self.model.embed_tokens.weight, requires_grad=False)
 
     @property
     def decode_can_be_recorded(self) -> bool:
-        """Whether a CUDA graph can record a decode step: nothing waits for the device. The twins do."""
+        """Whether a CUDA graph can record a decode step: it does not wait for the device, as the twins do."""
         return not self.waits_for_device and kernels.uses_triton(self.lm_head.weight.device)
 
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
-        """What a model of this configuration keeps per token and per sequence."""
+        """The tensors per token and per sequence of a model of this configuration."""
         raise NotImplementedError
 
     @staticmethod
     def layouts(parameter: str, config: Any) -> Layouts:
-        """From which tensors on disk a parameter is made; several layouts when there are several ways to store it."""
+        """The tensors on disk that make up a parameter; several layouts when there are several ways to store it."""
         return ((Source(parameter),),)
-
-    @classmethod
-    def predictor(cls, config: Any, num_layers: int) -> nn.Module | None:
-        """The layers that predict further ahead, when the family has them."""
-        return None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Run a step.
 
         Args:
-            kv: the pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; written at the plan's slots.
-            state: the state pool's tensors by name; written at the plan's slots.
+            batch: the plan of the step.
+            kv: the pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; written at the batch's slots.
+            state: the state pool's tensors by name; written at the batch's slots.
 
         Returns:
-            `[S, vocab]` fp32 logits of the plan's `sample_rows`.
+            `[S, vocab]` fp32 logits of the batch's `sample_rows`.
         """
         x: Tensor = self.model.embed_tokens(batch.token_ids)
         if batch.embedded is not None:
@@ -128,7 +133,8 @@ class CausalLM(nn.Module):
         """The angles of a step's tokens.
 
         Args:
-            positions: `[T]`, or `[3, T]` rows of time, height and width, of which each frequency turns with one.
+            positions: `[T]`, or `[3, T]` rows of time, height and width, of which each frequency uses one.
+            dtype: of the result.
         """
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         each = positions.unsqueeze(-1) if positions.dim() == 1 else positions[self.axes.to(positions.device)].t()

@@ -1,6 +1,6 @@
 """The layers that model families share.
 
-Parameter names are the checkpoint's. A layer works on the rows of a packed batch and knows nothing of requests.
+Parameters have the names of the checkpoint. A layer works on the rows of a packed batch and knows no requests.
 """
 
 from dataclasses import dataclass
@@ -18,34 +18,48 @@ Chosen = dict[tuple[object, ...], Products]
 
 @dataclass(frozen=True)
 class Rotary:
-    """The angles of a step: `[T, rotary_dim]` each."""
+    """The angles of a step.
+
+    Attributes:
+        cos, sin: `[T, rotary_dim]`, in the dtype of the model.
+    """
 
     cos: Tensor
     sin: Tensor
 
 
 class Linear(nn.Module):
-    """A matrix product whose weight may be in memory by columns, and which can be made batch invariant."""
+    """A matrix product. Its weight may be stored by columns, and it can be made batch invariant.
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+    Args:
+        inputs, outputs: sizes of a row before and after.
+        takes_chunks: it multiplies whole chunks of a prompt, and not only single rows.
+
+    Attributes:
+        products: how rows are multiplied where the results must not depend on the batch.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, takes_chunks: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
-        self.takes_chunks = True
+        self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.takes_chunks = takes_chunks
         self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""
         y = linear(x, self.weight, batch.blocks, self.products)
         return y if self.bias is None else y + self.bias
 
     def matrix(self) -> Tensor:
-        """What the rows are multiplied with, `[outputs, inputs]`."""
+        """The matrix that rows are multiplied by, `[outputs, inputs]`."""
         return self.weight
 
     def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
         """Choose products whose rows have the same bits in every batch.
 
         Args:
+            chunk_size: rows of a chunk.
             chosen: products of other weights; each kind is tried once.
         """
         weight = self.matrix()
@@ -57,8 +71,7 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm: `x / rms(x) * (offset + weight)`, in fp32. Qwen's weights lie around 0, with an offset of
-    1."""
+    """Root-mean-square norm: `x / rms(x) * (offset + weight)`, in fp32. Qwen stores weights with an offset of 1."""
 
     def __init__(self, size: int, eps: float, offset: float = 1.0) -> None:
         super().__init__()
@@ -68,6 +81,7 @@ class RMSNorm(nn.Module):
         self.scale: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """The norm of each row of `[..., size]`."""
         return kernels.rms_norm(x, self.factor(), self.eps)
 
     def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,14 +89,14 @@ class RMSNorm(nn.Module):
         return kernels.add_rms_norm(x, residual, self.factor(), self.eps)
 
     def factor(self) -> Tensor:
-        """`offset + weight` in fp32, made once."""
+        """`offset + weight` in fp32, computed once."""
         if self.scale is None:
             self.scale = self.offset + self.weight.float()
         return self.scale
 
 
 class GatedRMSNorm(nn.Module):
-    """Root-mean-square norm, then times silu of a gate."""
+    """Root-mean-square norm, times silu of a gate."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -90,16 +104,17 @@ class GatedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """The norm of each row of `[..., size]`, times silu of the gate's row."""
         return kernels.gated_rms_norm(x, gate, self.weight, self.eps)
 
 
 class DepthwiseWeight(nn.Module):
-    """The weight of the causal convolution, `[channels, 1, width]` as the checkpoint has it."""
+    """The weight of the causal convolution, `[channels, 1, width]` as in the checkpoint."""
 
     def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
+        self.bias: nn.Parameter | None = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
 
 
 class MLP(nn.Module):
@@ -112,14 +127,18 @@ class MLP(nn.Module):
         self.down_proj = Linear(intermediate_size, size, bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Run the part on `[T, size]`."""
         return self.down_proj(kernels.silu_and_mul(self.gate_proj(x, batch), self.up_proj(x, batch)), batch)
 
 
 class ResidualLayer(nn.Module):
-    """One layer of a model: a mixer, then a feed-forward part, each behind a norm and added to what came in.
+    """One layer of a model: a mixer, then a feed-forward part, each after a norm and with a residual connection.
 
-    Families name these parts as their checkpoints do, and hand them over in `parts`: the norm before the mixer, the
-    mixer, the norm before the feed-forward part, and that.
+    Families give these parts the names of their checkpoints, and list them in `parts`.
+
+    Attributes:
+        is_linear: the mixer is a linear-attention layer rather than full attention.
+        parts: the norm before the mixer, the mixer, the norm before the feed-forward part, the feed-forward part.
     """
 
     is_linear: bool
@@ -135,7 +154,16 @@ class ResidualLayer(nn.Module):
         state: dict[str, Tensor],
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """What goes into the layer is `x + residual`, and likewise what comes out: the next norm adds them."""
+        """Run the layer on `x + residual`. Returns its output as two such terms, which the next norm adds.
+
+        Args:
+            x, residual: `[T, hidden_size]`; None: there is no second term.
+            batch: the plan of the step.
+            rotary: the angles of its tokens.
+            kv: the pages of all layers.
+            state: the state pool's tensors by name.
+            chunk_size: chunk of the linear layers, in tokens.
+        """
         norm, mixer, second_norm, feed_forward = self.parts
         if residual is None:
             residual, y = x, norm(x)

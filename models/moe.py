@@ -1,7 +1,7 @@
-"""The feed-forward part made of experts, of which each token meets a few, and one that all of them meet.
+"""Mixture of experts: a feed-forward part with routed experts, and a shared expert that all tokens use.
 
-Routing is in fp32 from its product on. In deterministic mode a token's result does not depend on who shares its
-experts: `hybrid.kernels.batch_invariant` says how.
+Routing is in fp32, its product included. In deterministic mode a token's result does not depend on the other tokens of
+its experts: `hybrid.kernels.batch_invariant` describes how.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,12 @@ from hybrid.models.weights import Layouts, Source
 
 
 class Router(Linear):
-    """Which experts a token meets, and how much each of them counts.
+    """Chooses the experts of a token, and their weights.
 
     Args:
+        size: of a row.
+        num_experts: experts to choose from.
+        top_k: experts per token.
         normalise: whether a token's weights sum to one.
     """
 
@@ -31,19 +34,23 @@ class Router(Linear):
         self.exact: Tensor | None = None
 
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """`[T, top_k]` fp32 weights, and experts."""
+        """The `[T, top_k]` fp32 weights, and the `[T, top_k]` experts, of rows `[T, size]`."""
         logits = linear(x.float(), self.matrix(), batch.blocks, self.products)
         return kernels.route_experts(logits, self.top_k, self.normalise)
 
     def matrix(self) -> Tensor:
-        """The weight in fp32, made once."""
+        """The weight in fp32, computed once."""
         if self.exact is None:
             self.exact = self.weight.float()
         return self.exact
 
 
 class Experts(nn.Module):
-    """The weights of all experts; gate and up projection lie one behind the other."""
+    """All routed experts. Gate and up projection of an expert are stored as one matrix.
+
+    Attributes:
+        sizes: the numbers of rows of one product in deterministic mode.
+    """
 
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__()
@@ -52,8 +59,9 @@ class Experts(nn.Module):
         self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, batch: Batch) -> Tensor:
+        """The weighted sum of each token's experts: `x` is `[T, size]`, the rest is the router's."""
         top_k, decode_start = experts.shape[1], 0
-        if batch.prefills is not None and kernels.uses_triton(x.device):  # a twin would only read weights twice
+        if batch.prefills is not None and kernels.uses_triton(x.device):  # the twin would read each weight twice
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.gate_up_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
@@ -67,6 +75,7 @@ class Experts(nn.Module):
         """Choose blocks of an expert's rows whose rows have the same bits in every batch.
 
         Args:
+            chunk_size: rows of a chunk.
             chosen: products of other weights; each kind is tried once.
         """
         sizes = []
@@ -90,12 +99,13 @@ class SparseMoE(nn.Module):
         self.shared_expert_gate = Linear(size, 1)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        """Run the part on `[T, size]`."""
         routed = self.experts(x, *self.gate.choose(x, batch), batch)
         return routed + self.shared_expert(x, batch) * sigmoid(self.shared_expert_gate(x, batch))
 
 
 def expert_layouts(parameter: str, config: Any) -> Layouts | None:
-    """How experts are stored: fused, as the parameter is, or one by one; None: the parameter is none of experts."""
+    """The layouts of experts: fused, like the parameter, or one by one; None: the parameter is not one of experts."""
     size, experts = config.moe_intermediate_size, range(config.num_experts)
     prefix, _, kind = parameter.rpartition(".experts.")
     parts: dict[str, Callable[[int], tuple[Source, ...]]] = {

@@ -1,8 +1,8 @@
-"""The layers with which Qwen's models predict tokens further ahead (multi-token prediction).
+"""The layers of Qwen's models for multi-token prediction: they predict the tokens after the next one.
 
-They take the norm of the last hidden state and that of the next token's embedding, side by side, through `fc`, then
-through layers of full attention, a norm, and the model's own head. Checkpoints keep them under `mtp.`; they are loaded
-when asked for.
+Their input is the norm of the last hidden state and the norm of the next token's embedding, concatenated and multiplied
+by `fc`; then follow layers of full attention, a norm, and the model's own head. Checkpoints store them under `mtp.`;
+they are loaded on request.
 """
 
 from collections.abc import Iterable

@@ -1,8 +1,8 @@
-"""Qwen3.5, the dense text model: gated delta rule in most layers, full attention in the rest. Its MoE sibling and
-Qwen3-Next are made of the same layers.
+"""Qwen3.5, the dense text model: gated delta rule in most layers, full attention in the rest. Qwen3.5 MoE and
+Qwen3-Next consist of the same layers.
 
-Parameter names are the checkpoint's. The model works on a packed batch and knows nothing of requests: it reads and
-writes pages and state slots where the step's plan says.
+Parameters have the names of the checkpoint. The model works on a packed batch and knows no requests: it reads and
+writes the pages and state slots that are in the batch.
 """
 
 from typing import Any
@@ -20,15 +20,17 @@ from hybrid.spec import HybridSpec, StateTensor
 
 
 class GatedDeltaNet(nn.Module):
-    """A linear-attention layer: causal convolution and gated delta rule, both over a state slot."""
+    """A linear-attention layer: causal convolution and gated delta rule, each with its state in a state slot."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.key_heads, self.value_heads = config.linear_num_key_heads, config.linear_num_value_heads
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.key_heads: int = config.linear_num_key_heads
+        self.value_heads: int = config.linear_num_value_heads
+        self.key_dim: int = config.linear_key_head_dim
+        self.value_dim: int = config.linear_value_head_dim
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        self.widths = (keys, keys, values)
+        self.widths: tuple[int, int, int] = (keys, keys, values)
         self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values)
         self.in_proj_z = Linear(config.hidden_size, values)
         self.in_proj_b = Linear(config.hidden_size, self.value_heads)
@@ -41,6 +43,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = Linear(values, config.hidden_size)
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         mixed = self.in_proj_qkv(x, batch)
         gate = self.in_proj_z(x, batch).unflatten(-1, (self.value_heads, self.value_dim))
         a, b = self.in_proj_a(x, batch), self.in_proj_b(x, batch)
@@ -82,7 +85,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(self.norm(y, gate).flatten(1), batch)
 
     def _rate(self) -> Tensor:
-        """`-exp(A_log)` in fp32, made once."""
+        """`-exp(A_log)` in fp32, computed once."""
         if self.rate is None:
             self.rate = -self.A_log.float().exp()
         return self.rate
@@ -94,16 +97,14 @@ class GatedDeltaNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """A full-attention layer over pages, its output gated."""
+    """A full-attention layer with a gated output; keys and values are in pages."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = config.head_dim
         bias = bool(config.attention_bias)
         self.q_proj = Linear(config.hidden_size, 2 * self.heads * self.head_dim, bias)
         self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
@@ -113,12 +114,13 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
         q, gate = self.q_proj(x, batch).unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
         k = self.k_proj(x, batch).unflatten(-1, (self.kv_heads, self.head_dim))
         v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, self.head_dim))
         pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
         q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
-        # prompts and decoded tokens by kernels of their own: a tile of queries, or keys taken in pieces side by side
+        # prompts and decoded tokens have different kernels: a tile of queries, or splits of the keys in parallel
         parts = [
             kernels.paged_attention(
                 q[part.rows],
@@ -137,7 +139,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(ResidualLayer):
-    """One layer, its parts named as in the checkpoint."""
+    """One layer. Its parts have the names of the checkpoint."""
 
     def __init__(self, config: Any, layer_type: str, index_of_type: int, mlp: nn.Module) -> None:
         super().__init__()
@@ -160,24 +162,26 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
     Args:
         config: a `Qwen3_5TextConfig` of transformers.
         chunk_size: chunk of the linear layers, in tokens.
+        num_predictors: layers for multi-token prediction. Their pages come after those of the model's own layers.
     """
 
-    def __init__(self, config: Any, chunk_size: int) -> None:
+    def __init__(self, config: Any, chunk_size: int, num_predictors: int = 0) -> None:
         kinds = config.layer_types
         layers = (
             DecoderLayer(config, kind, kinds[:index].count(kind), self.feed_forward(config, index))
             for index, kind in enumerate(kinds)
         )
-        super().__init__(config, chunk_size, config.head_dim, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        predictor = self._predictor(config, num_predictors) if num_predictors else None
+        super().__init__(config, chunk_size, config.head_dim, layers, norm, predictor)
 
     @classmethod
     def feed_forward(cls, config: Any, layer: int) -> nn.Module:
-        """What stands behind the mixer of a layer."""
+        """The feed-forward part of a layer."""
         return MLP(config.hidden_size, config.intermediate_size)
 
     @classmethod
-    def predictor(cls, config: Any, num_layers: int) -> nn.Module:
-        """Layers of full attention; their pages come after those of the model's own layers."""
+    def _predictor(cls, config: Any, num_layers: int) -> MultiTokenPredictor:
         first = config.layer_types.count("full_attention")
         last = len(config.layer_types) - 1
         layers = (
@@ -188,7 +192,7 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
 
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
-        """What a model of this configuration keeps per token and per sequence."""
+        """The tensors per token and per sequence of a model of this configuration."""
         linear_layers = config.layer_types.count("linear_attention")
         heads, key_dim, value_dim = (
             config.linear_num_value_heads,

@@ -1,5 +1,4 @@
-"""Qwen3.5 with experts (the 35B-A3B kind): the layers of the dense model, each with a mixture of experts behind its
-mixer."""
+"""Qwen3.5 MoE (as 35B-A3B): the layers of the dense model, each with a mixture of experts as its feed-forward part."""
 
 from typing import Any
 
@@ -16,12 +15,15 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801 (the checkpoint's
     Args:
         config: a `Qwen3_5MoeTextConfig` of transformers.
         chunk_size: chunk of the linear layers, in tokens.
+        num_predictors: layers for multi-token prediction.
     """
 
     @classmethod
     def feed_forward(cls, config: Any, layer: int) -> nn.Module:
+        """The feed-forward part of a layer."""
         return SparseMoE(config, normalise=True)
 
     @staticmethod
     def layouts(parameter: str, config: Any) -> Layouts:
+        """The tensors on disk that make up a parameter."""
         return expert_layouts(parameter, config) or Qwen3_5ForCausalLM.layouts(parameter, config)

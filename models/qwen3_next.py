@@ -1,8 +1,8 @@
-"""Qwen3-Next (the 80B-A3B kind): the layers of Qwen3.5 MoE, their input projections stored in another order.
+"""Qwen3-Next (as 80B-A3B): the layers of Qwen3.5 MoE, with input projections stored in another order.
 
-On disk the projections of the linear layers are two, `in_proj_qkvz` and `in_proj_ba`, whose rows go key head by key
-head: for each its q, its k, and v and z of the value heads that use it. Here they are put into the order of Qwen3.5
-when they are loaded, so that the layers are the same.
+On disk the linear layers have two projections, `in_proj_qkvz` and `in_proj_ba`, whose rows are ordered by key head: its
+q, its k, then v and z of the value heads that use it. Loading reorders them as in Qwen3.5, so that the layers are the
+same.
 """
 
 from typing import Any
@@ -22,10 +22,12 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
     Args:
         config: a `Qwen3NextConfig` of transformers.
         chunk_size: chunk of the linear layers, in tokens.
+        num_predictors: layers for multi-token prediction.
     """
 
     @classmethod
     def feed_forward(cls, config: Any, layer: int) -> nn.Module:
+        """The feed-forward part of a layer: a mixture of experts, or a dense one."""
         has_experts = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
         if has_experts and layer not in config.mlp_only_layers:
             return SparseMoE(config, config.norm_topk_prob)
@@ -33,6 +35,7 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
 
     @staticmethod
     def layouts(parameter: str, config: Any) -> Layouts:
+        """The tensors on disk that make up a parameter."""
         name = next((name for name in PARTS if parameter.endswith(f".linear_attn.{name}.weight")), None)
         if name is None:
             return expert_layouts(parameter, config) or Qwen3_5ForCausalLM.layouts(parameter, config)
@@ -47,7 +50,7 @@ PARTS = {
     "in_proj_b": ("in_proj_ba", ("b",)),
     "in_proj_a": ("in_proj_ba", ("a",)),
 }
-"""For each projection the one on disk that holds it, and which of its parts."""
+"""For each projection the one on disk that contains it, and its parts there."""
 
 
 def _rows(config: Any, stored: str) -> dict[str, Tensor]:

@@ -1,14 +1,15 @@
-"""The vision half of Qwen3.5 checkpoints: from pixels to embeddings, with transformers' own tower.
+"""The vision tower of Qwen3.5 checkpoints: from pixels to embeddings, with the implementation of transformers.
 
-Each image goes through the tower by itself, so that its embeddings are the same bits whatever it is asked with. What
-comes before the tower (size, colours, patches) is transformers' image processor too: the one on Pillow, whatever else
-is installed, so that the same image is the same bits everywhere.
+Each image is a batch by itself, so that the bits of its embeddings do not depend on other images. Preprocessing (size,
+colours, patches) is the image processor of transformers too: always the one on Pillow, so that the bits do not depend
+on which other packages are installed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -27,28 +28,29 @@ TOWERS = {
     "qwen3_5": ("transformers.models.qwen3_5.modeling_qwen3_5", "Qwen3_5VisionModel"),
     "qwen3_5_moe": ("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe", "Qwen3_5MoeVisionModel"),
 }
-"""By model type, where transformers has the tower."""
+"""Module and class of the tower in transformers, by model type."""
 
-KEPT = 32
-"""Embeddings of so many images are kept, for the next turn of the same conversation."""
+MAX_KEPT = 32
+"""Embeddings of up to this many images are kept, for the next turn of the same conversation."""
 
 
 def vision_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> VisionTower | None:
-    """The tower of a checkpoint; None: it has none."""
+    """The vision tower of a checkpoint; None: it has none."""
     if checkpoint.whole.model_type not in TOWERS:
         return None
     return VisionTower(checkpoint.path, checkpoint.whole, dtype, device)
 
 
 class VisionTower:
-    """Embeds images.
+    """Embeds images; an `ImageEncoder`.
 
     Args:
-        path: of the checkpoint, whose weights are loaded when the first image comes.
-        config: the checkpoint's whole configuration.
+        path: of the checkpoint. Its weights are loaded with the first image.
+        config: the whole configuration of the checkpoint.
+        dtype, device: of the tower's weights and of the embeddings.
 
     Attributes:
-        placeholder: the token that stands for an image in the text of a chat.
+        placeholder: the token that stands for an image in the output of the chat template.
     """
 
     def __init__(self, path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -61,21 +63,21 @@ class VisionTower:
         self._merge = config.vision_config.spatial_merge_size
 
     def patches(self, image: Any) -> tuple[Tensor, tuple[int, int]]:
-        """An image as the tower takes it.
+        """Preprocess an image for the tower.
 
         Args:
-            image: an image of Pillow, or `[height, width, 3]` of uint8: an array, a tensor.
+            image: an image of Pillow, or `[height, width, 3]` uint8 as an array or a tensor.
 
         Returns:
             `[rows * columns, values]` fp32, and (rows, columns) of patches.
 
         Raises:
-            PromptError: it is no such image, or Pillow is not installed.
+            PromptError: the image has another form or an unsupported size, or Pillow is not installed.
         """
-        pixels = np.array(image.convert("RGB") if hasattr(image, "convert") else image)
+        pixels = np.array(image.convert("RGB") if _is_pillow(image) else image)
         if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or not min(pixels.shape):
             raise PromptError(
-                f"an image must be one of Pillow, or [height, width, 3] of uint8; got {pixels.shape} of {pixels.dtype}"
+                f"an image must be a Pillow image, or [height, width, 3] of uint8; got {pixels.shape} of {pixels.dtype}"
             )
         try:
             made = self._preprocess(images=[pixels], input_data_format="channels_last", return_tensors="pt")
@@ -103,10 +105,10 @@ class VisionTower:
         return self._processor(**options)
 
     def embed(self, image: Any) -> tuple[Tensor, tuple[int, int], bytes]:
-        """Embeddings of an image.
+        """Embed an image.
 
         Returns:
-            `[positions, hidden_size]`, its (rows, columns) of positions, and a hash of its content.
+            `[N, hidden_size]` embeddings, the (rows, columns) of their N positions, and a hash of the image's content.
         """
         patches, (rows, columns) = self.patches(image)
         content = hashlib.sha256(patches.numpy().tobytes() + bytes(f"{rows}x{columns}", "ascii")).digest()
@@ -115,7 +117,7 @@ class VisionTower:
             with torch.inference_mode():
                 made = self._tower()(patches.to(self._device, self._dtype), grid_thw=grid)
             self._kept[content] = made.pooler_output
-            if len(self._kept) > KEPT:
+            if len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(content)
         return self._kept[content], (rows // self._merge, columns // self._merge), content
@@ -134,3 +136,9 @@ class VisionTower:
             model.load_state_dict({key.removeprefix(PREFIX): value for key, value in parameters.items()}, assign=True)
             self._model = model.to(self._device).eval()
         return self._model
+
+
+def _is_pillow(image: Any) -> bool:
+    """Whether an object is an image of Pillow. Where Pillow was not imported there is none."""
+    module = sys.modules.get("PIL.Image")
+    return module is not None and isinstance(image, module.Image)

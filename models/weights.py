@@ -1,12 +1,13 @@
-"""Weights from safetensors files to parameters: which tensor on disk goes where, and how it gets there.
+"""Weights from safetensors files to parameters: which tensors on disk make up a parameter, and how they are read.
 
-A family says for each parameter from which tensors on disk it is made (`Layouts`), and the loader does the rest: it
-reads each tensor once, through a mapping of the file, in slices, and lets go of what it has read. So loading takes the
-memory of the model and a few slices more, and what is missing or unexpected is named as it is, or would be, on disk.
+A family lists for each parameter the tensors on disk that make it up (`Layouts`), and the loader does the rest. It
+reads each tensor once, in slices of the mapped file, and releases each slice after reading it. So loading takes the
+memory of the model and a few slices, and errors name a missing or unexpected tensor by its name on disk.
 """
 
 import json
 import mmap
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch import Tensor
 from hybrid.errors import CheckpointError
 
 SLICE_BYTES = 4 * 2**20
-"""So much of a tensor is read at a time."""
+"""Bytes of a tensor that are read at a time."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -46,9 +47,9 @@ class Source:
     """A tensor on disk, or some of its rows, that makes up a parameter or a part of one.
 
     Attributes:
-        name: of the tensor.
-        rows: which of its rows, in this order; None: all of them.
-        at: where in the parameter; `()`: it is the whole.
+        name: of the tensor on disk.
+        rows: its rows to take, in this order; None: all.
+        at: index of the part in the parameter; `()`: the whole parameter.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Source:
 
 
 Layouts = Sequence[Sequence[Source]]
-"""Ways to store a parameter; each is the list of what it is made of."""
+"""The ways to store a parameter, each a list of sources."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,11 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        file: the file's mapping.
-        start: its first byte there.
+        file: the mapped file.
+        path: of the file.
+        name: of the tensor.
+        dtype, shape: of the tensor.
+        start: its first byte in the file.
     """
 
     file: mmap.mmap
@@ -78,6 +82,7 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
+        """Its size in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
     def tensor(self) -> Tensor:
@@ -87,9 +92,9 @@ class Stored:
         flat = torch.frombuffer(self.file, dtype=self.dtype, count=prod(self.shape), offset=self.start)
         return flat.view(self.shape)
 
-    def let_go(self) -> None:
-        """Give back the memory that reading has taken; the system reads the file again where it must."""
-        if not hasattr(mmap, "MADV_DONTNEED"):  # not on every system
+    def release(self) -> None:
+        """Free the memory of the mapped file that reading has filled; reading again reads the disk again."""
+        if sys.platform != "linux":  # elsewhere this advice is missing, or means something else
             return
         start = self.start - self.start % mmap.PAGESIZE
         self.file.madvise(mmap.MADV_DONTNEED, start, self.start + self.num_bytes - start)
@@ -99,7 +104,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     """Every tensor of a checkpoint by its name on disk, from one file or several.
 
     Raises:
-        CheckpointError: a file is missing, damaged, truncated, or of a kind that is not known.
+        CheckpointError: a file is missing, damaged or truncated, or has an unknown dtype.
     """
     return {stored.name: stored for file in _files(path) for stored in _read_header(file)}
 
@@ -111,7 +116,9 @@ def _files(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is no index of weights: it needs a weight_map of names to files") from error
+            raise CheckpointError(
+                f"{index} is not an index of weights: it needs a weight_map of names to files"
+            ) from error
     missing = next((name for name in names if not (path / name).is_file()), None)
     if missing is not None:
         raise CheckpointError(f"{path} has no weights: {missing} is missing")
@@ -119,7 +126,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read_header(path: Path) -> Iterator[Stored]:
-    """The tensors of a file: eight bytes of length, so many bytes of JSON, then the tensors."""
+    """The tensors of a file. Its format: eight bytes with the length of the header, the header as JSON, the tensors."""
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -129,11 +136,11 @@ def _read_header(path: Path) -> Iterator[Stored]:
             if name == "__metadata__":
                 continue
             if entry["dtype"] not in DTYPES:
-                raise CheckpointError(f"{path}: {name} is of type {entry['dtype']}, which is not known here")
+                raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which is unknown")
             start, end = entry["data_offsets"]
             stored = Stored(mapped, path, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
             if start < 0 or end - start != stored.num_bytes or 8 + length + end > len(mapped):
-                raise ValueError(f"{name} does not lie in the file")
+                raise ValueError(f"the data of {name} is not inside the file")
             yield stored
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
@@ -144,10 +151,11 @@ class Loader:
     """Fills parameters from tensors on disk.
 
     Args:
+        path: of the checkpoint, for errors.
         shapes: of the parameters, by name.
-        layouts: of a parameter.
-        dtype, device: what the parameters become.
-        by_columns: names of parameters whose last two dimensions lie in memory the other way round.
+        layouts: gives the layouts of a parameter by its name.
+        dtype, device: of the parameters.
+        by_columns: names of parameters that are stored by columns: their last two dimensions are transposed in memory.
     """
 
     path: Path
@@ -158,21 +166,21 @@ class Loader:
     by_columns: frozenset[str] = frozenset()
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
-    def load(self, tensors: Mapping[str, Stored], told: Callable[[int], object]) -> dict[str, Tensor]:
+    def load(self, tensors: Mapping[str, Stored], on_read: Callable[[int], object]) -> dict[str, Tensor]:
         """Make the parameters.
 
         Args:
-            tensors: those on disk that must all be used, by the name under which the layouts know them.
-            told: is called with the bytes just read.
+            tensors: the tensors on disk, by their name in the layouts. All of them must be used.
+            on_read: called with the number of bytes just read.
 
         Raises:
-            CheckpointError: tensors are missing, unexpected, of another shape or no floating-point numbers. Nothing has
-                been read then.
+            CheckpointError: tensors are missing, unexpected, of another shape or not floating point. Then no tensor
+                was read.
         """
         uses: defaultdict[str, list[tuple[str, Source]]] = defaultdict(list)
         missing: list[str] = []
         for parameter in self.shapes:
-            # of several layouts the one of which most is there
+            # of several layouts the one with the most tensors on disk
             layout = max(self.layouts(parameter), key=lambda sources: sum(s.name in tensors for s in sources))
             missing += [source.name for source in layout if source.name not in tensors]
             for source in layout:
@@ -185,9 +193,9 @@ class Loader:
             )
         for name, stored in tensors.items():
             self._check(stored, uses[name])
-        for name, stored in tensors.items():  # in the order in which they lie on disk
+        for name, stored in tensors.items():  # in their order on disk
             for parameter, source in uses[name]:
-                self._fill(self._parameter(parameter), source, stored, told)
+                self._fill(self._parameter(parameter), source, stored, on_read)
         return self.parameters
 
     def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:
@@ -195,13 +203,13 @@ class Loader:
         shape = tuple(self.shapes[parameter])
         if source.rows is None:
             shape = tuple(torch.empty(shape, device="meta")[source.at].shape)
-        else:  # its rows are dealt out to several parameters
+        else:  # its rows are distributed over several parameters
             shape = (sum(len(use.rows) for _, use in uses if use.rows is not None), *shape[1:])
         if stored.shape != shape:
             raise CheckpointError(f"{self.path}: {stored.name} has shape {stored.shape}, expected {shape}")
         if stored.dtype not in FLOATS:
             raise CheckpointError(
-                f"{self.path}: {stored.name} is {stored.dtype}; weights that are quantised do not run here, take the "
+                f"{self.path}: {stored.name} is {stored.dtype}; quantized weights are not supported, use the "
                 "checkpoint in bfloat16"
             )
 
@@ -216,24 +224,24 @@ class Loader:
             self.parameters[name] = tensor
         return self.parameters[name]
 
-    def _fill(self, parameter: Tensor, source: Source, stored: Stored, told: Callable[[int], object]) -> None:
+    def _fill(self, parameter: Tensor, source: Source, stored: Stored, on_read: Callable[[int], object]) -> None:
         target, read = parameter[source.at], stored.tensor()
         if source.rows is None:
-            self._copy(target, read, stored, told)
+            self._copy(target, read, stored, on_read)
             return
         step = max(1, SLICE_BYTES // (read[0].numel() * read.itemsize))
         for start in range(0, len(target), step):
-            self._copy(target[start : start + step], read[source.rows[start : start + step]], stored, told)
+            self._copy(target[start : start + step], read[source.rows[start : start + step]], stored, on_read)
 
-    def _copy(self, target: Tensor, read: Tensor, stored: Stored, told: Callable[[int], object]) -> None:
-        """Copy in slices, each given back to the system at once."""
+    def _copy(self, target: Tensor, read: Tensor, stored: Stored, on_read: Callable[[int], object]) -> None:
+        """Copy in slices, each released at once."""
         num_bytes = read.numel() * read.itemsize
         if num_bytes <= SLICE_BYTES:
             target.copy_(read)
-            stored.let_go()
-            told(num_bytes)
+            stored.release()
+            on_read(num_bytes)
             return
         step = SLICE_BYTES * len(read) // num_bytes
         for start in range(0, len(read), max(1, step)):
             rows = slice(start, start + step) if step else start
-            self._copy(target[rows], read[rows], stored, told)
+            self._copy(target[rows], read[rows], stored, on_read)

@@ -1,53 +1,41 @@
-"""The audit: every invariant of the books, in code, with its reason."""
+"""The audit: every invariant of tree, memory, leases and pins, in code, with its reason."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable
 
+from hybrid.cache.lease import Lease
+from hybrid.cache.pins import Pins
 from hybrid.errors import AuditError
 from hybrid.key import TOKEN_BYTES
-from hybrid.tree.node import StateLock
+from hybrid.memory.memory import CacheMemory
+from hybrid.tree.node import Node, StateLock
+from hybrid.tree.tree import Tree
 
-if TYPE_CHECKING:
-    from hybrid.cache.cache import HybridCache
 
-
-def audit(cache: HybridCache) -> None:
-    """Check tree, pools and leases against each other.
+def audit(tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins) -> None:
+    """Check tree, memory, leases and pins against each other.
 
     Raises:
         AuditError: with every violation found, one a line.
     """
-    wrong = [*_tree(cache), *_locks(cache), *_pages(cache), *_states(cache), *_pieces(cache)]
+    wrong = [
+        *_tree(tree),
+        *_locks(tree, leases, pins),
+        *_pages(tree, memory, leases),
+        *_states(tree, memory, leases),
+        *_pieces(memory),
+    ]
     if wrong:
-        raise AuditError("the books do not balance:\n" + "\n".join(f"  - {line}" for line in wrong))
+        raise AuditError("the cache is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong))
 
 
-def _tree(cache: HybridCache) -> list[str]:
-    tree, wrong = cache.tree, []
+def _tree(tree: Tree) -> list[str]:
+    wrong = []
     pages = checkpoints = 0
     for namespace, node in tree.nodes():
-        name = f"node of {namespace!r} ending at {node.end}"
-        parent = node.parent
-        if parent is None:
-            wrong.append(f"{name}: reachable, but has no parent")
-            continue
-        if len(node.edge) != len(node.pages) * tree.page_size * TOKEN_BYTES or not node.pages:
-            wrong.append(f"{name}: an edge of {len(node.edge) // TOKEN_BYTES} tokens owns {len(node.pages)} pages")
-        if parent.children.get(node.edge[: tree.page_size * TOKEN_BYTES]) is not node:
-            wrong.append(f"{name}: its parent does not find it by its first page")
-        if parent.newest is None or parent.children.get(parent.newest.edge[: tree.page_size * TOKEN_BYTES]) is not (
-            parent.newest
-        ):
-            wrong.append(f"{name}: its parent's newest child is none of its children")
-        if node.end != parent.end + len(node.edge) // TOKEN_BYTES:
-            wrong.append(f"{name}: does not end where its edge ends")
-        if node.slot is not None and node.end % tree.grid:
-            wrong.append(f"{name}: a checkpoint off the grid of {tree.grid}")
-        if tree.overlooks(node):
-            wrong.append(f"{name}: may be evicted, and is no candidate")
+        wrong += [f"{_name(namespace, node)}: {line}" for line in _node(tree, node)]
         pages += len(node.pages)
         checkpoints += node.slot is not None
     if pages != tree.num_pages:
@@ -57,16 +45,40 @@ def _tree(cache: HybridCache) -> list[str]:
     return wrong
 
 
-def _locks(cache: HybridCache) -> list[str]:
+def _name(namespace: str, node: Node) -> str:
+    return f"node of {namespace!r} ending at {node.end}"
+
+
+def _node(tree: Tree, node: Node) -> list[str]:
+    parent, page_bytes = node.parent, tree.page_size * TOKEN_BYTES
+    if parent is None:
+        return ["reachable, but has no parent"]
+    wrong = []
+    if len(node.edge) != len(node.pages) * page_bytes or not node.pages:
+        wrong.append(f"an edge of {len(node.edge) // TOKEN_BYTES} tokens owns {len(node.pages)} pages")
+    if parent.children.get(node.edge[:page_bytes]) is not node:
+        wrong.append("its parent does not find it by its first page")
+    if parent.newest is None or parent.children.get(parent.newest.edge[:page_bytes]) is not parent.newest:
+        wrong.append("its parent's newest child is not one of its children")
+    if node.end != parent.end + len(node.edge) // TOKEN_BYTES:
+        wrong.append("does not end where its edge ends")
+    if node.slot is not None and node.end % tree.grid:
+        wrong.append(f"a checkpoint off the grid of {tree.grid}")
+    if tree.overlooks(node):
+        wrong.append("may be evicted, and is not a candidate")
+    return wrong
+
+
+def _locks(tree: Tree, leases: Collection[Lease], pins: Pins) -> list[str]:
     """Lock counts are what leases and pins hold, no more and no less: nothing stays locked after its request."""
     wrong = []
     page_locks: Counter[int] = Counter()
     state_locks: Counter[int] = Counter()
-    for lock in cache.locks():
+    for lock in [*(lock for lease in leases for lock in lease.locks), *pins.locks()]:
         page_locks[id(lock.node)] += 1
         state_locks[id(lock.node)] += isinstance(lock, StateLock)
-    for namespace, node in cache.tree.nodes():
-        name = f"node of {namespace!r} ending at {node.end}"
+    for namespace, node in tree.nodes():
+        name = _name(namespace, node)
         if node.page_locks != page_locks.pop(id(node), 0):
             wrong.append(f"{name}: {node.page_locks} page locks are not those of the leases and pins")
         if node.state_locks != state_locks.pop(id(node), 0):
@@ -77,48 +89,47 @@ def _locks(cache: HybridCache) -> list[str]:
             wrong.append(f"{name}: a state lock on a tombstone")
     if +page_locks or +state_locks:
         wrong.append("a lease or a pin holds a lock on a node that is not in the tree")
-    for pin in cache.pins:
-        kept = pin.state_lock.node
-        if kept is None or kept.end != pin.num_tokens or pin.page_lock.node is not kept:
-            wrong.append(f"a pin of {pin.num_tokens} tokens does not keep the checkpoint there")
+    for pin in pins:
+        pinned = pin.state_lock.node
+        if pinned is None or pinned.end != pin.num_tokens or pin.page_lock.node is not pinned:
+            wrong.append(f"a pin of {pin.num_tokens} tokens does not lock the checkpoint there")
     return wrong
 
 
-def _pages(cache: HybridCache) -> list[str]:
-    owners: list[tuple[int, str]] = [(page, "free") for page in cache.pages.free_indices()]
-    for namespace, node in cache.tree.nodes():
+def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[str]:
+    owners: list[tuple[int, str]] = [(page, "free") for page in memory.pages.free_indices()]
+    for namespace, node in tree.nodes():
         owners += [(page, f"the node of {namespace!r} ending at {node.end}") for page in node.pages]
     wrong = []
-    for lease in cache.leases:
-        owners += [(page, "a lease") for page in lease.block_table[lease.num_shared :]]
+    for lease in leases:
+        owners += [(page, "a lease") for page in lease.private_pages]
         locked = lease.page_lock.node if lease.page_lock is not None else None
-        if lease.block_table[: lease.num_shared] != cache.tree.pages(locked, lease.num_shared * cache.config.page_size):
-            wrong.append("a lease maps shared pages that its lock does not keep")
-    return wrong + _exactly_one("page", owners, cache.pages.indices())
+        if lease.block_table[: lease.num_shared] != tree.pages(locked, lease.num_shared * tree.page_size):
+            wrong.append("a lease maps shared pages that its lock does not protect")
+    return wrong + _exactly_one("page", owners, memory.pages.indices())
 
 
-def _states(cache: HybridCache) -> list[str]:
-    states: list[tuple[int, str]] = [(slot, "free") for slot in cache.states.free_indices()]
-    apart = cache.checkpoints is not cache.states
-    records = [(record, "free") for record in cache.checkpoints.free_indices()] if apart else states
-    for namespace, node in cache.tree.nodes():
+def _states(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[str]:
+    states: list[tuple[int, str]] = [(slot, "free") for slot in memory.states.free_indices()]
+    stored = [(place, "free") for place in memory.checkpoints.free_indices()] if memory.stores_smaller else states
+    for namespace, node in tree.nodes():
         if node.slot is not None:
-            records.append((node.slot, f"the checkpoint of {namespace!r} at {node.end}"))
+            stored.append((node.slot, f"the checkpoint of {namespace!r} at {node.end}"))
     wrong = []
-    for lease in cache.leases:
+    for lease in leases:
         states += [(slot, "a lease") for slot in lease.private_slots()]
         locked = lease.state_lock.node if lease.state_lock is not None else None
         if locked is not None and locked.slot != lease.read_slot:
             wrong.append(f"a lease reads state slot {lease.read_slot}, which is not the checkpoint that it locks")
-    wrong += _exactly_one("state slot", states, cache.states.indices())
-    if apart:
-        wrong += _exactly_one("stored checkpoint", records, cache.checkpoints.indices())
+    wrong += _exactly_one("state slot", states, memory.states.indices())
+    if memory.stores_smaller:
+        wrong += _exactly_one("stored checkpoint", stored, memory.checkpoints.indices())
     return wrong
 
 
-def _pieces(cache: HybridCache) -> list[str]:
+def _pieces(memory: CacheMemory) -> list[str]:
     """Each piece of an arena is free, or belongs to one kind; the counts are those of the lists."""
-    arena = cache.arena
+    arena = memory.arena
     if arena is None:
         return []
     owners = [(piece, "free") for piece in arena.free_pieces()]

@@ -1,42 +1,103 @@
-"""The prefix cache: a tree, its pools, and the memory behind them.
+"""The prefix cache: leases of running requests over a tree and its memory.
 
-How requests use it is in `hybrid.leasing`; here is how a cache is made, what can be pinned in it, and what it tells.
+Every page and every state slot is, at every moment, free, private to one lease, or owned by one node of the tree. A
+*lease* is what one running request holds. Its life:
+
+    open      match; lock pages to the page hit and the checkpoint at the usable hit; allocate a front slot and pages
+    reserve   allocate private pages for the tokens to come
+    capture   allocate a slot for a checkpoint that the next forward pass writes
+    advance   a pass is done: the front is valid after `num_tokens` tokens; the matched checkpoint is unlocked
+    commit    hand finished pages and captured checkpoints to the tree; duplicates are freed, the block table points
+              at the tree's
+    close     give everything back
+
+An allocation that fails changes nothing: the call returns None or False.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-import time
+from array import array
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from hybrid.cache.lease import CacheStats, Pin
-from hybrid.cache.leasing import Leasing
-from hybrid.errors import ArgumentError, MemoryBudgetError
+from hybrid.cache.allocator import Allocator
+from hybrid.cache.audit import audit
+from hybrid.cache.commit import Committer
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.explain import Explanation, explain
+from hybrid.cache.lease import Lease
+from hybrid.cache.pins import Pin, Pins
+from hybrid.cache.stats import CacheStats
+from hybrid.errors import OwnershipError
 from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
+from hybrid.memory.pool import EMPTY_STATE
+from hybrid.tree.node import Checkpoint, Match, Released
+from hybrid.tree.policies import policy_of
+from hybrid.tree.policy import INTERVAL, PROMPT_END, TURN_END
+from hybrid.tree.tree import Tree
 
-MOST_PINNED = 0.5
-"""Pins may keep this part of the memory."""
+GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
+"""The tree remembers this many evicted prefixes for each page of the memory, and at least this many: about 15 MB."""
 
-PINNED_TOO_MUCH = (
-    "pinning this would keep over half of the memory from everybody else; "
-    "unpin something, or give the cache more memory"
-)
+SPARE_SHARE = 0.25
+"""Spare checkpoints leave this part of the memory free."""
 
 
-class HybridCache(Leasing):
+class HybridCache:
     """A prefix cache for models that keep pages of KV and states.
 
     One thread owns a cache: the first that opens a lease, until another calls `adopt`. Every call that changes
     something raises in any other thread, and has changed nothing. `stats()` may be called from any thread at any time:
-    each of its figures held at some moment during the call.
+    each of its figures was right at some moment during the call.
 
     Args:
-        memory: what the cache manages; see `CacheMemory`.
-        config: page size, grid, eviction policy and placement; the sizes in it are for those who make a memory of it.
+        memory: the pages and state slots to manage; see `CacheMemory`. A memory belongs to one cache.
+        config: page size, grid, eviction policy and placement. Its `memory`, `state_share` and `state_dtype` have been
+            used by whoever made the memory.
+        on_evict: called with what is evicted, before it is freed; for tests and metrics. Must not call the cache.
+
+    Attributes:
+        config: the configuration.
+        memory: the memory.
+        tree: which pages and checkpoints are kept, and for which tokens.
+        allocator: allocates from the memory, and has the tree evict.
+        pins: prefixes that are protected from eviction.
+        leases: the open leases.
     """
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        config: CacheConfig | None = None,
+        *,
+        on_evict: Callable[[Released], None] | None = None,
+    ) -> None:
+        config = config if config is not None else CacheConfig()
+        self.config: CacheConfig = config
+        self.memory: CacheMemory = memory
+        max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
+        policy = policy_of(config.eviction)
+        self.tree = Tree(config.page_size, config.grid, policy, memory.prices, max_ghosts, config.seed)
+        self.leases: set[Lease] = set()
+        self.pins = Pins(self.tree, memory)
+        self.allocator = Allocator(self.tree, memory, self.leases, self.pins, on_evict)
+        self._committer = Committer(self.tree, memory, self.allocator)
+        self._stats = CacheStats()
+        if memory.sizes is not None:
+            self._stats.page_bytes, self._stats.checkpoint_bytes = memory.sizes.page, memory.sizes.checkpoint
+        self._owner: int | None = None
+
+    # The memory
+
+    @property
+    def enabled(self) -> bool:
+        """Whether what requests computed is kept for others."""
+        return True
 
     @property
     def kv(self) -> torch.Tensor:
@@ -61,90 +122,301 @@ class HybridCache(Leasing):
         """Pages that a request could have if it were alone."""
         return self.memory.largest_request
 
+    @property
+    def spare_share(self) -> float:
+        """The part of the memory for states that is free."""
+        return self.memory.free_state_share
+
     def adopt(self) -> None:
-        """The calling thread owns the cache from now on. The one that did must be done with it."""
+        """Make the calling thread the owner of the cache. The former owner must not use it any more."""
         self._owner = threading.get_ident()
+
+    # The life of a lease
+
+    def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+        """Start a request that may use up to `limit` cached tokens. None when its memory cannot be allocated now.
+
+        Block tables may change while others open, reserve or capture: read them when the memory for a pass is
+        allocated.
+
+        Args:
+            limit: up to `len(key) - 1`, so that a token is left to compute.
+            num_tokens: tokens to allocate pages for at once.
+            priority: how much its checkpoints matter, for policies that ask.
+        """
+        self._refuse_other_threads()
+        self.pins.expire()
+        found = self.tree.peek(key, limit)
+        lease = self._lease(key, limit, found, priority)
+        self.leases.add(lease)
+        opened = False
+        try:
+            if found.deepest is not None:
+                lease.page_lock = self.tree.lock_pages(found.deepest)
+            if found.checkpoint is not None:
+                assert found.checkpoint.slot is not None
+                lease.state_lock, lease.read_slot = self.tree.lock_state(found.checkpoint), found.checkpoint.slot
+            lease.front = self.allocator.allocate_state() or EMPTY_STATE
+            opened = lease.front != EMPTY_STATE and self.reserve(lease, num_tokens)
+            if opened:
+                if self.memory.stores_smaller:
+                    self._restore(lease)
+                self._use(lease, key, limit, found)
+        except BaseException:
+            self.close(lease)
+            raise
+        if not opened:
+            self.close(lease)
+        return lease if opened else None
+
+    def record(self, explanation: Explanation) -> None:
+        """Count a request and its hit in the statistics: once per request, however often its lease is opened."""
+        self._refuse_other_threads()
+        stats = self._stats
+        stats.requests += 1
+        stats.prompt_tokens += explanation.asked
+        stats.usable_tokens += explanation.usable_hit
+        stats.page_tokens += explanation.page_hit
+
+    def reserve(self, lease: Lease, num_tokens: int) -> bool:
+        """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it
+        cannot."""
+        self._refuse_closed(lease)
+        missing = -(-num_tokens // self.config.page_size) - len(lease.block_table)
+        if missing > 0:
+            pages = self.allocator.allocate_pages(missing)
+            if pages is None:
+                return False
+            lease.block_table.extend(pages)
+        return True
+
+    def capture(self, lease: Lease, num_tokens: int, kind: str = PROMPT_END) -> Checkpoint | None:
+        """Allocate a slot for the state after `num_tokens` tokens, which the pass in flight writes. None when there is
+        none, or the checkpoint is not admitted: it would be worth less than what would be evicted for it.
+
+        Args:
+            kind: why it is kept: "branch", "prompt_end", "turn_end", "user".
+        """
+        self._refuse_closed(lease)
+        if not self.memory.checkpoints.num_free and not self._is_admitted(lease, num_tokens, kind):
+            return None
+        return self._capture(lease, num_tokens, kind)
+
+    def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
+        """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free."""
+        self._refuse_closed(lease)
+        if self.spare_share <= SPARE_SHARE:
+            return None
+        return self._capture(lease, num_tokens, INTERVAL)
+
+    def take_back(self, lease: Lease) -> bool:
+        """Make sure that the lease has its back slot, the second of the ping-pong pair. False when there is none."""
+        self._refuse_closed(lease)
+        if lease.back is None:
+            lease.back = self.allocator.allocate_state()
+        return lease.back is not None
+
+    def swap(self, lease: Lease) -> None:
+        """The pass has read the front and written the back: they change places, and the old state stays in the back."""
+        self._refuse_closed(lease)
+        assert lease.back is not None
+        lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
+
+    def advance(self, lease: Lease, num_tokens: int) -> None:
+        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is unlocked."""
+        self._refuse_closed(lease)
+        if lease.state_lock is not None:
+            self.tree.unlock(lease.state_lock)
+            lease.state_lock = None
+        lease.read_slot = lease.front
+        lease.front_tokens = num_tokens
+
+    def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
+        """Hand the pages of `[0, num_tokens)`, and the checkpoints captured there, to the tree.
+
+        What the tree has already is freed, and the block table points at the tree's pages afterwards.
+
+        Raises:
+            OwnershipError: `num_tokens` is not a multiple of the page size, or more than the lease has pages for, or
+                the key does not begin with the tokens of the lease's shared pages. Nothing was changed.
+        """
+        self._refuse_closed(lease)
+        self._committer.commit(lease, key, num_tokens)
+
+    def donate_states(self, lease: Lease, limit: int) -> None:
+        """Offer the deepest of the lease's own states that is on the grid, up to `limit`, for the next commit.
+
+        It is the end of a request's life: the front or the back becomes the tree's without a copy.
+        """
+        self._refuse_closed(lease)
+        grid = self.config.grid
+        own = lease.front != EMPTY_STATE and lease.state_lock is None
+        if own and 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0:
+            lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority, lease.turn))
+            lease.front = EMPTY_STATE
+        elif lease.back is not None and 0 < lease.back_tokens <= limit and lease.back_tokens % grid == 0:
+            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority, lease.turn))
+            lease.back = None
+
+    def end_turn(self, lease: Lease, num_tokens: int) -> None:
+        """A request's turn ends after `num_tokens` tokens, which have been committed: a checkpoint of its prompt at the
+        last boundary of the turn becomes one of the turn's end."""
+        self._refuse_closed(lease)
+        node = lease.page_lock.node if lease.page_lock is not None else None
+        boundary = num_tokens // self.config.grid * self.config.grid
+        while node is not None and node.end > boundary:
+            node = node.parent
+        if node is not None and node.end == boundary:
+            self.tree.relabel(node, PROMPT_END, TURN_END)
+
+    def close(self, lease: Lease) -> None:
+        """Give back everything the lease holds.
+
+        Raises:
+            OwnershipError: it was closed before.
+        """
+        self._refuse_closed(lease)
+        self.leases.remove(lease)
+        for lock in lease.locks:
+            self.tree.unlock(lock)
+        lease.page_lock = lease.state_lock = None
+        self.memory.pages.free(lease.private_pages)
+        self.memory.states.free(lease.private_slots())
+        lease.block_table = array("i")
+        lease.num_shared = 0
+        lease.captured = []
+        lease.front, lease.back = EMPTY_STATE, None
 
     # Pins
 
     def pin(self, key: Key, ttl: float = math.inf) -> Pin | None:
-        """Keep what is usable of a key from eviction. None when nothing is.
+        """Protect what is usable of a key from eviction. None when nothing is.
 
         Args:
-            ttl: seconds until it is let go by itself.
+            ttl: seconds until the pin ends by itself.
 
         Raises:
-            ArgumentError: `ttl` is no time.
+            ArgumentError: `ttl` is not a positive number.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
         self._refuse_other_threads()
-        if not ttl > 0:
-            raise ArgumentError(f"pin: ttl must be a positive number of seconds, got {ttl!r}")
-        self._expire_pins()
-        node = self.tree.peek(key, len(key)).checkpoint
-        if node is None:
-            return None
-        pin = Pin(node.end, time.monotonic() + ttl, self.tree.lock_pages(node), self.tree.lock_state(node))
-        self.pins.append(pin)
-        if self._room.pinned_share() > MOST_PINNED:
-            self.unpin(pin)
-            raise MemoryBudgetError(PINNED_TOO_MUCH)
-        return pin
+        return self.pins.add(key, ttl)
 
     def extend_pin(self, pin: Pin, key: Key) -> None:
-        """Have a pin keep what is usable of a key by now. One that has been let go of stays so.
+        """Have a pin protect what is usable of a key by now. A pin that has ended stays so.
 
         Raises:
             MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
         """
         self._refuse_other_threads()
-        node = self.tree.peek(key, len(key)).checkpoint
-        if pin not in self.pins or node is None:
-            return
-        old = pin.num_tokens, pin.page_lock, pin.state_lock
-        pin.num_tokens, pin.page_lock, pin.state_lock = node.end, self.tree.lock_pages(node), self.tree.lock_state(node)
-        if self._room.pinned_share() > MOST_PINNED:
-            self._unlock(pin.page_lock, pin.state_lock)
-            pin.num_tokens, pin.page_lock, pin.state_lock = old
-            raise MemoryBudgetError(PINNED_TOO_MUCH)
-        self._unlock(old[1], old[2])
+        self.pins.extend(pin, key)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin. One that has ended stays so."""
+        self._refuse_other_threads()
+        self.pins.remove(pin)
 
     def give_up_a_pin(self) -> bool:
-        """Let go of the pin that would end first, because nothing else could run. False when there is none."""
-        pin = min(self.pins, key=lambda pin: pin.expires, default=None)
-        if pin is not None:
-            self.unpin(pin)
-        return pin is not None
+        """End the pin that would expire first, because no request could run otherwise. False when there is none."""
+        self._refuse_other_threads()
+        return self.pins.remove_next_to_expire()
 
     # The whole
 
     def clear(self) -> None:
-        """Forget everything that no running request needs and nobody has pinned."""
+        """Evict everything that no running request needs and no pin protects."""
         self._refuse_other_threads()
-        self._room.evict(self.tree.evict_all)
+        self.allocator.evict(self.tree.evict_all)
 
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""
-        room, tree = self._room, self.tree
+        allocator, memory, tree = self.allocator, self.memory, self.tree
         now = replace(self._stats)
-        now.evicted_pages, now.evicted_checkpoints = room.evicted_pages, room.evicted_checkpoints
-        now.moved_pages = room.moved
-        now.pages_total, now.pages_free, now.pages_cached = self.pages.capacity, self.pages.num_free, tree.num_pages
-        now.states_total, now.states_free, now.checkpoints = (
-            self.checkpoints.capacity,
-            self.checkpoints.num_free,
-            tree.num_checkpoints,
-        )
-        now.pages_private, now.states_private = room.private()
+        now.evicted_pages, now.evicted_checkpoints = allocator.evicted_pages, allocator.evicted_checkpoints
+        now.moved_pages = allocator.num_moved
+        now.pages_total, now.pages_free = memory.pages.capacity, memory.pages.num_free
+        now.states_total, now.states_free = memory.checkpoints.capacity, memory.checkpoints.num_free
+        now.pages_cached, now.checkpoints = tree.num_pages, tree.num_checkpoints
+        now.pages_private, now.states_private = allocator.num_private()
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
         return now
 
     def audit(self) -> None:
-        """Prove that every page and every slot is in exactly one place, and that the tree holds together.
+        """Prove that every page and every slot is in exactly one place, and that the tree is consistent.
 
         Raises:
             AuditError: it is not so; the message names what is wrong.
         """
-        from hybrid.cache.audit import audit  # the audit looks at a cache from outside
+        audit(self.tree, self.memory, self.leases, self.pins)
 
-        audit(self)
+    def _lease(self, key: Key, limit: int, found: Match, priority: int) -> Lease:
+        """A lease of what was found, before anything is locked or allocated."""
+        return Lease(
+            front=EMPTY_STATE,
+            read_slot=EMPTY_STATE,
+            front_tokens=found.num_tokens,
+            num_hit_tokens=found.num_tokens,
+            branching_len=found.branching_len,
+            explanation=explain(self.tree, key, limit, found),
+            block_table=self.tree.pages(found.deepest, found.num_page_tokens),
+            num_shared=found.num_page_tokens // self.config.page_size,
+            page_lock=None,
+            state_lock=None,
+            priority=priority,
+        )
+
+    def _use(self, lease: Lease, key: Key, limit: int, found: Match) -> None:
+        """Count the use of what was found, and look up what was once known."""
+        self.tree.touch(found)
+        past = self.tree.recall(key, found, limit)
+        lease.turn, lease.lost = past.turn, past.gone
+        known = key.whole(past.num_tokens, self.config.grid)
+        if known > max(found.num_tokens, lease.branching_len or 0):
+            lease.branching_len = known  # its pages were evicted, but it was here
+
+    def _restore(self, lease: Lease) -> None:
+        """Checkpoints are stored smaller than states: the one that was found is restored to the front at once."""
+        lock, lease.state_lock = lease.state_lock, None
+        if lock is None:
+            return
+        place, lease.read_slot = lease.read_slot, lease.front
+        try:
+            assert self.memory.store is not None
+            self.memory.store.restore(place, lease.front)
+        finally:
+            self.tree.unlock(lock)
+
+    def _is_admitted(self, lease: Lease, num_tokens: int, kind: str) -> bool:
+        """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
+        it missed."""
+        usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn))
+        usage.priority = max(usage.priority, lease.priority)
+        above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
+        node = lease.page_lock.node if lease.page_lock is not None else None
+        while node is not None and (node.slot is None or node.end >= num_tokens):
+            node = node.parent
+        above.append(node.end if node is not None else 0)
+        return self.tree.admits(usage, num_tokens, max(above), kind == TURN_END, self.memory.arena is not None)
+
+    def _capture(self, lease: Lease, num_tokens: int, kind: str) -> Checkpoint | None:
+        slot = self.allocator.allocate_state()
+        if slot is None:
+            return None
+        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn)
+        lease.captured.append(checkpoint)
+        return checkpoint
+
+    def _refuse_closed(self, lease: Lease) -> None:
+        self._refuse_other_threads()
+        if lease not in self.leases:
+            raise OwnershipError("this lease was closed before, or belongs to another cache")
+
+    def _refuse_other_threads(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            if self._owner is not None:
+                raise OwnershipError(
+                    "another thread owns this cache; only stats() may be called from here. To hand the cache over, "
+                    "call adopt() in the thread that is to own it"
+                )
+            self._owner = me

@@ -4,38 +4,50 @@ from __future__ import annotations
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.explain import Explanation, cache_off
-from hybrid.cache.lease import Lease, Pin
+from hybrid.cache.explain import cache_off
+from hybrid.cache.lease import Lease
+from hybrid.cache.pins import Pin
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.node import Checkpoint, Match
+from hybrid.tree.node import Checkpoint
 
 
 class DisabledCache(HybridCache):
-    """A cache that keeps nothing: every request computes its whole prompt. Memory is managed all the same."""
+    """A cache that keeps nothing: every request computes its whole prompt. It manages memory all the same."""
 
-    keeps = False
+    @property
+    def enabled(self) -> bool:
+        """Whether what requests computed is kept for others: never."""
+        return False
+
+    def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+        """As in `HybridCache`; there is nothing to find."""
+        lease = super().open(key, limit, num_tokens, priority)
+        if lease is not None:
+            lease.explanation = cache_off(key)
+        return lease
 
     def capture(self, lease: Lease, num_tokens: int, kind: str = "") -> Checkpoint | None:
+        """Allocates nothing."""
         return None
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
+        """Allocates nothing."""
         return None
 
     def take_back(self, lease: Lease) -> bool:
+        """Allocates nothing."""
         return False
 
     def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
-        return None
+        """Keeps nothing."""
 
     def donate_states(self, lease: Lease, limit: int) -> None:
-        return None
+        """Keeps nothing."""
 
     def pin(self, key: Key, ttl: float = 0.0) -> Pin | None:
+        """Pins nothing."""
         return None
-
-    def _explain(self, key: Key, limit: int, found: Match) -> Explanation:
-        return cache_off(key)
 
 
 def make_cache(memory: CacheMemory, config: CacheConfig) -> HybridCache:

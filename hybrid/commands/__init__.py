@@ -1,1 +1,1 @@
-"""What the command `hybrid` runs."""
+"""The command `hybrid`."""

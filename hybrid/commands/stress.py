@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.lease import Pin
+from hybrid.cache.pins import Pin
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.model_runner import Pending, Runner, Token
@@ -135,14 +135,17 @@ class Stress:
     def __init__(self, engine: Engine, seed: int, audit_every: int = 1) -> None:
         self.engine = engine
         self.dice = random.Random(seed)
-        elastic = "one budget" if engine.cache.arena is not None else "fixed"
+        elastic = "one budget" if engine.cache.memory.arena is not None else "fixed"
         self.report = Report(seed, policy=str(engine.cache.config.eviction), memory=elastic)
         self._audit_every = audit_every
         self._histories: list[list[int]] = []
         self._live: list[str] = []
         self._pins: list[Pin] = []
         faults = random.Random(seed + 2)
-        self._heal = [fail_at_random(pool, faults, self.report) for pool in (engine.cache.pages, engine.cache.states)]
+        self._heal = [
+            fail_at_random(pool, faults, self.report)
+            for pool in (engine.cache.memory.pages, engine.cache.memory.states)
+        ]
         launch = engine.runner.launch
 
         def unreliable(step: Step) -> Pending:

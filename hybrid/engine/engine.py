@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.lease import Pin
+from hybrid.cache.pins import Pin
 from hybrid.engine.build import furnish, generation_defaults, settle_dtype
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import Runner

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hybrid.cache.explain import Explanation
-from hybrid.cache.lease import Lease, Pin
+from hybrid.cache.lease import Lease
+from hybrid.cache.pins import Pin
 from hybrid.engine.sampler import new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key

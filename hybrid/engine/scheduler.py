@@ -147,7 +147,7 @@ class Scheduler:
         self._pin(request)
         self._leave(request)
         whole = request.kept_len // config.grid * config.grid
-        replays = self.deterministic and keeps_turns and self.cache.keeps
+        replays = self.deterministic and keeps_turns and self.cache.enabled
         if replays and whole > request.prompt_len // config.grid * config.grid:
             self.waiting.append(Request.replay(request, whole))
 

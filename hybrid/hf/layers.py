@@ -1,18 +1,17 @@
-"""The cache layers of transformers: what each keeps per token and per sequence, and how it is filled again.
+"""The cache layers of transformers: what each stores per token and per sequence, and how it is restored.
 
-A layer is told by its class, not by what attributes it happens to have: a class that is not named here is refused. Of
-attention layers (full, sliding, indexed, and the attention half of layers that have both) keys and values are kept per
-token, and with them what an index over them keeps; of linear-attention layers the conv windows and recurrent states are
-kept per sequence.
+A layer is identified by its class, not by its attributes; a class that is not listed here is refused. Attention layers
+(full, sliding, indexed, and the attention half of layers that have both) store keys and values per token, and the keys
+of an index if they have one. Linear-attention layers store conv windows and recurrent states per sequence.
 
-What must stay true: a layer that was filled holds, bit for bit, what it held when it was saved, and shares no memory
-that anybody writes with the place it was filled from.
+Invariant: a restored layer is bitwise equal to the layer that was saved, and shares no writable memory with the pages
+and state slots that it was restored from.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from hybrid.spec import ALIGNMENT
 
 
 def _classes(*names: str) -> tuple[Any, ...]:
-    """Layers of transformers by name, as far as the installed version has them."""
+    """Layer classes of transformers by name; those that the installed version does not have are left out."""
     return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
 
 
@@ -34,41 +33,40 @@ LINEAR = _classes(
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionAndSlidingWindowAttentionLayer",
 )
-"""Layers that keep states per sequence."""
+"""Layers that store states per sequence."""
 
 SLIDING = _classes("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
-"""Layers that keep keys and values of a window only."""
+"""Layers that store keys and values of a sliding window only."""
 
 INDEXED = _classes("DynamicIndexedLayer")
-"""Layers that keep an index over their keys."""
+"""Layers that store an index over their keys."""
 
 ATTENTION = (*_classes("DynamicLayer", "LinearAttentionAndFullAttentionLayer"), *INDEXED, *SLIDING)
-"""Layers that keep keys and values per token."""
+"""Layers that store keys and values per token."""
 
 SUPPORTED = (*ATTENTION, *_classes("LinearAttentionLayer", "DummyLayer"))
-"""A `DummyLayer` keeps nothing."""
+"""All supported layers. A `DummyLayer` stores nothing."""
 
 INDEX = ("indexer_keys", "indexer_position_ids")
-"""What an indexed layer keeps beside keys and values: `[batch, tokens, dim]`, `[axes, batch, tokens]`, or None."""
+"""Tensors of an indexed layer besides keys and values: `[batch, tokens, dim]`, `[axes, batch, tokens]`, or None."""
 
-KINDS = ("conv_states", "recurrent_states")
-"""Where a linear-attention layer keeps its states: dictionaries of tensors `[batch, ...]`."""
+STATE_KINDS = ("conv_states", "recurrent_states")
+"""Attributes of a linear-attention layer that hold its states: dictionaries of tensors `[batch, ...]`."""
 
-
-LONGEST_PASS = 2048
-"""Tokens that are computed at once at most: longer passes are no faster, and need more memory."""
+MAX_PASS_TOKENS = 2048
+"""Upper bound of the tokens of one pass: longer passes are not faster, and need more memory."""
 
 
 @dataclass(frozen=True)
 class TokenPart:
-    """Keys or values of a layer, or what an index over them keeps.
+    """A tensor that a layer stores per token: keys, values, or those of an index over them.
 
     Attributes:
         layer: index of the layer.
         name: "keys", "values", or one of `INDEX`.
-        heads, head_dim: the shape of one token, as `tensor_of` gives it.
+        heads, head_dim: the shape of one token, as returned by `token_tensor`.
         dtype, device: of the layer's tensor.
-        window: tokens that the layer keeps; None: all.
+        window: size of the sliding window in tokens; None for layers that store all tokens.
     """
 
     layer: int
@@ -90,9 +88,10 @@ class StatePart:
 
     Attributes:
         layer: index of the layer.
-        kind: `KINDS`.
-        index: which of the layer's states of this kind.
-        shape: without the batch.
+        kind: one of `STATE_KINDS`.
+        index: key of the state in the layer's dictionary of this kind.
+        shape: shape without the batch dimension.
+        dtype, device: of the layer's tensor.
     """
 
     layer: int
@@ -109,12 +108,12 @@ class StatePart:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the cache of a model keeps.
+    """All tensors that the cache of a model stores.
 
     Attributes:
-        tokens: per token.
-        states: per sequence.
-        has_previous: per linear-attention layer, which of its states count as set once there is a token.
+        tokens: tensors per token.
+        states: tensors per sequence.
+        has_previous: per linear-attention layer, its `has_previous_state` flags after the first token.
     """
 
     tokens: tuple[TokenPart, ...]
@@ -123,55 +122,56 @@ class Layout:
 
     @property
     def has_windows(self) -> bool:
-        """Whether a layer keeps the tokens of a window only."""
+        """Whether a layer stores a sliding window only."""
         return any(part.window is not None for part in self.tokens)
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the cache of a prefix is a part of the cache: no states, and no windows."""
+        """Whether the cache of a prefix can be cut out of the cache: there are no states and no sliding windows."""
         return not self.states and not self.has_windows
 
-    def longest_pass(self, grid: int) -> int:
-        """Tokens that may be computed at once so that all of them, or those of the last window before every multiple of
-        `grid`, are still there to be kept."""
+    def max_pass_tokens(self, grid: int) -> int:
+        """Upper bound of the tokens of one pass, a multiple of `grid`. After such a pass the sliding windows still hold
+        all of its tokens, or the last window before every multiple of `grid`."""
         windows = [part.window - 1 for part in self.tokens if part.window is not None]
-        return max(grid, min([LONGEST_PASS, *windows]) // grid * grid)
+        return max(grid, min([MAX_PASS_TOKENS, *windows]) // grid * grid)
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of a page, a multiple of `ALIGNMENT`."""
-        return sum(_aligned(part.token_bytes * page_size) for part in self.tokens)
+        return sum(align(part.token_bytes * page_size) for part in self.tokens)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a state slot. A model without states has slots that hold nothing, so that the books are the same."""
-        return sum(_aligned(part.num_bytes) for part in self.states) or ALIGNMENT
+        """Bytes of a state slot. Models without states have empty slots, so that the same bookkeeping serves them."""
+        return sum(align(part.num_bytes) for part in self.states) or ALIGNMENT
 
 
-def _aligned(num_bytes: int) -> int:
+def align(num_bytes: int) -> int:
+    """`num_bytes` rounded up to a multiple of `ALIGNMENT`."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def refuse_unsupported(layers: Sequence[Any], model_name: str) -> None:
-    """Look at the classes of the layers of a cache.
+    """Check the classes of the layers of a cache.
 
     Raises:
-        UnsupportedModelError: one of them is not supported, and is named; or none of them is attention.
+        UnsupportedModelError: a layer is of an unsupported class (the message names it), or no layer is attention.
     """
     for index, layer in enumerate(layers):
         if type(layer) not in SUPPORTED:
             raise UnsupportedModelError(
                 f"{model_name} has cache layers of class {type(layer).__name__} (layer {index}), which PrefixCache "
-                f"cannot save; it knows {', '.join(sorted(cls.__name__ for cls in SUPPORTED))}"
+                f"cannot save; supported are {', '.join(sorted(cls.__name__ for cls in SUPPORTED))}"
             )
     if not any(isinstance(layer, ATTENTION) for layer in layers):
-        raise UnsupportedModelError(f"{model_name} keeps nothing per token: no layer of it is attention")
+        raise UnsupportedModelError(f"{model_name} stores nothing per token: none of its layers is attention")
 
 
 def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
-    """The layout of a cache that has seen some tokens, of one sequence.
+    """The layout of a cache that holds a few tokens of one sequence.
 
     Raises:
-        UnsupportedModelError: a tensor has a shape that is not expected.
+        UnsupportedModelError: a tensor has an unexpected shape.
     """
     tokens: list[TokenPart] = []
     states: list[StatePart] = []
@@ -195,7 +195,7 @@ def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
                 tokens.append(TokenPart(index, name, heads, head_dim, tensor.dtype, tensor.device, None))
         if isinstance(layer, LINEAR):
             has_previous[index] = dict(layer.has_previous_state)
-            for kind in KINDS:
+            for kind in STATE_KINDS:
                 for at, tensor in getattr(layer, kind).items():
                     if tensor is not None:
                         shape = tuple(tensor.shape[1:])
@@ -203,8 +203,8 @@ def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
     return Layout(tuple(tokens), tuple(states), has_previous)
 
 
-def tensor_of(layers: Sequence[Any], part: TokenPart) -> Tensor:
-    """What a layer keeps per token, `[batch, heads, tokens, head_dim]`."""
+def token_tensor(layers: Sequence[Any], part: TokenPart) -> Tensor:
+    """The tensor of a part, `[batch, heads, tokens, head_dim]`."""
     return _shaped(part.name, getattr(layers[part.layer], part.name))
 
 
@@ -220,12 +220,14 @@ def _shaped(name: str, tensor: Tensor) -> Tensor:
 def fill(
     layers: Sequence[Any], layout: Layout, tokens: Sequence[Tensor], states: Sequence[Tensor], length: int
 ) -> None:
-    """Fill fresh layers.
+    """Fill empty layers.
 
     Args:
-        tokens: per `layout.tokens`, `[batch, heads, tokens, head_dim]`: all of them, or those of the window.
-        states: per `layout.states`, `[batch, ...]`; copied.
-        length: tokens seen.
+        layers: empty layers of the model's cache; they are changed.
+        layout: what the layers store.
+        tokens: per part of `layout.tokens`, `[batch, heads, tokens, head_dim]`: all tokens, or those of the window.
+        states: per part of `layout.states`, `[batch, ...]`; they are copied.
+        length: number of tokens that the cache holds afterwards.
     """
     for part, tensor in zip(layout.tokens, tokens, strict=True):
         layer = layers[part.layer]
@@ -247,13 +249,21 @@ def fill(
         layers[index].has_previous_state = dict(flags)
 
 
+def is_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no tensor has NaN or infinity. Synchronizes once per device."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor.isfinite().all())
+    return all(bool(torch.stack(flags).all()) for flags in found.values())
+
+
 def states_of(layers: Sequence[Any], layout: Layout, row: int) -> tuple[Tensor, ...]:
-    """The states of one sequence of a batch, per `layout.states`: views, which the next pass writes."""
+    """The states of one sequence of a batch, per part of `layout.states`: views, which the next pass overwrites."""
     return tuple(getattr(layers[state.layer], state.kind)[state.index][row] for state in layout.states)
 
 
-def copy_of(layer: Any) -> Any:
-    """A layer that goes on by itself. Keys and values are shared: layers replace them, and never write them; states are
+def fork_layer(layer: Any) -> Any:
+    """An independent copy of a layer. Keys and values are shared: layers replace them and never write them. States are
     written in place, so they are copied."""
     other = copy.copy(layer)
     for name, value in vars(layer).items():
@@ -263,15 +273,16 @@ def copy_of(layer: Any) -> Any:
     return other
 
 
-def stacked(rows: Sequence[Sequence[Any]], layout: Layout, length: int) -> tuple[list[Tensor], list[Tensor]]:
+def stack_left_padded(rows: Sequence[Sequence[Any]], layout: Layout, length: int) -> tuple[list[Tensor], list[Tensor]]:
     """The layers of several sequences as one batch, padded with zeros on the left.
 
     Args:
-        rows: per sequence its layers, of a batch of one.
-        length: tokens of a row, with its padding.
+        rows: per sequence its layers, each a batch of one.
+        layout: what the layers store.
+        length: tokens of a row, including its padding.
 
     Returns:
-        As `fill` takes them.
+        The arguments `tokens` and `states` of `fill`.
     """
     tokens = []
     for part in layout.tokens:
@@ -279,7 +290,7 @@ def stacked(rows: Sequence[Sequence[Any]], layout: Layout, length: int) -> tuple
         batch = torch.zeros(len(rows), part.heads, columns, part.head_dim, dtype=part.dtype, device=part.device)
         for target, layers in zip(batch, rows, strict=True):
             if getattr(layers[part.layer], part.name) is not None:
-                source = tensor_of(layers, part)
+                source = token_tensor(layers, part)
                 target[:, columns - source.shape[2] :] = source[0]
         tokens.append(batch)
     states = []

@@ -1,11 +1,11 @@
-"""The memory of pages and state slots behind `hybrid.hf`: transformers' tensors as bytes, and back.
+"""The memory of pages and state slots of `hybrid.hf`: tensors of transformers' cache layers are copied in and out.
 
-Pages are page-major: a page holds keys and values of `page_size` tokens in every attention layer. A state slot holds
-every state of one sequence. Both are views of the same bytes, cut into pieces as `hybrid.arena` says.
+Pages are page-major: a page holds keys and values of `page_size` tokens of every attention layer. A state slot holds
+every state of one sequence. Both are views of the same bytes, divided into pieces (see `hybrid.memory.arena`).
 
-Sliding-window layers are kept in pages like any other, and the window is cut when a checkpoint is restored. With the
-window inside the state, checkpoints a few chunks apart would each hold most of the same tokens, and a model without
-linear layers would need states at all.
+Sliding-window layers are stored in pages like all others, and the window is cut out when a checkpoint is restored. If
+the window were part of the state, checkpoints a few chunks apart would each store most of the same tokens, and models
+without linear layers would need states as well.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid.hf.layers import Layout, fill, tensor_of
+from hybrid.errors import NonFiniteError
+from hybrid.hf.layers import Layout, align, fill, is_finite, token_tensor
 from hybrid.memory.arena import PieceLayout
-from hybrid.spec import ALIGNMENT
 
 
 class PageMemory:
-    """The memory itself; also the mover of its contents (`hybrid.Mover`).
+    """The tensors of pages and state slots. It is also the mover of their contents (`hybrid.Mover`).
 
     Args:
-        layout: what a model keeps.
+        layout: what the model's cache stores.
         page_size: tokens per page.
-        num_bytes: as much as may be used; the piece of the empty state comes on top.
-        device: where the memory lies.
+        num_bytes: upper bound of the memory; the piece of the empty state is allocated in addition.
+        device: device of the memory.
     """
 
     def __init__(self, layout: Layout, page_size: int, num_bytes: int, device: torch.device) -> None:
@@ -46,46 +46,63 @@ class PageMemory:
             end = start + part.token_bytes * page_size
             view = self._pages[:, start:end].view(part.dtype)
             self._tokens.append(view.unflatten(1, (part.heads, page_size, part.head_dim)))
-            start = -(-end // ALIGNMENT) * ALIGNMENT
+            start = align(end)
         self._states: list[Tensor] = []  # per part: [num_slots, *shape]
         start = 0
         for state in layout.states:
             end = start + state.num_bytes
             self._states.append(self._slots[:, start:end].view(state.dtype).unflatten(1, state.shape))
-            start = -(-end // ALIGNMENT) * ALIGNMENT
+            start = align(end)
 
     def write_pages(self, layers: Sequence[Any], pages: Sequence[int], end: int, *, row: int, num_seen: int) -> None:
-        """Write tokens of one sequence of a cache into pages.
+        """Copy tokens of one sequence of a cache into pages.
 
-        Of a window that is smaller than the pages, only what it holds is written: nothing before it is ever read, since
-        every checkpoint lies at an end that was written.
+        Of a sliding window that is smaller than the pages, only the tokens in the window are written. Earlier tokens
+        are never read, since every checkpoint is at an `end` of some call.
 
         Args:
+            layers: the layers of the cache.
             pages: the page ids of tokens `[end - len(pages) * page_size, end)`.
+            end: position after the last token to write.
             row: index of the sequence in the batch.
-            num_seen: tokens that the cache has seen of it, without padding: `end` of them or more.
+            num_seen: tokens that the cache holds of the sequence, without padding; at least `end`.
+
+        Raises:
+            NonFiniteError: a key or value is NaN or infinite. Nothing was written.
         """
         size = self._page_size
-        for part, memory in zip(self._layout.tokens, self._tokens, strict=True):
-            tensor = tensor_of(layers, part)[row]
-            held = num_seen - tensor.shape[1]  # the tensor's first token; negative: padding
+        tensors = [token_tensor(layers, part)[row] for part in self._layout.tokens]
+        first = end - len(pages) * size
+        helds = [num_seen - tensor.shape[1] for tensor in tensors]  # position of the first token; negative for padding
+        written = (tensor[:, max(0, first - held) : end - held] for tensor, held in zip(tensors, helds, strict=True))
+        if not is_finite(written):
+            raise NonFiniteError("the model computed keys or values with NaN or infinity; nothing of them is cached")
+        for tensor, held, memory in zip(tensors, helds, self._tokens, strict=True):
             for at, page in enumerate(pages):
-                first = end - (len(pages) - at) * size
-                start = max(first, held)
-                if start < first + size:
-                    memory[page, :, start - first :] = tensor[:, start - held : first + size - held]
+                begin = first + at * size
+                start = max(begin, held)
+                if start < begin + size:
+                    memory[page, :, start - begin :] = tensor[:, start - held : begin + size - held]
 
     def write_state(self, states: Sequence[Tensor], slot: int) -> None:
-        """Write the states of one sequence into a slot."""
+        """Copy the states of one sequence into a slot.
+
+        Raises:
+            NonFiniteError: a state has NaN or infinity. Nothing was written.
+        """
+        if not is_finite(states):
+            raise NonFiniteError("the model computed a state with NaN or infinity; it is not cached")
         for state, memory in zip(states, self._states, strict=True):
             memory[slot] = state
 
     def restore(self, layers: Sequence[Any], pages: Sequence[int], slot: int, length: int) -> None:
-        """Fill fresh layers of one sequence with the tokens of whole pages and a state.
+        """Fill empty layers of one sequence with the tokens of whole pages and a state.
 
         Args:
+            layers: empty layers of the model's cache; they are changed.
             pages: the page ids of tokens `[0, length)`.
-            slot: where the state after `length` tokens is.
+            slot: the slot of the state after `length` tokens.
+            length: number of tokens to restore.
         """
         tokens = []
         size = self._page_size
@@ -103,7 +120,7 @@ class PageMemory:
         fill(layers, self._layout, tokens, states, length)
 
     def move_pages(self, moves: dict[int, int]) -> None:
-        """Copy pages from their old place to a new one."""
+        """Copy pages to new page ids: `{old: new}`."""
         _move(self._pages, moves)
 
     def move_states(self, moves: dict[int, int]) -> None:
@@ -112,7 +129,7 @@ class PageMemory:
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Consecutive page ids as `(place in the list, first id, count)`."""
+    """Runs of consecutive page ids as `(index in the list, first id, count)`."""
     runs = []
     for _, group in groupby(enumerate(pages), key=lambda item: item[1] - item[0]):
         members = list(group)

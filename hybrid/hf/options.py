@@ -1,4 +1,4 @@
-"""What is asked of `generate`: the prompts in it, and what cannot be right with a prefix cache."""
+"""The arguments of `generate`: reading the prompts, and refusing options that cannot work with a prefix cache."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from transformers import GenerationConfig, GenerationMixin
 from hybrid.errors import ArgumentError, PromptError
 
 REFUSED = {
-    "inputs_embeds": "a prefix is found by its token ids, and embeddings have none; give input_ids",
-    "past_key_values": "the cache makes it; for one of your own call model.generate, or use session()",
-    "cache_implementation": "only transformers' dynamic cache is saved and restored; leave it out",
-    "cache_config": "only transformers' dynamic cache is saved and restored; leave it out",
+    "inputs_embeds": "prefixes are matched by token ids, and embeddings have none; give input_ids",
+    "past_key_values": "the cache makes it; to bring your own call model.generate, or use session()",
+    "cache_implementation": "only transformers' dynamic cache can be saved and restored; leave it out",
+    "cache_config": "only transformers' dynamic cache can be saved and restored; leave it out",
     "position_ids": "positions are those of the tokens; leave it out",
-    "token_type_ids": "a prefix is found by its token ids alone; leave it out",
+    "token_type_ids": "prefixes are matched by token ids alone; leave it out",
     "prefill_chunk_size": "the cache cuts the prefill itself: PrefixCache(model, chunk_size=...)",
-    "token_healing": "it changes the prompt after it was looked up; heal the tokens first",
-    "output_attentions": "nothing is computed for tokens that are cached; call model.generate for them",
-    "output_hidden_states": "nothing is computed for tokens that are cached; call model.generate for them",
-    "custom_generate": "what it does with the cache is not known; use session() and call it yourself",
+    "token_healing": "it changes the prompt after the lookup; heal the tokens first",
+    "output_attentions": "cached tokens are not computed, so there are none for them; call model.generate instead",
+    "output_hidden_states": "cached tokens are not computed, so there are none for them; call model.generate instead",
+    "custom_generate": "its use of the cache is unknown; use session() and call it yourself",
 }
-"""Options that cannot be right, and why, when they are set."""
+"""Options that are refused when they are set, with the reason."""
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Options of assisted decoding."""
@@ -38,7 +38,7 @@ class Prompts:
 
     Attributes:
         rows: per sequence its token ids, without padding.
-        pads: per sequence, how many positions of padding lie before them.
+        pads: per sequence, the number of padding positions before its tokens.
     """
 
     rows: list[list[int]]
@@ -46,25 +46,29 @@ class Prompts:
 
     @property
     def is_padded(self) -> bool:
+        """Whether any sequence has padding."""
         return any(self.pads)
 
     @property
     def width(self) -> int:
+        """Positions of the batch: tokens and padding."""
         return self.pads[0] + len(self.rows[0])
 
 
-def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_tokens: frozenset[int]) -> Prompts:
+def parse_prompts(input_ids: Any, attention_mask: Any, pad_token: int | None, end_tokens: frozenset[int]) -> Prompts:
     """Read the prompts of a call.
 
     Args:
-        pad_token, end_tokens: without a mask, tokens like `pad_token` are taken for padding, unless it is an end token,
-            as `generate` does.
+        input_ids: `[batch, tokens]`, an integer tensor.
+        attention_mask: `[batch, tokens]`, 0 for padding; None: see `pad_token`.
+        pad_token: without a mask, tokens equal to it are padding unless it is an end token, as in `generate`.
+        end_tokens: the end-of-sequence tokens.
 
     Raises:
-        PromptError: they are no prompts, or padded in a way that cannot be right.
+        PromptError: an argument is not a tensor of this kind, or the padding is not on the left.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.dtype not in (torch.long, torch.int):
-        raise PromptError(f"input_ids must be an integer tensor [batch, tokens], got {_what(input_ids)}")
+        raise PromptError(f"input_ids must be an integer tensor [batch, tokens], got {_describe(input_ids)}")
     if not input_ids.numel():
         raise PromptError("input_ids holds no token; a prompt needs at least one")
     rows = input_ids.tolist()
@@ -73,7 +77,7 @@ def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_t
             return Prompts(rows, [0] * len(rows))
         attention_mask = input_ids.ne(pad_token).long()
     if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
-        raise PromptError(f"attention_mask must have the shape of input_ids, got {_what(attention_mask)}")
+        raise PromptError(f"attention_mask must have the shape of input_ids, got {_describe(attention_mask)}")
     pads = []
     for row, mask in zip(rows, attention_mask.tolist(), strict=True):
         pad = mask.index(1) if 1 in mask else len(mask)
@@ -81,9 +85,9 @@ def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_t
             raise PromptError("attention_mask masks a whole sequence; a prompt needs at least one token")
         if not all(mask[pad:]):
             raise PromptError(
-                "attention_mask (or the padding token, without one) masks something after the first token: padding on "
-                "the right would become part of a linear layer's state. Pad on the left (tokenizer.padding_side = "
-                "'left'); where nothing is padding, give attention_mask=torch.ones_like(input_ids)"
+                "attention_mask (or, without one, the padding token) masks a position after the first token: padding "
+                "on the right would become part of a linear layer's state. Pad on the left (tokenizer.padding_side = "
+                "'left'); if there is no padding, give attention_mask=torch.ones_like(input_ids)"
             )
         pads.append(pad)
         del row[:pad]
@@ -91,16 +95,16 @@ def prompts_of(input_ids: Any, attention_mask: Any, pad_token: int | None, end_t
 
 
 def refuse_options(model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what cannot be right.
+    """Refuse options that cannot work with a prefix cache.
 
     Raises:
-        ArgumentError: an option cannot be right, or is none; the message says why.
+        ArgumentError: an option is unknown or cannot work; the message says why.
     """
     for name, value in options.items():
         if name not in _known_options() and name not in ("attention_mask", *REFUSED):
             raise ArgumentError(
-                f"generate: {name!r} is no option of transformers' generate; what else a model takes (images, sounds) "
-                "is not part of the token ids by which a prefix is found"
+                f"generate: {name!r} is not an option of transformers' generate; other inputs (images, audio) are "
+                "not part of the token ids by which prefixes are matched"
             )
         if value is not None and name in ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids"):
             raise ArgumentError(f"generate: {name}: {REFUSED[name]}")
@@ -109,17 +113,17 @@ def refuse_options(model: Any, options: Mapping[str, Any]) -> None:
         if value is not None and value is not False and (name, value) != ("cache_implementation", "dynamic"):
             raise ArgumentError(f"generate: {name}: {reason}")
     if option(model, options, "use_cache") is False:
-        raise ArgumentError("generate: use_cache=False leaves nothing to reuse; call model.generate for it")
+        raise ArgumentError("generate: use_cache=False leaves nothing to reuse; call model.generate instead")
     for name in ASSISTED:
         if option(model, options, name):
             raise ArgumentError(
-                f"generate: {name}: transformers' assisted decoding computes the whole prompt once more on top of what "
-                "the past holds; call model.generate for it"
+                f"generate: {name}: transformers' assisted decoding computes the whole prompt again on top of the "
+                "past; call model.generate instead"
             )
 
 
 def option(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """The value of a generation option: as given, else of the generation config that is given, else of the model's."""
+    """The value of a generation option: from `options`, else from the given config, else from the model's."""
     if options.get(name) is not None:
         return options[name]
     for config in (options.get("generation_config"), model.generation_config):
@@ -129,8 +133,8 @@ def option(model: Any, options: Mapping[str, Any], name: str) -> Any:
     return None
 
 
-def tokens_of(model: Any, options: Mapping[str, Any], name: str) -> frozenset[int]:
-    """The ids of an option as "eos_token_id": one, several or none."""
+def token_option(model: Any, options: Mapping[str, Any], name: str) -> frozenset[int]:
+    """The token ids of an option such as "eos_token_id", which may be one id, several, or None."""
     value = option(model, options, name)
     if value is None:
         return frozenset()
@@ -139,10 +143,10 @@ def tokens_of(model: Any, options: Mapping[str, Any], name: str) -> frozenset[in
     return frozenset([value] if isinstance(value, int) else value)
 
 
-def answers_of(
+def turns_of(
     prompts: Prompts, sequences: Tensor, end_tokens: frozenset[int], pad_tokens: frozenset[int]
 ) -> Iterator[list[int]]:
-    """What a next turn will begin with: each prompt and its answer, without what pads it behind its end."""
+    """Per sequence its prompt and answer, without the padding after the answer: the beginning of a next turn."""
     for row, sequence in zip(prompts.rows, sequences[:, prompts.width :].tolist(), strict=True):
         end = next((at + 1 for at, token in enumerate(sequence) if token in end_tokens), len(sequence))
         while end and sequence[end - 1] in pad_tokens - end_tokens:
@@ -155,7 +159,7 @@ def _known_options() -> frozenset[str]:
     return frozenset(names - {"self", "kwargs", "inputs"})
 
 
-def _what(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} of shape {list(value.shape)}"
     return type(value).__name__

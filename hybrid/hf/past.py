@@ -12,28 +12,28 @@ from transformers.cache_utils import DynamicCache
 
 from hybrid.cache.explain import Explanation
 from hybrid.errors import ArgumentError, RequestError
-from hybrid.hf.layers import copy_of
+from hybrid.hf.layers import fork_layer
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A boundary of a sequence up to which it can be kept as it was computed.
+class Boundary:
+    """A position of a sequence up to which its pages and states can be committed as they were computed.
 
     Attributes:
-        num_tokens: where it lies.
-        states: the states there, or nothing where the tree has them.
+        num_tokens: the position.
+        states: copies of the states there; empty where the tree has them.
     """
 
     num_tokens: int
     states: tuple[Tensor, ...] = ()
 
 
-class Source(Protocol):
-    """What a past is computed by: `hybrid.hf_compute.Computer`."""
+class PastBackend(Protocol):
+    """What a `Past` needs of the cache that made it (see `hybrid.hf.prefill.Prefiller`)."""
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the cache of a prefix is a part of the cache."""
+        """Whether the cache of a prefix can be cut out of the cache."""
         ...
 
     @property
@@ -42,92 +42,108 @@ class Source(Protocol):
         ...
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], namespace: str) -> list[Any]:
-        """The layers after these tokens, padded on the left, each row resumed at its nearest checkpoint."""
+        """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint."""
         ...
 
-    def mark(self, before: Mark | None, layers: Sequence[Any], row: int, num_tokens: int, num_new: int) -> Mark | None:
-        """The last boundary of a sequence whose state can be kept as it was computed, after one more pass."""
+    def next_boundary(
+        self, before: Boundary | None, layers: Sequence[Any], row: int, num_tokens: int, num_new: int
+    ) -> Boundary | None:
+        """The last boundary of a sequence after one more pass."""
         ...
 
 
 class Past(DynamicCache):
     """transformers' cache of one or several sequences, to be given to `model.generate` or to the model.
 
-    It follows its tokens while its session is open. After `model.generate` it holds every token but the last one
-    generated, as any cache of transformers does.
+    It follows its tokens while its session is open. After `model.generate` it holds all tokens but the last one
+    generated, as every cache of transformers does.
+
+    Args:
+        backend: the cache that made it.
+        layers: the layers of transformers' cache.
+        rows, pads, namespace, explanations: the attributes of the same names.
+        boundaries: per sequence its last boundary, if it has one.
+        family: the attribute of the same name, for a fork; None: a list with this past alone.
 
     Attributes:
-        rows: per sequence the tokens that it holds, without padding; None once it has seen what it cannot name.
-        pads: per sequence, how many positions of padding lie before them.
-        namespace: the key space that it was found in.
-        explanations: per sequence, why the hit was what it was.
-        family: itself, and every past forked from it or from those.
+        rows: per sequence the tokens that it holds, without padding; None after a pass with unknown tokens.
+        pads: per sequence, the number of padding positions before its tokens.
+        namespace: the key space of its prompts.
+        explanations: per sequence, why its hit was as long as it was.
+        family: this past, and all pasts forked from it or from its forks.
     """
 
     def __init__(
         self,
-        source: Source,
+        backend: PastBackend,
         layers: Sequence[Any],
         rows: Sequence[Sequence[int]] | None,
         pads: Sequence[int],
         namespace: str,
         explanations: Sequence[Explanation],
-        marks: Sequence[Mark | None],
+        boundaries: Sequence[Boundary | None],
         family: list[Past] | None = None,
     ) -> None:
         super().__init__()
-        self.layers = list(layers)
-        self.layer_class_to_replicate = None
-        self.rows = None if rows is None else [list(row) for row in rows]
-        self.pads = list(pads)
+        self.layers: list[Any] = list(layers)
+        self.layer_class_to_replicate: type | None = None
+        self.rows: list[list[int]] | None = None if rows is None else [list(row) for row in rows]
+        self.pads: list[int] = list(pads)
         self.namespace = namespace
-        self.explanations = tuple(explanations)
-        self.family = [] if family is None else family
+        self.explanations: tuple[Explanation, ...] = tuple(explanations)
+        self.family: list[Past] = [] if family is None else family
         self.family.append(self)
-        self._marks = list(marks)
-        self._source = source
+        self._boundaries = list(boundaries)
+        self._backend = backend
 
     def fork(self) -> Past:
-        """A second past after the same tokens, which goes on by itself. Keys and values are shared until then."""
-        layers = [copy_of(layer) for layer in self.layers]
-        more = self.explanations, self._marks, self.family
-        return Past(self._source, layers, self.rows, self.pads, self.namespace, *more)
+        """A second past after the same tokens, independent of this one. Keys and values are shared until then."""
+        return Past(
+            self._backend,
+            [fork_layer(layer) for layer in self.layers],
+            self.rows,
+            self.pads,
+            self.namespace,
+            self.explanations,
+            self._boundaries,
+            self.family,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Past:
         return self.fork()
 
     def rewind(self, num_tokens: int) -> None:
-        """Take the last tokens of every sequence back.
+        """Remove the last `num_tokens` tokens of every sequence.
 
-        Where the cache of a prefix is a part of the cache (attention alone), it is cut. Where it is not (states,
-        windows), it is restored from the nearest checkpoint, and the rest is computed.
+        With full attention alone the layers are cut. With states or sliding windows they are restored from the nearest
+        checkpoint, and the tokens after it are computed again.
 
         Raises:
             ArgumentError: `num_tokens` is negative, or no token of a sequence would be left.
-            RequestError: it has seen tokens that it cannot name.
+            RequestError: this past holds tokens that it does not know.
         """
         rows = self.known_rows()
         if rows is None:
             raise RequestError(
-                "this past has seen tokens that it cannot name (embeddings, a pass outside of its session, or one "
-                "around the model's own call), so it cannot be taken back; start a session from token ids instead"
+                "rewind: this past holds tokens that it does not know (embeddings, a pass outside of its session, or "
+                "one that bypassed the model's own call); start a session from token ids instead"
             )
         shortest = min(map(len, rows))
         if not 0 <= num_tokens < shortest:
-            raise ArgumentError(f"rewind: must take back from 0 to {shortest - 1} tokens here, got {num_tokens}")
+            raise ArgumentError(f"rewind: num_tokens must be from 0 to {shortest - 1} here, got {num_tokens}")
         if num_tokens == 0:
             return
         kept = [row[:-num_tokens] for row in rows]
-        if self._source.can_be_cut:
+        if self._backend.can_be_cut:
             super().crop(-num_tokens)
         else:
-            self.layers = self._source.compute(kept, self.pads, self.namespace)
-        self._take_back(kept)
+            self.layers = self._backend.compute(kept, self.pads, self.namespace)
+        self._set_rows(kept)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As in transformers, and right for states, where theirs is not: see `rewind`."""
+        """As in transformers, and also right for models with states (see `rewind`), where transformers' is not."""
         recording = any(self.is_recording_past(at) for at in range(len(self.layers)))
-        if self._source.has_states or not (self._source.can_be_cut or recording):
+        if self._backend.has_states or not (self._backend.can_be_cut or recording):
             self.rewind(-tokens_to_remove)
             return
         rows = self.known_rows()
@@ -135,33 +151,33 @@ class Past(DynamicCache):
         if rows is None or tokens_to_remove >= 0:
             self.rows = rows
         else:
-            self._take_back([row[:tokens_to_remove] for row in rows])
+            self._set_rows([row[:tokens_to_remove] for row in rows])
 
-    def _take_back(self, rows: list[list[int]]) -> None:
-        """From now on it holds these tokens. What lies at a mark beyond them is not what will be computed there."""
+    def _set_rows(self, rows: list[list[int]]) -> None:
+        """It holds these tokens from now on. Boundaries beyond them are dropped: other tokens will come there."""
         self.rows = rows
-        self._marks = [
-            mark if mark is None or mark.num_tokens <= len(row) else None
-            for mark, row in zip(self._marks, rows, strict=True)
+        self._boundaries = [
+            boundary if boundary is None or boundary.num_tokens <= len(row) else None
+            for boundary, row in zip(self._boundaries, rows, strict=True)
         ]
 
     def activate_past_recording(self) -> None:
-        """As in transformers, where a record helps; with states it does not, and `crop` does without."""
-        if not self._source.has_states:
+        """As in transformers for models without states; `crop` needs no recording with states."""
+        if not self._backend.has_states:
             super().activate_past_recording()
 
     def known_rows(self) -> list[list[int]] | None:
-        """Per sequence the tokens that it holds; None when it has seen others."""
+        """Per sequence the tokens that it holds; None when it holds tokens that it does not know."""
         length = self.get_seq_length()
         if self.rows is None or any(len(row) + pad != length for row, pad in zip(self.rows, self.pads, strict=True)):
             return None
         return self.rows
 
-    def refuse_another_place(self, position_ids: Any) -> None:
-        """Look at the positions of a pass of several tokens, `[..., batch, tokens]`.
+    def refuse_misplaced_pass(self, position_ids: Any) -> None:
+        """Check the positions of a pass of several tokens, `[..., batch, tokens]`.
 
         Raises:
-            RequestError: they do not go on where this past ends.
+            RequestError: the pass does not begin at the position where this past ends.
         """
         if not isinstance(position_ids, Tensor) or position_ids.ndim < 2 or position_ids.shape[-1] == 1:
             return
@@ -169,44 +185,61 @@ class Past(DynamicCache):
         if first != expected:
             raise RequestError(
                 f"this past ends at position {expected}, but the pass begins at {first}: give model.generate all "
-                "tokens, also those that the past holds, and no option of assisted decoding, which computes those again"
+                "tokens, including those that the past holds, and no option of assisted decoding, which computes those "
+                "again"
             )
 
-    def note(self, input_ids: Any) -> None:
-        """The model has seen these tokens, `[batch, tokens]`; anything else: tokens that it cannot name."""
+    def follow(self, input_ids: Any) -> None:
+        """Append the tokens of a pass that the model has computed.
+
+        Args:
+            input_ids: `[batch, tokens]`; with anything else the tokens of this past are unknown from now on.
+        """
         if self.rows is None or not isinstance(input_ids, Tensor) or len(input_ids) != len(self.rows):
-            self.rows = None
+            self.forget_tokens()
             return
+        num_positions = self.pads[0] + len(self.rows[0])
+        if self.get_seq_length() == num_positions:
+            return  # a wrapper of the model and the model inside it report the same pass
         for at, ids in enumerate(input_ids.tolist()):
             row = self.rows[at]
             row.extend(ids)
-            self._marks[at] = self._source.mark(self._marks[at], self.layers, at, len(row), len(ids))
+            self._boundaries[at] = self._backend.next_boundary(
+                self._boundaries[at], self.layers, at, len(row), len(ids)
+            )
 
-    def mark_of(self, row: int, token_ids: Sequence[int]) -> Mark | None:
-        """The last boundary of a sequence up to which it can be kept as it was computed, if `token_ids` go so far and
-        are the same until there."""
-        rows, mark = self.known_rows(), self._marks[row]
-        if rows is None or mark is None or not mark.num_tokens <= len(token_ids):
+    def forget_tokens(self) -> None:
+        """Its tokens are unknown from now on, so nothing that it holds is cached."""
+        self.rows = None
+
+    def boundary_of(self, row: int, token_ids: Sequence[int]) -> Boundary | None:
+        """The last boundary of a sequence, if `token_ids` begin with the tokens before it; else None."""
+        rows, boundary = self.known_rows(), self._boundaries[row]
+        if rows is None or boundary is None or boundary.num_tokens > len(token_ids):
             return None
-        return mark if rows[row][: mark.num_tokens] == list(token_ids[: mark.num_tokens]) else None
+        is_same = rows[row][: boundary.num_tokens] == list(token_ids[: boundary.num_tokens])
+        return boundary if is_same else None
 
     def num_seen(self, row: int) -> int:
-        """Tokens that it holds of a sequence, without padding."""
+        """Number of tokens that it holds of a sequence, without padding."""
         return self.get_seq_length() - self.pads[row]
 
-    # What moves sequences around moves their tokens along.
+    # Operations that reorder sequences reorder their tokens as well.
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """As in transformers: sequence `i` becomes the former sequence `beam_idx[i]`."""
         super().reorder_cache(beam_idx)
         order = beam_idx.tolist()
         self.pads = [self.pads[index] for index in order]
         self.explanations = tuple(self.explanations[index] for index in order)
-        self._marks = [self._marks[index] for index in order]
+        self._boundaries = [self._boundaries[index] for index in order]
         if self.rows is not None:
             self.rows = [list(self.rows[index]) for index in order]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """As in transformers: each sequence `repeats` times."""
         self.reorder_cache(torch.arange(len(self.pads)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """As in transformers: the sequences with these indices, which may be a mask."""
         self.reorder_cache(torch.arange(len(self.pads))[indices.cpu()])

@@ -1,4 +1,4 @@
-"""A prefix cache inside transformers: `AutoModelForCausalLM` and `generate` as they are, and what was computed is kept.
+"""A prefix cache inside transformers: `AutoModelForCausalLM` and `generate` stay as they are.
 
     model = AutoModelForCausalLM.from_pretrained(...)
     cache = hybrid.hf.PrefixCache(model, memory="1GiB")
@@ -6,13 +6,14 @@
     with cache.session(input_ids) as past:
         out = model.generate(input_ids, past_key_values=past, max_new_tokens=64)
 
-How prompts are computed, and what must stay true of it, is in `hybrid.hf_compute`.
+How prompts are computed, and the invariants of that, are in `hybrid.hf.prefill`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,41 +23,53 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
-from hybrid.cache.lease import CacheStats, Pin
-from hybrid.errors import ArgumentError
+from hybrid.cache.pins import Pin
+from hybrid.cache.stats import CacheStats
+from hybrid.errors import ArgumentError, NonFiniteError
+from hybrid.hf.follow import following
 from hybrid.hf.memory import PageMemory
-from hybrid.hf.options import Prompts, answers_of, option, prompts_of, refuse_options, tokens_of
-from hybrid.hf.past import Mark, Past
-from hybrid.hf.prefill import Computer
-from hybrid.hf.probe import probe, use_functions_of_the_device
+from hybrid.hf.options import Prompts, option, parse_prompts, refuse_options, token_option, turns_of
+from hybrid.hf.past import Boundary, Past
+from hybrid.hf.prefill import Prefill, Prefiller
+from hybrid.hf.probe import probe
+from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.key import Key
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policy import Policy
 
+DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 64, 256
+"""Tokens of a chunk. In deterministic mode every chunk is a pass of its own, so chunks are longer."""
+
 
 class PrefixCache:
-    """Keeps what a model of transformers computes of prompts and answers, for later prompts that begin the same.
+    """Caches the prompts and answers that a model of transformers computes, for later prompts with the same prefix.
 
-    May be called from any thread; calls wait for each other while they compute a prompt.
+    It may be called from any thread; calls wait for each other while they compute a prompt.
 
     Args:
-        model: an `AutoModelForCausalLM`, in evaluation mode. Its weights must not change; if they do, call `clear`.
-        memory: for pages and states: bytes, a text as "512MiB", or a fraction of what is free.
-        device: where that memory is; None: the model's device.
-        deterministic: cut every prefill at every multiple of `chunk_size`, so that a hit is bitwise a cold run. Without
-            it a prefill is cut only where a checkpoint is put, and results agree within rounding. None: on for CPU, off
-            for GPU.
-        chunk_size: prefills are cut at multiples of this many tokens, and checkpoints lie there; what follows the last
-            one is computed again. Smaller passes are slower. None: 256 in deterministic mode, else 64.
+        model: an `AutoModelForCausalLM`, in evaluation mode. If its weights change, call `clear`.
+        memory: memory for pages and states: bytes, a text such as "512MiB", or a fraction of the free memory.
+        device: device of that memory. None: the model's device.
+        deterministic: cut every prefill at every multiple of `chunk_size`, so that a hit is bitwise equal to a cold
+            run. Otherwise a prefill is cut only where a checkpoint is captured, and results agree within rounding.
+            None: on for CPU, off for GPU.
+        chunk_size: prefills are cut, and checkpoints captured, at multiples of this many tokens. The tokens after the
+            last multiple are computed again. Smaller passes are slower. None: 256 in deterministic mode, 64 otherwise.
         page_size: tokens per page.
-        eviction, placement: as in `hybrid.CacheConfig`.
-        keep_answers: keep answers, not only prompts. In deterministic mode each is computed once more as whole chunks
-            after it was given, since what decoding leaves is not bitwise what a prefill does.
+        eviction: as in `hybrid.CacheConfig`.
+        placement: as in `hybrid.CacheConfig`. Without "turn_end" the answers of `generate` and of sessions are not
+            cached. In deterministic mode each answer is computed again in whole chunks when it is cached, since
+            decoding is not bitwise equal to a prefill.
+
+    Attributes:
+        cache: the bookkeeping: the tree, the pools, pins and statistics.
+        memory: the tensors of pages and state slots.
+        explanations: of the last call of `generate` or `session`, per prompt why its hit was as long as it was.
 
     Raises:
-        UnsupportedModelError: the model's cache cannot be saved; the message names what of it.
-        MemoryBudgetError: the memory does not suffice, or is not there.
+        UnsupportedModelError: the model's cache cannot be saved; the message says why.
+        MemoryBudgetError: the memory does not suffice, or is not free.
     """
 
     def __init__(
@@ -70,54 +83,50 @@ class PrefixCache:
         page_size: int = 64,
         eviction: str | Policy = "lhd",
         placement: Sequence[str] = PLACEMENTS,
-        keep_answers: bool = True,
     ) -> None:
         self._model = model
-        self._device = model.get_input_embeddings().weight.device
+        self._device: torch.device = model.get_input_embeddings().weight.device
         self._refuse_training()
         if deterministic is None:
             deterministic = self._device.type == "cpu"
         config = CacheConfig(
             memory=memory,
             page_size=page_size,
-            chunk_size=chunk_size or (256 if deterministic else 64),
+            chunk_size=chunk_size or (DETERMINISTIC_CHUNK_SIZE if deterministic else DEFAULT_CHUNK_SIZE),
             eviction=eviction,
             placement=placement,
             deterministic=deterministic,
         )
         if self._device.type == "cpu":
-            use_functions_of_the_device(model)
+            use_torch_functions_on_cpu(model)
         layout = probe(model, self._device)
-        where = torch.device(device) if device is not None else self._device
-        num_bytes = config.memory_bytes(free_memory(where))
-        page_bytes = layout.page_bytes(page_size)
-        self.memory = PageMemory(layout, page_size, num_bytes, where)
-        self.cache = HybridCache(
-            CacheMemory.of_bytes(num_bytes, page_bytes, layout.state_bytes, mover=self.memory), config
-        )
-        self.keep_answers = keep_answers
+        memory_device = torch.device(device) if device is not None else self._device
+        num_bytes = config.memory_bytes(free_memory(memory_device))
+        self.memory: PageMemory = PageMemory(layout, page_size, num_bytes, memory_device)
+        pools = CacheMemory.of_bytes(num_bytes, layout.page_bytes(page_size), layout.state_bytes, mover=self.memory)
+        self.cache: HybridCache = HybridCache(pools, config)
         self.explanations: tuple[Explanation, ...] = ()
-        self._computer = Computer(model, self._device, layout, self.memory, self.cache)
+        self._prefiller = Prefiller(model, self._device, layout, self.memory, self.cache)
+        self._keeps_turns = "turn_end" in config.placement
 
-    # The two ways to use it
+    # Generating
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *, namespace: str = "", **options: Any) -> Any:
-        """`model.generate`, from what is known of the prompts; what it computes is kept.
-
-        `explanations` tells afterwards, per prompt, why the hit was what it was.
+        """`model.generate`, resumed from cached prefixes; prompts and answers are cached.
 
         Args:
-            inputs: the prompts, `[batch, tokens]`, padded on the left; also as `input_ids`.
-            namespace: prompts of different namespaces share nothing: an adapter, a tenant.
-            options: whatever `model.generate` takes, but for what cannot be right.
+            inputs: the prompts, `[batch, tokens]`, padded on the left. The name `input_ids` works as well.
+            namespace: prompts in different namespaces share nothing: an adapter, a tenant.
+            options: the options of `model.generate`, except those that cannot work with a prefix cache.
 
         Returns:
-            What `model.generate` returns.
+            The return value of `model.generate`.
 
         Raises:
-            ArgumentError: an option cannot be right with a prefix cache; the message says why.
-            PromptError: the prompts are none, or padded on the right.
+            ArgumentError: an option cannot work with a prefix cache; the message says why.
+            PromptError: there is no prompt, or it is padded on the right.
+            NonFiniteError: the model computed NaN or infinity; nothing of that pass is cached.
         """
         self._refuse_training()
         input_ids = options.pop("input_ids", None)
@@ -125,8 +134,8 @@ class PrefixCache:
             raise ArgumentError("generate: the prompts are given twice, as first argument and as input_ids")
         input_ids = inputs if input_ids is None else input_ids
         refuse_options(self._model, options)
-        pad_tokens, end_tokens = (tokens_of(self._model, options, name) for name in ("pad_token_id", "eos_token_id"))
-        prompts = prompts_of(input_ids, options.get("attention_mask"), next(iter(pad_tokens), None), end_tokens)
+        pad_tokens, end_tokens = (token_option(self._model, options, name) for name in ("pad_token_id", "eos_token_id"))
+        prompts = parse_prompts(input_ids, options.get("attention_mask"), next(iter(pad_tokens), None), end_tokens)
         past = self._begin(prompts, namespace)
         num_beams, num_returned = (
             option(self._model, options, name) or 1 for name in ("num_beams", "num_return_sequences")
@@ -134,131 +143,121 @@ class PrefixCache:
         repeats = max(num_beams, num_returned)
         if repeats > 1:
             past.batch_repeat_interleave(repeats)
-        keeps = self.keep_answers and num_returned == 1
-        with self._followed(past) if keeps else nullcontext():
+        is_kept = self._keeps_turns and num_returned == 1
+        with following(self._model, past):
             output = self._model.generate(input_ids, past_key_values=past, **options)
-        if keeps:
+        if is_kept:
             sequences = output if isinstance(output, Tensor) else output.sequences
-            answers = answers_of(prompts, sequences, end_tokens, pad_tokens)
-            for at, (row, ids) in enumerate(zip(prompts.rows, answers, strict=True)):
-                rows = range(at * repeats, (at + 1) * repeats)
-                self._computer.keep_turn(ids, len(row) - 1, namespace, past, rows)
+            turns = turns_of(prompts, sequences, end_tokens, pad_tokens)
+            for at, (row, ids) in enumerate(zip(prompts.rows, turns, strict=True)):
+                self._keep_turn(ids, len(row) - 1, past, range(at * repeats, (at + 1) * repeats))
         return output
 
     @contextmanager
     def session(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, namespace: str = ""
     ) -> Iterator[Past]:
-        """A past to be given to `model.generate`, or to the model, together with all of `input_ids`.
+        """A past to be given, together with all of `input_ids`, to `model.generate` or to the model.
 
-        What the model computes with it, or with its forks, is kept when the session ends; after an exception nothing of
-        it is. The past stays usable afterwards, as any cache of transformers.
+        When the session ends, what the model computed with the past and its forks is cached; after an exception nothing
+        of it is. The past can still be used afterwards, as any cache of transformers.
+
+        Args:
+            input_ids: the prompts, `[batch, tokens]`, padded on the left.
+            attention_mask: `[batch, tokens]`, 0 for padding.
+            namespace: prompts in different namespaces share nothing.
 
         Raises:
-            PromptError: the prompts are none, or padded on the right.
+            PromptError: there is no prompt, or it is padded on the right.
         """
         self._refuse_training()
-        pad_tokens, end_tokens = (tokens_of(self._model, {}, name) for name in ("pad_token_id", "eos_token_id"))
-        prompts = prompts_of(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
+        pad_tokens, end_tokens = (token_option(self._model, {}, name) for name in ("pad_token_id", "eos_token_id"))
+        prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
         past = self._begin(prompts, namespace)
-        with self._followed(past):
+        with following(self._model, past):
             yield past
-        for member in past.family if self.keep_answers else ():
+        for member in past.family if self._keeps_turns else ():
             for at, row in enumerate(member.known_rows() or ()):
-                num_before = min(len(row), member.explanations[at].asked - 1)
-                self._computer.keep_turn(row, num_before, namespace, member, [at])
+                num_prompt = min(len(row), member.explanations[at].asked - 1)
+                self._keep_turn(row, num_prompt, member, [at])
 
     def keep(self, token_ids: Sequence[int], namespace: str = "") -> None:
-        """Compute what is not known of these tokens, as whole chunks, and keep it. For instance while nobody waits."""
-        self._computer.keep(token_ids, namespace)
+        """Compute the whole chunks of these tokens that are not cached, and cache them: for instance between requests.
 
-    # What it holds
+        Args:
+            token_ids: the tokens of one sequence.
+            namespace: prompts in different namespaces share nothing.
+        """
+        self._prefiller.keep(token_ids, namespace)
+
+    # Bookkeeping
 
     def explain(self, input_ids: Tensor, namespace: str = "") -> Explanation:
-        """What a prompt of one sequence would hit now, and why not more. Changes nothing."""
-        ids = prompts_of(input_ids, None, None, frozenset()).rows[0]
-        with self._computer.lock:
+        """The hit that a prompt, `[1, tokens]`, would have now, and why it would not be longer. Changes nothing."""
+        ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
+        with self._prefiller.lock:
             key, limit, tree = Key.of(ids, namespace), len(ids) - 1, self.cache.tree
             return explain(tree, key, limit, tree.peek(key, limit))
 
     def pin(self, input_ids: Tensor, ttl: float = float("inf"), namespace: str = "") -> Pin | None:
-        """Keep what is usable of a sequence from eviction; see `HybridCache.pin`."""
-        ids = prompts_of(input_ids, None, None, frozenset()).rows[0]
-        with self._computer.lock:
+        """Protect the usable prefix of a prompt, `[1, tokens]`, from eviction; see `HybridCache.pin`."""
+        ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
+        with self._prefiller.lock:
             self.cache.adopt()
             return self.cache.pin(Key.of(ids, namespace), ttl)
 
     def unpin(self, pin: Pin) -> None:
-        """Let go of a pin."""
-        with self._computer.lock:
+        """Release a pin."""
+        with self._prefiller.lock:
             self.cache.adopt()
             self.cache.unpin(pin)
 
     def stats(self) -> CacheStats:
-        """What the cache did and holds."""
+        """Counts since the cache was made, and its contents."""
         return self.cache.stats()
 
     def audit(self) -> None:
-        """Prove that every page and every slot is in exactly one place.
+        """Verify that every page and every state slot has exactly one owner.
 
         Raises:
-            AuditError: it is not so.
+            AuditError: a page or a slot has none or several; the message names it.
         """
-        with self._computer.lock:
+        with self._prefiller.lock:
             self.cache.audit()
 
     def clear(self) -> None:
-        """Forget everything that is not pinned: for instance because the weights have changed."""
-        with self._computer.lock:
+        """Evict everything that is not pinned: for instance because the weights have changed."""
+        with self._prefiller.lock:
             self.cache.adopt()
             self.cache.clear()
 
     def _refuse_training(self) -> None:
         if self._model.training:
-            raise ArgumentError("the model is in training mode, where dropout changes what it computes: model.eval()")
+            raise ArgumentError(
+                "the model is in training mode, where dropout changes its results: call model.eval() first"
+            )
+
+    def _keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
+        """Cache a turn whose answer has been computed: no failure of it takes the answer away."""
+        try:
+            self._prefiller.keep_turn(token_ids, num_prompt, past, rows)
+        except NonFiniteError as error:
+            warnings.warn(f"an answer is not cached: {error}", RuntimeWarning, stacklevel=4)
 
     def _begin(self, prompts: Prompts, namespace: str) -> Past:
-        """A past that lacks of one prompt what follows its last boundary, and of several their last token."""
+        """A past after the prompts: of a single one up to its last boundary, of several up to their last tokens."""
         explanations = []
         ends = [len(row) - 1 for row in prompts.rows]
         is_alone = len(prompts.rows) == 1 and not prompts.is_padded
         if is_alone:
-            ends = [placement.prompt_end(len(prompts.rows[0]), self._computer.grid)]
+            ends = [placement.prompt_end(len(prompts.rows[0]), self._prefiller.grid)]
         done = []
         for row, end in zip(prompts.rows, ends, strict=True):
-            layers, explanation = self._computer.prefill(row, end, namespace)
+            layers, explanation = self._prefiller.prefill(Prefill(row, end, namespace))
             done.append(layers)
             explanations.append(explanation)
-        layers = done[0] if is_alone else self._computer.stack(done, prompts.width - 1)
+        layers = done[0] if is_alone else self._prefiller.stack(done, prompts.width - 1)
         self.explanations = tuple(explanations)
         rows = [row[:end] for row, end in zip(prompts.rows, ends, strict=True)]
-        marks = [Mark(ends[0])] if is_alone else [None] * len(rows)
-        return Past(self._computer, layers, rows, prompts.pads, namespace, explanations, marks)
-
-    @contextmanager
-    def _followed(self, past: Past) -> Iterator[None]:
-        """Meanwhile the past, and what is forked from it, knows what the model computes with it."""
-
-        def of_ours(kwargs: dict[str, Any]) -> Past | None:
-            seen = kwargs.get("past_key_values")
-            return seen if isinstance(seen, Past) and any(seen is member for member in past.family) else None
-
-        def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen = of_ours(kwargs)
-            if seen is not None:
-                seen.refuse_another_place(kwargs.get("position_ids"))
-
-        def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            seen = of_ours(kwargs)
-            if seen is not None:
-                seen.note(kwargs.get("input_ids", args[0] if args else None))
-
-        hooks = [
-            self._model.register_forward_pre_hook(look, with_kwargs=True),
-            self._model.register_forward_hook(note, with_kwargs=True),
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        boundaries = [Boundary(ends[0])] if is_alone else [None] * len(rows)
+        return Past(self._prefiller, layers, rows, prompts.pads, namespace, explanations, boundaries)

@@ -1,11 +1,9 @@
-"""Getting to know a model of transformers: what its cache keeps, and that nothing else remembers."""
+"""Probing a model of transformers: what its cache stores, and that it remembers nothing outside of its cache."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,26 +11,30 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hybrid.errors import UnsupportedModelError
-from hybrid.hf.layers import Layout, copy_of, layout_of, refuse_unsupported
-
-FALLBACKS = "transformers.integrations.hub_kernels"
-"""The module whose wrappers choose between a package's kernel and the torch function, when a model is imported."""
+from hybrid.hf.layers import Layout, fork_layer, layout_of, refuse_unsupported
 
 FIRST, REST, OTHER = range(1, 9), range(9, 11), range(20, 28)
-"""Tokens of the probe: a prefix, what follows it, and something else of the prefix's length."""
+"""Token ids of the probe: a prefix, its continuation, and an unrelated prompt of the same length as the prefix."""
 
 SAME = {torch.float32: 1e-4, torch.float64: 1e-9}
-"""How far logits of two equal passes may differ on a device whose sums have no fixed order, as part of their range."""
+"""Tolerance for the logits of two equal passes on a device with nondeterministic sums, relative to their range."""
 
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
-"""How far those of a pass in two parts may differ from those of one."""
+"""Tolerance for the logits of a prompt computed in two passes against one."""
 
 
 def forward(model: Any, tokens: Sequence[int], past: Any, start: int, device: torch.device) -> Tensor:
-    """One pass over the tokens of one sequence on top of a past; the logits of the last one, `[vocabulary]`.
+    """One forward pass over tokens of one sequence.
 
     Args:
-        start: tokens that the past has seen.
+        model: a causal language model.
+        tokens: the token ids to compute.
+        past: the cache that holds the tokens before; it is extended.
+        start: number of tokens that `past` holds.
+        device: device of the model's input.
+
+    Returns:
+        The logits of the last token, `[vocabulary]`.
     """
     options: dict[str, Any] = {}
     parameters = inspect.signature(model.forward).parameters
@@ -46,11 +48,14 @@ def forward(model: Any, tokens: Sequence[int], past: Any, start: int, device: to
 
 @torch.no_grad()
 def probe(model: Any, device: torch.device) -> Layout:
-    """Run a few tokens, to see what the cache keeps of them, that nothing else remembers, and that the model goes on
-    from it.
+    """Run a few tokens to find out what the cache stores, and check that the model can resume from it.
+
+    Returns:
+        The layout of the model's cache.
 
     Raises:
-        UnsupportedModelError: it is not so; the message says what.
+        UnsupportedModelError: the cache has unsupported layers, the model remembers something outside of its cache, or
+            it cannot resume from a copy of it; the message says which.
     """
     name = type(model).__name__
     config = model.config
@@ -65,7 +70,7 @@ def probe(model: Any, device: torch.device) -> Layout:
 
     def fork(past: Any) -> Any:
         other = DynamicCache(config=config)
-        other.layers = [copy_of(layer) for layer in past.layers]
+        other.layers = [fork_layer(layer) for layer in past.layers]
         return other
 
     try:
@@ -80,55 +85,25 @@ def probe(model: Any, device: torch.device) -> Layout:
         recurrent = [state for state in layout.states if state.kind == "recurrent_states"]
         for state in recurrent:
             shifted.layers[state.layer].recurrent_states[state.index].add_(1)
-        otherwise = run(REST, shifted, len(FIRST))
+        disturbed = run(REST, shifted, len(FIRST))
     except UnsupportedModelError:
         raise
     except (ValueError, TypeError, NotImplementedError, AttributeError, KeyError, RuntimeError) as error:
         raise UnsupportedModelError(f"{name} does not run on transformers' DynamicCache: {error}") from error
     exact = 0.0 if device.type == "cpu" else SAME.get(found.dtype, 2e-2)
-    if not _apart(found, expected) <= exact:
+    if not _difference(found, expected) <= exact:
         raise UnsupportedModelError(
-            f"{name} remembers something outside of its cache: the same past, taken up twice, gives other logits"
+            f"{name} remembers something outside of its cache: resuming twice from the same past gives different logits"
         )
-    if recurrent and torch.equal(otherwise, expected):
+    if recurrent and torch.equal(disturbed, expected):
         raise UnsupportedModelError(
-            f"{name} drops its recurrent states when it goes on with several tokens, so no prefix of it can be taken up"
+            f"{name} drops its recurrent states when it continues with several tokens, so no prefix can be resumed"
         )
-    if not _apart(at_once, expected) <= CLOSE.get(found.dtype, 5e-2):
-        raise UnsupportedModelError(f"{name} gives other logits when a prompt is computed in two parts")
+    if not _difference(at_once, expected) <= CLOSE.get(found.dtype, 5e-2):
+        raise UnsupportedModelError(f"{name} gives different logits when a prompt is computed in two passes")
     return layout
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference, as part of the range."""
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the range of `b`."""
     return float((a.float() - b.float()).abs().max() / b.float().abs().max())
-
-
-def use_functions_of_the_device(model: Any) -> None:
-    """Have a model on a CPU run its plain torch functions there, whatever kernels are installed.
-
-    transformers picks kernels when the modeling module is imported, for every device: with flash-linear-attention
-    installed, linear-attention models fail on a CPU. Each such function is replaced by one that looks at its first
-    tensor: on a CPU the torch function behind the kernel runs, elsewhere what was picked.
-    """
-    for name in {type(module).__module__ for module in model.modules()}:
-        module = sys.modules.get(name)
-        if module is None or not name.startswith("transformers.models."):
-            continue
-        for key, function in list(vars(module).items()):
-            if getattr(function, "__globals__", {}).get("__name__") == FALLBACKS and hasattr(function, "__wrapped__"):
-                setattr(module, key, _by_device(function))
-
-
-def _by_device(picked: Callable[..., Any]) -> Callable[..., Any]:
-    plain = inspect.unwrap(picked)
-    parameters = inspect.signature(plain).parameters
-
-    @wraps(plain)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if first is None or first.device.type != "cpu":
-            return picked(*args, **kwargs)
-        return plain(*args, **{name: value for name, value in kwargs.items() if name in parameters})
-
-    return function

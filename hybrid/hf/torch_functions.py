@@ -1,7 +1,20 @@
-"""transformers' own model, as the judge of ours."""
+"""transformers' plain torch functions in place of the kernels that it picks when a modeling module is imported.
+
+With flash-linear-attention installed, transformers picks its Triton kernels for every device, and models with linear
+attention then fail on a CPU. The torch function that a kernel replaces stays reachable as its `__wrapped__`.
+"""
+
+from __future__ import annotations
 
 import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
 from typing import Any
+
+from torch import Tensor
 
 TORCH_FUNCTIONS = (
     "torch_chunk_gated_delta_rule",
@@ -11,18 +24,50 @@ TORCH_FUNCTIONS = (
     "mamba2_chunk_scan",
     "mamba2_selective_state_update",
 )
-"""Those of all families; a model's module has some of them."""
+"""The functions with kernels, over all model families; a modeling module has some of them."""
+
+KERNEL_MODULE = "transformers.integrations.hub_kernels"
+"""The module of transformers whose wrappers choose between a kernel and its torch function."""
 
 
 def use_torch_functions(model: Any) -> None:
-    """Make a transformers model run its plain torch functions, whatever kernels are installed.
-
-    Where flash-linear-attention is installed, transformers picks its kernels when the modeling module is imported, for
-    every device, and the model then fails on a CPU. The torch functions stay reachable behind `__wrapped__`.
-    """
+    """Make a transformers model run its plain torch functions on every device: the reference for comparisons."""
     module = importlib.import_module(type(model).__module__)
     for name in vars(module).keys() & set(TORCH_FUNCTIONS):
-        function = getattr(module, name)
-        while hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        setattr(module, name, function)
+        setattr(module, name, inspect.unwrap(getattr(module, name)))
+
+
+def use_torch_functions_on_cpu(model: Any) -> None:
+    """Make a transformers model run its plain torch functions on a CPU, and the kernels that were picked elsewhere.
+
+    Each function that was picked is replaced, in the imported modeling module, by one that dispatches on the device of
+    its first tensor.
+    """
+    for name in {type(module).__module__ for module in model.modules()}:
+        module = sys.modules.get(name)
+        if module is None or not name.startswith("transformers.models."):
+            continue
+        for key, function in list(vars(module).items()):
+            if _is_kernel_wrapper(function):
+                setattr(module, key, _by_device(function))
+
+
+def _is_kernel_wrapper(function: object) -> bool:
+    """Whether transformers made this function to choose between a kernel and its torch function."""
+    if not isinstance(function, FunctionType) or inspect.unwrap(function) is function:
+        return False
+    return function.__globals__.get("__name__") == KERNEL_MODULE
+
+
+def _by_device(picked: Callable[..., Any]) -> Callable[..., Any]:
+    plain = inspect.unwrap(picked)
+    parameters = inspect.signature(plain).parameters
+
+    @wraps(plain)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if first is None or first.device.type != "cpu":
+            return picked(*args, **kwargs)
+        return plain(*args, **{name: value for name, value in kwargs.items() if name in parameters})
+
+    return function

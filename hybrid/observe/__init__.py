@@ -1,1 +1,1 @@
-"""What people look at: the tree in pictures."""
+"""What shows the state of a cache: the tree as text."""

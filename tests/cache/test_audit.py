@@ -10,7 +10,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.errors import AuditError, HybridError
 from hybrid.key import TOKEN_BYTES
-from hybrid.memory.memory import CacheMemory
+from hybrid.memory.memory import CacheMemory, Pool
 from hybrid.tree.node import Node
 from hybrid.tree.policy import Usage
 from support.caches import key_of, serve, start
@@ -39,10 +39,10 @@ class Books:
         return node
 
     def free_page(self) -> int:
-        return self.cache.pages.free_indices()[0]
+        return self.cache.memory.pages.free_indices()[0]
 
     def free_slot(self) -> int:
-        return self.cache.states.free_indices()[0]
+        return self.cache.memory.states.free_indices()[0]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def go_negative(books: Books) -> None:
 def lock_a_tombstone(books: Books) -> None:
     node = books.node("abcd")
     assert node.slot is not None
-    books.cache.states.free([node.slot])
+    books.cache.memory.states.free([node.slot])
     node.slot = None
     books.cache.tree.num_checkpoints -= 1
 
@@ -129,20 +129,26 @@ def lock_elsewhere(books: Books) -> None:
     books.lease.page_lock = Books().lease.page_lock
 
 
+def free_also(pool: Pool, index: int) -> None:
+    """The pool's list of free indices has one more."""
+    free = (*pool.free_indices(), index)
+    pool.free_indices = lambda: free  # type: ignore[method-assign]
+
+
 def leak_page(books: Books) -> None:
-    books.cache.pages.allocate(1)
+    books.cache.memory.pages.allocate(1)
 
 
 def free_owned_page(books: Books) -> None:
-    books.cache.pages.free([books.node("abef").pages[0]])
+    books.cache.memory.pages.free([books.node("abef").pages[0]])
 
 
 def free_private_page(books: Books) -> None:
-    books.cache.pages.free([books.lease.block_table[-1]])
+    books.cache.memory.pages.free([books.lease.block_table[-1]])
 
 
 def free_page_twice(books: Books) -> None:
-    books.cache.pages._free.append(books.free_page())
+    free_also(books.cache.memory.pages, books.free_page())
 
 
 def own_page_twice(books: Books) -> None:
@@ -173,15 +179,15 @@ def map_pages_without_a_lock(books: Books) -> None:
 
 
 def leak_slot(books: Books) -> None:
-    books.cache.states.allocate(1)
+    books.cache.memory.states.allocate(1)
 
 
 def free_front(books: Books) -> None:
-    books.cache.states.free([books.lease.front])
+    books.cache.memory.states.free([books.lease.front])
 
 
 def free_slot_twice(books: Books) -> None:
-    books.cache.states._free.append(books.free_slot())
+    free_also(books.cache.memory.states, books.free_slot())
 
 
 def own_slot_twice(books: Books) -> None:
@@ -229,9 +235,9 @@ CORRUPTIONS: list[tuple[Callable[[Books], None], str]] = [
     (own_page_twice, r"page \d+ is owned by the node of '' ending at 4 and by the node of '' ending at 8"),
     (own_page_that_is_not_there, r"page 99 is owned by a lease"),
     (share_private_page, r"page \d+ is owned by a lease and by a lease"),
-    (call_private_page_shared, r"a lease maps shared pages that its lock does not keep"),
-    (map_pages_of_a_sibling, r"a lease maps shared pages that its lock does not keep"),
-    (map_pages_without_a_lock, r"a lease maps shared pages that its lock does not keep"),
+    (call_private_page_shared, r"a lease maps shared pages that its lock does not protect"),
+    (map_pages_of_a_sibling, r"a lease maps shared pages that its lock does not protect"),
+    (map_pages_without_a_lock, r"a lease maps shared pages that its lock does not protect"),
     (leak_slot, r"state slot \d+ has no owner: leaked"),
     (free_front, r"state slot \d+ is owned by free and by a lease"),
     (free_slot_twice, r"state slot \d+ is owned by free and by free"),
@@ -271,7 +277,13 @@ def test_the_audit_changes_nothing(books: Books) -> None:
         nodes = [
             (id(n), n.edge, list(n.pages), n.slot, n.page_locks, n.usage.last_used) for _, n in books.cache.tree.nodes()
         ]
-        return nodes, books.cache.stats(), list(lease.block_table), lease.captured, books.cache.pages.free_indices()
+        return (
+            nodes,
+            books.cache.stats(),
+            list(lease.block_table),
+            lease.captured,
+            books.cache.memory.pages.free_indices(),
+        )
 
     before = everything(books.lease)
     books.cache.audit()

@@ -4,8 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
+from hybrid.cache.audit import audit
+from hybrid.cache.pins import Pins
 from hybrid.errors import AuditError
-from hybrid.memory.arena import ArenaPool
+from hybrid.memory.arena import Arena, ArenaPool
 from hybrid.tree.node import Node
 from hybrid.tree.policy import TURN_END
 from support.caches import AuditedCache, key_of, prefill, start
@@ -24,7 +26,7 @@ class Books:
             self.cache.close(lease)
         pin = self.cache.pin(key_of(self.cache, "abcd"))
         assert pin is not None
-        self.pin = pin
+        self.pin, self.pins = pin, self.cache.pins
         self.lease = start(self.cache, key_of(self.cache, "efghi"))
         assert self.cache.capture(self.lease, 10, TURN_END) is not None
 
@@ -33,30 +35,37 @@ class Books:
         assert node is not None
         return node
 
+    @property
+    def arena(self) -> Arena:
+        assert self.cache.memory.arena is not None
+        return self.cache.memory.arena
+
     def pool(self, name: str) -> ArenaPool:
-        assert self.cache.arena is not None
-        return next(pool for pool in self.cache.arena.pools if pool.name == name)
+        return next(pool for pool in self.arena.pools if pool.name == name)
+
+    def free_pieces(self, pieces: tuple[int, ...]) -> None:
+        """Have the arena name these pieces as free."""
+        self.arena.free_pieces = lambda: pieces  # type: ignore[method-assign]
+
+    def audit(self) -> None:
+        audit(self.cache.tree, self.cache.memory, self.cache.leases, self.pins)
 
 
 def lose_a_piece(books: Books) -> None:
-    assert books.cache.arena is not None
-    books.cache.arena._free.pop()
+    books.free_pieces(books.arena.free_pieces()[:-1])
 
 
 def free_a_piece_in_use(books: Books) -> None:
-    assert books.cache.arena is not None
-    books.cache.arena._free.append(books.pool("page").pieces[0])
+    books.free_pieces((*books.arena.free_pieces(), books.pool("page").pieces[0]))
 
 
 def miscount_loose_units(books: Books) -> None:
-    books.pool("page")._num_free += 1
+    free = books.pool("page").free_indices()[1:]
+    books.pool("page").free_indices = lambda: free  # type: ignore[method-assign]
 
 
 def keep_an_unused_piece(books: Books) -> None:
-    assert books.cache.arena is not None
-    pool = books.pool("page")
-    piece = books.cache.arena._free.pop()
-    pool._add(piece, list(range(piece * pool.per_piece, (piece + 1) * pool.per_piece)))
+    books.pool("page").is_unused = lambda piece: True  # type: ignore[method-assign]
 
 
 def leak_a_record(books: Books) -> None:
@@ -72,7 +81,7 @@ def pin_another_length(books: Books) -> None:
 
 
 def forget_a_pin(books: Books) -> None:
-    books.cache.pins.clear()
+    books.pins = Pins(books.cache.tree, books.cache.memory)
 
 
 def forget_the_newest_child(books: Books) -> None:
@@ -98,18 +107,18 @@ CORRUPTIONS = [
     (keep_an_unused_piece, r"piece \d+ belongs to page, although nothing in it is in use"),
     (leak_a_record, r"stored checkpoint \d+ has no owner: leaked"),
     (own_a_record_twice, r"stored checkpoint \d+ is owned by the checkpoint of '' at 8 and by the checkpoint of ''"),
-    (pin_another_length, r"a pin of 6 tokens does not keep the checkpoint there"),
+    (pin_another_length, r"a pin of 6 tokens does not lock the checkpoint there"),
     (forget_a_pin, r"2 page locks are not those of the leases and pins"),
-    (forget_the_newest_child, r"its parent's newest child is none of its children"),
-    (name_a_stranger_the_newest_child, r"its parent's newest child is none of its children"),
-    (overlook_a_candidate, r"may be evicted, and is no candidate"),
+    (forget_the_newest_child, r"its parent's newest child is not one of its children"),
+    (name_a_stranger_the_newest_child, r"its parent's newest child is not one of its children"),
+    (overlook_a_candidate, r"may be evicted, and is not a candidate"),
 ]
 
 
 @pytest.mark.parametrize(("corrupt", "line"), CORRUPTIONS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_corruption_is_named(corrupt: Callable[[Books], None], line: str) -> None:
     books = Books()
-    books.cache.audit()
+    books.audit()
     corrupt(books)
     with pytest.raises(AuditError, match=line):
-        books.cache.audit()
+        books.audit()

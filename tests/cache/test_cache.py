@@ -36,7 +36,7 @@ def test_a_disabled_cache_manages_memory_and_keeps_nothing() -> None:
         assert (cache.capture(lease, 2), cache.capture_spare(lease, 2), cache.take_back(lease)) == (None, None, False)
         cache.donate_states(lease, 6)
         cache.commit(lease, key, 6)
-        assert lease.explanation.reason == "the cache is off"
+        assert lease.explanation.reason == "the cache is disabled"
         cache.audit()
         cache.close(lease)
         cache.audit()
@@ -46,8 +46,8 @@ def test_a_disabled_cache_manages_memory_and_keeps_nothing() -> None:
 
 def test_a_cache_of_indices_numbers_pages_from_zero_and_slots_from_one() -> None:
     cache = HybridCache(CacheMemory.of_indices(3, 2))
-    assert set(cache.pages.free_indices()) == {0, 1, 2}
-    assert set(cache.states.free_indices()) == {1, 2}
+    assert set(cache.memory.pages.free_indices()) == {0, 1, 2}
+    assert set(cache.memory.states.free_indices()) == {1, 2}
     assert (cache.stats().pages_total, cache.stats().states_total) == (3, 2)
     assert (cache.stats().page_bytes, cache.stats().checkpoint_bytes) == (0, 0)
     assert cache.config == CacheConfig()
@@ -126,9 +126,9 @@ def of_spec(spec: HybridSpec, config: CacheConfig, free: int) -> HybridCache:
 
 def test_the_memory_is_shared_between_states_and_pages_and_never_exceeded() -> None:
     cache = sized(10_000, state_share=0.25)
-    assert cache.states.size == 2500 // STATE_BYTES == 13
-    assert cache.pages.size == (10_000 - 13 * STATE_BYTES) // PAGE_BYTES == 29
-    num_bytes = cache.kv.numel() * 2 + cache.state_tensors["conv"].stride(0) * 2 * cache.states.size
+    assert cache.memory.states.size == 2500 // STATE_BYTES == 13
+    assert cache.memory.pages.size == (10_000 - 13 * STATE_BYTES) // PAGE_BYTES == 29
+    num_bytes = cache.kv.numel() * 2 + cache.state_tensors["conv"].stride(0) * 2 * cache.memory.states.size
     assert 10_000 - PAGE_BYTES < num_bytes <= 10_000
     assert (cache.stats().page_bytes, cache.stats().checkpoint_bytes) == (PAGE_BYTES, STATE_BYTES)
     cache.audit()
@@ -141,9 +141,9 @@ def test_memory_may_be_a_part_of_what_is_free() -> None:
 def test_the_empty_state_is_zeros_and_is_never_handed_out() -> None:
     cache = sized(10_000)
     assert all(not tensor[EMPTY_STATE].any() for tensor in cache.state_tensors.values())
-    assert cache.state_tensors["conv"].shape == (cache.states.size, 3, 5)
+    assert cache.state_tensors["conv"].shape == (cache.memory.states.size, 3, 5)
     assert cache.state_tensors["recurrent"].dtype == torch.float32
-    assert EMPTY_STATE not in cache.states.free_indices()
+    assert EMPTY_STATE not in cache.memory.states.free_indices()
 
 
 def test_slots_and_pages_do_not_overlap() -> None:
@@ -170,8 +170,8 @@ def test_too_little_memory_is_refused_and_the_error_names_an_amount_that_suffice
         except MemoryBudgetError as error:
             refused.append((memory, named_amount(error)))
         else:
-            assert cache.states.size >= MIN_STATE_SLOTS
-            assert cache.pages.size >= 1
+            assert cache.memory.states.size >= MIN_STATE_SLOTS
+            assert cache.memory.pages.size >= 1
     assert refused
     for memory, named in refused:
         assert named > memory

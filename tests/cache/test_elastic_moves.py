@@ -32,7 +32,7 @@ def halves_of_pages() -> tuple[AuditedCache, Memory, Lease, Lease]:
         cache.close(leases[index])
     assert cache.take_back(leases[1])
     assert cache.take_back(leases[3])
-    assert (cache.arena.num_free, cache.pages.num_free) == (0, 4)
+    assert (cache.memory.arena.num_free, cache.memory.pages.num_free) == (0, 4)
     return cache, memory, leases[1], leases[3]
 
 
@@ -86,7 +86,7 @@ def halves_of_states() -> tuple[AuditedCache, Memory, Lease]:
         finish(cache, leases[index], "abcde"[index])
     for index in (2, 4):
         cache.close(leases[index])
-    assert cache.arena.num_free == 0
+    assert cache.memory.arena.num_free == 0
     return cache, memory, leases[0]
 
 

@@ -28,7 +28,7 @@ def test_spare_checkpoints_evict_nothing_and_leave_a_quarter_of_the_slots_free(c
     lease = start(cache, key_of(cache, "abcdefgh"))
     taken = [cache.capture_spare(lease, 2 * (n + 1)) for n in range(8)]
     assert [checkpoint is not None for checkpoint in taken] == [True] * 5 + [False] * 3
-    assert cache.states.num_free == 2
+    assert cache.memory.states.num_free == 2
     assert all(checkpoint.kind == INTERVAL for checkpoint in lease.captured)
     assert cache.capture(lease, 16) is not None
 

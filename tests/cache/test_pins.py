@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hybrid.cache.cache import MOST_PINNED, HybridCache
+from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.lease import Pin
+from hybrid.cache.pins import MAX_PINNED, Pin
 from hybrid.errors import MemoryBudgetError
 from hybrid.memory.memory import CacheMemory
 from support.caches import AuditedCache, audited_cache, key_of, release, serve, start
@@ -216,7 +216,7 @@ def test_in_one_budget_pages_and_checkpoints_count_together() -> None:
         pinned(cache, chr(ord("a") + index))  # a tenth for the state, a fortieth for the page
     before = books(cache)
     pinned_share = 4 * (1 / 10 + 1 / 40)
-    assert pinned_share == MOST_PINNED
+    assert pinned_share == MAX_PINNED
     serve(cache, key_of(cache, "z"))
     with pytest.raises(MemoryBudgetError):
         cache.pin(key_of(cache, "z"))

@@ -9,7 +9,9 @@ import pytest
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.lease import CacheStats, Lease, Pin
+from hybrid.cache.lease import Lease
+from hybrid.cache.pins import Pin
+from hybrid.cache.stats import CacheStats
 from hybrid.errors import OwnershipError
 from hybrid.memory.memory import CacheMemory
 from support.caches import audited_cache, key_of, release, serve, start

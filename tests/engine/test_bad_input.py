@@ -87,7 +87,7 @@ def test_another_number_of_params_than_of_prompts_is_refused(engine: Engine) -> 
 def test_contradictory_sampling_parameters_are_refused(engine: Engine) -> None:
     with pytest.raises(SamplingError, match=r"top_p=0.9 has no effect with temperature=0 .* set temperature=1.0"):
         SamplingParams(top_p=0.9)
-    with pytest.raises(SamplingError, match="max_new_tokens must be a number, at least 1"):
+    with pytest.raises(SamplingError, match="max_new_tokens must be an integer from 1"):
         SamplingParams(max_new_tokens=0)
 
 
@@ -131,7 +131,7 @@ def test_wrong_engine_arguments_are_refused(tiny: Engine) -> None:
         tiny.with_cache(CacheConfig(chunk_size=64))
     with pytest.raises(ArgumentError, match="dtype must be one of"):
         Engine.from_pretrained("tiny", dtype="int3")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         Engine.from_pretrained("/no/such/folder")
     with pytest.raises(ArgumentError, match="no eviction policy is named 'best'; there are: lru"):
         tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, eviction="best"))

@@ -17,7 +17,7 @@ def in_one_budget(tiny: Engine, pieces: int, **config: Any) -> Engine:
     config = {"page_size": GRID, "chunk_size": GRID, **config}
     memory = pieces * (-(-state_bytes // page_bytes) * page_bytes)
     engine = tiny.with_cache(CacheConfig(memory=memory, **config))
-    assert engine.cache.arena is not None
+    assert engine.cache.memory.arena is not None
     return engine
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -56,6 +57,48 @@ LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
         ("stop_token_ids", ["a"]),
         ("stop_token_ids", None),
         ("stop_token_ids", 7),
+        ("stop_token_ids", [2**31]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [0] * 1025),
+        ("max_new_tokens", 2**31),
+        ("max_new_tokens", 10**400),
+        pytest.param("max_new_tokens", 10**5000, id="more digits than Python prints"),
+        ("max_new_tokens", np.float64(3)),
+        ("temperature", 10**400),
+        ("temperature", 1e7),
+        ("temperature", np.float32(np.nan)),
+        ("temperature", True),
+        ("top_k", 10**400),
+        ("top_k", np.bool_(True)),
+        ("top_p", 10**400),
+        ("top_p", -(10**400)),
+        ("top_p", True),
+        ("min_p", 10**400),
+        ("min_p", math.nan),
+        ("seed", 10**400),
+        ("seed", True),
+        ("logprobs", 10**400),
+        ("priority", 101),
+        ("priority", -101),
+        ("priority", 10**400),
+        ("priority", 0.5),
+        ("priority", True),
+        ("pin_for", 10**400),
+        ("pin_for", 2e9),
+        ("pin_for", 0),
+        ("pin_for", -math.inf),
+        ("pin_for", math.nan),
+        ("pin_for", True),
+        ("checkpoint_at", 5),
+        ("checkpoint_at", [1.5]),
+        ("checkpoint_at", [True]),
+        ("checkpoint_at", [10**400]),
+        ("checkpoint_at", [1] * 1025),
+        ("ignore_eos", 1),
+        ("ignore_eos", None),
+        ("stop", ["a"] * 257),
+        ("stop", "a" * 16385),
+        ("stop", ["a" * 8193, "b" * 8192]),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_its_name(name: str, value: Any) -> None:
@@ -63,6 +106,7 @@ def test_a_value_out_of_range_is_refused_by_its_name(name: str, value: Any) -> N
     with pytest.raises(hybrid.SamplingError, match=rf"^SamplingParams: {name} ") as raised:
         SamplingParams(**settings)
     assert isinstance(raised.value, ValueError)
+    assert len(str(raised.value)) < 300  # a value of many digits is not printed whole
 
 
 @pytest.mark.parametrize("setting", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"seed": 0}])
@@ -75,6 +119,37 @@ def test_what_has_no_effect_on_a_greedy_answer_is_refused(setting: dict[str, Any
 def test_an_unknown_parameter_is_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        max_new_tokens=np.int64(5),
+        temperature=np.float32(0.5),
+        top_k=np.int32(7),
+        top_p=np.float64(0.5),
+        seed=np.uint64(2**63 - 1),
+        logprobs=np.int8(3),
+        stop_token_ids=[np.int64(1)],
+        checkpoint_at=(np.int16(-3),),
+        ignore_eos=np.True_,
+        pin_for=np.float64(2),
+        priority=np.int64(-100),
+    )
+    expected = SamplingParams(
+        max_new_tokens=5,
+        temperature=0.5,
+        top_k=7,
+        top_p=0.5,
+        seed=2**63 - 1,
+        logprobs=3,
+        stop_token_ids=(1,),
+        checkpoint_at=(-3,),
+        ignore_eos=True,
+        pin_for=2.0,
+        priority=-100,
+    )
+    assert params == expected
+    assert [type(value) for value in vars(params).values()] == [type(value) for value in vars(expected).values()]
 
 
 def test_the_default_is_greedy_and_the_likeliest_token_alone_is_greedy_too() -> None:
@@ -98,7 +173,23 @@ def sampled(logits: torch.Tensor, params: SamplingParams, count: int) -> list[in
 
 
 @pytest.mark.parametrize(
-    "setting", [{"top_p": 1}, {"min_p": 1}, {"temperature": 2}, {"seed": 2**63 - 1}, {"logprobs": 0}, {"logprobs": 100}]
+    "setting",
+    [
+        {"top_p": 1},
+        {"min_p": 1},
+        {"temperature": 2},
+        {"temperature": 1e6},
+        {"seed": 2**63 - 1},
+        {"logprobs": 0},
+        {"logprobs": 100},
+        {"max_new_tokens": 2**31 - 1},
+        {"pin_for": math.inf},
+        {"pin_for": 10**9},
+        {"priority": 100},
+        {"priority": -100},
+        {"stop": "a" * 16384},
+        {"stop": ["a"] * 256},
+    ],
 )
 def test_the_ends_of_a_range_belong_to_it(setting: dict[str, Any]) -> None:
     SamplingParams(**{"temperature": 1.0, **setting})

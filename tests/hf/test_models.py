@@ -13,6 +13,7 @@ from hybrid.hf.layers import LINEAR
 from support.hf import (
     REFUSED,
     SUPPORTED,
+    WITHOUT_ANSWERS,
     assert_close,
     assert_nothing_held,
     assert_same,
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_hit_is_bitwise_a_cold_run_and_transformers_own_within_rounding(name: str) -> None:
     """Two turns of a chat."""
     model = tiny_model(name)
-    cache, cold = cache_on(model), cache_on(model, keep_answers=False)
+    cache, cold = cache_on(model), cache_on(model, placement=WITHOUT_ANSWERS)
     prompt = ids(70)
     first = cache.generate(prompt, **greedy(14))
     assert_close(first, model.generate(prompt, **greedy(14)))

@@ -13,7 +13,16 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import hybrid
 from hybrid import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.hf.prefix_cache import PrefixCache
-from support.hf import assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
+from support.hf import (
+    WITHOUT_ANSWERS,
+    assert_close,
+    assert_nothing_held,
+    assert_same,
+    cache_on,
+    greedy,
+    ids,
+    tiny_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +69,7 @@ def test_the_answer_is_kept_and_the_next_turn_begins_after_it(model: Any) -> Non
     first = cache.generate(ids(40), **greedy(30))
     cache.generate(torch.cat([first.sequences, ids(5)], 1), **greedy())
     assert cache.explanations[0].usable_hit == 64
-    cache.keep_answers = False
+    cache = cache_on(model, placement=WITHOUT_ANSWERS)
     other = cache.generate(ids(40, 1), **greedy(30))
     cache.generate(torch.cat([other.sequences, ids(5)], 1), **greedy())
     assert cache.explanations[0].usable_hit == 32
@@ -81,7 +90,7 @@ def test_every_hit_is_explained_and_counted(model: Any) -> None:
     cache.generate(prompt, **greedy())
     assert cache.explain(prompt).usable_hit == 32
     cache.generate(prompt, **greedy())
-    assert str(cache.explanations[0]).startswith("40 tokens asked, pages to 32, usable to 32")
+    assert str(cache.explanations[0]).startswith("32 of 40 tokens cached, pages up to 32")
     stats = cache.stats()
     assert (stats.requests, stats.prompt_tokens, stats.usable_tokens) == (2, 80, 32)
 
@@ -116,7 +125,7 @@ def test_cleared_is_forgotten_but_for_pins(model: Any) -> None:
 def test_too_little_memory_evicts_and_never_changes_results(name: str, deterministic: bool) -> None:
     model = tiny_model(name)
     small = cache_on(model, 40_000, deterministic=deterministic)
-    large = cache_on(model, deterministic=deterministic, keep_answers=False)
+    large = cache_on(model, deterministic=deterministic, placement=WITHOUT_ANSWERS)
     for seed in (0, 1, 2, 1):
         prompt = torch.cat([ids(80), ids(60, seed)], 1) if seed % 2 else ids(130, seed)
         found = small.generate(prompt, **greedy())
@@ -131,7 +140,7 @@ def test_too_little_memory_evicts_and_never_changes_results(name: str, determini
 
 def test_what_is_moved_to_make_room_stays_what_it_was(model: Any) -> None:
     """One budget: pages are moved together where a state needs a piece."""
-    small, cold = cache_on(model, 40_000), cache_on(model, keep_answers=False)
+    small, cold = cache_on(model, 40_000), cache_on(model, placement=WITHOUT_ANSWERS)
     for seed in (0, 1, 2, 3, 1, 0, 4, 5, 1, 3, 0):
         prompt = torch.cat([ids(80), ids(60, seed)], 1) if seed % 2 else ids(130, seed)
         cold.clear()
@@ -186,18 +195,20 @@ def test_a_pass_that_fails_leaves_nothing_behind(model: Any, pass_number: int) -
 
 def test_an_exception_inside_a_session_keeps_nothing_and_leaks_nothing(model: Any) -> None:
     cache = cache_on(model)
-    answers = []
+    answers, pasts = [], []
 
     def work() -> None:
         with cache.session(ids(40)) as past:
+            pasts.append(past)
             answers.append(model.generate(ids(40), past_key_values=past, max_new_tokens=40, min_new_tokens=40))
             raise KeyError
 
     with pytest.raises(KeyError):
         work()
     assert_nothing_held(cache)
-    assert not model._forward_hooks
-    assert cache.explain(answers[0]).usable_hit == 32  # of the prompt, which was kept when the session began
+    assert cache.explain(answers[0]).usable_hit == 32  # of the prompt, which was cached when the session began
+    model.generate(torch.cat([answers[0], ids(5)], 1), past_key_values=pasts[0], max_new_tokens=1)
+    assert pasts[0].known_rows() is None  # it is not followed any more
 
 
 def test_a_model_in_training_mode_is_refused(model: Any) -> None:
@@ -292,13 +303,13 @@ def test_a_streamer_sees_what_it_always_does(model: Any) -> None:
         ({"use_cache": False}, "leaves nothing to reuse"),
         ({"position_ids": torch.arange(40)[None]}, "positions are those of the tokens"),
         ({"prefill_chunk_size": 8}, "cuts the prefill itself"),
-        ({"assistant_model": object()}, "the whole prompt once more"),
-        ({"prompt_lookup_num_tokens": 3}, "the whole prompt once more"),
-        ({"output_hidden_states": True}, "tokens that are cached"),
-        ({"output_attentions": True}, "tokens that are cached"),
-        ({"custom_generate": "somebody/something"}, "is not known"),
+        ({"assistant_model": object()}, "the whole prompt again"),
+        ({"prompt_lookup_num_tokens": 3}, "the whole prompt again"),
+        ({"output_hidden_states": True}, "cached tokens are not computed"),
+        ({"output_attentions": True}, "cached tokens are not computed"),
+        ({"custom_generate": "somebody/something"}, "is unknown"),
         ({"pixel_values": torch.zeros(1)}, "not part of the token ids"),
-        ({"max_new_token": 3}, "is no option"),
+        ({"max_new_token": 3}, "is not an option"),
         ({"input_ids": ids(3)}, "given twice"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -383,7 +394,7 @@ def test_what_came_as_embeddings_is_not_kept_and_not_taken_back(model: Any) -> N
     with cache.session(ids(40)) as past:
         with torch.no_grad():
             model(inputs_embeds=model.get_input_embeddings()(ids(30, 1)), past_key_values=past)
-        with pytest.raises(RequestError, match="cannot name"):
+        with pytest.raises(RequestError, match="does not know"):
             past.rewind(3)
     assert cache.stats().pages_cached == 2
 
@@ -504,4 +515,4 @@ def test_functions_picked_for_a_gpu_are_left_to_it(model: Any) -> None:
     PrefixCache(model, "4MiB")
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is function  # wrapped once
     assert function.__module__ == modeling_qwen3_5.__name__
-    assert function.__globals__["__name__"] == "hybrid.hf.probe"
+    assert function.__globals__["__name__"] == "hybrid.hf.torch_functions"

@@ -1,5 +1,5 @@
-"""The router of a mixture of experts, and its layer on our Triton kernels; the products themselves are in
-`test_kernels_experts.py`, whole models in `test_models_families.py`."""
+"""The router of a mixture of experts. Its products are in `tests/kernels/test_experts.py`, whole models in
+`test_families.py`."""
 
 import pytest
 import torch

@@ -78,24 +78,20 @@ class TreeCase:
 class AuditedCache(HybridCache):
     """A cache that proves its books after every action, one that raised included. Keeps what it evicted, in order."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, memory: CacheMemory, config: CacheConfig | None = None) -> None:
+        super().__init__(memory, config, on_evict=self._note)
         self.victims: list[tuple[list[int], list[int]]] = []
-        let_go = self._room.let_go
 
-        def noted(released: Released) -> None:
-            self.victims.append((list(released.pages), list(released.slots)))
-            let_go(released)
-
-        self._room.let_go = noted  # type: ignore[method-assign]
+    def _note(self, released: Released) -> None:
+        self.victims.append((list(released.pages), list(released.slots)))
 
     def evict_pages(self, count: int) -> None:
-        """Take what somebody else's need would take."""
-        self._room.let_go(self.tree.evict_pages(count))
+        """Take what the need of another request would take."""
+        self.allocator.evict(self.tree.evict_pages, count)
 
     def evict_checkpoints(self, count: int) -> None:
-        """Take what somebody else's need would take."""
-        self._room.let_go(self.tree.evict_checkpoints(count))
+        """Take what the need of another request would take."""
+        self.allocator.evict(self.tree.evict_checkpoints, count)
 
 
 def _audited(action: Callable[..., Any]) -> Callable[..., Any]:

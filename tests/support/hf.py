@@ -1,4 +1,4 @@
-"""What the tests of `hybrid.hf` share: a tiny random model of every kind that transformers has."""
+"""Shared by the tests of `hybrid.hf`: a tiny random model of every kind that transformers has."""
 
 from typing import Any
 
@@ -10,6 +10,9 @@ from hybrid.hf.prefix_cache import PrefixCache
 
 GRID = 16
 VOCAB = 128
+
+WITHOUT_ANSWERS = ("branch", "prompt_end", "geometric")
+"""Placements of a cache that caches prompts only."""
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -172,7 +175,7 @@ SUPPORTED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
-"""Model types that work, and what makes a tiny one. docs/transformers.md lists the same."""
+"""Supported model types, with the settings of a tiny model. docs/transformers.md has the same list."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jamba": (
@@ -194,9 +197,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "recurrent_gemma": ({"lru_width": 32, "block_types": ["recurrent", "attention"]}, "outside of its cache"),
     "minimax": ({}, "does not run on transformers' DynamicCache"),
     "deepseek_v4": ({}, "DeepseekV4HCACache"),
-    "falcon_mamba": ({"state_size": 8, "time_step_rank": 4}, "no layer of it is attention"),
+    "falcon_mamba": ({"state_size": 8, "time_step_rank": 4}, "none of its layers is attention"),
 }
-"""Model types that are refused, and a word of the reason."""
+"""Model types that are refused, with settings and a part of the reason."""
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -212,13 +215,13 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def cache_on(model: Any, memory: int | str = "4MiB", **more: Any) -> PrefixCache:
+def cache_on(model: Any, memory: int | str = "4MiB", **options: Any) -> PrefixCache:
     """A cache with chunks and pages of 16 tokens."""
-    return PrefixCache(model, memory, chunk_size=GRID, page_size=GRID, **more)
+    return PrefixCache(model, memory, chunk_size=GRID, page_size=GRID, **options)
 
 
 def ids(count: int, seed: int = 0, rows: int = 1) -> Tensor:
-    """Prompts of so many tokens, none of them special."""
+    """Prompts of `count` tokens, none of them special."""
     return torch.randint(3, VOCAB, (rows, count), generator=torch.Generator().manual_seed(seed))
 
 
@@ -247,7 +250,7 @@ def assert_close(one: Any, other: Any, tolerance: float = 1e-4) -> None:
 
 
 def assert_nothing_held(cache: PrefixCache) -> None:
-    """The books balance, and nothing is held by anybody but the tree."""
+    """The audit passes, and no page or state is held outside of the tree."""
     cache.audit()
     stats = cache.stats()
     assert (stats.pages_private, stats.states_private) == (0, 0)

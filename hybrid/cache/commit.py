@@ -1,0 +1,108 @@
+"""Handing what a request has computed to the tree."""
+
+from __future__ import annotations
+
+from hybrid.cache.allocator import Allocator
+from hybrid.cache.lease import Lease
+from hybrid.errors import OwnershipError
+from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
+from hybrid.tree.node import Checkpoint, Inserted
+from hybrid.tree.tree import Tree
+
+
+class Committer:
+    """Moves finished pages and captured checkpoints from leases to the tree.
+
+    After a commit the tree owns every page of the committed tokens, and the lease holds a page lock on them. Of what
+    the tree had already, the lease's own copy is freed. Where an insert raises, all that was committed before it stays
+    committed, and the rest stays the lease's.
+
+    Args:
+        tree: the new owner.
+        memory: the pools.
+        allocator: allocates places of stored checkpoints; is told which node owns which pages.
+    """
+
+    def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator) -> None:
+        self._tree = tree
+        self._memory = memory
+        self._allocator = allocator
+
+    def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
+        """Insert the pages of `[0, num_tokens)`, and the checkpoints captured and lost there.
+
+        Raises:
+            OwnershipError: `num_tokens` is not a multiple of the page size, or more than the lease has pages for, or
+                the key does not begin with the tokens of the lease's shared pages. Nothing was changed.
+        """
+        page_size = self._tree.page_size
+        if num_tokens % page_size or num_tokens > len(lease.block_table) * page_size:
+            raise OwnershipError(f"commit: {num_tokens} tokens, with {len(lease.block_table)} pages of {page_size}")
+        num_shared = min(lease.num_shared, num_tokens // page_size)
+        found = self._tree.peek(key, num_shared * page_size)
+        if self._tree.pages(found.deepest, found.num_page_tokens) != lease.block_table[:num_shared]:
+            raise OwnershipError("commit: the key does not begin with the tokens of the pages that the lease shares")
+        captured = {checkpoint.num_tokens: checkpoint for checkpoint in lease.captured}
+        for position in sorted({*captured, *lease.lost}):
+            if position <= num_tokens:
+                self._insert(lease, key, position, captured.get(position))
+        if num_tokens > lease.num_shared * page_size:
+            self._insert(lease, key, num_tokens, None)
+
+    def _insert(self, lease: Lease, key: Key, num_tokens: int, captured: Checkpoint | None) -> None:
+        page_size = self._tree.page_size
+        checkpoint = self._store(key, captured) if captured is not None else None
+        try:
+            start = lease.page_lock.node if lease.page_lock is not None else None
+            if start is not None and start.end > lease.num_shared * page_size:
+                start = None  # its edge continues beyond what the key has in common with it
+            pages = lease.block_table[: num_tokens // page_size]
+            inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, lease.lost.get(num_tokens))
+        except BaseException:
+            if checkpoint is not None and checkpoint is not captured:
+                self._memory.checkpoints.free([checkpoint.slot])
+            raise
+        lease.lost.pop(num_tokens, None)
+        if captured is not None:
+            lease.captured.remove(captured)
+            if checkpoint is not captured:
+                self._memory.states.free([captured.slot])
+            if checkpoint is not None and not inserted.adopted:
+                self._memory.checkpoints.free([checkpoint.slot])
+        self._share_pages(lease, inserted, num_tokens // page_size)
+
+    def _share_pages(self, lease: Lease, inserted: Inserted, num_pages: int) -> None:
+        """The tree owns the lease's first `num_pages` pages now, or had others for them, and the lease's are freed. Map
+        the tree's, and lock them."""
+        num_existing = inserted.num_existing // self._tree.page_size
+        self._allocator.note_owner(lease.block_table[num_existing:num_pages], inserted.node)
+        if num_existing > lease.num_shared:
+            duplicates = lease.block_table[lease.num_shared : num_existing]
+            lease.block_table[:num_existing] = self._tree.pages(inserted.node, inserted.num_existing)
+            lease.num_shared = num_existing
+            self._memory.pages.free(duplicates)
+        if num_pages >= lease.num_shared:
+            lease.num_shared = num_pages
+            old, lease.page_lock = lease.page_lock, self._tree.lock_pages(inserted.node)
+            if old is not None:
+                self._tree.unlock(old)
+
+    def _store(self, key: Key, captured: Checkpoint) -> Checkpoint | None:
+        """What the tree takes of a captured state: itself, or a copy that is stored smaller. None when there is no
+        memory for one, or the tree has a checkpoint there."""
+        memory = self._memory
+        if not memory.stores_smaller:
+            return captured
+        if self._tree.peek(key, captured.num_tokens).num_tokens == captured.num_tokens:
+            return None
+        place = self._allocator.allocate_checkpoint()
+        if place is None:
+            return None
+        try:
+            assert memory.store is not None
+            memory.store.store(captured.slot, place)
+        except BaseException:
+            memory.checkpoints.free([place])
+            raise
+        return captured._replace(slot=place)

@@ -1,0 +1,134 @@
+"""Pins: prefixes that are protected from eviction until they are unpinned or expire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybrid.errors import ArgumentError, MemoryBudgetError
+from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
+from hybrid.tree.node import Lock, PageLock, StateLock
+from hybrid.tree.tree import Tree
+
+MAX_PINNED = 0.5
+"""The part of the memory that pins may protect."""
+
+PINNED_TOO_MUCH = (
+    "with this pin over half of the memory would be pinned; unpin something, or give the cache more memory"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A prefix that is protected from eviction.
+
+    Attributes:
+        num_tokens: length of the prefix; the checkpoint at its end is protected too.
+        expires: when it ends by itself, on the clock of `time.monotonic`.
+    """
+
+    num_tokens: int
+    expires: float
+    page_lock: PageLock
+    state_lock: StateLock
+
+
+class Pins:
+    """The pins of a cache, in the order in which they were made.
+
+    A pin holds a page lock and a state lock on the node of its checkpoint, from `add` to `remove`.
+
+    Args:
+        tree: the locks are on its nodes.
+        memory: its capacities limit what can be pinned.
+    """
+
+    def __init__(self, tree: Tree, memory: CacheMemory) -> None:
+        self._tree = tree
+        self._memory = memory
+        self._pins: dict[Pin, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[Pin]:
+        return iter(self._pins)
+
+    def __contains__(self, pin: object) -> bool:
+        return pin in self._pins
+
+    def add(self, key: Key, ttl: float) -> Pin | None:
+        """Pin what is usable of a key. None when nothing is.
+
+        Raises:
+            ArgumentError: `ttl` is not a positive number.
+            MemoryBudgetError: more than half of the memory would be pinned. Nothing was changed.
+        """
+        if not ttl > 0:
+            raise ArgumentError(f"pin: ttl must be a positive number of seconds, got {ttl!r}")
+        self.expire()
+        node = self._tree.peek(key, len(key)).checkpoint
+        if node is None:
+            return None
+        pin = Pin(node.end, time.monotonic() + ttl, self._tree.lock_pages(node), self._tree.lock_state(node))
+        self._pins[pin] = None
+        if self._pinned_share() > MAX_PINNED:
+            self.remove(pin)
+            raise MemoryBudgetError(PINNED_TOO_MUCH)
+        return pin
+
+    def extend(self, pin: Pin, key: Key) -> None:
+        """Have a pin protect what is usable of a key by now. A pin that has ended stays so.
+
+        Raises:
+            MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
+        """
+        node = self._tree.peek(key, len(key)).checkpoint
+        if pin not in self._pins or node is None:
+            return
+        old = pin.num_tokens, pin.page_lock, pin.state_lock
+        pin.num_tokens, pin.page_lock = node.end, self._tree.lock_pages(node)
+        pin.state_lock = self._tree.lock_state(node)
+        if self._pinned_share() > MAX_PINNED:
+            self._unlock(pin)
+            pin.num_tokens, pin.page_lock, pin.state_lock = old
+            raise MemoryBudgetError(PINNED_TOO_MUCH)
+        self._tree.unlock(old[1])
+        self._tree.unlock(old[2])
+
+    def remove(self, pin: Pin) -> None:
+        """End a pin. One that has ended stays so."""
+        if pin in self._pins:
+            del self._pins[pin]
+            self._unlock(pin)
+
+    def remove_next_to_expire(self) -> bool:
+        """End the pin that would expire first. False when there is none."""
+        pin = min(self._pins, key=lambda pin: pin.expires, default=None)
+        if pin is not None:
+            self.remove(pin)
+        return pin is not None
+
+    def expire(self) -> None:
+        """End the pins whose time is over."""
+        if self._pins:
+            now = time.monotonic()
+            for pin in [pin for pin in self._pins if pin.expires <= now]:
+                self.remove(pin)
+
+    def locks(self) -> list[Lock]:
+        """The locks that pins hold."""
+        return [lock for pin in self._pins for lock in (pin.page_lock, pin.state_lock)]
+
+    def _pinned_share(self) -> float:
+        """The part of the memory that pins protect: of the scarcer kind where pages and states do not share it."""
+        memory, locks = self._memory, self.locks()
+        pages = self._tree.num_locked_pages(locks) / memory.pages.capacity
+        checkpoints = self._tree.num_locked_checkpoints(locks) / memory.checkpoints.capacity
+        return max(pages, checkpoints) if memory.arena is None else pages + checkpoints
+
+    def _unlock(self, pin: Pin) -> None:
+        self._tree.unlock(pin.page_lock)
+        self._tree.unlock(pin.state_lock)

@@ -1,0 +1,50 @@
+"""What a cache counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """Counts since the cache was made, and what it holds now.
+
+    Attributes:
+        requests, prompt_tokens, usable_tokens, page_tokens: requests recorded, the tokens of their prompts, those that
+            did not have to be computed, and those whose pages were cached.
+        evicted_pages, evicted_checkpoints: evicted to free memory.
+        pages_free, pages_cached, pages_private: the pages by owner; they add up to `pages_total` where they do not
+            share their memory with states. Where they do, free memory counts as free for both kinds.
+        states_free, checkpoints, states_private: the state slots by owner; they add up to `states_total` where they do
+            not share their memory with pages.
+        moved_pages: pages (and states) that were moved together so that memory could go from one kind to the other.
+        page_bytes, checkpoint_bytes: bytes of a page and of a checkpoint, 0 where the cache does not know them.
+        pins: prefixes that are pinned.
+        policy_failure: why the eviction policy was dismissed; None while it is in use.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    usable_tokens: int = 0
+    page_tokens: int = 0
+    evicted_pages: int = 0
+    evicted_checkpoints: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_private: int = 0
+    states_total: int = 0
+    states_free: int = 0
+    checkpoints: int = 0
+    states_private: int = 0
+    page_bytes: int = 0
+    checkpoint_bytes: int = 0
+    moved_pages: int = 0
+    pins: int = 0
+    policy_failure: str | None = None
+
+    @property
+    def hit_rate(self) -> float:
+        """Part of the prompt tokens that were not computed."""
+        usable = self.usable_tokens  # read first: in another thread than the owner's both may grow meanwhile
+        return min(1.0, usable / self.prompt_tokens) if self.prompt_tokens else 0.0
