@@ -50,7 +50,7 @@ class Ghosts:
         self._half = max(1, limit // 2)
         self._young: dict[bytes, NodeUsage | None] = {}
         self._old: dict[bytes, NodeUsage | None] = {}
-        self._unhashed: list[tuple[Chain, bytes, int, NodeUsage | None]] = []
+        self._unhashed: list[tuple[Chain, bytes, NodeUsage | None]] = []
         self._num_unhashed = 0
 
     def __len__(self) -> int:
@@ -59,6 +59,8 @@ class Ghosts:
 
     def chain(self, node: Node) -> Chain:
         """The chain of the path from the root to a node's end."""
+        if node.chain is not None:
+            return node.chain
         path = []
         above: Node | None = node
         while above is not None and above.chain is None:
@@ -73,36 +75,57 @@ class Ghosts:
         return chain
 
     def _extend(self, chain: Chain, edge: bytes) -> Chain:
+        digests = self._digests(chain, edge)
+        ids_after = (len(chain[1]) + len(edge)) % self._block
+        rest = (chain[1] + edge)[-ids_after:] if ids_after else b""
+        return digests[-1] if digests else chain[0], rest
+
+    def _digests(self, chain: Chain, edge: bytes) -> list[bytes]:
+        """The digests at the end of each block that ends in an edge, after a path with the given chain."""
         value, rest = chain
         ids, block = rest + edge if rest else edge, self._block
-        whole = len(ids) - len(ids) % block
-        for start in range(0, whole, block):
+        digests = []
+        for start in range(0, len(ids) - block + 1, block):
             value = of_block(value, ids[start : start + block])
-        return value, ids[whole:]
+            digests.append(value)
+        return digests
 
-    def remember(self, node: Node, keep: int) -> None:
-        """Remember the blocks of a node's edge after its first `keep` bytes, and the usage of its lost checkpoint."""
+    def _add(self, digest: bytes, lost: NodeUsage | None) -> None:
+        self._young[digest] = lost
+        if len(self._young) > self._half:
+            self._old, self._young = self._young, {}
+
+    def remember(self, node: Node, num_kept: int) -> None:
+        """Remember the blocks of a leaf's edge after its first `num_kept` tokens, which are about to be evicted, and
+        the usage of its lost checkpoint."""
         parent = node.parent
         assert parent is not None
-        self._unhashed.append((self.chain(parent), node.edge, keep, node.usage if node.lost_checkpoint else None))
-        self._num_unhashed += len(node.edge)
-        if self._num_unhashed > MAX_UNHASHED:
-            self._hash()
+        lost = node.usage if node.lost_checkpoint else None
+        if not num_kept and node.digests is None:
+            self._unhashed.append((self.chain(parent), node.edge, lost))
+            self._num_unhashed += (node.end - node.start) * TOKEN_BYTES
+            if self._num_unhashed > MAX_UNHASHED:
+                self._hash()
+            return
+        self._hash()
+        if node.digests is None:  # once for all cuts of this leaf
+            node.digests = self._digests(self.chain(parent), node.edge)
+        grid = self._block // TOKEN_BYTES
+        num_left = (node.start + num_kept) // grid - node.start // grid
+        for digest in node.digests[num_left:]:
+            self._add(digest, None)
+        if lost is not None and node.end % grid == 0 and node.digests:
+            self._add(node.digests[-1], lost)
+        del node.digests[num_left:]
 
     def _hash(self) -> None:
         unhashed, self._unhashed, self._num_unhashed = self._unhashed, [], 0
-        block = self._block
-        for (value, rest), edge, keep, lost in unhashed:
-            ids, young = rest + edge if rest else edge, self._young
-            whole = len(ids) - len(ids) % block
-            for start in range(0, whole, block):
-                value = of_block(value, ids[start : start + block])
-                if start + block > keep + len(rest):
-                    young[value] = None
-            if lost is not None and whole == len(ids):
-                young[value] = lost
-            if len(young) > self._half:
-                self._old, self._young = young, {}
+        for chain, edge, lost in unhashed:
+            digests = self._digests(chain, edge)
+            for digest in digests:
+                self._add(digest, None)
+            if lost is not None and digests and (len(chain[1]) + len(edge)) % self._block == 0:
+                self._add(digests[-1], lost)
 
     def follow(
         self, key: Key, node: Node | None, num_tokens: int, limit: int

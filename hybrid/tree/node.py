@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
+
+from hybrid.key import TOKEN_BYTES
 
 
 class Kind(StrEnum):
@@ -48,51 +52,119 @@ class NodeUsage:
     notes: Any = None
 
 
+class Run:
+    """Consecutive nodes, each but the first the child of the one before, with the ids and pages of all their edges.
+
+    A run grows and shrinks at its end only. Cutting an edge in two, or joining two edges of a run, therefore moves no
+    ids and no pages, and a path of many nodes is compared with a key in one step.
+
+    Attributes:
+        start: tokens from the root to where the run begins.
+        page_size: tokens per page.
+        ids: bytes of the token ids of all edges.
+        pages: page ids of all edges.
+        nodes: the nodes in order.
+        stored: those of the nodes that own a checkpoint, in order.
+        joined: the run that took over this one's nodes; None while it has its own.
+    """
+
+    __slots__ = ("ids", "joined", "nodes", "page_size", "pages", "start", "stored")
+
+    def __init__(self, start: int, page_size: int, ids: bytes | bytearray, pages: array[int]) -> None:
+        self.start = start
+        self.page_size = page_size
+        self.ids: bytearray = bytearray(ids)
+        self.pages: array[int] = pages
+        self.nodes: list[Node] = []
+        self.stored: list[Node] = []
+        self.joined: Run | None = None
+
+    def node_at(self, num_tokens: int) -> Node:
+        """The node whose edge holds the token before position `num_tokens`."""
+        nodes = self.nodes
+        return nodes[0] if nodes[0].end >= num_tokens else nodes[bisect_left(nodes, num_tokens, key=end_of)]
+
+    def index(self, node: Node) -> int:
+        """Which of the nodes a node is."""
+        return len(self.nodes) - 1 if self.nodes[-1] is node else bisect_left(self.nodes, node.end, key=end_of)
+
+
 class Node:
-    """An edge, its pages, and perhaps the checkpoint at its end.
+    """An edge with its pages, and possibly the checkpoint at its end.
 
     Attributes:
         parent: None for the root of a namespace, and for a node that was removed.
-        former_parent: the parent of a node that was removed.
-        edge: the bytes of the edge's token ids.
-        pages: page ids of the edge, one per page.
-        end: tokens from the root to this node's end.
-        newest: the child inserted last, if it is still there: the first one to try on a long path of single children.
+        run: holds the edge's ids and pages.
+        start, end: tokens from the root to where the edge begins and ends.
+        children: by the bytes of the first page of their edges.
         slot: state slot of the checkpoint at `end`; None for a tombstone.
-        lost_checkpoint: it had a checkpoint, which was evicted or not admitted; `usage` is that checkpoint's.
+        lost_checkpoint: its checkpoint was evicted or not admitted; `usage` is that checkpoint's.
+        page_locks: locks on the pages from the root to `end`, those of `state_locks` included.
+        state_locks: locks on the checkpoint.
         chain: hash of the path from the root, cached by `hybrid.tree.ghosts`; None until it is needed.
+        digests: hashes of the path at each block inside the edge, cached likewise.
     """
 
     __slots__ = (
         "chain",
         "children",
-        "edge",
+        "digests",
         "end",
-        "former_parent",
         "lost_checkpoint",
-        "newest",
         "page_locks",
-        "pages",
         "parent",
+        "run",
         "slot",
+        "start",
         "state_locks",
         "usage",
     )  # fmt: skip
 
-    def __init__(self, parent: Node | None, edge: bytes, pages: array[int], end: int, usage: NodeUsage) -> None:
+    def __init__(self, parent: Node | None, run: Run, start: int, end: int, usage: NodeUsage) -> None:
         self.parent: Node | None = parent
-        self.former_parent: Node | None = None
-        self.edge = edge
-        self.pages = pages
+        self.run: Run = run
+        self.start = start
         self.end = end
         self.children: dict[bytes, Node] = {}
-        self.newest: Node | None = None
         self.slot: int | None = None
         self.page_locks = 0
         self.state_locks = 0
         self.usage = usage
         self.lost_checkpoint = False
         self.chain: tuple[bytes, bytes] | None = None
+        self.digests: list[bytes] | None = None
+
+    @property
+    def edge(self) -> bytes:
+        """The bytes of the edge's token ids."""
+        first = self.run.start
+        return bytes(self.run.ids[(self.start - first) * TOKEN_BYTES : (self.end - first) * TOKEN_BYTES])
+
+    @property
+    def pages(self) -> array[int]:
+        """Page ids of the edge: a copy."""
+        first, page_size = self.run.start, self.run.page_size
+        return self.run.pages[(self.start - first) // page_size : (self.end - first) // page_size]
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the edge."""
+        return (self.end - self.start) // self.run.page_size
+
+    def checkpoint_above(self) -> Node | None:
+        """The nearest node above this one that owns a checkpoint."""
+        node: Node | None = self
+        end = self.end
+        while node is not None and node.parent is not None:
+            stored = node.run.stored
+            if stored and stored[0].end < end:
+                last = stored[-1]
+                return last if last.end < end else stored[bisect_left(stored, end, key=end_of) - 1]
+            node = node.run.nodes[0].parent
+        return None
+
+
+end_of = attrgetter("end")
 
 
 class Match(NamedTuple):
@@ -164,7 +236,7 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str, usage: NodeUsage) -> None:
-        super().__init__(None, b"", array("i"), 0, usage)
+        super().__init__(None, Run(0, 1, b"", array("i")), 0, 0, usage)
         self.namespace = namespace
 
 

@@ -18,12 +18,13 @@ evicts. `match` changes nothing but recency, `peek` changes nothing at all, only
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from hybrid.errors import LockError, OwnershipError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.candidates import Candidates
+from hybrid.tree.cover import Cover
 from hybrid.tree.evictor import Evictor
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
@@ -131,35 +132,19 @@ class Tree:
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, without counting it as a use: changes nothing."""
-        node: Node | None = self.forest.roots.get(key.namespace)
-        if node is None:
+        root = self.forest.roots.get(key.namespace)
+        if root is None:
             return Match(0, 0, None, None, None)
         ids, page_bytes = key.ids, self._page_bytes
         end = min(limit * TOKEN_BYTES, len(ids)) // page_bytes * page_bytes
-        starts_with = ids.startswith
-        offset = 0
-        checkpoint: Node | None = None
-        while offset < end:
-            child = node.newest
-            if child is None or not starts_with(child.edge, offset):
-                child = node.children.get(ids[offset : offset + page_bytes])
-                if child is None:
-                    break
-                if not starts_with(child.edge, offset):
-                    node = child
-                    offset += common_prefix(ids, child.edge, offset, 0, page_bytes, end - offset)
-                    break
-            node = child
-            stop = offset + len(child.edge)
-            if stop > end:
-                offset = end
-                break
-            offset = stop
-            if child.slot is not None:
-                checkpoint = child
-        if key.units:
-            return self._whole(key, offset // TOKEN_BYTES, node if offset else None, checkpoint)
+        node, offset = self._descend(ids, root, 0, end)
         num_page_tokens = offset // TOKEN_BYTES
+        if node.slot is not None and node.end <= num_page_tokens:
+            checkpoint: Node | None = node
+        else:
+            checkpoint = node.checkpoint_above()
+        if key.units:
+            return self._whole(key, num_page_tokens, node if offset else None, checkpoint)
         num_tokens = checkpoint.end if checkpoint is not None else 0
         branching_len = num_page_tokens // self.grid * self.grid
         return Match(
@@ -169,6 +154,33 @@ class Tree:
             checkpoint,
             node if offset else None,
         )
+
+    def _descend(self, ids: bytes, node: Node, offset: int, end: int) -> tuple[Node, int]:
+        """Follow ids from `offset`, the end of a node, up to `end`: as far as the tree has their pages. Returns the
+        node of the last page, and the offset after it, which may be inside the node's edge."""
+        page_bytes, starts_with = self._page_bytes, ids.startswith
+        run = node.run
+        start = (node.end - run.start) * TOKEN_BYTES
+        is_inside = start < len(run.ids)  # the run continues after the node
+        while offset < end:
+            if not is_inside:
+                child = node.children.get(ids[offset : offset + page_bytes])
+                if child is None:
+                    break
+                run, start = child.run, 0
+                stop = offset + len(run.ids)
+                if stop <= end and starts_with(run.ids, offset):
+                    node, offset = run.nodes[-1], stop
+                    continue
+            shared = common_prefix(ids, run.ids, offset, start, page_bytes, end - offset)
+            if shared:
+                offset += shared
+                num_tokens = run.start + (start + shared) // TOKEN_BYTES
+                node = run.node_at(num_tokens)
+                if node.end != num_tokens:
+                    break
+            is_inside = False  # where a run was left only another child can continue
+        return node, offset
 
     def _whole(self, key: Key, num_page_tokens: int, node: Node | None, checkpoint: Node | None) -> Match:
         """A match that ends inside none of the key's units."""
@@ -224,8 +236,9 @@ class Tree:
         """Page ids of the first `num_tokens` tokens on the path from the root to `node`."""
         parts = []
         while node is not None and node.parent is not None:
-            parts.append(node.pages)
-            node = node.parent
+            run = node.run
+            parts.append(run.pages[: (node.end - run.start) // self.page_size])
+            node = run.nodes[0].parent
         pages = array("i")
         for part in reversed(parts):
             pages.extend(part)
@@ -278,15 +291,12 @@ class Tree:
             node, offset = below, below.end * TOKEN_BYTES
         node, offset = self._descend(key.ids, node, offset, end)
         num_existing = offset // TOKEN_BYTES
+        if num_existing < node.end:
+            node = self.forest.split(node, num_existing)
         if offset < end:
-            first_child = not node.children
-            leaf = self.forest.add_leaf(
-                node, key.ids[offset:end], pages[offset // self._page_bytes :], self._usage(tick)
-            )
+            ids, own_pages = key.ids[offset:end], pages[offset // self._page_bytes :]
+            node = self._grow(node, ids, own_pages, self._usage(tick), below)
             self.forest.roots[key.namespace] = root
-            if first_child:
-                self.candidates.changed(node)
-            node = leaf
         adopted = checkpoint is not None and node.slot is None
         if checkpoint is not None and usage is not None:
             if adopted:
@@ -298,23 +308,22 @@ class Tree:
         self.candidates.enter(node, renewed=adopted or past is not None)
         return Inserted(node, num_existing, adopted)
 
-    def _descend(self, ids: bytes, node: Node, offset: int, end: int) -> tuple[Node, int]:
-        """Follow the ids from `offset`, where `node` ends, up to `end`; the edge on which they part is split. Returns
-        the node where they end and the offset of its end."""
-        page_bytes, starts_with = self._page_bytes, ids.startswith
-        while offset < end:
-            child = node.newest
-            if child is None or not starts_with(child.edge, offset):
-                child = node.children.get(ids[offset : offset + page_bytes])
-                if child is None:
-                    break
-            edge = child.edge
-            if offset + len(edge) > end or not starts_with(edge, offset):
-                shared = common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
-                return self.forest.split(child, shared), offset + shared
-            node = child
-            offset += len(edge)
-        return node, offset
+    def _grow(self, node: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage, below: Node | None) -> Node:
+        """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
+        if (
+            node.parent is not None
+            and not node.children
+            and node.slot is None
+            and not node.lost_checkpoint
+            and node.page_locks == (node is below)  # no lock but the caller's own
+        ):
+            self.forest.extend(node, ids, pages, usage)
+            return node
+        first_child = not node.children
+        leaf = self.forest.add_leaf(node, ids, pages, usage)
+        if first_child:
+            self.candidates.changed(node)
+        return leaf
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
@@ -373,35 +382,51 @@ class Tree:
 
     # Locks
 
-    def lock_pages(self, node: Node) -> PageLock:
-        """Protect the pages from the root to the node's end."""
+    def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
+        """Protect the pages from the root to the node's end.
+
+        Args:
+            num_tokens: a position inside the node's edge, at a multiple of the page size: only the pages before it are
+                protected, the rest of the edge may be evicted. None: the node's end.
+        """
+        if num_tokens is not None and num_tokens < node.end:
+            node = self.forest.split(node, num_tokens)
         lock = PageLock(self, node)
         node.page_locks += 1
+        self.forest.locked.changed(node)
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
         assert node.slot is not None
         lock = StateLock(self, node)
+        if not node.state_locks:
+            self.forest.num_locked_checkpoints += 1
         node.state_locks += 1
         node.page_locks += 1
+        self.forest.locked.changed(node)
         return lock
 
-    def num_locked_pages(self, locks: Iterable[Lock]) -> int:
-        """Number of pages that these locks protect."""
-        seen: set[int] = set()
-        total = 0
-        for lock in locks:
-            node = lock.node
-            while node is not None and id(node) not in seen:
-                seen.add(id(node))
-                total += len(node.pages)
-                node = node.parent
-        return total
+    @property
+    def num_locked_pages(self) -> int:
+        """Number of pages that locks protect."""
+        return self.forest.locked.num_pages
 
-    def num_locked_checkpoints(self, locks: Iterable[Lock]) -> int:
-        """Number of checkpoints that these locks protect."""
-        return len({id(lock.node) for lock in locks if isinstance(lock, StateLock)})
+    @property
+    def num_locked_checkpoints(self) -> int:
+        """Number of checkpoints that locks protect."""
+        return self.forest.num_locked_checkpoints
+
+    def cover(self, is_end: Callable[[Node], bool]) -> Cover:
+        """A count of the pages on the paths to some nodes, which the tree keeps up to date.
+
+        Args:
+            is_end: whether the path to a node counts. Each such node is locked, and `Cover.changed` is called with it
+                whenever this changes.
+        """
+        cover = Cover(is_end)
+        self.forest.covers.append(cover)
+        return cover
 
     def unlock(self, lock: Lock) -> None:
         """Release a lock.
@@ -416,11 +441,33 @@ class Tree:
         node, lock.node = lock.node, None
         if isinstance(lock, StateLock):
             node.state_locks -= 1
+            if not node.state_locks:
+                self.forest.num_locked_checkpoints -= 1
         node.page_locks -= 1
-        if not node.page_locks or not node.state_locks:
-            self.candidates.enter(node)
         if not node.page_locks:
+            self.forest.locked.changed(node)
+            self.candidates.enter(node)
             self.candidates.changed(node)
+            if node.slot is None and len(node.children) == 1:
+                self.forest.join(node)
+        elif not node.state_locks:
+            self.candidates.enter(node)
+
+    def owner_of_slot(self, slot: int) -> Node | None:
+        """The node whose checkpoint is in a slot."""
+        return self.forest.by_slot.get(slot)
+
+    def move_checkpoint(self, slot: int, to: int) -> None:
+        """The contents of a checkpoint's slot were moved to another slot."""
+        self.forest.move_checkpoint(slot, to)
+
+    def move_page(self, page: int, to: int, node: Node) -> bool:
+        """The contents of a page were moved to another page. False when the page is not the tree's.
+
+        Args:
+            node: the node that the page was inserted with, in the tree or removed since.
+        """
+        return self.forest.move_page(page, to, node)
 
     # Evicting
 
