@@ -81,10 +81,10 @@ class HybridCache:
         self.memory: CacheMemory = memory
         max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
         policy = policy_of(config.eviction)
-        self.tree = Tree(config.page_size, config.grid, policy, memory.prices, max_ghosts, config.seed)
+        self.tree: Tree = Tree(config.page_size, config.grid, policy, memory.prices, max_ghosts, config.seed)
         self.leases: set[Lease] = set()
-        self.pins = Pins(self.tree, memory)
-        self.allocator = Allocator(self.tree, memory, self.leases, self.pins, on_evict)
+        self.pins: Pins = Pins(self.tree, memory)
+        self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self.pins, on_evict)
         self._committer = Committer(self.tree, memory, self.allocator)
         self._stats = CacheStats()
         if memory.sizes is not None:

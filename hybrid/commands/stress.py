@@ -155,9 +155,9 @@ class Stress:
 
     def __init__(self, engine: Engine, seed: int, audit_every: int = 1) -> None:
         self.engine = engine
-        self.dice = random.Random(seed)
+        self.dice: random.Random = random.Random(seed)
         elastic = "one budget" if engine.cache.memory.arena is not None else "fixed"
-        self.report = Report(seed, policy=str(engine.cache.config.eviction), memory=elastic)
+        self.report: Report = Report(seed, policy=str(engine.cache.config.eviction), memory=elastic)
         self._audit_every = audit_every
         self._histories: list[list[int]] = []
         self._live: list[str] = []
