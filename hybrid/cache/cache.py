@@ -32,7 +32,7 @@ from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.stats import CacheStats
-from hybrid.errors import OwnershipError
+from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
@@ -143,7 +143,24 @@ class HybridCache:
             limit: up to `len(key) - 1`, so that a token is left to compute.
             num_tokens: tokens to allocate pages for at once.
             priority: how much its checkpoints matter, for policies that ask.
+
+        Raises:
+            ArgumentError: `limit` is negative, or leaves no token to compute.
         """
+        if not 0 <= limit < len(key):
+            raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
+        return self._open(key, limit, num_tokens, priority)
+
+    def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
+        """As `open`, for a caller that needs states and no logits: all of the key may be cached.
+
+        Args:
+            num_tokens: tokens to allocate pages for at once.
+            priority: how much its checkpoints matter, for policies that ask.
+        """
+        return self._open(key, len(key), num_tokens, priority)
+
+    def _open(self, key: Key, limit: int, num_tokens: int, priority: int) -> Lease | None:
         self._refuse_other_threads()
         self.pins.expire()
         found = self.tree.peek(key, limit)
@@ -191,21 +208,35 @@ class HybridCache:
         return True
 
     def capture(self, lease: Lease, num_tokens: int, kind: str = PROMPT_END) -> Checkpoint | None:
-        """Allocate a slot for the state after `num_tokens` tokens, which the pass in flight writes. None when there is
-        none, or the checkpoint is not admitted: it would be worth less than what would be evicted for it.
+        """Allocate a slot for the state after `num_tokens` tokens, which the next pass writes.
+
+        None when there is no slot, when the checkpoint is not admitted (it would be worth less than what would be
+        evicted for it), when the tree has a checkpoint there, or when the position is inside a unit of the key.
 
         Args:
+            num_tokens: a multiple of the grid, beyond the front.
             kind: why it is kept: "branch", "prompt_end", "turn_end", "user".
+
+        Raises:
+            ArgumentError: the position is not on the grid, not beyond the front, or captured already.
         """
         self._refuse_closed(lease)
+        self._refuse_position(lease, num_tokens)
+        if self._is_useless(lease, num_tokens):
+            return None
         if not self.memory.checkpoints.num_free and not self._is_admitted(lease, num_tokens, kind):
             return None
         return self._capture(lease, num_tokens, kind)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
-        """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free."""
+        """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free.
+
+        Raises:
+            ArgumentError: the position is not on the grid, not beyond the front, or captured already.
+        """
         self._refuse_closed(lease)
-        if self.spare_share <= SPARE_SHARE:
+        self._refuse_position(lease, num_tokens)
+        if self.spare_share <= SPARE_SHARE or self._is_useless(lease, num_tokens):
             return None
         return self._capture(lease, num_tokens, INTERVAL)
 
@@ -217,19 +248,50 @@ class HybridCache:
         return lease.back is not None
 
     def swap(self, lease: Lease) -> None:
-        """The pass has read the front and written the back: they change places, and the old state stays in the back."""
+        """The pass has read the front and written the back: they change places, and the old state stays in the back.
+
+        Raises:
+            OwnershipError: there is no back slot, or the pass did not read the front: the first pass reads the matched
+                checkpoint, or the empty state. Nothing was changed.
+        """
         self._refuse_closed(lease)
-        assert lease.back is not None
+        if lease.back is None:
+            raise OwnershipError("swap: the lease has no back slot; call take_back before the pass")
+        if lease.read_slot != lease.front:
+            raise OwnershipError("swap: the first pass of a lease does not read its front, and must write the front")
         lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
 
     def advance(self, lease: Lease, num_tokens: int) -> None:
-        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is unlocked."""
+        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is unlocked.
+
+        Raises:
+            ArgumentError: `num_tokens` is before the front, or beyond the pages of the lease.
+            OwnershipError: the front was donated.
+        """
         self._refuse_closed(lease)
+        end = len(lease.block_table) * self.config.page_size
+        if not lease.front_tokens <= num_tokens <= end:
+            raise ArgumentError(
+                f"advance: to {num_tokens} tokens, from {lease.front_tokens} on and with pages for {end}"
+            )
+        if lease.front == EMPTY_STATE:
+            raise OwnershipError("advance: the front of the lease was donated")
         if lease.state_lock is not None:
             self.tree.unlock(lease.state_lock)
             lease.state_lock = None
         lease.read_slot = lease.front
         lease.front_tokens = num_tokens
+
+    def discard(self, lease: Lease) -> None:
+        """Void a lease whose pass failed, or yielded numbers that are not finite: the slots that were captured and not
+        committed are freed, and nothing else of it can be committed, captured or advanced. What was committed before
+        stays. Close the lease when its request has been told.
+        """
+        self._refuse_closed(lease)
+        lease.is_void = True
+        slots = [checkpoint.slot for checkpoint in lease.captured]
+        lease.captured = []
+        self.memory.states.free(slots)
 
     def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
         """Hand the pages of `[0, num_tokens)`, and the checkpoints captured there, to the tree.
@@ -237,8 +299,8 @@ class HybridCache:
         What the tree has already is freed, and the block table points at the tree's pages afterwards.
 
         Raises:
-            OwnershipError: `num_tokens` is not a multiple of the page size, or more than the lease has pages for, or
-                the key does not begin with the tokens of the lease's shared pages. Nothing was changed.
+            OwnershipError: `num_tokens` is not a multiple of the page size, or beyond what was advanced, or the key
+                does not begin with the tokens that the lease was opened with. Nothing was changed.
         """
         self._refuse_closed(lease)
         self._committer.commit(lease, key, num_tokens)
@@ -249,14 +311,18 @@ class HybridCache:
         It is the end of a request's life: the front or the back becomes the tree's without a copy.
         """
         self._refuse_closed(lease)
-        grid = self.config.grid
-        own = lease.front != EMPTY_STATE and lease.state_lock is None
-        if own and 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0:
+        own = lease.front != EMPTY_STATE and lease.read_slot == lease.front
+        if own and self._can_be_donated(lease, lease.front_tokens, limit):
             lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority, lease.turn))
             lease.front = EMPTY_STATE
-        elif lease.back is not None and 0 < lease.back_tokens <= limit and lease.back_tokens % grid == 0:
+        elif lease.back is not None and self._can_be_donated(lease, lease.back_tokens, limit):
             lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority, lease.turn))
             lease.back = None
+
+    def _can_be_donated(self, lease: Lease, num_tokens: int, limit: int) -> bool:
+        on_grid = 0 < num_tokens <= limit and num_tokens % self.config.grid == 0
+        captured = any(checkpoint.num_tokens == num_tokens for checkpoint in lease.captured)
+        return on_grid and not captured and lease.key.whole(num_tokens, 1) == num_tokens
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
         """A request's turn ends after `num_tokens` tokens, which have been committed: a checkpoint of its prompt at the
@@ -275,7 +341,7 @@ class HybridCache:
         Raises:
             OwnershipError: it was closed before.
         """
-        self._refuse_closed(lease)
+        self._refuse_closed(lease, even_void=True)
         self.leases.remove(lease)
         for lock in lease.locks:
             self.tree.unlock(lock)
@@ -352,6 +418,8 @@ class HybridCache:
     def _lease(self, key: Key, limit: int, found: Match, priority: int) -> Lease:
         """A lease of what was found, before anything is locked or allocated."""
         return Lease(
+            key=key,
+            num_known=len(key),
             front=EMPTY_STATE,
             read_slot=EMPTY_STATE,
             front_tokens=found.num_tokens,
@@ -406,10 +474,32 @@ class HybridCache:
         lease.captured.append(checkpoint)
         return checkpoint
 
-    def _refuse_closed(self, lease: Lease) -> None:
+    def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._refuse_other_threads()
         if lease not in self.leases:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
+        if lease.is_void and not even_void:
+            raise OwnershipError("a pass of this lease was discarded: it can only be closed")
+
+    def _refuse_position(self, lease: Lease, num_tokens: int) -> None:
+        grid = self.config.grid
+        if num_tokens % grid:
+            raise ArgumentError(f"capture: {num_tokens} is not a multiple of the grid of {grid}")
+        if num_tokens <= lease.front_tokens:
+            raise ArgumentError(f"capture: the state after {num_tokens} tokens; the front is at {lease.front_tokens}")
+        if any(checkpoint.num_tokens == num_tokens for checkpoint in lease.captured):
+            raise ArgumentError(f"capture: the state after {num_tokens} tokens is captured already")
+
+    def _is_useless(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether a checkpoint could not be used, or is in the tree already."""
+        if num_tokens > len(lease.key):
+            return False
+        if lease.key.whole(num_tokens, 1) != num_tokens:
+            return True
+        node = lease.page_lock.node if lease.page_lock is not None else None
+        if node is not None and node.end < num_tokens and not node.children:
+            return False  # most often: the request leaves what is known
+        return self.tree.peek(lease.key, num_tokens).num_tokens == num_tokens
 
     def _refuse_other_threads(self) -> None:
         me = threading.get_ident()
