@@ -36,6 +36,7 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
+from hybrid.key import Key  # noqa: E402
 from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
 from hybrid.tree.candidates import PolicyWarning  # noqa: E402
@@ -54,6 +55,7 @@ __all__ = [
     "HybridError",
     "Image",
     "ImagePrompt",
+    "Key",
     "LockError",
     "MemoryBudgetError",
     "Mover",

@@ -240,6 +240,7 @@ def test_the_public_names_are_these() -> None:
         "HybridError",
         "Image",
         "ImagePrompt",
+        "Key",
         "LockError",
         "MemoryBudgetError",
         "NonFiniteError",
