@@ -23,6 +23,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler, Step
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.interrupts import deferred_interrupts
+from hybrid.key import check_namespace
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
@@ -362,6 +363,7 @@ class Engine:
         self.scheduler.add(request)
 
     def _request(self, prompt: Prompt, params: SamplingParams | None, namespace: str) -> Request:
+        check_namespace(namespace)
         params = params or self.default_params
         encoded = self._encode(prompt)
         ids, config = encoded.ids, self.model.config
