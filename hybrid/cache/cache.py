@@ -26,6 +26,7 @@ import torch
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.audit import audit
+from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation, explain
@@ -38,14 +39,11 @@ from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Checkpoint, Match, Released
 from hybrid.tree.policies import policy_of
-from hybrid.tree.policy import INTERVAL, PROMPT_END, TURN_END
+from hybrid.tree.policy import PROMPT_END, TURN_END
 from hybrid.tree.tree import Tree
 
 GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
 """The tree remembers this many evicted prefixes for each page of the memory, and at least this many: about 15 MB."""
-
-SPARE_SHARE = 0.25
-"""Spare checkpoints leave this part of the memory free."""
 
 
 class HybridCache:
@@ -86,6 +84,7 @@ class HybridCache:
         self.leases: set[Lease] = set()
         self.pins = Pins(self.tree, memory)
         self.allocator = Allocator(self.tree, memory, self.leases, self.pins, on_evict)
+        self._capturer = Capturer(self.tree, memory, self.allocator)
         self._committer = Committer(self.tree, memory, self.allocator)
         self._stats = CacheStats()
         if memory.sizes is not None:
@@ -221,12 +220,7 @@ class HybridCache:
             ArgumentError: the position is not on the grid, not beyond the front, or captured already.
         """
         self._refuse_closed(lease)
-        self._refuse_position(lease, num_tokens)
-        if self._is_useless(lease, num_tokens):
-            return None
-        if not self.memory.checkpoints.num_free and not self._is_admitted(lease, num_tokens, kind):
-            return None
-        return self._capture(lease, num_tokens, kind)
+        return self._capturer.capture(lease, num_tokens, kind)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
         """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free.
@@ -235,10 +229,7 @@ class HybridCache:
             ArgumentError: the position is not on the grid, not beyond the front, or captured already.
         """
         self._refuse_closed(lease)
-        self._refuse_position(lease, num_tokens)
-        if self.spare_share <= SPARE_SHARE or self._is_useless(lease, num_tokens):
-            return None
-        return self._capture(lease, num_tokens, INTERVAL)
+        return self._capturer.capture_spare(lease, num_tokens)
 
     def take_back(self, lease: Lease) -> bool:
         """Make sure that the lease has its back slot, the second of the ping-pong pair. False when there is none."""
@@ -311,18 +302,7 @@ class HybridCache:
         It is the end of a request's life: the front or the back becomes the tree's without a copy.
         """
         self._refuse_closed(lease)
-        own = lease.front != EMPTY_STATE and lease.read_slot == lease.front
-        if own and self._can_be_donated(lease, lease.front_tokens, limit):
-            lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority, lease.turn))
-            lease.front = EMPTY_STATE
-        elif lease.back is not None and self._can_be_donated(lease, lease.back_tokens, limit):
-            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority, lease.turn))
-            lease.back = None
-
-    def _can_be_donated(self, lease: Lease, num_tokens: int, limit: int) -> bool:
-        on_grid = 0 < num_tokens <= limit and num_tokens % self.config.grid == 0
-        captured = any(checkpoint.num_tokens == num_tokens for checkpoint in lease.captured)
-        return on_grid and not captured and lease.key.whole(num_tokens, 1) == num_tokens
+        self._capturer.donate(lease, limit)
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
         """A request's turn ends after `num_tokens` tokens, which have been committed: a checkpoint of its prompt at the
@@ -454,52 +434,12 @@ class HybridCache:
         finally:
             self.tree.unlock(lock)
 
-    def _is_admitted(self, lease: Lease, num_tokens: int, kind: str) -> bool:
-        """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
-        it missed."""
-        usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn))
-        usage.priority = max(usage.priority, lease.priority)
-        above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
-        node = lease.page_lock.node if lease.page_lock is not None else None
-        while node is not None and (node.slot is None or node.end >= num_tokens):
-            node = node.parent
-        above.append(node.end if node is not None else 0)
-        return self.tree.admits(usage, num_tokens, max(above), kind == TURN_END, self.memory.arena is not None)
-
-    def _capture(self, lease: Lease, num_tokens: int, kind: str) -> Checkpoint | None:
-        slot = self.allocator.allocate_state()
-        if slot is None:
-            return None
-        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn)
-        lease.captured.append(checkpoint)
-        return checkpoint
-
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._refuse_other_threads()
         if lease not in self.leases:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
         if lease.is_void and not even_void:
             raise OwnershipError("a pass of this lease was discarded: it can only be closed")
-
-    def _refuse_position(self, lease: Lease, num_tokens: int) -> None:
-        grid = self.config.grid
-        if num_tokens % grid:
-            raise ArgumentError(f"capture: {num_tokens} is not a multiple of the grid of {grid}")
-        if num_tokens <= lease.front_tokens:
-            raise ArgumentError(f"capture: the state after {num_tokens} tokens; the front is at {lease.front_tokens}")
-        if any(checkpoint.num_tokens == num_tokens for checkpoint in lease.captured):
-            raise ArgumentError(f"capture: the state after {num_tokens} tokens is captured already")
-
-    def _is_useless(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether a checkpoint could not be used, or is in the tree already."""
-        if num_tokens > len(lease.key):
-            return False
-        if lease.key.whole(num_tokens, 1) != num_tokens:
-            return True
-        node = lease.page_lock.node if lease.page_lock is not None else None
-        if node is not None and node.end < num_tokens and not node.children:
-            return False  # most often: the request leaves what is known
-        return self.tree.peek(lease.key, num_tokens).num_tokens == num_tokens
 
     def _refuse_other_threads(self) -> None:
         me = threading.get_ident()
