@@ -14,9 +14,10 @@ from gpu.harness import Bench, Timing
 from torch import Tensor, nn
 
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
-from hybrid.engine.build import furnish
+from hybrid.engine.build import LoadedModel, build_cache
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import CudaCapture, DecodeGraphs
-from hybrid.engine.model_runner import Runner
+from hybrid.engine.model_runner import ModelRunner
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 
 WARM_STEPS = 4
@@ -96,21 +97,16 @@ def make_engine(
     config = CacheConfig(
         enabled=enabled, page_size=s.page_size, chunk_size=s.page_size, memory=s.memory, deterministic=deterministic
     )
-    cache, is_deterministic = furnish(model, config, device, None)
-    engine = Engine(
-        model,
-        None,
-        cache,
-        deterministic=is_deterministic,
-        device=device,
-        max_num_seqs=SEATS if not bench.rehearsal else 8,
-        max_num_batched_tokens=s.batched_tokens,
-        enforce_eager=True,
-    )
-    if replays is not None:
-        graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device, replays)
-        engine.runner = Runner(model, cache, device, is_deterministic, graphs)
-    return engine
+    loaded = LoadedModel(model=model, device=device)
+    cache = build_cache(loaded, config)
+    seats = SEATS if not bench.rehearsal else 8
+    limits = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=s.batched_tokens, enforce_eager=True)
+    if replays is None:
+        return Engine(loaded, cache, limits)
+    if deterministic:
+        model.make_batch_invariant()
+    graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device, replays)
+    return Engine(loaded, cache, limits, runner=ModelRunner(model, cache, device, deterministic, graphs))
 
 
 class Prompts:
@@ -196,6 +192,7 @@ class Steps:
         assert all(output.finish_reason is None for output in latest.values())
         for name in mine:
             engine.abort(name)
+        engine.step()  # returns the outputs of the aborted requests
         engine.cache.clear()
 
 
