@@ -37,9 +37,8 @@ from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, Match, Released
+from hybrid.tree.node import Checkpoint, Kind, Match, Released
 from hybrid.tree.policies import policy_of
-from hybrid.tree.policy import PROMPT_END, TURN_END
 from hybrid.tree.tree import Tree
 
 GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
@@ -218,7 +217,7 @@ class HybridCache:
             lease.block_table.extend(pages)
         return True
 
-    def capture(self, lease: Lease, num_tokens: int, kind: str = PROMPT_END) -> Checkpoint | None:
+    def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         """Allocate a slot for the state after `num_tokens` tokens, which the next pass writes.
 
         None when there is no slot, when the checkpoint is not admitted (it would be worth less than what would be
@@ -325,7 +324,7 @@ class HybridCache:
         while node is not None and node.end > boundary:
             node = node.parent
         if node is not None and node.end == boundary:
-            self.tree.relabel(node, PROMPT_END, TURN_END)
+            self.tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
 
     def close(self, lease: Lease) -> None:
         """Give back everything the lease holds.

@@ -7,8 +7,7 @@ from hybrid.cache.lease import Lease
 from hybrid.errors import ArgumentError
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint
-from hybrid.tree.policy import INTERVAL, TURN_END
+from hybrid.tree.node import Checkpoint, Kind
 from hybrid.tree.tree import Tree
 
 SPARE_SHARE = 0.25
@@ -29,7 +28,7 @@ class Capturer:
         self._memory = memory
         self._allocator = allocator
 
-    def capture(self, lease: Lease, num_tokens: int, kind: str) -> Checkpoint | None:
+    def capture(self, lease: Lease, num_tokens: int, kind: Kind) -> Checkpoint | None:
         """See `HybridCache.capture`."""
         self._refuse_position(lease, num_tokens)
         if self._is_useless(lease, num_tokens):
@@ -43,19 +42,21 @@ class Capturer:
         self._refuse_position(lease, num_tokens)
         if self._memory.free_state_share <= SPARE_SHARE or self._is_useless(lease, num_tokens):
             return None
-        return self._allocate(lease, num_tokens, INTERVAL)
+        return self._allocate(lease, num_tokens, Kind.INTERVAL)
 
     def donate(self, lease: Lease, limit: int) -> None:
         """See `HybridCache.donate_states`."""
         own = lease.front != EMPTY_STATE and lease.read_slot == lease.front
         if own and self._can_be_donated(lease, lease.front_tokens, limit):
-            lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority, lease.turn))
+            lease.captured.append(
+                Checkpoint(lease.front, lease.front_tokens, Kind.TURN_END, lease.priority, lease.turn)
+            )
             lease.front = EMPTY_STATE
         elif lease.back is not None and self._can_be_donated(lease, lease.back_tokens, limit):
-            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority, lease.turn))
+            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, Kind.TURN_END, lease.priority, lease.turn))
             lease.back = None
 
-    def _allocate(self, lease: Lease, num_tokens: int, kind: str) -> Checkpoint | None:
+    def _allocate(self, lease: Lease, num_tokens: int, kind: Kind) -> Checkpoint | None:
         slot = self._allocator.allocate_state()
         if slot is None:
             return None
@@ -82,7 +83,7 @@ class Capturer:
             return False  # the usual case: the tree has nothing beyond the lease's pages
         return self._tree.peek(lease.key, num_tokens).num_tokens == num_tokens
 
-    def _is_admitted(self, lease: Lease, num_tokens: int, kind: str) -> bool:
+    def _is_admitted(self, lease: Lease, num_tokens: int, kind: Kind) -> bool:
         """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
         it missed."""
         usage = lease.lost.setdefault(num_tokens, self._tree.new_usage(kind, lease.turn))
@@ -92,7 +93,7 @@ class Capturer:
         while node is not None and (node.slot is None or node.end >= num_tokens):
             node = node.parent
         above.append(node.end if node is not None else 0)
-        return self._tree.admits(usage, num_tokens, max(above), kind == TURN_END, self._memory.arena is not None)
+        return self._tree.admits(usage, num_tokens, max(above), kind == Kind.TURN_END, self._memory.arena is not None)
 
     def _can_be_donated(self, lease: Lease, num_tokens: int, limit: int) -> bool:
         on_grid = 0 < num_tokens <= limit and num_tokens % self._tree.grid == 0
