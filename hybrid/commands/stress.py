@@ -296,7 +296,7 @@ def check_checkpoints(engine: Engine) -> tuple[int, int]:
         ids = memoryview(b"".join(reversed(edges))).cast("i").tolist()
         cold.cache.clear()
         cold.generate([[*ids, 0]], SamplingParams(max_new_tokens=1), namespace=namespace, progress=False)
-        lease = cold.cache.open(Key.of(ids, namespace), len(ids), 0)
+        lease = cold.cache.open_whole(Key.of(ids, namespace))
         assert lease is not None
         assert lease.num_hit_tokens == len(ids)
         for name, tensor in cache.state_tensors.items():
