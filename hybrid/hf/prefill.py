@@ -254,7 +254,7 @@ class Prefiller:
                 "this pass is cached"
             )
 
-    def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, str]:
+    def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, Kind]:
         """The positions up to `last` at which checkpoints are captured, with their kinds."""
         cache = self._cache
         names, start = cache.config.placement, lease.num_hit_tokens
@@ -279,7 +279,7 @@ class Prefiller:
         return wanted
 
     def _keep_chunk(
-        self, past: DynamicCache, lease: Lease, key: Key, start: int, end: int, wanted: dict[int, str]
+        self, past: DynamicCache, lease: Lease, key: Key, start: int, end: int, wanted: dict[int, Kind]
     ) -> bool:
         """Copy the chunk `[start, end)` into pages, and the state into a slot where a checkpoint is wanted. False when
         no page can be allocated."""
