@@ -37,9 +37,9 @@ class Allocator:
         pins: Pins,
         on_evict: Callable[[Released], None] | None = None,
     ) -> None:
-        self.evicted_pages = 0
-        self.evicted_checkpoints = 0
-        self.num_moved = 0
+        self.evicted_pages: int = 0
+        self.evicted_checkpoints: int = 0
+        self.num_moved: int = 0
         self._tree = tree
         self._memory = memory
         self._pages = memory.pages
@@ -55,7 +55,7 @@ class Allocator:
     def allocate_pages(self, count: int) -> list[int] | None:
         """Allocate `count` pages."""
         if count > self._pages.num_free:
-            if count > self._max_pages():
+            if not self._can_have_pages(count):
                 return None
             if self._arena is not None:
                 self._free_units(self._arena, self._pages, count)
@@ -131,15 +131,29 @@ class Allocator:
     def _max_pages(self) -> int:
         """Pages that could be had by evicting everything that is not locked."""
         if self._arena is None:
-            return self._pages.num_free + self._tree.num_pages - self._tree.num_locked_pages(self._locks())
+            return self._pages.num_free + self._tree.num_pages - self._tree.num_locked_pages
         assert isinstance(self._pages, ArenaPool)
-        held = sum(len(pieces) for pieces in self._held_slots().values())
-        return (self._arena.num_pieces - held) * self._pages.per_piece - self._num_held_pages()
+        return (self._arena.num_pieces - self._num_held_pieces()) * self._pages.per_piece - self._num_held_pages()
+
+    def _can_have_pages(self, count: int) -> bool:
+        """Whether evicting everything that is not locked would yield `count` free pages."""
+        if self._arena is not None and isinstance(self._pages, ArenaPool):
+            num_pieces = self._arena.num_pieces - self._max_held_pieces()
+            if count <= num_pieces * self._pages.per_piece - self._num_held_pages():
+                return True
+        return count <= self._max_pages()
+
+    def _max_held_pieces(self) -> int:
+        """As many pieces as states can hold at most: from counts alone."""
+        return self._states.reserved + self.num_private()[1] + self._tree.num_locked_checkpoints
+
+    def _num_held_pieces(self) -> int:
+        """Pieces that states keep whatever is evicted."""
+        return sum(len(pieces) for pieces in self._held_slots().values())
 
     def _num_held_pages(self) -> int:
         """Pages that requests own, and those that locks protect."""
-        private = sum(len(lease.block_table) - lease.num_shared for lease in self._leases)
-        return private + self._tree.num_locked_pages(self._locks())
+        return self.num_private()[0] + self._tree.num_locked_pages
 
     def _held_slots(self) -> dict[int, dict[int, int]]:
         """Per kind of state, by id of its pool: the pieces that it keeps whatever is evicted, and how many of their
@@ -159,10 +173,13 @@ class Allocator:
         """Whether evicting everything that is not locked would yield a slot: in a piece with one that is held, or in a
         piece of its own."""
         assert isinstance(pool, ArenaPool) and isinstance(self._pages, ArenaPool)
+        page_pieces = -(-self._num_held_pages() // self._pages.per_piece)
+        if self._max_held_pieces() + page_pieces < arena.num_pieces:
+            return True
         held = self._held_slots()
         if any(used < pool.per_piece for used in held[id(pool)].values()):
             return True
-        return sum(map(len, held.values())) + -(-self._num_held_pages() // self._pages.per_piece) < arena.num_pieces
+        return sum(map(len, held.values())) + page_pieces < arena.num_pieces
 
     # One budget of pieces
 
@@ -189,9 +206,7 @@ class Allocator:
         if pool is self._pages:
             moves = pool.plan_moves(lambda page: True)
         elif pool is self._checkpoints:
-            locked = {lock.node.slot for lock in self._locks() if lock.node is not None}
-            owned = {node.slot for _, node in self._tree.nodes() if node.slot is not None} - locked
-            moves = pool.plan_moves(lambda slot: slot in owned)
+            moves = pool.plan_moves(self._is_movable)
         else:
             return False
         if not moves:
@@ -201,12 +216,15 @@ class Allocator:
         if pool is self._pages:
             self._repoint_pages(moves)
         else:
-            for _, node in self._tree.nodes():
-                if node.slot in moves:
-                    node.slot = moves[node.slot]
+            for old, new in moves.items():
+                self._tree.move_checkpoint(old, new)
         pool.move(moves)
         self.num_moved += len(moves)
         return True
+
+    def _is_movable(self, slot: int) -> bool:
+        node = self._tree.owner_of_slot(slot)
+        return node is not None and not node.page_locks
 
     def _move_contents(self, pool: ArenaPool, moves: dict[int, int]) -> None:
         memory = self._memory
@@ -221,16 +239,12 @@ class Allocator:
     def _repoint_pages(self, moves: dict[int, int]) -> None:
         """Replace the ids of moved pages, in the tree and in block tables.
 
-        The node that a page was inserted with owns it, or, after splits, one above. Those below may have been removed
-        since.
+        The node that a page was inserted with may have been split, joined or removed since; its run is known.
         """
         for old, new in moves.items():
             node = self._inserted_with[old]
-            while node is not None and (node.parent is None or old not in node.pages):
-                node = node.parent or node.former_parent
-            if node is not None:
-                node.pages[node.pages.index(old)] = new
-            self._inserted_with[new] = node
+            if node is not None and self._tree.move_page(old, new, node):
+                self._inserted_with[new] = node
         for lease in self._leases:
             table = lease.block_table
             if not moves.keys().isdisjoint(table):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.node import Lock, PageLock, StateLock
+from hybrid.tree.cover import Cover
+from hybrid.tree.node import Lock, Node, PageLock, StateLock
 from hybrid.tree.tree import Tree
 
 MAX_PINNED = 0.5
@@ -49,6 +51,8 @@ class Pins:
         self._tree = tree
         self._memory = memory
         self._pins: dict[Pin, None] = {}
+        self._pinned: Counter[Node] = Counter()  # how many pins protect a node's checkpoint
+        self._pages: Cover = tree.cover(self._pinned.__contains__)
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -72,7 +76,8 @@ class Pins:
         node = self._tree.peek(key, len(key)).checkpoint
         if node is None:
             return None
-        pin = Pin(node.end, time.monotonic() + ttl, self._tree.lock_pages(node), self._tree.lock_state(node))
+        page_lock, state_lock = self._lock(node)
+        pin = Pin(node.end, time.monotonic() + ttl, page_lock, state_lock)
         self._pins[pin] = None
         if self._pinned_share() > MAX_PINNED:
             self.remove(pin)
@@ -89,20 +94,19 @@ class Pins:
         if pin not in self._pins or node is None:
             return
         old = pin.num_tokens, pin.page_lock, pin.state_lock
-        pin.num_tokens, pin.page_lock = node.end, self._tree.lock_pages(node)
-        pin.state_lock = self._tree.lock_state(node)
+        pin.num_tokens = node.end
+        pin.page_lock, pin.state_lock = self._lock(node)
         if self._pinned_share() > MAX_PINNED:
-            self._unlock(pin)
+            self._unlock(pin.page_lock, pin.state_lock)
             pin.num_tokens, pin.page_lock, pin.state_lock = old
             raise MemoryBudgetError(PINNED_TOO_MUCH)
-        self._tree.unlock(old[1])
-        self._tree.unlock(old[2])
+        self._unlock(old[1], old[2])
 
     def remove(self, pin: Pin) -> None:
         """End a pin. One that has ended stays so."""
         if pin in self._pins:
             del self._pins[pin]
-            self._unlock(pin)
+            self._unlock(pin.page_lock, pin.state_lock)
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""
@@ -124,11 +128,23 @@ class Pins:
 
     def _pinned_share(self) -> float:
         """The part of the memory that pins protect: of the scarcer kind where pages and states do not share it."""
-        memory, locks = self._memory, self.locks()
-        pages = self._tree.num_locked_pages(locks) / memory.pages.capacity
-        checkpoints = self._tree.num_locked_checkpoints(locks) / memory.checkpoints.capacity
+        memory = self._memory
+        pages = self._pages.num_pages / memory.pages.capacity
+        checkpoints = len(self._pinned) / memory.checkpoints.capacity
         return max(pages, checkpoints) if memory.arena is None else pages + checkpoints
 
-    def _unlock(self, pin: Pin) -> None:
-        self._tree.unlock(pin.page_lock)
-        self._tree.unlock(pin.state_lock)
+    def _lock(self, node: Node) -> tuple[PageLock, StateLock]:
+        locks = self._tree.lock_pages(node), self._tree.lock_state(node)
+        self._pinned[node] += 1
+        self._pages.changed(node)
+        return locks
+
+    def _unlock(self, page_lock: PageLock, state_lock: StateLock) -> None:
+        node = state_lock.node
+        assert node is not None
+        self._pinned[node] -= 1
+        if not self._pinned[node]:
+            del self._pinned[node]
+        self._pages.changed(node)
+        self._tree.unlock(page_lock)
+        self._tree.unlock(state_lock)

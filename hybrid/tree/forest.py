@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from hybrid.key import TOKEN_BYTES
 from hybrid.tree.cover import Cover
-from hybrid.tree.node import Kind, Node, NodeUsage, Root, Run, end_of
+from hybrid.tree.node import DIGEST_BYTES, Kind, Node, NodeUsage, Root, Run, end_of
 
 
 class Forest:
@@ -20,6 +20,7 @@ class Forest:
 
     Args:
         page_size: tokens per page.
+        grid: tokens between two positions at which prefixes are hashed.
 
     Attributes:
         roots: the root of each namespace that holds something.
@@ -31,16 +32,17 @@ class Forest:
         covers: unions of paths that are kept up to date, `locked` among them.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
-        self.page_bytes = page_size * TOKEN_BYTES
-        self.num_pages = 0
-        self.num_checkpoints = 0
-        self.num_locked_checkpoints = 0
+    def __init__(self, page_size: int, grid: int) -> None:
+        self.page_size: int = page_size
+        self._grid = grid
+        self.page_bytes: int = page_size * TOKEN_BYTES
+        self.num_pages: int = 0
+        self.num_checkpoints: int = 0
+        self.num_locked_checkpoints: int = 0
         self.roots: dict[str, Root] = {}
         self.by_slot: dict[int, Node] = {}
-        self.locked = Cover(is_locked)
-        self.covers = [self.locked]
+        self.locked: Cover = Cover(is_locked)
+        self.covers: list[Cover] = [self.locked]
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """Every node except the roots, parents first, with its namespace."""
@@ -60,7 +62,6 @@ class Forest:
         # Nothing can fail from here on.
         leaf.end += len(ids) // TOKEN_BYTES
         leaf.usage = usage
-        leaf.chain = leaf.digests = None
         self.num_pages += len(pages)
         for cover in self.covers:
             cover.extended(leaf, len(pages))
@@ -104,7 +105,8 @@ class Forest:
         # Nothing can fail from here on.
         parent.children[first] = upper
         lower.parent, lower.start = upper, num_tokens
-        lower.digests = None
+        num_bytes = (num_tokens // self._grid - upper.start // self._grid) * DIGEST_BYTES
+        upper.digests, lower.digests = lower.digests[:num_bytes], lower.digests[num_bytes:]
         for cover in self.covers:
             cover.split(lower, upper)
         return upper
@@ -129,7 +131,8 @@ class Forest:
             cover.leaving(upper)
         del run.nodes[run.index(upper)]
         lower.start, lower.parent = upper.start, parent
-        lower.digests = None
+        num_bytes = (upper.end // self._grid - upper.start // self._grid) * DIGEST_BYTES
+        lower.digests = upper.digests + lower.digests if len(upper.digests) == num_bytes else upper.digests
         parent.children[first] = lower
         upper.parent = None
         upper.children = {}
@@ -160,7 +163,6 @@ class Forest:
         del run.ids[-num_pages * self.page_bytes :]
         leaf.usage = usage
         leaf.lost_checkpoint = False  # its position is cut off too
-        leaf.chain = None
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
         return cut

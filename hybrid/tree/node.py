@@ -52,6 +52,10 @@ class NodeUsage:
     notes: Any = None
 
 
+DIGEST_BYTES = 8
+"""Size of the hash of a prefix."""
+
+
 class Run:
     """Consecutive nodes, each but the first the child of the one before, with the ids and pages of all their edges.
 
@@ -71,8 +75,8 @@ class Run:
     __slots__ = ("ids", "joined", "nodes", "page_size", "pages", "start", "stored")
 
     def __init__(self, start: int, page_size: int, ids: bytes | bytearray, pages: array[int]) -> None:
-        self.start = start
-        self.page_size = page_size
+        self.start: int = start
+        self.page_size: int = page_size
         self.ids: bytearray = bytearray(ids)
         self.pages: array[int] = pages
         self.nodes: list[Node] = []
@@ -101,12 +105,11 @@ class Node:
         lost_checkpoint: its checkpoint was evicted or not admitted; `usage` is that checkpoint's.
         page_locks: locks on the pages from the root to `end`, those of `state_locks` included.
         state_locks: locks on the checkpoint.
-        chain: hash of the path from the root, cached by `hybrid.tree.ghosts`; None until it is needed.
-        digests: hashes of the path at each block inside the edge, cached likewise.
+        digests: hashes of the path at the end of each block that ends inside the edge, as far as `hybrid.tree.ghosts`
+            has needed them.
     """
 
     __slots__ = (
-        "chain",
         "children",
         "digests",
         "end",
@@ -123,16 +126,15 @@ class Node:
     def __init__(self, parent: Node | None, run: Run, start: int, end: int, usage: NodeUsage) -> None:
         self.parent: Node | None = parent
         self.run: Run = run
-        self.start = start
-        self.end = end
+        self.start: int = start
+        self.end: int = end
         self.children: dict[bytes, Node] = {}
         self.slot: int | None = None
-        self.page_locks = 0
-        self.state_locks = 0
-        self.usage = usage
-        self.lost_checkpoint = False
-        self.chain: tuple[bytes, bytes] | None = None
-        self.digests: list[bytes] | None = None
+        self.page_locks: int = 0
+        self.state_locks: int = 0
+        self.usage: NodeUsage = usage
+        self.lost_checkpoint: bool = False
+        self.digests: bytearray = bytearray()
 
     @property
     def edge(self) -> bytes:
@@ -161,6 +163,7 @@ class Node:
                 last = stored[-1]
                 return last if last.end < end else stored[bisect_left(stored, end, key=end_of) - 1]
             node = node.run.nodes[0].parent
+            end = node.end + 1 if node is not None else 0  # from here on its own checkpoint counts
         return None
 
 
@@ -220,7 +223,7 @@ class Inserted(NamedTuple):
     """The outcome of an insert.
 
     Attributes:
-        node: the node that ends at the inserted length.
+        node: the node of the last inserted token. It ends there, unless all pages were there and no checkpoint came.
         num_existing: tokens whose pages the tree had already; the pages offered for them stay the caller's.
         adopted: the tree now owns the checkpoint's slot. Otherwise the slot stays the caller's.
     """
@@ -254,7 +257,7 @@ class Lock:
     __slots__ = ("node", "owner")
 
     def __init__(self, owner: object, node: Node) -> None:
-        self.owner = owner
+        self.owner: object = owner
         self.node: Node | None = node
 
 

@@ -77,11 +77,11 @@ class Tree:
         assert grid % page_size == 0
         self.page_size = page_size
         self.grid = grid
-        self.ghosts = Ghosts(grid, max_ghosts)
-        self.candidates = Candidates(policy, prices, seed)
+        self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
+        self.candidates: Candidates = Candidates(policy, prices, seed)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
-        self.forest = Forest(page_size)
+        self.forest: Forest = Forest(page_size, grid)
         self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
@@ -227,10 +227,7 @@ class Tree:
         return self._beyond(key, match, end)[0] > match.num_page_tokens
 
     def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, list[tuple[NodeUsage, int]]]:
-        node = match.deepest
-        if node is not None and node.end != match.num_page_tokens:
-            return match.num_page_tokens, []  # the match ends inside an edge: nothing is evicted there
-        return self.ghosts.follow(key, node, match.num_page_tokens, limit)
+        return self.ghosts.follow(key, match.deepest, match.num_page_tokens, limit)
 
     def pages(self, node: Node | None, num_tokens: int) -> array[int]:
         """Page ids of the first `num_tokens` tokens on the path from the root to `node`."""
@@ -291,21 +288,29 @@ class Tree:
             node, offset = below, below.end * TOKEN_BYTES
         node, offset = self._descend(key.ids, node, offset, end)
         num_existing = offset // TOKEN_BYTES
-        if num_existing < node.end:
-            node = self.forest.split(node, num_existing)
-        if offset < end:
-            ids, own_pages = key.ids[offset:end], pages[offset // self._page_bytes :]
-            node = self._grow(node, ids, own_pages, self._usage(tick), below)
-            self.forest.roots[key.namespace] = root
-        adopted = checkpoint is not None and node.slot is None
-        if checkpoint is not None and usage is not None:
-            if adopted:
-                self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
-            node.usage.priority = max(node.usage.priority, checkpoint.priority)
-        elif past is not None and node.slot is None and not node.lost_checkpoint:
-            node.usage, node.lost_checkpoint = past, True
-            self.candidates.entered(node)
-        self.candidates.enter(node, renewed=adopted or past is not None)
+        if offset == end and checkpoint is None and past is None:
+            return Inserted(node, num_existing, False)
+        lower = node if num_existing < node.end else None
+        try:
+            if lower is not None:
+                node = self.forest.split(lower, num_existing)
+            if offset < end:
+                ids, own_pages = key.ids[offset:end], pages[offset // self._page_bytes :]
+                node = self._grow(node, ids, own_pages, self._usage(tick), below)
+                self.forest.roots[key.namespace] = root
+            adopted = checkpoint is not None and node.slot is None
+            if checkpoint is not None and usage is not None:
+                if adopted:
+                    self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
+                node.usage.priority = max(node.usage.priority, checkpoint.priority)
+            elif past is not None and node.slot is None and not node.lost_checkpoint:
+                node.usage, node.lost_checkpoint = past, True
+                self.candidates.entered(node)
+        except BaseException:
+            if lower is not None and lower.parent is not None:
+                self.forest.join(lower.parent)
+            raise
+        self.candidates.enter(node, renewed=adopted or past is not None or offset < end)
         return Inserted(node, num_existing, adopted)
 
     def _grow(self, node: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage, below: Node | None) -> Node:

@@ -177,9 +177,9 @@ def test_a_first_insert_that_breaks_off_makes_no_namespace(module: ModuleType, n
 def test_a_commit_that_breaks_off_leaves_pages_and_checkpoints_with_the_lease(at: int) -> None:
     """The first checkpoint splits (0) and hangs a leaf (1); the second hangs another (2)."""
     cache = audited_cache(num_pages=16, num_states=8)
-    serve(cache, key_of(cache, "abcd"))
     key = key_of(cache, "abxyz")
     lease = start(cache, key)
+    serve(cache, key_of(cache, "abcd"))
     cache.capture(lease, 6)
     cache.capture(lease, 10)
     cache.advance(lease, 10)

@@ -113,7 +113,7 @@ class TreeMachine(RuleBasedStateMachine):
         inserted = self.tree.insert(Key.of((*prefix[1], *[1] * more), namespace), num_tokens, offered, checkpoint)
 
         assert inserted.num_existing == existing
-        assert inserted.node.end == num_tokens
+        assert inserted.node.end == num_tokens or (existing == num_tokens < inserted.node.end and checkpoint is None)
         assert inserted.adopted == (state and prefix not in self.model.checkpoints)
         for end in self.model.ends(prefix):
             self.model.pages.setdefault(end, offered[len(end[1]) // page_size - 1])
@@ -303,7 +303,8 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def locks_keep_what_the_model_says(self) -> None:
         held = self.model.held
-        assert self.tree.num_locked_pages([h.lock for h in held]) == len(self.model.kept_pages())
+        assert self.tree.num_locked_pages == len(self.model.kept_pages())
+        assert self.tree.num_locked_checkpoints == len(self.model.kept_checkpoints())
         assert sum(node.page_locks for _, node in self.tree.nodes()) == len(held)
         assert sum(node.state_locks for _, node in self.tree.nodes()) == sum(h.is_state for h in held)
         assert self.model.checkpoints.keys() >= self.model.kept_checkpoints()
