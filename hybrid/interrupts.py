@@ -32,9 +32,14 @@ class _Waiting:
 
 
 class DeferredInterrupts:
-    """A section of code in which signal handlers wait; see `deferred_interrupts`."""
+    """A section of code in which signal handlers wait; see `deferred_interrupts`.
+
+    Attributes:
+        was_interrupted: a handler raised while the section was opened.
+    """
 
     def __init__(self) -> None:
+        self.was_interrupted: bool = False
         self._is_open = True
         self._arrived: list[tuple[Handler, int, FrameType | None]] = []
         self._replaced: list[tuple[int, Handler]] = []
@@ -63,7 +68,9 @@ class DeferredInterrupts:
         self._is_open = False
         while self._arrived:
             handler, number, frame = self._arrived.pop(0)
+            self.was_interrupted = True
             handler(number, frame)
+            self.was_interrupted = False
         self._is_open = True
 
     def replace_handlers(self) -> None:
