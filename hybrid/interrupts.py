@@ -77,11 +77,12 @@ class DeferredInterrupts:
         """Put this section in the place of every handler that is written in Python."""
         for number in _SIGNALS:
             handler = getsignal(number)
+            if handler is None or isinstance(handler, int):  # not written in Python
+                continue
             if isinstance(handler, _Waiting):  # of a section whose end was interrupted
                 handler = handler.handler
-            if callable(handler):
-                self._replaced.append((number, handler))
-                signal.signal(number, _Waiting(handler, self))
+            self._replaced.append((number, handler))
+            signal.signal(number, _Waiting(handler, self))
 
     def restore_handlers(self) -> None:
         """Put the handlers back, and run those that have waited. All of them run, even if one raises."""
