@@ -19,8 +19,9 @@ from hybrid.cache.cache import HybridCache  # noqa: E402
 from hybrid.cache.config import CacheConfig  # noqa: E402
 from hybrid.cache.pins import Pin  # noqa: E402
 from hybrid.cache.stats import CacheStats  # noqa: E402
+from hybrid.engine.config import EngineConfig  # noqa: E402
 from hybrid.engine.engine import Engine  # noqa: E402
-from hybrid.engine.request import RequestOutput, Usage  # noqa: E402
+from hybrid.engine.output import RequestOutput, Usage  # noqa: E402
 from hybrid.engine.sampling_params import SamplingParams  # noqa: E402
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
@@ -32,13 +33,15 @@ from hybrid.errors import (  # noqa: E402
     NonFiniteError,
     OwnershipError,
     PromptError,
+    QueueFullError,
     RequestError,
     SamplingError,
     UnsupportedModelError,
 )
+from hybrid.key import Key  # noqa: E402
 from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
-from hybrid.tree.candidates import PolicyWarning  # noqa: E402
+from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -50,18 +53,23 @@ __all__ = [
     "CacheStats",
     "CheckpointError",
     "Engine",
+    "EngineConfig",
+    "Facts",
     "HybridCache",
     "HybridError",
     "Image",
     "ImagePrompt",
+    "Key",
     "LockError",
     "MemoryBudgetError",
     "Mover",
     "NonFiniteError",
     "OwnershipError",
     "Pin",
+    "Policy",
     "PolicyWarning",
     "PromptError",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "SamplingError",

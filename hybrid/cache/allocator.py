@@ -227,7 +227,7 @@ class Allocator:
         for old, new in moves.items():
             node = self._inserted_with[old]
             while node is not None and (node.parent is None or old not in node.pages):
-                node = node.parent or node.was_below
+                node = node.parent or node.former_parent
             if node is not None:
                 node.pages[node.pages.index(old)] = new
             self._inserted_with[new] = node

@@ -36,9 +36,8 @@ from hybrid.errors import OwnershipError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, Match, Released
+from hybrid.tree.node import Checkpoint, Kind, Match, Released
 from hybrid.tree.policies import policy_of
-from hybrid.tree.policy import INTERVAL, PROMPT_END, TURN_END
 from hybrid.tree.tree import Tree
 
 GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
@@ -131,6 +130,18 @@ class HybridCache:
         """Make the calling thread the owner of the cache. The former owner must not use it any more."""
         self._owner = threading.get_ident()
 
+    def check_owner(self) -> None:
+        """Check that the calling thread may use the cache. It does not become its owner by that.
+
+        Raises:
+            OwnershipError: another thread owns the cache.
+        """
+        if self._owner is not None and self._owner != threading.get_ident():
+            raise OwnershipError(
+                "another thread owns this cache; only stats() may be called from here. To hand the cache over, call "
+                "adopt() in the thread that is to own it"
+            )
+
     # The life of a lease
 
     def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
@@ -190,7 +201,7 @@ class HybridCache:
             lease.block_table.extend(pages)
         return True
 
-    def capture(self, lease: Lease, num_tokens: int, kind: str = PROMPT_END) -> Checkpoint | None:
+    def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         """Allocate a slot for the state after `num_tokens` tokens, which the pass in flight writes. None when there is
         none, or the checkpoint is not admitted: it would be worth less than what would be evicted for it.
 
@@ -207,7 +218,7 @@ class HybridCache:
         self._refuse_closed(lease)
         if self.spare_share <= SPARE_SHARE:
             return None
-        return self._capture(lease, num_tokens, INTERVAL)
+        return self._capture(lease, num_tokens, Kind.INTERVAL)
 
     def take_back(self, lease: Lease) -> bool:
         """Make sure that the lease has its back slot, the second of the ping-pong pair. False when there is none."""
@@ -252,10 +263,12 @@ class HybridCache:
         grid = self.config.grid
         own = lease.front != EMPTY_STATE and lease.state_lock is None
         if own and 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0:
-            lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority, lease.turn))
+            lease.captured.append(
+                Checkpoint(lease.front, lease.front_tokens, Kind.TURN_END, lease.priority, lease.turn)
+            )
             lease.front = EMPTY_STATE
         elif lease.back is not None and 0 < lease.back_tokens <= limit and lease.back_tokens % grid == 0:
-            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority, lease.turn))
+            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, Kind.TURN_END, lease.priority, lease.turn))
             lease.back = None
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
@@ -267,7 +280,7 @@ class HybridCache:
         while node is not None and node.end > boundary:
             node = node.parent
         if node is not None and node.end == boundary:
-            self.tree.relabel(node, PROMPT_END, TURN_END)
+            self.tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
 
     def close(self, lease: Lease) -> None:
         """Give back everything the lease holds.
@@ -386,7 +399,7 @@ class HybridCache:
         finally:
             self.tree.unlock(lock)
 
-    def _is_admitted(self, lease: Lease, num_tokens: int, kind: str) -> bool:
+    def _is_admitted(self, lease: Lease, num_tokens: int, kind: Kind) -> bool:
         """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
         it missed."""
         usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn))
@@ -396,9 +409,9 @@ class HybridCache:
         while node is not None and (node.slot is None or node.end >= num_tokens):
             node = node.parent
         above.append(node.end if node is not None else 0)
-        return self.tree.admits(usage, num_tokens, max(above), kind == TURN_END, self.memory.arena is not None)
+        return self.tree.admits(usage, num_tokens, max(above), kind == Kind.TURN_END, self.memory.arena is not None)
 
-    def _capture(self, lease: Lease, num_tokens: int, kind: str) -> Checkpoint | None:
+    def _capture(self, lease: Lease, num_tokens: int, kind: Kind) -> Checkpoint | None:
         slot = self.allocator.allocate_state()
         if slot is None:
             return None
@@ -412,11 +425,5 @@ class HybridCache:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
 
     def _refuse_other_threads(self) -> None:
-        me = threading.get_ident()
-        if self._owner != me:
-            if self._owner is not None:
-                raise OwnershipError(
-                    "another thread owns this cache; only stats() may be called from here. To hand the cache over, "
-                    "call adopt() in the thread that is to own it"
-                )
-            self._owner = me
+        self.check_owner()
+        self._owner = threading.get_ident()

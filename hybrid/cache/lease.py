@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from hybrid.cache.explain import Explanation
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, Lock, PageLock, StateLock
-from hybrid.tree.policy import Usage
+from hybrid.tree.node import Checkpoint, Lock, NodeUsage, PageLock, StateLock
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +44,7 @@ class Lease:
     state_lock: StateLock | None
     priority: int = 0
     turn: int = 0
-    lost: dict[int, Usage] = field(default_factory=dict)
+    lost: dict[int, NodeUsage] = field(default_factory=dict)
     back: int | None = None
     back_tokens: int = 0
     captured: list[Checkpoint] = field(default_factory=list)

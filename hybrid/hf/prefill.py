@@ -32,7 +32,7 @@ from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
-from hybrid.tree.policy import INTERVAL, TURN_END
+from hybrid.tree.node import Kind
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Prefiller:
                     return
                 pages = lease.block_table[lease.num_shared :]
                 self._memory.write_pages(past.layers, pages, end, row=row, num_seen=past.num_seen(row))
-                checkpoint = cache.capture(lease, end, TURN_END)
+                checkpoint = cache.capture(lease, end, Kind.TURN_END)
                 if checkpoint is not None:
                     self._memory.write_state(boundary.states, checkpoint.slot)
                 cache.advance(lease, end)
@@ -272,7 +272,7 @@ class Prefiller:
                 spare = placement.spare(start, last, self.grid, cache.spare_share)
             else:
                 spare = placement.sparse(start, last, self.grid)
-        wanted = dict.fromkeys(spare, INTERVAL)
+        wanted = dict.fromkeys(spare, Kind.INTERVAL)
         wanted |= placement.of_prompt(
             {*names, "turn_end"},  # a replay is run to cache its end
             len(work.ids),
@@ -293,7 +293,7 @@ class Prefiller:
         first = max(start // page_size, lease.num_shared)  # pages of the tree are not written
         self._memory.write_pages(past.layers, lease.block_table[first : end // page_size], end, row=0, num_seen=end)
         if end in wanted:
-            is_spare = wanted[end] == INTERVAL and self.has_states
+            is_spare = wanted[end] == Kind.INTERVAL and self.has_states
             checkpoint = cache.capture_spare(lease, end) if is_spare else cache.capture(lease, end, wanted[end])
             if checkpoint is not None:
                 self._memory.write_state(states_of(past.layers, self._layout, 0), checkpoint.slot)

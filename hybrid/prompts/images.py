@@ -127,4 +127,5 @@ def _ids_of(image: Image, positions: Tensor) -> list[int]:
     shape = (own - own[:, :1]).contiguous().numpy().tobytes()
     stream = hashlib.shake_256(hashlib.sha256(content).digest() + hashlib.sha256(shape).digest())
     numbers = np.frombuffer(stream.digest(4 * (image.end - image.start)), dtype="<u4") | np.uint32(1 << 31)
-    return numbers.view(np.int32).tolist()
+    ids: list[int] = numbers.view(np.int32).tolist()
+    return ids

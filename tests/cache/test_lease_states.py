@@ -5,7 +5,7 @@ Pages hold two tokens and are written as letters; the caches of these tests audi
 
 import pytest
 
-from hybrid.tree.policy import INTERVAL
+from hybrid.tree.node import Kind
 from support.caches import AuditedCache, audited_cache, key_of, release, serve, start
 
 
@@ -29,7 +29,7 @@ def test_spare_checkpoints_evict_nothing_and_leave_a_quarter_of_the_slots_free(c
     taken = [cache.capture_spare(lease, 2 * (n + 1)) for n in range(8)]
     assert [checkpoint is not None for checkpoint in taken] == [True] * 5 + [False] * 3
     assert cache.memory.states.num_free == 2
-    assert all(checkpoint.kind == INTERVAL for checkpoint in lease.captured)
+    assert all(checkpoint.kind == Kind.INTERVAL for checkpoint in lease.captured)
     assert cache.capture(lease, 16) is not None
 
 

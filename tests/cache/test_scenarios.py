@@ -268,14 +268,14 @@ def test_21_a_commit_broken_off_in_the_middle_leaves_the_books_balanced(
     lease = start(cache, key)
     cache.capture(lease, 8)
     cache.advance(lease, 8)
-    split = cache.tree._split
+    split = cache.tree.forest.split
 
     def interrupted(*args: object) -> None:
         split(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.tree, "_split", interrupted)
+        patch.setattr(cache.tree.forest, "split", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.commit(lease, key, 8)
     assert cache.tree.peek(key_of(cache, "abcd"), 8)[:2] == (8, 8)

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,8 +117,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(tiny: Engine) -> None
 def test_the_end_token_ends_an_answer_unless_it_is_ignored(tiny: Engine) -> None:
     prompt = ids(20)
     end = answer(engine_on(tiny), prompt, greedy(3)).token_ids[1]
-    engine = engine_on(tiny)
-    engine._end_tokens = frozenset([end])
+    engine = Engine(replace(tiny.loaded, end_tokens=frozenset([end])), engine_on(tiny).cache)
     stopped = answer(engine, prompt, SamplingParams(max_new_tokens=3))
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] == end
@@ -166,7 +166,7 @@ def test_without_the_cache_nothing_is_kept(tiny: Engine) -> None:
     for _ in range(2):
         output = answer(engine, ids(80))
         assert output.usage.cached_tokens == output.usage.page_tokens == 0
-        assert "cache is off" in output.explain
+        assert "cache is disabled" in output.explain
     stats = engine.cache.stats()
     assert stats.pages_cached == stats.checkpoints == 0
     assert_nothing_held(engine)
@@ -186,10 +186,10 @@ def test_the_next_turn_hits_up_to_the_last_whole_chunk_of_prompt_and_answer(tiny
 def test_explain_says_what_was_asked_and_hit_and_why_not_more(tiny: Engine) -> None:
     engine = engine_on(tiny)
     prompt = ids(4 * GRID + 3)
-    assert answer(engine, prompt).explain == f"{4 * GRID + 3} tokens asked, pages to 0, usable to 0: the cache is empty"
-    assert "first sight of this prompt" in answer(engine, ids(40, seed=8)).explain
+    assert answer(engine, prompt).explain == f"0 of {4 * GRID + 3} tokens cached, pages up to 0: the cache is empty"
+    assert "this prompt is new" in answer(engine, ids(40, seed=8)).explain
     again = answer(engine, prompt)
-    assert again.explain.startswith(f"{4 * GRID + 3} tokens asked, pages to {4 * GRID}, usable to {4 * GRID}: ")
+    assert again.explain.startswith(f"{4 * GRID} of {4 * GRID + 3} tokens cached, pages up to {4 * GRID}: ")
     assert again.usage.cached_tokens == again.usage.page_tokens == 4 * GRID
 
 
@@ -287,9 +287,9 @@ def test_clear_forgets_what_nobody_needs(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_hits_are_bitwise_cold_runs_in_half_precision_too(dtype: str) -> None:
+def test_hits_are_bitwise_cold_runs_in_half_precision_too(tiny: Engine, dtype: str) -> None:
     config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="64MiB")
-    half = Engine.from_pretrained("tiny", dtype=dtype, cache=config, max_num_seqs=8, max_num_batched_tokens=256)
+    half = Engine.from_pretrained("tiny", dtype=dtype, cache=config, config=tiny.config)
     engine, params = engine_on(half), greedy(GRID + 3, logprobs=3)
     shared = ids(4 * GRID)
     first = engine.generate([shared + ids(own, seed=own) for own in (5, GRID, 30)], params, progress=False)
