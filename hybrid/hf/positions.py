@@ -1,17 +1,18 @@
-"""Positions that a model remembers outside of its cache, and rotary frequencies that depend on the longest one.
+"""Positions that a model remembers outside of its cache, and rotary frequencies that depend on the longest position.
 
-Vision models keep `rope_deltas`: by how much the positions of the last prompt's images moved those of the text after
-them. The next prompt resumed from a cached prefix would be shifted as well, so the deltas are reset.
+Vision models store `rope_deltas`: the offset of text positions after the images of the last prompt. The next prompt
+that is resumed from a cached prefix would be shifted as well, so they are reset.
 
-Rotary embeddings of the types "dynamic" and "longrope" compute all positions of a pass with other frequencies once the
-sequence is longer than the original context. What was cached before that no longer matches, so such a sequence is
-refused, and what an answer has beyond the limit is not cached.
+Rotary embeddings of the types "dynamic" and "longrope" change the frequencies of all positions once a sequence is
+longer than the original context. Tokens cached before that no longer match, so longer prompts are refused, and the part
+of an answer beyond the limit is not cached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -24,11 +25,11 @@ class RopeDeltas:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._owners = [module for module in model.modules() if "rope_deltas" in vars(module)]
+        self._owners: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]
 
     @contextmanager
     def reset(self) -> Iterator[None]:
-        """Within this context there are none; those of before are restored after it."""
+        """Within this context there are none. The former ones are restored after it."""
         before = [vars(owner)["rope_deltas"] for owner in self._owners]
         for owner in self._owners:
             owner.rope_deltas = None
@@ -40,18 +41,18 @@ class RopeDeltas:
 
 
 def rope_limit(model: nn.Module) -> int | None:
-    """Up to how many tokens the rotary frequencies of a model do not change; None: they never do."""
-    limits = []
-    for module in model.modules():
-        rope_types = vars(module).get("rope_type")
-        if rope_types is None:
-            continue
-        by_layer = rope_types if isinstance(rope_types, dict) else {None: rope_types}
-        for layer_type, rope_type in by_layer.items():
-            parameters = module.config.rope_parameters
-            parameters = parameters if layer_type is None else parameters[layer_type]
-            if rope_type == "longrope":
-                limits.append(parameters["original_max_position_embeddings"])
-            elif "dynamic" in rope_type:
-                limits.append(module.original_max_seq_len - 1)
+    """The number of tokens up to which the rotary frequencies of a model do not change; None: they never do."""
+    limits = [limit for module in model.modules() if "rope_type" in vars(module) for limit in _limits(module)]
     return min(limits, default=None)
+
+
+def _limits(rotary: Any) -> Iterator[int]:
+    """Limits of one rotary embedding of transformers, whose types may differ by layer."""
+    types, parameters = rotary.rope_type, rotary.config.rope_parameters
+    if isinstance(types, str):
+        types, parameters = {"": types}, {"": parameters}
+    for layer_type, rope_type in types.items():
+        if rope_type == "longrope":
+            yield parameters[layer_type]["original_max_position_embeddings"]
+        elif "dynamic" in rope_type:
+            yield rotary.original_max_seq_len - 1

@@ -8,6 +8,7 @@ Invariants:
   cannot change results: whole chunks in deterministic mode, anything that ends on the grid otherwise. The rest is
   computed again, in chunks.
 * A lease is held only while a prefill runs: transformers' cache holds copies.
+* Signal handlers run between the steps of a prefill only inside of the model's passes, where nothing is half changed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hybrid.hf.layers import fill, stack_left_padded, states_of
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
-from hybrid.interrupts import deferred_interrupts
+from hybrid.interrupts import DeferredInterrupts, deferred_interrupts
 from hybrid.key import Key
 from hybrid.tree.node import Kind
 
@@ -110,16 +111,16 @@ class Prefiller:
         Raises:
             NonFiniteError: the model computed NaN or infinity. The pass was not committed; those before it may be.
         """
-        with self._lock:
+        with self._lock, deferred_interrupts() as interrupts:
             self._cache.adopt()
             past = self._model.empty_cache()
-            position, explanation = self._prefill_chunks(past, work)
+            position, explanation = self._prefill_chunks(past, work, interrupts)
             if not work.is_replay:
                 self._cache.record(explanation)
             while position < work.end:
                 start = position
                 position = min(work.end, (start + self._max_pass_tokens) // self.grid * self.grid)
-                self._forward(work.ids[start:position], past, start)
+                self._forward(work.ids[start:position], past, start, interrupts)
             return past.layers, explanation
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], namespace: str) -> list[Any]:
@@ -220,12 +221,13 @@ class Prefiller:
 
     # The chunks of a prefill
 
-    def _prefill_chunks(self, past: DynamicCache, work: Prefill) -> tuple[int, Explanation]:
+    def _prefill_chunks(
+        self, past: DynamicCache, work: Prefill, interrupts: DeferredInterrupts
+    ) -> tuple[int, Explanation]:
         """Restore the hit, then compute and commit every whole chunk before `work.end`. Returns the position reached,
         and why the hit was as long as it was."""
         key = work.key
-        with deferred_interrupts():
-            lease = self._cache.open(key, work.limit, 0)
+        lease = self._cache.open(key, work.limit, 0)
         if lease is None:
             return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
         try:
@@ -240,27 +242,27 @@ class Prefiller:
             while position < last:
                 start = position
                 position = min([*(cut for cut in wanted if cut > start), start + self._max_pass_tokens, last])
-                self._forward(work.ids[start:position], past, start)
-                with deferred_interrupts():
-                    is_kept = is_kept and self._keep_chunk(past, lease, start, position, wanted)
-                    self._cache.advance(lease, position)
-                    if is_kept and (lease.captured or (position == last and lease.num_shared < last // page_size)):
-                        self._cache.commit(lease, key, position)
+                self._forward(work.ids[start:position], past, start, interrupts)
+                is_kept = is_kept and self._keep_chunk(past, lease, start, position, wanted)
+                self._cache.advance(lease, position)
+                if is_kept and (lease.captured or (position == last and lease.num_shared < last // page_size)):
+                    self._cache.commit(lease, key, position)
             return position, lease.explanation
         finally:
-            with deferred_interrupts():
-                self._cache.close(lease)
+            self._cache.close(lease)
 
-    def _forward(self, tokens: Sequence[int], past: DynamicCache, start: int) -> None:
-        """One forward pass over the tokens from position `start` on."""
-        if not finite_logits(self._model.forward(tokens, past, start)):
+    def _forward(self, tokens: Sequence[int], past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
+        """One forward pass over the tokens from position `start` on. Only here may signal handlers interrupt."""
+        with interrupts.opened():
+            is_finite = finite_logits(self._model.forward(tokens, past, start))
+        if not is_finite:
             end = start + len(tokens)
             raise NonFiniteError(
                 f"the model gave logits with NaN or infinity for tokens {start} to {end} of the prompt; nothing of "
                 "this pass is cached"
             )
 
-    def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, str]:
+    def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, Kind]:
         """The positions up to `last` at which checkpoints are captured, with their kinds."""
         cache = self._cache
         names, start = cache.config.placement, lease.num_hit_tokens
@@ -284,7 +286,7 @@ class Prefiller:
         )
         return wanted
 
-    def _keep_chunk(self, past: DynamicCache, lease: Lease, start: int, end: int, wanted: dict[int, str]) -> bool:
+    def _keep_chunk(self, past: DynamicCache, lease: Lease, start: int, end: int, wanted: dict[int, Kind]) -> bool:
         """Copy the chunk `[start, end)` into pages, and the state into a slot where a checkpoint is wanted. False when
         no page can be allocated."""
         cache, page_size = self._cache, self._cache.config.page_size

@@ -37,6 +37,7 @@ from hybrid.hf.past import Boundary, Past
 from hybrid.hf.prefill import Prefill, Prefiller
 from hybrid.hf.probe import layout_of_model, probe
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
+from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
@@ -206,31 +207,28 @@ class PrefixCache:
             token_ids: the tokens of one sequence.
             namespace: prompts in different namespaces share nothing.
         """
-        with self._lock:
+        with self._bookkeeping():
             key_space = self._key_space(namespace)
-            self._prefiller.keep(token_ids, key_space)
+        self._prefiller.keep(token_ids, key_space)
 
     # Bookkeeping
 
     def explain(self, input_ids: Tensor, namespace: str = "") -> Explanation:
         """The hit that a prompt, `[1, tokens]`, would have now, and why it would not be longer. Changes nothing."""
         ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
-        with self._lock:
+        with self._bookkeeping():
             key, limit, tree = Key.of(ids, self._key_space(namespace)), len(ids) - 1, self.cache.tree
             return explain(tree, key, limit, tree.peek(key, limit))
 
     def pin(self, input_ids: Tensor, ttl: float = float("inf"), namespace: str = "") -> Pin | None:
         """Protect the usable prefix of a prompt, `[1, tokens]`, from eviction; see `HybridCache.pin`."""
         ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
-        with self._lock:
-            key = Key.of(ids, self._key_space(namespace))
-            self.cache.adopt()
-            return self.cache.pin(key, ttl)
+        with self._bookkeeping():
+            return self.cache.pin(Key.of(ids, self._key_space(namespace)), ttl)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin."""
-        with self._lock:
-            self.cache.adopt()
+        with self._bookkeeping():
             self.cache.unpin(pin)
 
     def stats(self) -> CacheStats:
@@ -243,13 +241,12 @@ class PrefixCache:
         Raises:
             AuditError: a page or a slot has none or several; the message names it.
         """
-        with self._lock:
+        with self._bookkeeping():
             self.cache.audit()
 
     def clear(self) -> None:
         """Evict everything that is not pinned."""
-        with self._lock:
-            self.cache.adopt()
+        with self._bookkeeping():
             self.cache.clear()
 
     def _refuse_training(self) -> None:
@@ -272,17 +269,24 @@ class PrefixCache:
         except NonFiniteError as error:
             warnings.warn(f"an answer is not cached: {error}", RuntimeWarning, stacklevel=4)
 
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """Within this context the calling thread owns the cache, and no signal handler interrupts."""
+        with self._lock, deferred_interrupts():
+            self.cache.adopt()
+            yield
+
     def _key_space(self, namespace: str) -> str:
         """The namespace of the tree for the version that the model is now. What former weights computed is evicted."""
         version = self._model.versions.current()
         if version.weights != self._version.weights:
             layout = layout_of_model(self._model)
             if layout == self.memory.layout:
-                self.cache.adopt()
                 self.cache.clear()
             else:  # of another dtype, or on another device
                 del self.memory, self.cache, self._prefiller
                 self._allocate(layout)
+                self.cache.adopt()
         self._version = version
         return version.key_space(namespace)
 
@@ -294,7 +298,7 @@ class PrefixCache:
                 f"the prompt has {longest} tokens; beyond {self._model.max_tokens} the rotary embedding of this model "
                 "changes the frequencies of all tokens, so no prefix can be reused: call model.generate instead"
             )
-        with self._lock:
+        with self._bookkeeping():
             key_space = self._key_space(namespace)
         explanations = []
         ends = [len(row) - 1 for row in prompts.rows]

@@ -44,9 +44,9 @@ def tokenizer() -> Any:
 def test_an_option_that_changes_nothing_is_accepted(model: Any, options: dict[str, Any]) -> None:
     if "stop_strings" in options:
         options = {**options, "tokenizer": tokenizer()}
+    cache = cache_on(model)
     expected = model.generate(ids(40), max_new_tokens=5, do_sample=False)
     limit = {} if "generation_config" in options else {"max_new_tokens": 5}
-    cache = cache_on(model)
     for _ in range(2):
         assert torch.equal(cache.generate(ids(40), **limit, **options), expected)
     assert cache.explanations[0].usable_hit == 32
@@ -54,12 +54,13 @@ def test_an_option_that_changes_nothing_is_accepted(model: Any, options: dict[st
 
 
 def test_a_stop_string_ends_the_answer(model: Any) -> None:
+    cache = cache_on(model)
     free = model.generate(ids(40), max_new_tokens=10, do_sample=False)
     stop = f"w{int(free[0, 45])}"
     options = {"max_new_tokens": 10, "do_sample": False, "stop_strings": stop, "tokenizer": tokenizer()}
     expected = model.generate(ids(40), **options)
     assert expected.shape[1] < 50
-    assert torch.equal(cache_on(model).generate(ids(40), **options), expected)
+    assert torch.equal(cache.generate(ids(40), **options), expected)
 
 
 def test_a_generation_config_may_be_the_second_argument(model: Any) -> None:
