@@ -1,14 +1,15 @@
 """Options of `hybrid.hf.PrefixCache.generate`: those of transformers work as they do without the cache."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig
 
 from hybrid.hf.prefix_cache import PrefixCache
-from support.hf import VOCAB, assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
+from support.hf import assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -16,13 +17,9 @@ def model() -> Any:
     return tiny_model("qwen3_5_text")
 
 
+@pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    """Token `i` is the word `w<i>`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w2", eos_token="w2")
+    return AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models" / "tiny")
 
 
 @pytest.mark.parametrize(
@@ -37,13 +34,13 @@ def tokenizer() -> Any:
         {"logits_to_keep": 1},
         {"logits_to_keep": 0},
         {"max_time": 60.0},
-        {"stop_strings": ["w999"]},
+        {"stop_strings": ["never to be seen"]},
     ],
     ids=str,
 )
-def test_an_option_that_changes_nothing_is_accepted(model: Any, options: dict[str, Any]) -> None:
+def test_an_option_that_changes_nothing_is_accepted(model: Any, tokenizer: Any, options: dict[str, Any]) -> None:
     if "stop_strings" in options:
-        options = {**options, "tokenizer": tokenizer()}
+        options = {**options, "tokenizer": tokenizer}
     cache = cache_on(model)
     expected = model.generate(ids(40), max_new_tokens=5, do_sample=False)
     limit = {} if "generation_config" in options else {"max_new_tokens": 5}
@@ -53,11 +50,11 @@ def test_an_option_that_changes_nothing_is_accepted(model: Any, options: dict[st
     assert_nothing_held(cache)
 
 
-def test_a_stop_string_ends_the_answer(model: Any) -> None:
+def test_a_stop_string_ends_the_answer(model: Any, tokenizer: Any) -> None:
     cache = cache_on(model)
     free = model.generate(ids(40), max_new_tokens=10, do_sample=False)
-    stop = f"w{int(free[0, 45])}"
-    options = {"max_new_tokens": 10, "do_sample": False, "stop_strings": stop, "tokenizer": tokenizer()}
+    stop = tokenizer.decode(free[0, 45:46])
+    options = {"max_new_tokens": 10, "do_sample": False, "stop_strings": stop, "tokenizer": tokenizer}
     expected = model.generate(ids(40), **options)
     assert expected.shape[1] < 50
     assert torch.equal(cache.generate(ids(40), **options), expected)
