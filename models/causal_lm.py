@@ -20,7 +20,7 @@ from hybrid.models.moe import Experts
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 MROPE_SECTION = (11, 11, 10)
 """Number of rotary frequencies of time, height and width where the configuration has none (those of Qwen3.5)."""
@@ -32,9 +32,11 @@ class TextModel(nn.Module):
     def __init__(self, config: Any, layers: Iterable[nn.Module], norm: RMSNorm) -> None:
         super().__init__()
         # from_pretrained: the constructor would initialize the weight, which takes seconds on the device "meta"
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(layers)
-        self.norm = norm
+        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size)
+        )
+        self.layers: nn.ModuleList = nn.ModuleList(layers)
+        self.norm: RMSNorm = norm
 
 
 class CausalLM(nn.Module):
@@ -70,8 +72,8 @@ class CausalLM(nn.Module):
         self.config: Any = config
         self.chunk_size = chunk_size
         self.is_batch_invariant: bool = False
-        self.model = TextModel(config, layers, norm)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
+        self.model: TextModel = TextModel(config, layers, norm)
+        self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
         self.mtp: nn.Module | None = predictor
         if config.tie_word_embeddings:
             self.tie_head()

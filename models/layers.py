@@ -41,7 +41,7 @@ class Linear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, takes_chunks: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.takes_chunks = takes_chunks
         self.products: Products = ONE_BY_ONE
@@ -75,8 +75,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, offset: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps: float = eps
         self.offset = offset
         self.scale: Tensor | None = None
 
@@ -100,8 +100,8 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps: float = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """The norm of each row of `[..., size]`, times silu of the gate's row."""
@@ -113,7 +113,7 @@ class DepthwiseWeight(nn.Module):
 
     def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
 
 
@@ -122,9 +122,9 @@ class MLP(nn.Module):
 
     def __init__(self, size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = Linear(size, intermediate_size, bias)
-        self.up_proj = Linear(size, intermediate_size, bias)
-        self.down_proj = Linear(intermediate_size, size, bias)
+        self.gate_proj: Linear = Linear(size, intermediate_size, bias)
+        self.up_proj: Linear = Linear(size, intermediate_size, bias)
+        self.down_proj: Linear = Linear(intermediate_size, size, bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""

@@ -30,7 +30,8 @@ class Router(Linear):
 
     def __init__(self, size: int, num_experts: int, top_k: int, normalise: bool) -> None:
         super().__init__(size, num_experts)
-        self.top_k, self.normalise = top_k, normalise
+        self.top_k: int = top_k
+        self.normalise: bool = normalise
         self.exact: Tensor | None = None
 
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -54,8 +55,12 @@ class Experts(nn.Module):
 
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size), requires_grad=False)
+        self.gate_up_proj: nn.Parameter = nn.Parameter(
+            torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False
+        )
+        self.down_proj: nn.Parameter = nn.Parameter(
+            torch.empty(num_experts, size, intermediate_size), requires_grad=False
+        )
         self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, batch: Batch) -> Tensor:
@@ -93,10 +98,10 @@ class SparseMoE(nn.Module):
     def __init__(self, config: Any, normalise: bool) -> None:
         super().__init__()
         size = config.hidden_size
-        self.gate = Router(size, config.num_experts, config.num_experts_per_tok, normalise)
-        self.experts = Experts(size, config.moe_intermediate_size, config.num_experts)
-        self.shared_expert = MLP(size, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = Linear(size, 1)
+        self.gate: Router = Router(size, config.num_experts, config.num_experts_per_tok, normalise)
+        self.experts: Experts = Experts(size, config.moe_intermediate_size, config.num_experts)
+        self.shared_expert: MLP = MLP(size, config.shared_expert_intermediate_size)
+        self.shared_expert_gate: Linear = Linear(size, 1)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""

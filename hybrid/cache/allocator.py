@@ -37,9 +37,9 @@ class Allocator:
         pins: Pins,
         on_evict: Callable[[Released], None] | None = None,
     ) -> None:
-        self.evicted_pages = 0
-        self.evicted_checkpoints = 0
-        self.num_moved = 0
+        self.evicted_pages: int = 0
+        self.evicted_checkpoints: int = 0
+        self.num_moved: int = 0
         self._tree = tree
         self._memory = memory
         self._pages = memory.pages

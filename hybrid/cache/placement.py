@@ -28,7 +28,7 @@ def of_prompt(
     shared: Collection[int],
     declared: Collection[int],
     is_replay: bool,
-) -> dict[int, str]:
+) -> dict[int, Kind]:
     """Positions of a prompt at which a checkpoint is worth evicting another for, and why, in order.
 
     Args:
@@ -39,7 +39,7 @@ def of_prompt(
         declared: what the request itself asks for; negative positions count from the prompt's end.
         is_replay: it is a finished turn that is computed again, to be shared.
     """
-    wanted: dict[int, str] = {}
+    wanted: dict[int, Kind] = {}
     if "prompt_end" in names and not is_replay:
         wanted[prompt_end(prefill_end, grid)] = Kind.PROMPT_END
     if prefill_end % grid == 0 and ("turn_end" if is_replay else "prompt_end") in names:

@@ -53,14 +53,9 @@ class Prefill:
     is_replay: bool = False
 
     @property
-    def limit(self) -> int:
-        """Tokens that a hit may have. Of a prompt one token is left to compute, for its logits."""
-        return self.end if self.is_replay else len(self.ids) - 1
-
-    @property
     def key(self) -> Key:
-        """The key in the tree. It has a token after `limit`, of whatever id."""
-        return Key.of([*self.ids, 0] if self.limit == len(self.ids) else self.ids, self.namespace)
+        """The key in the tree."""
+        return Key.of(self.ids, self.namespace)
 
 
 class Prefiller:
@@ -200,10 +195,10 @@ class Prefiller:
         """Commit one sequence of a past up to a boundary, as it was computed."""
         assert past.rows is not None
         cache, end = self._cache, boundary.num_tokens
-        key = Prefill(past.rows[row][:end], end, past.namespace, is_replay=True).key
+        key = Key.of(past.rows[row][:end], past.namespace)
         cache.adopt()
         with deferred_interrupts():
-            lease = cache.open(key, end, 0)
+            lease = cache.open_whole(key)
             if lease is None:
                 return
             try:
@@ -226,8 +221,8 @@ class Prefiller:
     ) -> tuple[int, Explanation]:
         """Restore the hit, then compute and commit every whole chunk before `work.end`. Returns the position reached,
         and why the hit was as long as it was."""
-        key = work.key
-        lease = self._cache.open(key, work.limit, 0)
+        cache, key = self._cache, work.key
+        lease = cache.open_whole(key) if work.is_replay else cache.open(key, len(key) - 1, 0)
         if lease is None:
             return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
         try:
@@ -249,7 +244,7 @@ class Prefiller:
                     self._cache.commit(lease, key, position)
             return position, lease.explanation
         finally:
-            self._cache.close(lease)
+            cache.close(lease)
 
     def _forward(self, tokens: Sequence[int], past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
         """One forward pass over the tokens from position `start` on. Only here may signal handlers interrupt."""
@@ -294,6 +289,7 @@ class Prefiller:
             return False
         first = max(start // page_size, lease.num_shared)  # pages of the tree are not written
         self._memory.write_pages(past.layers, lease.block_table[first : end // page_size], end, row=0, num_seen=end)
+        checkpoint = None
         if end in wanted:
             is_spare = wanted[end] == Kind.INTERVAL and self.has_states
             checkpoint = cache.capture_spare(lease, end) if is_spare else cache.capture(lease, end, wanted[end])

@@ -26,9 +26,9 @@ class Forest:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.page_bytes = page_size * TOKEN_BYTES
-        self.num_pages = 0
-        self.num_checkpoints = 0
+        self.page_bytes: int = page_size * TOKEN_BYTES
+        self.num_pages: int = 0
+        self.num_checkpoints: int = 0
         self.roots: dict[str, Root] = {}
 
     def nodes(self) -> Iterator[tuple[str, Node]]:

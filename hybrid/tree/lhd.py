@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from math import exp, log2
 
+from hybrid.tree.node import Kind
 from hybrid.tree.policy import Facts, Policy
 
 BINS = 27
@@ -84,13 +85,14 @@ class Record:
     __slots__ = ("below", "counted", "hits", "kind", "last", "live", "of", "turn")
 
     def __init__(self, facts: Facts) -> None:
-        self.kind = facts.kind
-        self.turn = facts.turn
-        self.hits = facts.hits
-        self.below = facts.has_below
-        self.last = self.counted = facts.now - facts.age
-        self.live = True
-        self.of = self.classify()
+        self.kind: Kind = facts.kind
+        self.turn: int = facts.turn
+        self.hits: int = facts.hits
+        self.below: bool = facts.has_below
+        self.last: int = facts.now - facts.age
+        self.counted: int = self.last
+        self.live: bool = True
+        self.of: Class = self.classify()
 
     def classify(self) -> Class:
         if self.hits < EXACT_HITS:
@@ -106,8 +108,8 @@ class Counts:
     __slots__ = ("exposure", "hits")
 
     def __init__(self) -> None:
-        self.hits = [0.0] * BINS
-        self.exposure = [0.0] * BINS
+        self.hits: list[float] = [0.0] * BINS
+        self.exposure: list[float] = [0.0] * BINS
 
     def add(self, other: Counts) -> None:
         self.hits = [a + b for a, b in zip(self.hits, other.hits, strict=True)]

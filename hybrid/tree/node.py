@@ -82,16 +82,16 @@ class Node:
     def __init__(self, parent: Node | None, edge: bytes, pages: array[int], end: int, usage: NodeUsage) -> None:
         self.parent: Node | None = parent
         self.former_parent: Node | None = None
-        self.edge = edge
-        self.pages = pages
-        self.end = end
+        self.edge: bytes = edge
+        self.pages: array[int] = pages
+        self.end: int = end
         self.children: dict[bytes, Node] = {}
         self.newest: Node | None = None
         self.slot: int | None = None
-        self.page_locks = 0
-        self.state_locks = 0
-        self.usage = usage
-        self.lost_checkpoint = False
+        self.page_locks: int = 0
+        self.state_locks: int = 0
+        self.usage: NodeUsage = usage
+        self.lost_checkpoint: bool = False
         self.chain: tuple[bytes, bytes] | None = None
 
 
@@ -165,7 +165,7 @@ class Root(Node):
 
     def __init__(self, namespace: str, usage: NodeUsage) -> None:
         super().__init__(None, b"", array("i"), 0, usage)
-        self.namespace = namespace
+        self.namespace: str = namespace
 
 
 @dataclass(slots=True)
@@ -182,7 +182,7 @@ class Lock:
     __slots__ = ("node", "owner")
 
     def __init__(self, owner: object, node: Node) -> None:
-        self.owner = owner
+        self.owner: object = owner
         self.node: Node | None = node
 
 

@@ -53,8 +53,8 @@ class Facts:
         self._node: Node | None = node
         self._usage = node.usage
         self._prices = prices
-        self.now = now
-        self.num_tokens = node.end
+        self.now: int = now
+        self.num_tokens: int = node.end
 
     @classmethod
     def without_node(

@@ -76,11 +76,11 @@ class Tree:
         assert grid % page_size == 0
         self.page_size = page_size
         self.grid = grid
-        self.ghosts = Ghosts(grid, max_ghosts)
-        self.candidates = Candidates(policy, prices, seed)
+        self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
+        self.candidates: Candidates = Candidates(policy, prices, seed)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
-        self.forest = Forest(page_size)
+        self.forest: Forest = Forest(page_size)
         self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
