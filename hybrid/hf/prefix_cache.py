@@ -62,7 +62,8 @@ class PrefixCache:
             None: on for CPU, off for GPU.
         chunk_size: prefills are cut, and checkpoints captured, at multiples of this many tokens. The tokens after the
             last multiple are computed again. Smaller passes are slower. None: 256 in deterministic mode, 64 otherwise.
-        page_size: tokens per page.
+        page_size: tokens per page. In deterministic mode at least `chunk_size`: with mixtures of experts the bits of a
+            token depend on all tokens of its pass, so that a chunk is shared as a whole or not at all.
         eviction: as in `hybrid.CacheConfig`.
         placement: as in `hybrid.CacheConfig`. Without "turn_end" the answers of `generate` and of sessions are not
             cached. In deterministic mode each answer is computed again in whole chunks when it is cached, since
@@ -95,10 +96,13 @@ class PrefixCache:
         on_cpu = self._model.device.type == "cpu"
         if deterministic is None:
             deterministic = on_cpu
+        chunk_size = chunk_size or (DETERMINISTIC_CHUNK_SIZE if deterministic else DEFAULT_CHUNK_SIZE)
+        if deterministic:
+            page_size = max(page_size, chunk_size)
         self._config = CacheConfig(
             memory=memory,
             page_size=page_size,
-            chunk_size=chunk_size or (DETERMINISTIC_CHUNK_SIZE if deterministic else DEFAULT_CHUNK_SIZE),
+            chunk_size=chunk_size,
             eviction=eviction,
             placement=placement,
             deterministic=deterministic,
