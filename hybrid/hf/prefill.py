@@ -227,21 +227,22 @@ class Prefiller:
             return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
         try:
             position, last = lease.num_hit_tokens, work.end // self.grid * self.grid
-            page_size = self._cache.config.page_size
+            page_size = cache.config.page_size
             wanted = self._checkpoints(lease, work, last)
             if position:
                 pages = lease.block_table[: position // page_size]
                 self._memory.restore(past.layers, pages, lease.read_slot, position)
-            self._cache.advance(lease, position)
+            cache.advance(lease, position)
             is_kept = True
             while position < last:
                 start = position
                 position = min([*(cut for cut in wanted if cut > start), start + self._max_pass_tokens, last])
                 self._forward(work.ids[start:position], past, start, interrupts)
                 is_kept = is_kept and self._keep_chunk(past, lease, start, position, wanted)
-                self._cache.advance(lease, position)
-                if is_kept and (lease.captured or (position == last and lease.num_shared < last // page_size)):
-                    self._cache.commit(lease, key, position)
+                if is_kept:
+                    cache.advance(lease, position)
+                    if lease.captured or (position == last and lease.num_shared < last // page_size):
+                        cache.commit(lease, key, position)
             return position, lease.explanation
         finally:
             cache.close(lease)
