@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hybrid.cache.allocator import Allocator
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.cover import Cover
-from hybrid.tree.node import Lock, Node, PageLock, StateLock
+from hybrid.tree.node import Lock, StateLock
 from hybrid.tree.tree import Tree
 
 MAX_PINNED = 0.5
@@ -33,26 +32,25 @@ class Pin:
 
     num_tokens: int
     expires: float
-    page_lock: PageLock
-    state_lock: StateLock
+    lock: StateLock
 
 
 class Pins:
     """The pins of a cache, in the order in which they were made.
 
-    A pin holds a page lock and a state lock on the node of its checkpoint, from `add` to `remove`.
+    A pin holds a lock on the checkpoint where it ends, and so on its pages, from `add` to `remove`.
 
     Args:
         tree: the locks are on its nodes.
         memory: its capacities limit what can be pinned.
+        allocator: takes and releases the locks.
     """
 
-    def __init__(self, tree: Tree, memory: CacheMemory) -> None:
+    def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator) -> None:
         self._tree = tree
         self._memory = memory
+        self._allocator = allocator
         self._pins: dict[Pin, None] = {}
-        self._pinned: Counter[Node] = Counter()  # how many pins protect a node's checkpoint
-        self._pages: Cover = tree.cover(self._pinned.__contains__)
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -76,8 +74,7 @@ class Pins:
         node = self._tree.peek(key, len(key)).checkpoint
         if node is None:
             return None
-        page_lock, state_lock = self._lock(node)
-        pin = Pin(node.end, time.monotonic() + ttl, page_lock, state_lock)
+        pin = Pin(node.end, time.monotonic() + ttl, self._allocator.pin(node))
         self._pins[pin] = None
         if self._pinned_share() > MAX_PINNED:
             self.remove(pin)
@@ -93,20 +90,19 @@ class Pins:
         node = self._tree.peek(key, len(key)).checkpoint
         if pin not in self._pins or node is None:
             return
-        old = pin.num_tokens, pin.page_lock, pin.state_lock
-        pin.num_tokens = node.end
-        pin.page_lock, pin.state_lock = self._lock(node)
+        old = pin.num_tokens, pin.lock
+        pin.num_tokens, pin.lock = node.end, self._allocator.pin(node)
         if self._pinned_share() > MAX_PINNED:
-            self._unlock(pin.page_lock, pin.state_lock)
-            pin.num_tokens, pin.page_lock, pin.state_lock = old
+            self._allocator.unlock(pin.lock)
+            pin.num_tokens, pin.lock = old
             raise MemoryBudgetError(PINNED_TOO_MUCH)
-        self._unlock(old[1], old[2])
+        self._allocator.unlock(old[1])
 
     def remove(self, pin: Pin) -> None:
         """End a pin. One that has ended stays so."""
         if pin in self._pins:
             del self._pins[pin]
-            self._unlock(pin.page_lock, pin.state_lock)
+            self._allocator.unlock(pin.lock)
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""
@@ -124,27 +120,11 @@ class Pins:
 
     def locks(self) -> list[Lock]:
         """The locks that pins hold."""
-        return [lock for pin in self._pins for lock in (pin.page_lock, pin.state_lock)]
+        return [pin.lock for pin in self._pins]
 
     def _pinned_share(self) -> float:
         """The part of the memory that pins protect: of the scarcer kind where pages and states do not share it."""
-        memory = self._memory
-        pages = self._pages.num_pages / memory.pages.capacity
-        checkpoints = len(self._pinned) / memory.checkpoints.capacity
+        memory, locks = self._memory, self._tree.locks
+        pages = locks.num_pinned_pages / memory.pages.capacity
+        checkpoints = locks.num_pinned_checkpoints / memory.checkpoints.capacity
         return max(pages, checkpoints) if memory.arena is None else pages + checkpoints
-
-    def _lock(self, node: Node) -> tuple[PageLock, StateLock]:
-        locks = self._tree.lock_pages(node), self._tree.lock_state(node)
-        self._pinned[node] += 1
-        self._pages.changed(node)
-        return locks
-
-    def _unlock(self, page_lock: PageLock, state_lock: StateLock) -> None:
-        node = state_lock.node
-        assert node is not None
-        self._pinned[node] -= 1
-        if not self._pinned[node]:
-            del self._pinned[node]
-        self._pages.changed(node)
-        self._tree.unlock(page_lock)
-        self._tree.unlock(state_lock)

@@ -21,28 +21,22 @@ class Forest:
     Args:
         page_size: tokens per page.
         grid: tokens between two positions at which prefixes are hashed.
+        covers: unions of paths that are told how nodes change.
 
     Attributes:
         roots: the root of each namespace that holds something.
         page_bytes: bytes of the token ids of a page.
         num_pages, num_checkpoints: what the nodes own.
-        num_locked_checkpoints: checkpoints with a state lock.
-        by_slot: the owner of each checkpoint's slot.
-        locked: the pages that page locks protect.
-        covers: unions of paths that are kept up to date, `locked` among them.
     """
 
-    def __init__(self, page_size: int, grid: int) -> None:
+    def __init__(self, page_size: int, grid: int, covers: Sequence[Cover]) -> None:
         self.page_size: int = page_size
         self._grid = grid
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
         self.num_checkpoints: int = 0
-        self.num_locked_checkpoints: int = 0
         self.roots: dict[str, Root] = {}
-        self.by_slot: dict[int, Node] = {}
-        self.locked: Cover = Cover(is_locked)
-        self.covers: list[Cover] = [self.locked]
+        self._covers = covers
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """Every node except the roots, parents first, with its namespace."""
@@ -63,7 +57,7 @@ class Forest:
         leaf.end += len(ids) // TOKEN_BYTES
         leaf.usage = usage
         self.num_pages += len(pages)
-        for cover in self.covers:
+        for cover in self._covers:
             cover.extended(leaf, len(pages))
 
     def add_leaf(self, parent: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> Node:
@@ -107,7 +101,7 @@ class Forest:
         lower.parent, lower.start = upper, num_tokens
         num_bytes = (num_tokens // self._grid - upper.start // self._grid) * DIGEST_BYTES
         upper.digests, lower.digests = lower.digests[:num_bytes], lower.digests[num_bytes:]
-        for cover in self.covers:
+        for cover in self._covers:
             cover.split(lower, upper)
         return upper
 
@@ -127,7 +121,7 @@ class Forest:
         if lower.run is not upper.run:
             self._join_runs(upper.run, lower.run)
         run, first = upper.run, self._first_page(upper)
-        for cover in self.covers:
+        for cover in self._covers:
             cover.leaving(upper)
         del run.nodes[run.index(upper)]
         lower.start, lower.parent = upper.start, parent
@@ -155,7 +149,7 @@ class Forest:
         """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint."""
         run = leaf.run
         usage = pages_usage(leaf.usage)
-        for cover in self.covers:
+        for cover in self._covers:
             cover.leaving(leaf)
         cut = run.pages[-num_pages:]
         # Nothing can fail from here on.
@@ -171,7 +165,7 @@ class Forest:
         """Remove a leaf. Returns its former parent; a root without children is removed from `roots`."""
         parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.page_locks
-        for cover in self.covers:
+        for cover in self._covers:
             cover.leaving(leaf)
         num_pages = leaf.num_pages
         del parent.children[self._first_page(leaf)]
@@ -192,7 +186,6 @@ class Forest:
         stored.insert(bisect_left(stored, node.end, key=end_of), node)
         node.slot = slot
         node.lost_checkpoint = False
-        self.by_slot[slot] = node
         self.num_checkpoints += 1
 
     def drop_checkpoint(self, node: Node) -> None:
@@ -200,31 +193,9 @@ class Forest:
         assert node.slot is not None
         stored = node.run.stored
         del stored[bisect_left(stored, node.end, key=end_of)]
-        del self.by_slot[node.slot]
         node.slot = None
         node.lost_checkpoint = node.usage.last_used > 0
         self.num_checkpoints -= 1
-
-    def move_checkpoint(self, slot: int, to: int) -> None:
-        """The contents of a checkpoint's slot are in another slot now."""
-        node = self.by_slot.pop(slot)
-        node.slot = to
-        self.by_slot[to] = node
-
-    def move_page(self, page: int, to: int, node: Node) -> bool:
-        """The contents of a page are in another page now. False when the page is not the tree's.
-
-        Args:
-            node: the node that the page was inserted with, in the tree or removed since.
-        """
-        run = node.run
-        while run.joined is not None:
-            run = run.joined
-        try:
-            run.pages[run.pages.index(page)] = to
-        except ValueError:
-            return False
-        return True
 
     def _first_page(self, node: Node) -> bytes:
         return self._page_at(node.run, node.start)
@@ -232,11 +203,6 @@ class Forest:
     def _page_at(self, run: Run, num_tokens: int) -> bytes:
         first = (num_tokens - run.start) * TOKEN_BYTES
         return bytes(run.ids[first : first + self.page_bytes])
-
-
-def is_locked(node: Node) -> bool:
-    """Whether a page lock is on a node itself."""
-    return node.page_locks > 0
 
 
 def pages_usage(usage: NodeUsage) -> NodeUsage:

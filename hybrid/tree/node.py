@@ -88,6 +88,16 @@ class Run:
         nodes = self.nodes
         return nodes[0] if nodes[0].end >= num_tokens else nodes[bisect_left(nodes, num_tokens, key=end_of)]
 
+    def move_page(self, page: int, to: int) -> bool:
+        """Replace a page id. False when the run, or the one that it was joined to, does not have the page."""
+        run = self
+        while run.joined is not None:
+            run = run.joined
+        if page not in run.pages:
+            return False
+        run.pages[run.pages.index(page)] = to
+        return True
+
     def index(self, node: Node) -> int:
         """Which of the nodes a node is."""
         return len(self.nodes) - 1 if self.nodes[-1] is node else bisect_left(self.nodes, node.end, key=end_of)
@@ -252,22 +262,29 @@ class Released:
 
 
 class Lock:
-    """Keeps pages, or a checkpoint, from eviction until it is released, once."""
+    """Protects pages, or a checkpoint, from eviction until it is released, once.
 
-    __slots__ = ("node", "owner")
+    Attributes:
+        owner: who made it, and releases it.
+        node: what it is on; None once it was released.
+        is_pin: it is counted among what is pinned.
+    """
+
+    __slots__ = ("is_pin", "node", "owner")
 
     def __init__(self, owner: object, node: Node) -> None:
         self.owner: object = owner
         self.node: Node | None = node
+        self.is_pin: bool = False
 
 
 class PageLock(Lock):
-    """Keeps the pages of a node, and of every node above it."""
+    """Protects the pages of a node, and of every node above it."""
 
     __slots__ = ()
 
 
 class StateLock(Lock):
-    """Keeps the checkpoint of one node, and its pages with it."""
+    """Protects the checkpoint of one node, and its pages with it."""
 
     __slots__ = ()

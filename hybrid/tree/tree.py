@@ -12,22 +12,22 @@ Invariants (`hybrid.cache.audit` states them in code):
 * A tombstone that loses its last child is evicted with it, unless it is locked (the cascade).
 
 The tree knows integers only: tokens, page ids, slots, counts. It allocates and frees nothing: it returns what it
-evicts. `match` changes nothing but recency, `peek` changes nothing at all, only `insert` splits.
+evicts. `match` changes nothing but recency, `peek` changes nothing at all, only `insert` and `lock_match` split.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
-from hybrid.errors import LockError, OwnershipError
+from hybrid.errors import OwnershipError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.candidates import Candidates
-from hybrid.tree.cover import Cover
 from hybrid.tree.evictor import Evictor
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
+from hybrid.tree.locks import Locks
 from hybrid.tree.node import (
     Checkpoint,
     History,
@@ -58,6 +58,7 @@ class Tree:
         seed: seed of the random samples of candidates.
 
     Attributes:
+        locks: what is protected from eviction, and how much.
         ghosts: what is remembered about evicted prefixes.
         forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
@@ -81,7 +82,8 @@ class Tree:
         self.candidates: Candidates = Candidates(policy, prices, seed)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
-        self.forest: Forest = Forest(page_size, grid)
+        self.locks: Locks = Locks()
+        self.forest: Forest = Forest(page_size, grid, self.locks.covers)
         self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
@@ -387,51 +389,30 @@ class Tree:
 
     # Locks
 
+    def lock_match(self, match: Match) -> PageLock:
+        """Protect the pages of a match that has some. An edge in which it ends is split there, so that what follows can
+        be evicted."""
+        assert match.deepest is not None
+        return self.lock_pages(match.deepest, match.num_page_tokens)
+
     def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
         """Protect the pages from the root to the node's end.
 
         Args:
             num_tokens: a position inside the node's edge, at a multiple of the page size: only the pages before it are
-                protected, the rest of the edge may be evicted. None: the node's end.
+                protected, the rest of the edge can be evicted. None: the node's end.
         """
         if num_tokens is not None and num_tokens < node.end:
             node = self.forest.split(node, num_tokens)
-        lock = PageLock(self, node)
-        node.page_locks += 1
-        self.forest.locked.changed(node)
-        return lock
+        return self.locks.lock_pages(node)
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
-        assert node.slot is not None
-        lock = StateLock(self, node)
-        if not node.state_locks:
-            self.forest.num_locked_checkpoints += 1
-        node.state_locks += 1
-        node.page_locks += 1
-        self.forest.locked.changed(node)
-        return lock
+        return self.locks.lock_state(node)
 
-    @property
-    def num_locked_pages(self) -> int:
-        """Number of pages that locks protect."""
-        return self.forest.locked.num_pages
-
-    @property
-    def num_locked_checkpoints(self) -> int:
-        """Number of checkpoints that locks protect."""
-        return self.forest.num_locked_checkpoints
-
-    def cover(self, is_end: Callable[[Node], bool]) -> Cover:
-        """A count of the pages on the paths to some nodes, which the tree keeps up to date.
-
-        Args:
-            is_end: whether the path to a node counts. Each such node is locked, and `Cover.changed` is called with it
-                whenever this changes.
-        """
-        cover = Cover(is_end)
-        self.forest.covers.append(cover)
-        return cover
+    def pin(self, node: Node) -> StateLock:
+        """As `lock_state`, and counted among what is pinned."""
+        return self.locks.pin(node)
 
     def unlock(self, lock: Lock) -> None:
         """Release a lock.
@@ -439,40 +420,13 @@ class Tree:
         Raises:
             LockError: it was released before, or belongs to another tree. Nothing was changed.
         """
-        if lock.owner is not self:
-            raise LockError("this lock belongs to another cache; release it there")
-        if lock.node is None:
-            raise LockError("this lock was released before; a lock is released exactly once")
-        node, lock.node = lock.node, None
-        if isinstance(lock, StateLock):
-            node.state_locks -= 1
-            if not node.state_locks:
-                self.forest.num_locked_checkpoints -= 1
-        node.page_locks -= 1
+        node = self.locks.unlock(lock)
+        if not node.page_locks or not node.state_locks:
+            self.candidates.enter(node)
         if not node.page_locks:
-            self.forest.locked.changed(node)
-            self.candidates.enter(node)
             self.candidates.changed(node)
-            if node.slot is None and len(node.children) == 1:
+            if node.slot is None:
                 self.forest.join(node)
-        elif not node.state_locks:
-            self.candidates.enter(node)
-
-    def owner_of_slot(self, slot: int) -> Node | None:
-        """The node whose checkpoint is in a slot."""
-        return self.forest.by_slot.get(slot)
-
-    def move_checkpoint(self, slot: int, to: int) -> None:
-        """The contents of a checkpoint's slot were moved to another slot."""
-        self.forest.move_checkpoint(slot, to)
-
-    def move_page(self, page: int, to: int, node: Node) -> bool:
-        """The contents of a page were moved to another page. False when the page is not the tree's.
-
-        Args:
-            node: the node that the page was inserted with, in the tree or removed since.
-        """
-        return self.forest.move_page(page, to, node)
 
     # Evicting
 

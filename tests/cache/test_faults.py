@@ -51,7 +51,7 @@ def busy_cache(memory: str = "fixed") -> tuple[AuditedCache, RandomWorkload]:
         cache = audited_cache(num_pages=14, num_states=6, page_size=2, chunk_size=4)
     else:
         cache = elastic(10, ONE, chunk_size=4, stored_bytes=64 if memory == "stored smaller" else None)
-    return cache, RandomWorkload(cache, seed=7)
+    return cache, RandomWorkload(cache, seed=7, has_faults=True)
 
 
 MEMORIES = pytest.mark.parametrize("memory", ["fixed", "one budget", "stored smaller"])

@@ -5,8 +5,6 @@ its side) is in test_engine_scenarios.py. The caches here audit themselves after
 are written as letters.
 """
 
-from typing import Any
-
 import pytest
 
 from hybrid.errors import LockError, OwnershipError
@@ -21,7 +19,7 @@ def cache() -> AuditedCache:
 
 
 def locked_pages(cache: AuditedCache) -> int:
-    return cache.tree.num_locked_pages
+    return cache.tree.locks.num_pages
 
 
 def test_01_a_split_of_a_locked_node_keeps_both_halves_locked_and_the_state_lock_below(cache: AuditedCache) -> None:
@@ -269,7 +267,7 @@ def test_21_a_commit_broken_off_in_the_middle_leaves_the_books_balanced(
     cache.advance(lease, 8)
     split = cache.tree.forest.split
 
-    def interrupted(*args: Any) -> None:
+    def interrupted(*args: object) -> None:
         split(*args)
         raise KeyboardInterrupt
 

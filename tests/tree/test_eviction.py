@@ -80,12 +80,12 @@ def test_locked_pages_are_counted_once_however_many_locks_share_them(case: TreeC
     locks, counts = [], []
     for text in ("ab", "abcd", "abef", "abef"):
         locks.append(case.tree.lock_pages(case.node(text)))
-        counts.append(case.tree.num_locked_pages)
+        counts.append(case.tree.locks.num_pages)
     assert counts == [2, 4, 6, 6]
     counts = []
     for lock in locks:
         case.tree.unlock(lock)
-        counts.append(case.tree.num_locked_pages)
+        counts.append(case.tree.locks.num_pages)
     assert counts == [6, 4, 4, 0]
 
 
@@ -94,10 +94,10 @@ def test_a_split_of_a_locked_node_keeps_both_halves_locked(case: TreeCase) -> No
     locks = [case.tree.lock_pages(case.node("abcd")), case.tree.lock_state(case.node("abcd"))]
     case.put("abx")
     assert case.draw() == ["ab o", "  cd *", "  x o"]
-    assert case.tree.num_locked_pages == 4
+    assert case.tree.locks.num_pages == 4
     assert case.tree.evict_all().slots == []
     assert case.draw() == ["abcd *"]
-    assert case.tree.num_locked_pages == 4
+    assert case.tree.locks.num_pages == 4
     for lock in locks:
         case.tree.unlock(lock)
     assert len(case.tree.evict_all().pages) == 4
@@ -206,7 +206,7 @@ def test_a_lock_on_the_first_pages_of_an_edge_lets_the_rest_of_it_go(case: TreeC
     case.put("abcdef*")
     lock = case.tree.lock_pages(case.node("abcdef"), 4)
     assert case.draw() == ["ab o", "  cdef *"]
-    assert case.tree.num_locked_pages == 2
+    assert case.tree.locks.num_pages == 2
     case.tree.unlock(lock)
     assert case.draw() == ["abcdef *"]
     lock = case.tree.lock_pages(case.node("abcdef"), 4)
@@ -222,16 +222,16 @@ def test_a_locked_leaf_grows_in_place_for_its_only_holder_and_not_for_others(cas
     key = case.key("abcd")
     case.tree.insert(key, 8, [10, 11, 12, 13], below=lock.node)
     assert case.draw() == ["abcd o"]
-    assert case.tree.num_locked_pages == 4
+    assert case.tree.locks.num_pages == 4
     other = case.tree.lock_pages(case.node("abcd"))
     key = case.key("abcdef")
     case.tree.insert(key, 12, [20, 21, 22, 23, 24, 25], below=lock.node)
     assert case.draw() == ["abcd o", "  ef o"]
-    assert case.tree.num_locked_pages == 4
+    assert case.tree.locks.num_pages == 4
     case.tree.unlock(lock)
     case.tree.unlock(other)
     assert case.draw() == ["abcdef o"]
-    assert case.tree.num_locked_pages == 0
+    assert case.tree.locks.num_pages == 0
 
 
 def test_the_cascade_ends_at_a_checkpoint_and_its_node_is_a_leaf_then(case: TreeCase) -> None:
