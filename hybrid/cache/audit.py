@@ -89,11 +89,28 @@ def _locks(tree: Tree, leases: Collection[Lease], pins: Pins) -> list[str]:
             wrong.append(f"{name}: a state lock on a tombstone")
     if +page_locks or +state_locks:
         wrong.append("a lease or a pin holds a lock on a node that is not in the tree")
+    held = _held_pages(tree)
+    if held != tree.locks.num_pages:
+        wrong.append(f"the tree counts {tree.locks.num_pages} locked pages and has {held}")
+    checkpoints = sum(node.state_locks > 0 for _, node in tree.nodes())
+    if checkpoints != tree.locks.num_checkpoints:
+        wrong.append(f"the tree counts {tree.locks.num_checkpoints} locked checkpoints and has {checkpoints}")
     for pin in pins:
-        pinned = pin.state_lock.node
-        if pinned is None or pinned.end != pin.num_tokens or pin.page_lock.node is not pinned:
+        pinned = pin.lock.node
+        if pinned is None or pinned.end != pin.num_tokens:
             wrong.append(f"a pin of {pin.num_tokens} tokens does not lock the checkpoint there")
     return wrong
+
+
+def _held_pages(tree: Tree) -> int:
+    """Pages of the nodes that are locked, and of all nodes above them."""
+    held: dict[Node, None] = {}
+    for _, node in tree.nodes():
+        above: Node | None = node if node.page_locks else None
+        while above is not None and above not in held:
+            held[above] = None
+            above = above.parent
+    return sum(len(node.pages) for node in held)
 
 
 def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[str]:
