@@ -9,13 +9,19 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pins
 from hybrid.errors import AuditError
 from hybrid.key import TOKEN_BYTES
+from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Node, StateLock
 from hybrid.tree.tree import Tree
 
 
-def audit(tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins) -> None:
+def audit(
+    tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins, digests: Digests | None = None
+) -> None:
     """Check tree, memory, leases and pins against each other.
+
+    Args:
+        digests: read all that the tree owns, and compare; None: contents are not read.
 
     Raises:
         AuditError: with every violation found, one a line.
@@ -26,6 +32,7 @@ def audit(tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins
         *_pages(tree, memory, leases),
         *_states(tree, memory, leases),
         *_pieces(memory),
+        *_contents(tree, digests),
     ]
     if wrong:
         raise AuditError("the cache is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong))
@@ -178,6 +185,19 @@ def _pieces(memory: CacheMemory) -> list[str]:
             if pool.is_unused(piece):
                 wrong.append(f"piece {piece} belongs to {pool.name}, although nothing in it is in use")
     return wrong + _exactly_one("piece", owners, range(arena.num_pieces))
+
+
+def _contents(tree: Tree, digests: Digests | None) -> list[str]:
+    """What the tree owns is never written: it holds what it held when it was committed."""
+    wrong: list[str] = []
+    if digests is None:
+        return wrong
+    for namespace, node in tree.nodes():
+        name = _name(namespace, node)
+        wrong += [f"{name}: page {page} was changed" for page in node.pages if not digests.is_page_intact(page)]
+        if node.slot is not None and not digests.is_checkpoint_intact(node.slot):
+            wrong.append(f"{name}: its checkpoint in slot {node.slot} was changed")
+    return wrong
 
 
 def _exactly_one(what: str, owners: list[tuple[int, str]], existing: Iterable[int]) -> list[str]:
