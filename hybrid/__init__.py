@@ -29,12 +29,14 @@ from hybrid.errors import (  # noqa: E402
     HybridError,
     LockError,
     MemoryBudgetError,
+    NonFiniteError,
     OwnershipError,
     PromptError,
     RequestError,
     SamplingError,
     UnsupportedModelError,
 )
+from hybrid.key import Key  # noqa: E402
 from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
 from hybrid.tree.candidates import PolicyWarning  # noqa: E402
@@ -53,9 +55,11 @@ __all__ = [
     "HybridError",
     "Image",
     "ImagePrompt",
+    "Key",
     "LockError",
     "MemoryBudgetError",
     "Mover",
+    "NonFiniteError",
     "OwnershipError",
     "Pin",
     "PolicyWarning",

@@ -7,6 +7,7 @@ HybridError
 │   ├── MemoryBudgetError                 the memory is too small; the message names the smallest that suffices
 │   └── CheckpointError                   a path without a usable model checkpoint
 │       └── UnsupportedModelError         a checkpoint of an architecture that this package does not run
+├── NonFiniteError                        a forward pass gave NaN or infinity; nothing of it was cached
 ├── RequestError                          an unknown request id, or stepping an engine that has no work
 ├── LockError                             a lock was released twice, or passed to a cache that did not create it
 ├── OwnershipError                        a page or a state slot was about to be owned or freed twice, or a thread that
@@ -41,6 +42,10 @@ class CheckpointError(ArgumentError):
 
 class UnsupportedModelError(CheckpointError):
     """The checkpoint is of an architecture that this package does not run."""
+
+
+class NonFiniteError(HybridError):
+    """A forward pass gave logits, keys, values or states with NaN or infinity. Nothing of it was cached."""
 
 
 class RequestError(HybridError):

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCKS = [
     pytest.param(block, id=f"{path.relative_to(ROOT)}-{at}")
-    for path in sorted([ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    for path in DOCUMENTS
     for at, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL))
 ]
 
@@ -20,9 +21,12 @@ def test_the_programs_in_the_documents_run(block: str, monkeypatch: pytest.Monke
 
 
 def test_the_documents_point_at_files_that_exist() -> None:
-    for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text(encoding="utf-8")):
+    for path in DOCUMENTS:
+        text = path.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (path.parent / target).exists(), f"{path.name} points at {target}"
+        for target in re.findall(r"`(?:python )?((?:hybrid|kernels|models|bench|tests|examples)/[\w/]+\.py)", text):
+            assert (ROOT / target).exists(), f"{path.name} names {target}"
 
 
 def test_every_command_in_the_readme_is_one() -> None:
@@ -30,3 +34,30 @@ def test_every_command_in_the_readme_is_one() -> None:
 
     named = set(re.findall(r"`hybrid (\w+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert named == {command.name for command in COMMANDS}
+
+
+REPLACED = (
+    r"\bso many\b",
+    r"\bspared\b",
+    r"\bthe books\b",
+    r"\b(?:no|some|every)body\b",
+    r"\bwhoever\b",
+    r"\blikeliest\b",
+    r"\bgo(?:es)? (?:first|on)\b",
+    r"\bworth its room\b",
+    r"\b(?:tells|told)\b",
+    r"\bwhat was\b",
+)
+"""Phrases of which the documents have a plainer form: n, saved, bookkeeping, no request, most likely, is evicted first,
+continues, admitted, reports, and the name of the thing."""
+
+
+def test_the_words_are_those_of_the_field() -> None:
+    for path in DOCUMENTS:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            found = [phrase for phrase in REPLACED if re.search(phrase, line, re.IGNORECASE)]
+            assert not found, f"{path.name}:{number}: {line}"
+
+
+def test_the_map_stays_short() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) < 180

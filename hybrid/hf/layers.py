@@ -11,7 +11,7 @@ and state slots that it was restored from.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,6 +247,14 @@ def fill(
         getattr(layer, state.kind)[state.index].copy_(tensor)
     for index, flags in layout.has_previous.items():
         layers[index].has_previous_state = dict(flags)
+
+
+def is_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no tensor has NaN or infinity. Synchronizes once per device."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor.isfinite().all())
+    return all(bool(torch.stack(flags).all()) for flags in found.values())
 
 
 def states_of(layers: Sequence[Any], layout: Layout, row: int) -> tuple[Tensor, ...]:

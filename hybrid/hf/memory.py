@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid.hf.layers import Layout, align, fill, token_tensor
+from hybrid.errors import NonFiniteError
+from hybrid.hf.layers import Layout, align, fill, is_finite, token_tensor
 from hybrid.memory.arena import PieceLayout
 
 
@@ -65,19 +66,32 @@ class PageMemory:
             end: position after the last token to write.
             row: index of the sequence in the batch.
             num_seen: tokens that the cache holds of the sequence, without padding; at least `end`.
+
+        Raises:
+            NonFiniteError: a key or value is NaN or infinite. Nothing was written.
         """
         size = self._page_size
-        for part, memory in zip(self._layout.tokens, self._tokens, strict=True):
-            tensor = token_tensor(layers, part)[row]
-            held = num_seen - tensor.shape[1]  # position of the tensor's first token; negative for padding
+        tensors = [token_tensor(layers, part)[row] for part in self._layout.tokens]
+        first = end - len(pages) * size
+        helds = [num_seen - tensor.shape[1] for tensor in tensors]  # position of the first token; negative for padding
+        written = (tensor[:, max(0, first - held) : end - held] for tensor, held in zip(tensors, helds, strict=True))
+        if not is_finite(written):
+            raise NonFiniteError("the model computed keys or values with NaN or infinity; nothing of them is cached")
+        for tensor, held, memory in zip(tensors, helds, self._tokens, strict=True):
             for at, page in enumerate(pages):
-                first = end - (len(pages) - at) * size
-                start = max(first, held)
-                if start < first + size:
-                    memory[page, :, start - first :] = tensor[:, start - held : first + size - held]
+                begin = first + at * size
+                start = max(begin, held)
+                if start < begin + size:
+                    memory[page, :, start - begin :] = tensor[:, start - held : begin + size - held]
 
     def write_state(self, states: Sequence[Tensor], slot: int) -> None:
-        """Copy the states of one sequence into a slot."""
+        """Copy the states of one sequence into a slot.
+
+        Raises:
+            NonFiniteError: a state has NaN or infinity. Nothing was written.
+        """
+        if not is_finite(states):
+            raise NonFiniteError("the model computed a state with NaN or infinity; it is not cached")
         for state, memory in zip(states, self._states, strict=True):
             memory[slot] = state
 

@@ -196,14 +196,21 @@ class Past(DynamicCache):
             input_ids: `[batch, tokens]`; with anything else the tokens of this past are unknown from now on.
         """
         if self.rows is None or not isinstance(input_ids, Tensor) or len(input_ids) != len(self.rows):
-            self.rows = None
+            self.forget_tokens()
             return
+        num_positions = self.pads[0] + len(self.rows[0])
+        if self.get_seq_length() == num_positions:
+            return  # a wrapper of the model and the model inside it report the same pass
         for at, ids in enumerate(input_ids.tolist()):
             row = self.rows[at]
             row.extend(ids)
             self._boundaries[at] = self._backend.next_boundary(
                 self._boundaries[at], self.layers, at, len(row), len(ids)
             )
+
+    def forget_tokens(self) -> None:
+        """Its tokens are unknown from now on, so nothing that it holds is cached."""
+        self.rows = None
 
     def boundary_of(self, row: int, token_ids: Sequence[int]) -> Boundary | None:
         """The last boundary of a sequence, if `token_ids` begin with the tokens before it; else None."""

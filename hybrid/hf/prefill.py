@@ -24,6 +24,8 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
+from hybrid.errors import NonFiniteError
+from hybrid.hf.follow import finite_logits
 from hybrid.hf.layers import Layout, fill, stack_left_padded, states_of
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.past import Boundary, Past
@@ -106,6 +108,9 @@ class Prefiller:
 
         Returns:
             The layers of transformers' cache after `work.end` tokens, and why the hit was as long as it was.
+
+        Raises:
+            NonFiniteError: the model computed NaN or infinity. The pass was not committed; those before it may be.
         """
         with self.lock:
             self._cache.adopt()
@@ -116,7 +121,7 @@ class Prefiller:
             while position < work.end:
                 start = position
                 position = min(work.end, (start + self._max_pass_tokens) // self.grid * self.grid)
-                forward(self._model, work.ids[start:position], past, start, self._device)
+                self._forward(work.ids[start:position], past, start)
             return past.layers, explanation
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], namespace: str) -> list[Any]:
@@ -128,7 +133,8 @@ class Prefiller:
         """The layers of several sequences as those of one batch of `length` positions, padded on the left."""
         layers: list[Any] = DynamicCache(config=self._model.config).layers
         if length:
-            fill(layers, self._layout, *stack_left_padded(done, self._layout, length), length)
+            tokens, states = stack_left_padded(done, self._layout, length)
+            fill(layers, self._layout, tokens, states, length)
         return layers
 
     # Committing what was computed outside of a prefill
@@ -227,7 +233,7 @@ class Prefiller:
             while position < last:
                 start = position
                 position = min([*(cut for cut in wanted if cut > start), start + self._max_pass_tokens, last])
-                forward(self._model, work.ids[start:position], past, start, self._device)
+                self._forward(work.ids[start:position], past, start)
                 with deferred_interrupts():
                     is_kept = is_kept and self._keep_chunk(past, lease, key, start, position, wanted)
                     if is_kept and position == last and lease.num_shared * self._cache.config.page_size < last:
@@ -236,6 +242,15 @@ class Prefiller:
         finally:
             with deferred_interrupts():
                 self._cache.close(lease)
+
+    def _forward(self, tokens: Sequence[int], past: DynamicCache, start: int) -> None:
+        """One forward pass over the tokens from position `start` on."""
+        if not finite_logits(forward(self._model, tokens, past, start, self._device)):
+            end = start + len(tokens)
+            raise NonFiniteError(
+                f"the model gave logits with NaN or infinity for tokens {start} to {end} of the prompt; nothing of "
+                "this pass is cached"
+            )
 
     def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, str]:
         """The positions up to `last` at which checkpoints are captured, with their kinds."""

@@ -11,8 +11,9 @@ How prompts are computed, and the invariants of that, are in `hybrid.hf.prefill`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
-from hybrid.errors import ArgumentError
+from hybrid.errors import ArgumentError, NonFiniteError
+from hybrid.hf.follow import following
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.options import Prompts, option, parse_prompts, refuse_options, token_option, turns_of
 from hybrid.hf.past import Boundary, Past
@@ -101,8 +103,8 @@ class PrefixCache:
         memory_device = torch.device(device) if device is not None else self._device
         num_bytes = config.memory_bytes(free_memory(memory_device))
         self.memory: PageMemory = PageMemory(layout, page_size, num_bytes, memory_device)
-        sizes = layout.page_bytes(page_size), layout.state_bytes
-        self.cache: HybridCache = HybridCache(CacheMemory.of_bytes(num_bytes, *sizes, mover=self.memory), config)
+        pools = CacheMemory.of_bytes(num_bytes, layout.page_bytes(page_size), layout.state_bytes, mover=self.memory)
+        self.cache: HybridCache = HybridCache(pools, config)
         self.explanations: tuple[Explanation, ...] = ()
         self._prefiller = Prefiller(model, self._device, layout, self.memory, self.cache)
         self._keeps_turns = "turn_end" in config.placement
@@ -124,6 +126,7 @@ class PrefixCache:
         Raises:
             ArgumentError: an option cannot work with a prefix cache; the message says why.
             PromptError: there is no prompt, or it is padded on the right.
+            NonFiniteError: the model computed NaN or infinity; nothing of that pass is cached.
         """
         self._refuse_training()
         input_ids = options.pop("input_ids", None)
@@ -141,13 +144,13 @@ class PrefixCache:
         if repeats > 1:
             past.batch_repeat_interleave(repeats)
         is_kept = self._keeps_turns and num_returned == 1
-        with self._following(past) if is_kept else nullcontext():
+        with following(self._model, past):
             output = self._model.generate(input_ids, past_key_values=past, **options)
         if is_kept:
             sequences = output if isinstance(output, Tensor) else output.sequences
             turns = turns_of(prompts, sequences, end_tokens, pad_tokens)
             for at, (row, ids) in enumerate(zip(prompts.rows, turns, strict=True)):
-                self._prefiller.keep_turn(ids, len(row) - 1, past, range(at * repeats, (at + 1) * repeats))
+                self._keep_turn(ids, len(row) - 1, past, range(at * repeats, (at + 1) * repeats))
         return output
 
     @contextmanager
@@ -171,12 +174,12 @@ class PrefixCache:
         pad_tokens, end_tokens = (token_option(self._model, {}, name) for name in ("pad_token_id", "eos_token_id"))
         prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
         past = self._begin(prompts, namespace)
-        with self._following(past):
+        with following(self._model, past):
             yield past
         for member in past.family if self._keeps_turns else ():
             for at, row in enumerate(member.known_rows() or ()):
                 num_prompt = min(len(row), member.explanations[at].asked - 1)
-                self._prefiller.keep_turn(row, num_prompt, member, [at])
+                self._keep_turn(row, num_prompt, member, [at])
 
     def keep(self, token_ids: Sequence[int], namespace: str = "") -> None:
         """Compute the whole chunks of these tokens that are not cached, and cache them: for instance between requests.
@@ -234,6 +237,13 @@ class PrefixCache:
                 "the model is in training mode, where dropout changes its results: call model.eval() first"
             )
 
+    def _keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
+        """Cache a turn whose answer has been computed: no failure of it takes the answer away."""
+        try:
+            self._prefiller.keep_turn(token_ids, num_prompt, past, rows)
+        except NonFiniteError as error:
+            warnings.warn(f"an answer is not cached: {error}", RuntimeWarning, stacklevel=4)
+
     def _begin(self, prompts: Prompts, namespace: str) -> Past:
         """A past after the prompts: of a single one up to its last boundary, of several up to their last tokens."""
         explanations = []
@@ -251,31 +261,3 @@ class PrefixCache:
         rows = [row[:end] for row, end in zip(prompts.rows, ends, strict=True)]
         boundaries = [Boundary(ends[0])] if is_alone else [None] * len(rows)
         return Past(self._prefiller, layers, rows, prompts.pads, namespace, explanations, boundaries)
-
-    @contextmanager
-    def _following(self, past: Past) -> Iterator[None]:
-        """Within this context the past, and its forks, learn the tokens that the model computes with them."""
-
-        def member_in(kwargs: dict[str, Any]) -> Past | None:
-            found = kwargs.get("past_key_values")
-            return found if isinstance(found, Past) and any(found is member for member in past.family) else None
-
-        def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            member = member_in(kwargs)
-            if member is not None:
-                member.refuse_misplaced_pass(kwargs.get("position_ids"))
-
-        def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            member = member_in(kwargs)
-            if member is not None:
-                member.follow(kwargs.get("input_ids", args[0] if args else None))
-
-        hooks = [
-            self._model.register_forward_pre_hook(before, with_kwargs=True),
-            self._model.register_forward_hook(after, with_kwargs=True),
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()

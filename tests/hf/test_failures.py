@@ -1,0 +1,105 @@
+"""`hybrid.hf.PrefixCache` when a pass fails: nothing of it is cached, and the next call computes afresh."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid import NonFiniteError
+from support.hf import assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
+
+
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm3"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny_model(request.param)
+
+
+@contextmanager
+def nan_planted(model: Any, layer: int, pass_number: int, token: int = -1) -> Iterator[list[int]]:
+    """One pass of the model has NaN in the output of a layer, for one token. Yields the lengths of its passes."""
+    lengths: list[int] = []
+
+    def plant(module: Any, args: tuple[Any, ...], output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        lengths.append(hidden.shape[1])
+        if len(lengths) == pass_number:
+            hidden = hidden.clone()
+            hidden[:, token] = float("nan")
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    hook = model.model.layers[layer].register_forward_hook(plant)
+    try:
+        yield lengths
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("pass_number", [1, 5, 6])
+@pytest.mark.parametrize(("layer", "token"), [(0, -1), (1, 0), (2, -1)])
+def test_a_pass_with_nan_is_an_error_and_nothing_of_it_is_cached(
+    model: Any, layer: int, token: int, pass_number: int, deterministic: bool
+) -> None:
+    """In the prefill, in the pass of the prompt's tail, and while decoding."""
+    cache = cache_on(model, deterministic=deterministic)
+    cold = cache_on(model, deterministic=deterministic)
+    with nan_planted(model, layer, pass_number, token) as lengths, pytest.raises(NonFiniteError, match="NaN or inf"):
+        cache.generate(ids(70), **greedy(6))
+    assert len(lengths) == pass_number
+    assert_nothing_held(cache)
+    found = cache.generate(ids(70), **greedy(6))
+    if deterministic:
+        assert_same(found, cold.generate(ids(70), **greedy(6)))
+    assert all(logits.isfinite().all() for logits in found.logits)
+    assert_nothing_held(cache)
+
+
+def test_nan_in_one_prompt_of_a_batch_leaves_the_others_cached(model: Any) -> None:
+    cache = cache_on(model)
+    batch = ids(40, rows=3)
+    with nan_planted(model, 1, 3), pytest.raises(NonFiniteError):  # two passes for the chunks of each prompt, one after
+        cache.generate(batch, **greedy())
+    assert [cache.explain(batch[row : row + 1]).usable_hit for row in range(3)] == [32, 0, 0]
+    assert_same(cache.generate(batch, **greedy()), cache_on(model).generate(batch, **greedy()))
+    assert_nothing_held(cache)
+
+
+def test_an_answer_that_cannot_be_cached_is_returned_with_a_warning() -> None:
+    """In deterministic mode its chunks are computed once more; NaN there is no reason to lose the answer."""
+    model = tiny_model("qwen3_5_text")
+    cache = cache_on(model)
+    expected = cache_on(model).generate(ids(40), **greedy(30))
+    with nan_planted(model, 1, 3 + 29 + 1), pytest.warns(RuntimeWarning, match="not cached"):
+        found = cache.generate(ids(40), **greedy(30))
+    assert_same(found, expected)
+    assert cache.explain(torch.cat([found.sequences, ids(5)], 1)).usable_hit == 32
+    assert_nothing_held(cache)
+
+
+def test_a_session_with_nan_raises_and_caches_nothing_of_the_past(model: Any) -> None:
+    cache = cache_on(model, deterministic=False)
+    with cache.session(ids(40)) as past:
+        with nan_planted(model, 1, 4), pytest.raises(NonFiniteError):
+            model.generate(ids(40), past_key_values=past, **greedy(30))
+        assert past.known_rows() is None
+    assert cache.explain(ids(60)).usable_hit == 32
+    assert_nothing_held(cache)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_state_that_is_not_finite_is_not_captured(deterministic: bool) -> None:
+    """Even where the logits of its pass are."""
+    model = tiny_model("qwen3_5_text")
+    cache = cache_on(model, deterministic=deterministic)
+
+    def plant(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        kwargs["past_key_values"].layers[0].recurrent_states[0][..., 0, 0] = float("inf")
+
+    hook = model.register_forward_hook(plant, with_kwargs=True)
+    with pytest.raises(NonFiniteError):
+        cache.generate(ids(70), **greedy())
+    hook.remove()
+    assert_nothing_held(cache)
+    assert cache.explain(ids(70)).usable_hit == 0
