@@ -11,10 +11,19 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if path.stem != "train_tiny"]  # which takes an hour
 
 SHOWN = {
-    "agent": [r"branch ' Use a tuple when': '.+'", r"rewound from \d+ to \d+ tokens", r"usable to [1-9]\d+"],
-    "chat": [r"> Where is it defined\?", r"usable to [1-9]\d+", r"[1-9]\d% of the prompt tokens were not computed"],
+    "agent": [r"branch ' Use a tuple when': '.+'", r"rewound from \d+ to \d+ tokens", r"[1-9]\d+ of \d+ tokens cached"],
+    "chat": [
+        r"> Where is it defined\?",
+        r"[1-9]\d+ of \d+ tokens cached",
+        r"[1-9]\d% of the prompt tokens were not computed",
+    ],
     "engine": [r"[1-9]\d+ of \d+ tokens cached", r"[1-9]\d% of the prompt tokens were not computed"],
-    "generate": [r"one: .*usable to [1-9]\d+", r"batch: .*usable to [1-9]", r"beams: .*usable to [1-9]", r"session: "],
+    "generate": [
+        r"one: .*[1-9]\d+ of \d+ tokens cached",
+        r"batch: .*[1-9]\d* of \d+ tokens cached",
+        r"beams: .*[1-9]\d* of \d+ tokens cached",
+        r"session: ",
+    ],
 }
 
 

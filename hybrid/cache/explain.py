@@ -1,4 +1,4 @@
-"""Why a hit was what it was."""
+"""Explanations of hits: how much of a prompt was cached, and why not more."""
 
 from dataclasses import dataclass
 
@@ -9,13 +9,13 @@ from hybrid.tree.tree import Tree
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a request did not have to compute so many tokens, and why not more.
+    """How much of a prompt was cached, and why not more.
 
     Attributes:
         asked: tokens of the prompt.
-        page_hit: tokens whose pages were there.
-        usable_hit: tokens that need not be computed: a checkpoint was there.
-        reason: why not more, in one sentence.
+        page_hit: tokens whose pages are cached.
+        usable_hit: tokens that are not computed: the position of the deepest checkpoint.
+        reason: why not more, in a few words.
     """
 
     asked: int
@@ -24,7 +24,7 @@ class Explanation:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.asked} tokens asked, pages to {self.page_hit}, usable to {self.usable_hit}: {self.reason}"
+        return f"{self.usable_hit} of {self.asked} tokens cached, pages up to {self.page_hit}: {self.reason}"
 
 
 def explain(tree: Tree, key: Key, limit: int, match: Match) -> Explanation:
@@ -38,26 +38,26 @@ def explain(tree: Tree, key: Key, limit: int, match: Match) -> Explanation:
 
 def cache_off(key: Key) -> Explanation:
     """The explanation of a cache that keeps nothing."""
-    return Explanation(len(key), 0, 0, "the cache is off")
+    return Explanation(len(key), 0, 0, "the cache is disabled")
 
 
 def _reason(tree: Tree, key: Key, limit: int, match: Match) -> str:
     pages, usable, grid = match.num_page_tokens, match.num_tokens, tree.grid
     if not tree.knows(key.namespace) and not tree.was_evicted(key, match):
-        return "nothing is kept in this namespace" if tree.num_pages else "the cache is empty"
+        return "nothing is cached in this namespace" if tree.num_pages else "the cache is empty"
     if match.branching_len is not None:
         lost = tree.lost_checkpoint(match)
         if lost is None:
-            why = "pages but no checkpoint there"
+            why = f"no checkpoint between {usable} and {pages}"
         elif lost.created:
-            why = "the checkpoint there was evicted"
+            why = f"the checkpoint between {usable} and {pages} was evicted"
         else:
-            why = "a checkpoint there was not worth its room"
-        return f"{why}, between {usable} and {pages}; one is put at {match.branching_len} now"
+            why = f"a checkpoint between {usable} and {pages} was not admitted"
+        return f"{why}; one is captured at {match.branching_len}"
     if pages < limit // tree.page_size * tree.page_size:
         if tree.was_evicted(key, match):
-            return f"what follows {pages} was here and has been evicted"
-        return f"first sight of what follows {pages}" if pages else "first sight of this prompt"
+            return f"the tokens after {pages} were evicted"
+        return f"the tokens after {pages} are new" if pages else "this prompt is new"
     if len(key) % grid == 0 and usable == len(key) - grid:
-        return f"capped at {usable}, the last multiple of {grid} that leaves one token to compute"
-    return f"all of it but what follows the last multiple of {grid}"
+        return f"capped at {usable}, the last multiple of {grid} that leaves a token to compute"
+    return f"all up to the last multiple of {grid}"

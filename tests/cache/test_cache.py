@@ -36,7 +36,7 @@ def test_a_disabled_cache_manages_memory_and_keeps_nothing() -> None:
         assert (cache.capture(lease, 2), cache.capture_spare(lease, 2), cache.take_back(lease)) == (None, None, False)
         cache.donate_states(lease, 6)
         cache.commit(lease, key, 6)
-        assert lease.explanation.reason == "the cache is off"
+        assert lease.explanation.reason == "the cache is disabled"
         cache.audit()
         cache.close(lease)
         cache.audit()

@@ -90,7 +90,7 @@ def test_every_hit_is_explained_and_counted(model: Any) -> None:
     cache.generate(prompt, **greedy())
     assert cache.explain(prompt).usable_hit == 32
     cache.generate(prompt, **greedy())
-    assert str(cache.explanations[0]).startswith("40 tokens asked, pages to 32, usable to 32")
+    assert str(cache.explanations[0]).startswith("32 of 40 tokens cached, pages up to 32")
     stats = cache.stats()
     assert (stats.requests, stats.prompt_tokens, stats.usable_tokens) == (2, 80, 32)
 

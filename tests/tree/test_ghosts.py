@@ -28,7 +28,7 @@ def test_a_prefix_is_recognised_although_its_pages_have_gone(cache: AuditedCache
     serve(cache, key_of(cache, "x"))
     lease = start(cache, key_of(cache, "abcd"))
     assert (lease.explanation.page_hit, lease.num_hit_tokens, lease.branching_len) == (0, 0, 6)
-    assert "was here and has been evicted" in lease.explanation.reason
+    assert "were evicted" in lease.explanation.reason
 
 
 def test_where_a_request_leaves_what_was_known_is_its_branching_point(cache: AuditedCache) -> None:

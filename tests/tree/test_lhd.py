@@ -166,7 +166,7 @@ def test_a_checkpoint_not_worth_its_room_is_not_taken_and_remembered_all_the_sam
     cache.commit(lease, key, PAGE)
     cache.close(lease)
     again = start(cache, key)
-    assert again.explanation.reason.startswith("a checkpoint there was not worth its room, between 0 and 4")
+    assert again.explanation.reason.startswith("a checkpoint between 0 and 4 was not admitted")
     cache.close(again)
 
 
