@@ -51,7 +51,7 @@ bench: setup  ## our engine against transformers, on this machine
 	$(BIN)/python bench/prefix_reuse.py
 
 gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
-	$(BIN)/python bench/gpu.py
+	$(BIN)/python bench/gpu/run.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

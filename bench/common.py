@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -83,6 +83,8 @@ class Check:
 
 
 Result = Line | Check
+COLUMNS = ("", "part", "figure", "value", "target", "measured")
+"""Of a table of results."""
 
 
 def number(value: float) -> str:
@@ -102,23 +104,16 @@ def status(results: Sequence[Result]) -> int:
     return 1 if any(isinstance(result, Line) and not result.reached for result in results) else 0
 
 
-def print_results(
-    results: Sequence[Result], notes: Sequence[object] = (), rows: Sequence[tuple[str, ...]] = ()
-) -> None:
-    """Print a table.
-
-    Args:
-        notes: printed below it, a line each.
-        rows: more rows for what gave no result.
-    """
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], notes: Iterable[object] = ()) -> None:
+    """Print a table, and notes below it, a line each."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "part", "figure", "value", "target", "measured")
-    for row in [*(result.row() for result in results), *rows]:
-        table.add_row(*row)
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(str, row))
     console = Console(width=None if sys.stdout.isatty() else 180)
-    console.print(table)
+    console.print(table, markup=False)
     for note in notes:
         console.print(str(note), highlight=False, markup=False, soft_wrap=True)
 
@@ -132,7 +127,7 @@ def finish(lines: Sequence[Line], taken_on: dict[str, Any], as_json: bool, **mor
     if as_json:
         print(json.dumps({"machine": taken_on, **more, "lines": [line.to_json() for line in lines]}))
     else:
-        print_results(lines, [{**more, **taken_on}])
+        print_table(COLUMNS, (line.row() for line in lines), [{**more, **taken_on}])
     return status(lines)
 
 

@@ -19,8 +19,9 @@ from hybrid.cache.cache import HybridCache  # noqa: E402
 from hybrid.cache.config import CacheConfig  # noqa: E402
 from hybrid.cache.pins import Pin  # noqa: E402
 from hybrid.cache.stats import CacheStats  # noqa: E402
+from hybrid.engine.config import EngineConfig  # noqa: E402
 from hybrid.engine.engine import Engine  # noqa: E402
-from hybrid.engine.request import RequestOutput, Usage  # noqa: E402
+from hybrid.engine.output import RequestOutput, Usage  # noqa: E402
 from hybrid.engine.sampling_params import SamplingParams  # noqa: E402
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
@@ -32,6 +33,7 @@ from hybrid.errors import (  # noqa: E402
     NonFiniteError,
     OwnershipError,
     PromptError,
+    QueueFullError,
     RequestError,
     SamplingError,
     UnsupportedModelError,
@@ -51,6 +53,7 @@ __all__ = [
     "CacheStats",
     "CheckpointError",
     "Engine",
+    "EngineConfig",
     "HybridCache",
     "HybridError",
     "Image",
@@ -64,6 +67,7 @@ __all__ = [
     "Pin",
     "PolicyWarning",
     "PromptError",
+    "QueueFullError",
     "RequestError",
     "RequestOutput",
     "SamplingError",

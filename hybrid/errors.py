@@ -8,7 +8,9 @@ HybridError
 │   └── CheckpointError                   a path without a usable model checkpoint
 │       └── UnsupportedModelError         a checkpoint of an architecture that this package does not run
 ├── NonFiniteError                        a forward pass gave NaN or infinity; nothing of it was cached
-├── RequestError                          an unknown request id, or stepping an engine that has no work
+├── RequestError                          an unknown request id, stepping an engine that has no work, or a request that
+│   │                                     failed while its text was streamed
+│   └── QueueFullError                    as many requests wait as the engine's configuration allows
 ├── LockError                             a lock was released twice, or passed to a cache that did not create it
 ├── OwnershipError                        a page or a state slot was about to be owned or freed twice, or a thread that
 │                                         does not own the cache called it
@@ -49,7 +51,11 @@ class NonFiniteError(HybridError):
 
 
 class RequestError(HybridError):
-    """A request id is unknown, or there is no work."""
+    """A request id is unknown, there is no work, or a request failed while its text was streamed."""
+
+
+class QueueFullError(RequestError):
+    """As many requests wait as `EngineConfig.max_waiting` allows. Nothing was changed; try again later."""
 
 
 class LockError(HybridError):

@@ -1,30 +1,123 @@
-"""Ctrl-C is delayed until a piece of bookkeeping is complete."""
+"""Signal handlers wait until the bookkeeping is whole.
+
+Python runs the handlers of signals in the main thread, between any two bytecodes. A handler that raises (Ctrl-C, a time
+limit by SIGALRM, SystemExit on SIGTERM) would leave a list half changed. Within `deferred_interrupts` handlers are not
+run but remembered, and run at its end.
+"""
+
+from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal takes 1.5 us, and this 0.05
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], Any]
+
+_SIGNALS = tuple(sorted(int(number) for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
+
+
+class _Waiting:
+    """In place of a handler: remembers its signal while the section is closed, and calls the handler otherwise."""
+
+    def __init__(self, handler: Handler, section: DeferredInterrupts) -> None:
+        self.handler = handler
+        self._section = section
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._section.arrived(self.handler, number, frame)
+
+
+class DeferredInterrupts:
+    """A section of code in which signal handlers wait; see `deferred_interrupts`."""
+
+    def __init__(self) -> None:
+        self._is_open = True
+        self._arrived: list[tuple[Handler, int, FrameType | None]] = []
+        self._replaced: list[tuple[int, Handler]] = []
+
+    def arrived(self, handler: Handler, number: int, frame: FrameType | None) -> None:
+        """A signal arrived: its handler runs now, if the section is open, or later."""
+        self._arrived.append((handler, number, frame))
+        if self._is_open:
+            self._run_handlers()
+
+    def close(self) -> None:
+        """From now on handlers wait."""
+        self._is_open = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Let handlers run, those that have waited first. A handler that raises closes the section again, so that
+        whoever catches its exception is not interrupted."""
+        self._run_handlers()
+        try:
+            yield
+        finally:
+            self._is_open = False
+
+    def _run_handlers(self) -> None:
+        self._is_open = False
+        while self._arrived:
+            handler, number, frame = self._arrived.pop(0)
+            handler(number, frame)
+        self._is_open = True
+
+    def replace_handlers(self) -> None:
+        """Put this section in the place of every handler that is written in Python."""
+        for number in _SIGNALS:
+            handler = getsignal(number)
+            if isinstance(handler, _Waiting):  # of a section whose end was interrupted
+                handler = handler.handler
+            if callable(handler):
+                self._replaced.append((number, handler))
+                signal.signal(number, _Waiting(handler, self))
+
+    def restore_handlers(self) -> None:
+        """Put the handlers back, and run those that have waited. All of them run, even if one raises."""
+        self._is_open = True
+        try:
+            for number, handler in self._replaced:
+                if isinstance(getsignal(number), _Waiting):  # otherwise a handler was installed meanwhile
+                    signal.signal(number, handler)
+        finally:
+            self._finish_handlers()
+
+    def _finish_handlers(self) -> None:
+        while self._arrived:
+            handler, number, frame = self._arrived.pop(0)
+            try:
+                handler(number, frame)
+            finally:
+                self._finish_handlers()
+
+
+_current: list[DeferredInterrupts] = []
+"""The section that the main thread is in; signal handlers belong to the process, and so does this."""
 
 
 @contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Run the body without interruption: a Ctrl-C that arrives meanwhile is raised after it."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield  # KeyboardInterrupt is raised in the main thread only, and handlers of the caller's are kept
+def deferred_interrupts() -> Iterator[DeferredInterrupts]:
+    """Run a piece of bookkeeping whole: the handlers of signals that arrive meanwhile run after it.
+
+    Every handler written in Python waits. In other threads than the main one there is nothing to defer: handlers never
+    run there. A section within another one changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield DeferredInterrupts()
         return
-    received: list[int] = []
-
-    def remember(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    signal.signal(signal.SIGINT, remember)
+    if _current:
+        yield _current[0]
+        return
+    section = DeferredInterrupts()
     try:
-        yield
+        section.replace_handlers()
+        section.close()
+        _current.append(section)
+        yield section
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if received:
-        raise KeyboardInterrupt
+        _current.clear()
+        section.restore_handlers()

@@ -48,25 +48,9 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny() -> Any:
     """The engine on the model inside the package. Take caches of your own with `with_cache`."""
-    from hybrid import CacheConfig, Engine
+    from hybrid import CacheConfig, Engine, EngineConfig
 
     config = CacheConfig(page_size=16, chunk_size=16, memory="64MiB")
-    return Engine.from_pretrained("tiny", cache=config, max_num_seqs=8, max_num_batched_tokens=256)
-
-
-@pytest.fixture(autouse=True)
-def audit_every_step(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The audit is on in every test that runs an engine: after each step the books balance."""
-    if "tiny" not in request.fixturenames:
-        return
-    from hybrid import Engine
-    from hybrid.engine.request import RequestOutput
-
-    advance = Engine._advance
-
-    def audited(engine: Engine) -> list[RequestOutput]:
-        outputs = advance(engine)
-        engine.cache.audit()
-        return outputs
-
-    monkeypatch.setattr(Engine, "_advance", audited)
+    # the audit is on: after each step the bookkeeping is checked
+    limits = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, audit=True)
+    return Engine.from_pretrained("tiny", cache=config, config=limits)

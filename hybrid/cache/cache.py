@@ -131,6 +131,18 @@ class HybridCache:
         """Make the calling thread the owner of the cache. The former owner must not use it any more."""
         self._owner = threading.get_ident()
 
+    def check_owner(self) -> None:
+        """Check that the calling thread may use the cache. It does not become its owner by that.
+
+        Raises:
+            OwnershipError: another thread owns the cache.
+        """
+        if self._owner is not None and self._owner != threading.get_ident():
+            raise OwnershipError(
+                "another thread owns this cache; only stats() may be called from here. To hand the cache over, call "
+                "adopt() in the thread that is to own it"
+            )
+
     # The life of a lease
 
     def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
@@ -412,11 +424,5 @@ class HybridCache:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
 
     def _refuse_other_threads(self) -> None:
-        me = threading.get_ident()
-        if self._owner != me:
-            if self._owner is not None:
-                raise OwnershipError(
-                    "another thread owns this cache; only stats() may be called from here. To hand the cache over, "
-                    "call adopt() in the thread that is to own it"
-                )
-            self._owner = me
+        self.check_owner()
+        self._owner = threading.get_ident()

@@ -14,7 +14,7 @@ from rich.table import Table
 from hybrid.cache.config import CacheConfig
 from hybrid.commands.command import MODEL_HELP, Command, Outcome, escape
 from hybrid.engine.engine import Engine
-from hybrid.engine.request import RequestOutput
+from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.observe.draw import LEGEND, draw_tree
 from hybrid.prompts.encode import Prompt, encode

@@ -10,7 +10,7 @@ from rich.console import Console
 from hybrid.cache.config import CacheConfig
 from hybrid.commands.command import Command, Outcome, escape
 from hybrid.engine.engine import Engine
-from hybrid.engine.request import RequestOutput
+from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.encode import Prompt
 

@@ -21,11 +21,13 @@ from hybrid.cache.config import CacheConfig
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.engine.engine import Engine
+from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
-from hybrid.engine.request import Request, RequestOutput
+from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Part, Step
 from hybrid.models.loading import open_checkpoint
+from hybrid.prompts.encode import EncodedPrompt
 
 TOLERANCE = 1e-4
 """Largest difference allowed between a logit and transformers', as a fraction of the logits' range."""
@@ -66,7 +68,7 @@ class Judge:
         self._config = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True)
         self._cold = engine.with_cache(
             CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, enabled=False),
-            room=(256, 16),
+            size=(256, 16),
         )
 
     def ids(self, count: int) -> list[int]:
@@ -212,7 +214,7 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
     """`[len(ids), vocab]` logits of every token, computed in prompt parts of `share` tokens; the remainder token by
     token if it does not fill a chunk."""
-    request = Request.of("parity", ids, SamplingParams(), "", None, len(ids) + 1)
+    request = Request("parity", EncodedPrompt(ids, ids), SamplingParams(), len(ids) + 1)
     lease = engine.cache.open(request.key(), 0, len(ids))
     assert lease is not None
     config, logits, start = engine.cache.config, [], 0

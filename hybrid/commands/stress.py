@@ -25,9 +25,11 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.pins import Pin
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
+from hybrid.engine.build import LoadedModel
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
-from hybrid.engine.model_runner import Pending, Runner, Token
-from hybrid.engine.request import RequestOutput
+from hybrid.engine.model_runner import Pending, Result
+from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Step
 from hybrid.errors import HybridError
@@ -42,28 +44,47 @@ MAX_TOKENS = PAGES * GRID // 2
 MAX_LIVE = 24
 FAILING_ALLOCATIONS = 0.02
 FAILING_PASSES = 0.01
+LIMITS = EngineConfig(max_num_seqs=6, max_num_batched_tokens=5 * GRID)
 
 
 class InjectedError(Exception):
     """An injected failure of a forward pass."""
 
 
-class LostPending(Pending):
-    """A pass that was committed and whose tokens never arrive."""
+class LostPending:
+    """A pass that was launched and whose results never arrive."""
 
-    def wait(self) -> list[Token]:
+    def wait(self) -> list[Result]:
+        """Fails."""
         raise InjectedError
 
 
-class DiceRunner(Runner):
-    """Gives every sampled part a random token: the bookkeeping without a model."""
+@dataclass(frozen=True)
+class KnownPending:
+    """A pass whose results are known."""
 
-    def __init__(self, dice: random.Random, vocab_size: int) -> None:
-        self._dice, self._vocab_size = dice, vocab_size
+    results: list[Result]
 
-    def launch(self, step: Step) -> Pending:
-        tokens = [self._dice.randrange(self._vocab_size) for _ in step.sampled()]
-        return Pending(torch.tensor(tokens, dtype=torch.int64), None, [])
+    def wait(self) -> list[Result]:
+        """The results."""
+        return self.results
+
+
+class RandomRunner:
+    """Gives every part a random token: the bookkeeping without a model."""
+
+    def __init__(self, rng: random.Random, vocab_size: int) -> None:
+        self._rng, self._vocab_size = rng, vocab_size
+
+    def plan(self, step: Step) -> Step:
+        """The step itself."""
+        return step
+
+    def launch(self, plan: Step) -> Pending:
+        """Random tokens."""
+        return KnownPending(
+            [Result(True, self._rng.randrange(self._vocab_size) if part.samples else None, None) for part in plan.parts]
+        )
 
 
 @dataclass
@@ -148,13 +169,13 @@ class Stress:
         ]
         launch = engine.runner.launch
 
-        def unreliable(step: Step) -> Pending:
-            pending = launch(step)
+        def unreliable(plan: Any) -> Pending:
+            pending = launch(plan)
             if faults.random() < FAILING_PASSES:
                 self.report.failed_passes += 1
                 if faults.random() < 0.5:
                     raise InjectedError  # after the pass has written, and before it is committed
-                return LostPending(pending.tokens, pending.logprobs, pending.wanted)
+                return LostPending()
             return pending
 
         engine.runner.launch = unreliable  # type: ignore[method-assign]
@@ -186,7 +207,7 @@ class Stress:
             self._step()
             cache.audit()
             report.audits += 1
-        if not isinstance(self.engine.runner, DiceRunner):
+        if not isinstance(self.engine.runner, RandomRunner):
             report.checked_checkpoints, report.wrong_checkpoints = check_checkpoints(self.engine)
         stats = cache.stats()
         report.evicted_pages, report.evicted_checkpoints = stats.evicted_pages, stats.evicted_checkpoints
@@ -236,7 +257,7 @@ class Stress:
         except InjectedError:
             return
         for output in outputs:
-            if output.finish_reason is not None:
+            if output.finish_reason not in (None, "abort"):
                 self._end(output)
 
     def _end(self, output: RequestOutput) -> None:
@@ -262,7 +283,7 @@ def check_checkpoints(engine: Engine) -> tuple[int, int]:
     Bit by bit in deterministic mode; within rounding in the other, where decoded states are shared as they are.
     """
     cache = engine.cache
-    cold = engine.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True), room=(2 * PAGES, STATES))
+    cold = engine.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True), size=(2 * PAGES, STATES))
     wrong = checked = 0
     for namespace, node in list(cache.tree.nodes()):
         if node.slot is None:
@@ -296,29 +317,19 @@ def make_engine(model: str | Path | None, seed: int) -> Engine:
         page_size=GRID, chunk_size=GRID, memory="2GiB", deterministic=seed % 2 == 0, eviction=policy, seed=seed
     )
     if model is not None:
-        engine = Engine.from_pretrained(
-            model, dtype="float32", cache=config, max_num_seqs=6, max_num_batched_tokens=5 * GRID
-        )
+        engine = Engine.from_pretrained(model, dtype="float32", cache=config, config=LIMITS)
         if elastic:
             page_bytes, state_bytes = engine.cache.unit_bytes
             return engine.with_cache(replace(config, memory=PAGES * page_bytes + STATES * state_bytes))
-        return engine.with_cache(config, room=(PAGES, STATES))
-    nothing = SimpleNamespace(config=SimpleNamespace(vocab_size=50, max_position_embeddings=100_000))
+        return engine.with_cache(config, size=(PAGES, STATES))
+    nothing = SimpleNamespace(config=SimpleNamespace(vocab_size=50, max_position_embeddings=100_000, hidden_size=1))
     if elastic:
         memory = CacheMemory.of_bytes((PAGES + 3 * STATES) * 64, 64, 180)
     else:
         memory = CacheMemory.of_indices(PAGES, STATES)
-    engine = Engine(
-        nothing,
-        None,
-        HybridCache(memory, config),
-        deterministic=seed % 2 == 0,
-        device=torch.device("cpu"),
-        max_num_seqs=6,
-        max_num_batched_tokens=5 * GRID,
-    )
-    engine.runner = DiceRunner(random.Random(seed + 1), nothing.config.vocab_size)
-    return engine
+    runner = RandomRunner(random.Random(seed + 1), nothing.config.vocab_size)
+    loaded = LoadedModel(model=nothing, device=torch.device("cpu"))
+    return Engine(loaded, HybridCache(memory, config), LIMITS, runner=runner)
 
 
 def run_stress(

@@ -1,7 +1,8 @@
-"""What a device, a checkpoint and a call leave to be settled."""
+"""From a checkpoint to the parts of an engine."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,69 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
+from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.vision import vision_tower
+from hybrid.prompts.encode import ImageEncoder, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def settle_dtype(dtype: str | torch.dtype | None, config: Any, device: torch.device) -> torch.dtype:
-    """The type to run in: the one asked for; else the checkpoint's on a GPU, float32 on a CPU.
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model on its device, and what else its checkpoint holds.
+
+    Attributes:
+        model: computes a batch; its `config` has `vocab_size`, `max_position_embeddings` and `hidden_size`.
+        device: where it is.
+        tokenizer: of transformers; None: prompts are token ids.
+        image_encoder: embeds the images of prompts; None: the checkpoint has none.
+        end_tokens: tokens that end an answer.
+        default_params: of requests without `SamplingParams`.
+    """
+
+    model: Any
+    device: torch.device
+    tokenizer: Any | None = None
+    image_encoder: ImageEncoder | None = None
+    end_tokens: frozenset[int] = frozenset()
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+
+
+def load(
+    model: str | Path, device: str | torch.device | None, dtype: str | torch.dtype | None, chunk_size: int
+) -> LoadedModel:
+    """Load a checkpoint.
+
+    Args:
+        model: a folder, a hub id, or "tiny".
+        device: None: a GPU if there is one.
+        dtype: None: the checkpoint's on a GPU, float32 on a CPU.
+        chunk_size: of the linear layers.
 
     Raises:
-        ArgumentError: there is no such type here.
+        CheckpointError: there is no usable checkpoint.
+        ArgumentError: `dtype` is not supported.
+    """
+    checkpoint = open_checkpoint(model)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokenizer = load_tokenizer(checkpoint.path)
+    loaded = load_model(checkpoint, resolve_dtype(dtype, checkpoint.config, place), place, chunk_size)
+    end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
+    return LoadedModel(
+        model=loaded,
+        device=place,
+        tokenizer=tokenizer,
+        image_encoder=vision_tower(checkpoint, loaded.lm_head.weight.dtype, place),
+        end_tokens=end_tokens,
+        default_params=default_params,
+    )
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, config: Any, device: torch.device) -> torch.dtype:
+    """The type to run in. None: the checkpoint's on a GPU, float32 on a CPU.
+
+    Raises:
+        ArgumentError: the type is not supported.
     """
     if isinstance(dtype, str):
         if dtype not in DTYPES:
@@ -54,29 +109,34 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
     )
 
 
-def furnish(
-    model: Any, config: CacheConfig, device: torch.device, room: tuple[int, int] | None
-) -> tuple[HybridCache, bool]:
-    """A cache for a model, and whether the model runs in deterministic mode; it is made ready for that.
+def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] | None = None) -> HybridCache:
+    """An empty cache for a model.
 
     Args:
-        room: (pages, state slots) of the cache, instead of `config.memory`.
+        loaded: the model whose pages and states it holds.
+        config: its settings.
+        size: numbers of pages and of state slots, instead of `config.memory`.
+
+    Raises:
+        MemoryBudgetError: the memory does not suffice for one request.
     """
-    deterministic = config.deterministic
-    if deterministic is None:
-        deterministic = device.type == "cpu" and config.state_dtype == "float32"
-    if deterministic:
-        model.make_batch_invariant()
+    model, device = loaded.model, loaded.device
     spec = model.spec(model.config, model.lm_head.weight.dtype)
-    if room is not None:
-        memory = CacheMemory.fixed(spec, config.page_size, *room, device)
-    else:
-        memory = CacheMemory.for_spec(
-            spec,
-            config.memory_bytes(free_memory(device), device.type == "cuda"),
-            device,
-            page_size=config.page_size,
-            state_share=config.state_share,
-            state_dtype=config.state_dtype,
-        )
-    return make_cache(memory, config), deterministic
+    if size is not None:
+        return make_cache(CacheMemory.fixed(spec, config.page_size, *size, device), config)
+    memory = CacheMemory.for_spec(
+        spec,
+        config.memory_bytes(free_memory(device), device.type == "cuda"),
+        device,
+        page_size=config.page_size,
+        state_share=config.state_share,
+        state_dtype=config.state_dtype,
+    )
+    return make_cache(memory, config)
+
+
+def is_deterministic(config: CacheConfig, device: torch.device) -> bool:
+    """Whether hits must be bitwise equal to cold runs: as configured; by default on a CPU with fp32 states."""
+    if config.deterministic is not None:
+        return config.deterministic
+    return device.type == "cpu" and config.state_dtype == "float32"

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: one launch for all kernels of a pass.
 
-A graph is recorded for a number of rows and a width of the block table; steps are filled up to one of few such shapes
-(`hybrid.plan.Padding`). What fills them up writes nothing.
+A graph is captured for the whole layout of a plan: where each of its tensors is, and its shape. Steps are padded so
+that few layouts occur (`hybrid.engine.planner.Padding`); padding writes nothing.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid.engine.planner import Plan
+from hybrid.engine.planner import Layout, Plan
 from hybrid.engine.sampler import SamplingRows
 
 log = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records a function of no arguments: gives what runs it again, and the tensor that it fills each time."""
+"""Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""
 
 WARM_UPS = 2
-"""Runs before a recording, in which kernels are compiled and buffers made."""
+"""Runs before a capture, in which kernels are compiled and buffers allocated."""
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A graph and what it reads and writes.
+class Graph:
+    """A captured pass, and what it reads and writes.
 
     Attributes:
         numbers: the plan's numbers, on the device.
-        replay: runs it.
-        logits: `[rows, vocab]`, filled by each run.
+        replay: runs the pass.
+        logits: `[rows, vocab]`, written by each run.
     """
 
     numbers: Tensor
@@ -42,10 +42,14 @@ class Recorded:
 
 
 class DecodeGraphs:
-    """Graphs by shape, recorded when a shape first occurs.
+    """Graphs by the layout of plans, captured when a layout first occurs.
 
     Args:
-        capture: records; `capture_cuda` unless a test brings its own.
+        model: computes a batch.
+        kv: the pages.
+        state: the state slots, by name.
+        device: of the model.
+        capture: captures a pass; None: `CudaCapture`.
     """
 
     def __init__(
@@ -54,37 +58,36 @@ class DecodeGraphs:
         self._model = model
         self._kv, self._state = kv, state
         self._device = device
-        self._capture = capture or CudaCapture(device)
-        self._recorded: dict[tuple[int, ...], Recorded] = {}
+        self._capture: Capture = capture or CudaCapture(device)
+        self._graphs: dict[Layout, Graph] = {}
 
     @property
-    def num_recorded(self) -> int:
-        """Graphs recorded so far."""
-        return len(self._recorded)
+    def graphs(self) -> tuple[Graph, ...]:
+        """The graphs captured so far, oldest first."""
+        return tuple(self._graphs.values())
 
-    def run(self, host: Plan) -> tuple[Tensor, SamplingRows | None]:
-        """The logits of a padded plan in which everybody decodes, `[rows, vocab]`: valid until the next run."""
-        shape = host.layout["decodes.block_table"][1]
-        graph = self._recorded.get(shape)
+    def run(self, plan: Plan) -> tuple[Tensor, SamplingRows | None]:
+        """The logits of a padded plan without prompt parts, `[rows, vocab]`: valid until the next run."""
+        graph = self._graphs.get(plan.shape)
         if graph is None:
-            graph = self._recorded[shape] = self._record(host)
-        graph.numbers[: host.numbers.numel()].copy_(host.numbers, non_blocking=True)
+            graph = self._graphs[plan.shape] = self._capture_plan(plan)
+        graph.numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
         graph.replay()
-        return graph.logits, host.sampling(graph.numbers)
+        return graph.logits, plan.sampling(graph.numbers)
 
-    def _record(self, host: Plan) -> Recorded:
-        rows, width = host.layout["decodes.block_table"][1]
-        log.info("recording a graph for %d rows and block tables of %d pages", rows, width)
-        numbers = torch.zeros(host.most_numbers, dtype=torch.int64, device=self._device)
-        idle = host.idle()
+    def _capture_plan(self, plan: Plan) -> Graph:
+        rows, width = plan.layout["decodes.block_table"][1]
+        log.info("capturing a graph for %d rows and block tables of %d pages", rows, width)
+        numbers = torch.zeros(plan.max_numbers, dtype=torch.int64, device=self._device)
+        idle = plan.idle()
         numbers[: idle.numel()].copy_(idle)
-        batch = host.batch(numbers)
+        batch = plan.batch(numbers)
         replay, logits = self._capture(lambda: self._model(batch, self._kv, self._state))
-        return Recorded(numbers, replay, logits)
+        return Graph(numbers, replay, logits)
 
 
 class CudaCapture:
-    """Records on a GPU; all its graphs share their memory, as only one of them runs at a time."""
+    """Captures on a GPU. All graphs share their memory, as only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

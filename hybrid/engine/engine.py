@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import count
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,72 +16,80 @@ from tqdm import tqdm
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.pins import Pin
-from hybrid.engine.build import furnish, generation_defaults, settle_dtype
+from hybrid.engine.build import LoadedModel, build_cache, is_deterministic, load
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
-from hybrid.engine.model_runner import Runner
-from hybrid.engine.request import Request, RequestOutput, Status
+from hybrid.engine.guard import StepGuard
+from hybrid.engine.intake import Intake
+from hybrid.engine.model_runner import ModelRunner, Result, Runner
+from hybrid.engine.output import Outputs, RequestOutput
+from hybrid.engine.request import Request, Status
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.engine.scheduler import Scheduler, Step
-from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, RequestError
+from hybrid.engine.scheduler import Part, Scheduler, Step
+from hybrid.engine.suspects import Suspects
+from hybrid.errors import ArgumentError, HybridError, NonFiniteError, PromptError, QueueFullError, RequestError
 from hybrid.interrupts import deferred_interrupts
-from hybrid.memory.memory import smallest_memory
-from hybrid.models.loading import load_model, open_checkpoint
-from hybrid.models.vision import vision_tower
-from hybrid.prompts.detokenizer import TextStream
-from hybrid.prompts.encode import EncodedPrompt, ImageEncoder, Prompt, as_prompts, encode_prompt, load_tokenizer
-from hybrid.units import format_bytes
+from hybrid.prompts.encode import Prompt, as_prompts
+
+log = logging.getLogger(__name__)
+
+NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
 
 
 class Engine:
     """A hybrid model with its prefix cache.
 
-    Use `from_pretrained`. One thread owns an engine.
+    Use `from_pretrained`. One thread owns an engine: the one that owns its cache.
+
+    Args:
+        loaded: the model and what belongs to it.
+        cache: an empty cache for the model.
+        config: limits of requests and steps.
+        runner: computes the steps; None: a `ModelRunner` with the model.
 
     Attributes:
-        cache: the `HybridCache`: `stats()`, `audit()`, `clear()`.
-        tokenizer: the checkpoint's tokenizer (of transformers), or None.
-        default_params: what `generation_config.json` asks for; used where a call gives no `SamplingParams`.
+        loaded: the model, its tokenizer, and its defaults.
+        cache: `stats()`, `audit()`, `clear()`.
+        config: as given.
+        deterministic: the outputs of hits are bitwise those of cold runs.
+        scheduler: the requests that wait and run.
+        runner: computes the steps.
     """
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any | None,
+        loaded: LoadedModel,
         cache: HybridCache,
+        config: EngineConfig | None = None,
         *,
-        deterministic: bool,
-        device: torch.device,
-        end_tokens: frozenset[int] = frozenset(),
-        default_params: SamplingParams | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 2048,
-        enforce_eager: bool = False,
-        image_encoder: ImageEncoder | None = None,
+        runner: Runner | None = None,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
-        if max_num_batched_tokens < cache.config.chunk_size + max_num_seqs:
-            raise ArgumentError(
-                "max_num_batched_tokens must hold one chunk and a token of each request: at least "
-                f"{cache.config.chunk_size + max_num_seqs} with max_num_seqs={max_num_seqs}, "
-                f"got {max_num_batched_tokens}"
-            )
-        self.model = model
-        self.tokenizer = tokenizer
+        self.loaded = loaded
         self.cache = cache
-        self.device = device
-        self.deterministic = deterministic
-        self.default_params = default_params or SamplingParams()
-        self.enforce_eager = enforce_eager
-        self.scheduler = Scheduler(cache, max_num_seqs, max_num_batched_tokens, deterministic)
-        self.runner = Runner(model, cache, device, deterministic, self._graphs())
-        # on a GPU the next step is scheduled while this one is computed; a CPU has nobody else to do that
-        self._overlap = device.type == "cuda"
+        self.config: EngineConfig = config or EngineConfig()
+        self.config.require_chunk(cache.config.chunk_size)
+        self.deterministic: bool = is_deterministic(cache.config, loaded.device)
+        self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic)
+        self.runner: Runner = runner or self._model_runner()
+        # without a device of its own, nothing is computed while the next step is scheduled
+        self._overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
         self._ahead: Step | None = None
-        self._end_tokens, self._image_encoder = end_tokens, image_encoder
+        self._intake = Intake(loaded, cache)
         self._requests: dict[str, Request] = {}
-        self._undelivered: list[RequestOutput] = []
-        self._ids = count()
+        self._outputs = Outputs()
+        self._suspects = Suspects()
+        self._is_stepping = False
+        self._is_retried = False  # the latest failure was one of a pass, whose requests are computed again
+        self._aborted: list[Request] = []
+
+    def _model_runner(self) -> ModelRunner:
+        model, device = self.loaded.model, self.loaded.device
+        if self.deterministic:
+            model.make_batch_invariant()
+        graphs = None
+        if device.type == "cuda" and not self.config.enforce_eager and model.decode_can_be_recorded:
+            graphs = DecodeGraphs(model, self.cache.kv, self.cache.state_tensors, device)
+        return ModelRunner(model, self.cache, device, self.deterministic, graphs)
 
     @classmethod
     def from_pretrained(
@@ -90,54 +99,39 @@ class Engine:
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
         cache: CacheConfig | None = None,
-        max_num_seqs: int = 32,
-        max_num_batched_tokens: int = 2048,
-        enforce_eager: bool = False,
+        config: EngineConfig | None = None,
     ) -> Engine:
-        """Load a checkpoint with its tokenizer, and make room for its cache.
+        """Load a checkpoint with its tokenizer, and allocate its cache.
 
         Args:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
             dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
             cache: settings of the cache.
-            max_num_seqs: at most so many requests run at once.
-            max_num_batched_tokens: at most so many tokens are computed in one step.
-            enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as CUDA graphs.
+            config: settings of the engine.
 
         Raises:
-            CheckpointError: no usable checkpoint is there.
-            MemoryBudgetError: the memory given to the cache does not suffice.
+            CheckpointError: there is no usable checkpoint.
+            MemoryBudgetError: the cache's memory does not suffice.
             ArgumentError: another argument is wrong.
         """
-        checkpoint = open_checkpoint(model)
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        config = cache or CacheConfig()
-        tokenizer = load_tokenizer(checkpoint.path)
-        loaded = load_model(checkpoint, settle_dtype(dtype, checkpoint.config, where), where, config.chunk_size)
-        own, deterministic = furnish(loaded, config, where, None)
-        end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
-        tower = vision_tower(checkpoint, loaded.lm_head.weight.dtype, where)
-        return cls(
-            loaded,
-            tokenizer,
-            own,
-            deterministic=deterministic,
-            device=where,
-            end_tokens=end_tokens,
-            default_params=default_params,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enforce_eager=enforce_eager,
-            image_encoder=tower,
-        )
+        settings = cache or CacheConfig()
+        loaded = load(model, device, dtype, settings.chunk_size)
+        return cls(loaded, build_cache(loaded, settings), config)
 
-    def with_cache(self, cache: CacheConfig, room: tuple[int, int] | None = None) -> Engine:
+    def with_cache(
+        self,
+        cache: CacheConfig,
+        size: tuple[int, int] | None = None,
+        *,
+        config: EngineConfig | None = None,
+    ) -> Engine:
         """Another engine on the same weights, with a cache of its own.
 
         Args:
-            cache: its settings. `chunk_size` must be this engine's: the model was made with it.
-            room: (pages, state slots) of the cache, instead of `cache.memory`.
+            cache: its settings. `chunk_size` must be this engine's: the model was loaded with it.
+            size: numbers of pages and of state slots of the cache, instead of `cache.memory`.
+            config: settings of the engine; None: this engine's.
 
         Raises:
             ArgumentError: another chunk size.
@@ -147,20 +141,140 @@ class Engine:
             raise ArgumentError(
                 f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
             )
-        own, deterministic = furnish(self.model, cache, self.device, room)
-        return type(self)(
-            self.model,
-            self.tokenizer,
-            own,
-            deterministic=deterministic,
-            device=self.device,
-            end_tokens=self._end_tokens,
-            default_params=self.default_params,
-            max_num_seqs=self.scheduler.max_num_seqs,
-            max_num_batched_tokens=self.scheduler.max_num_batched_tokens,
-            enforce_eager=self.enforce_eager,
-            image_encoder=self._image_encoder,
-        )
+        return Engine(self.loaded, build_cache(self.loaded, cache, size), config or self.config)
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self.loaded.model
+
+    @property
+    def tokenizer(self) -> Any | None:
+        """The checkpoint's tokenizer, of transformers; None: prompts are token ids."""
+        return self.loaded.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.loaded.device
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """From `generation_config.json`; used where a call gives no `SamplingParams`."""
+        return self.loaded.default_params
+
+    # A step
+
+    def _advance(self) -> None:
+        """One step: schedule, plan, launch, commit, deliver.
+
+        With overlap the next step is scheduled while the device computes this one. Until the results are there, a
+        failure undoes the step for all its requests (`_guard`); after that it ends one request.
+        """
+        with self._guard() as guard:
+            step = guard.undo_on_failure(self._schedule())
+            if not step.parts:
+                self._suspects.passed([])
+                return
+            with guard.interruptible():
+                plan = self.runner.plan(step)
+                pending = self.runner.launch(plan)
+            parts = self.scheduler.advance(step)
+            if self._overlap and self._suspects.group is None:
+                self._ahead = guard.undo_on_failure(self.scheduler.schedule())
+            with guard.interruptible():
+                results = dict(zip(map(id, step.parts), pending.wait(), strict=True))
+            guard.keep_on_failure()
+            for part in parts:
+                if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled
+                    continue
+                with guard.failing(part.request):
+                    self._commit(part, results[id(part)])
+                    self._deliver(part, results[id(part)])
+            self._suspects.passed([part.request for part in parts])
+
+    def _schedule(self) -> Step:
+        """The parts of the step scheduled ahead whose requests still run, or else a step scheduled now."""
+        ahead, self._ahead = self._ahead, None
+        step = ahead.alive() if ahead is not None else Step([])
+        return step if step.parts else self.scheduler.schedule(self._suspects.group)
+
+    def _commit(self, part: Part, result: Result) -> None:
+        """Share what a part computed."""
+        if not result.is_finite:
+            raise NonFiniteError(NOT_FINITE)
+        if part.is_alive:  # otherwise it was retracted while it was computed
+            self.scheduler.commit(part)
+
+    def _deliver(self, part: Part, result: Result) -> None:
+        """Append the token of a part to its request, and give the output to its consumer."""
+        request = part.request
+        if result.token is None:
+            return
+        request.append(result.token, result.logprobs, self.loaded.end_tokens)
+        if request.finish_reason is not None:
+            self.scheduler.finish(request)
+            self._requests.pop(request.request_id, None)
+        request.outputs.put(request.output())
+
+    @contextmanager
+    def _guard(self) -> Iterator[StepGuard]:
+        """What holds around every step, however it ends.
+
+        * Signal handlers wait, except where `StepGuard.interruptible` lets them run.
+        * When the step fails before its results are there, its requests, and those of the step scheduled ahead, start
+          again from what they have committed. A request that makes steps fail again and again ends with an error.
+        * Requests that failed by themselves end with an error, and those that were aborted meanwhile are aborted.
+        """
+        self.cache.check_owner()
+        if self._is_stepping:
+            raise RequestError("a step is under way: a signal handler cannot start another one")
+        with deferred_interrupts() as interrupts:
+            guard = StepGuard(interrupts)
+            self._is_stepping = True
+            try:
+                yield guard
+                if self.config.audit:
+                    self.cache.audit()
+            except BaseException as error:
+                if not self._undo(guard.steps, error):
+                    raise
+            finally:
+                self._is_stepping = False
+                for request, failure in (*self.scheduler.take_failures(), *guard.failures):
+                    self._fail(request, failure)
+                aborted, self._aborted = self._aborted, []
+                for request in aborted:
+                    self._end_aborted(request)
+            guard.raise_pending()
+
+    def _undo(self, steps: list[Step], error: BaseException) -> bool:
+        """Undo steps that failed. Returns whether the failure is that of one request, which ends with it."""
+        self._is_retried = False
+        if not steps:
+            return False
+        self._ahead = None
+        self.scheduler.roll_back(*steps)
+        if isinstance(error, Exception):
+            self._is_retried = True
+            culprit = self._suspects.failed([part.request for part in steps[0].parts])
+            if culprit is not None:
+                self._fail(culprit, error)
+                return True
+        return False
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """End a request with an error."""
+        if request.error is not None:
+            return
+        request.finish_reason = "error"
+        request.error = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
+        log.warning("%s ends with an error: %s", request.request_id, request.error)
+        self._requests.pop(request.request_id, None)
+        request.outputs.put(request.output())
+        self.scheduler.discard(request)
+
+    # Answers
 
     def generate(
         self,
@@ -170,7 +284,7 @@ class Engine:
         namespace: str = "",
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, all at once.
+        """Answer prompts together.
 
         Args:
             prompts: one or more of: a text, a list of token ids, a list of chat messages `{"role": ..., "content":
@@ -180,11 +294,13 @@ class Engine:
             progress: show a progress bar; None: when there is a terminal.
 
         Returns:
-            One result per prompt, in order.
+            One result per prompt, in order. A request that failed has `finish_reason="error"`; the others are not
+            affected.
 
         Raises:
-            PromptError: a prompt cannot be run. None of them was started.
-            MemoryBudgetError: a prompt and its answer do not fit into the memory given.
+            PromptError: a prompt cannot be run. None was started.
+            MemoryBudgetError: a prompt and its answer do not fit into the cache's memory.
+            QueueFullError: more prompts than may wait.
         """
         many = as_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
@@ -192,99 +308,146 @@ class Engine:
             raise ArgumentError(
                 f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each"
             )
-        requests = [self._request(prompt, p, namespace) for prompt, p in zip(many, each, strict=True)]
-        for request in requests:
-            self._enter(request)
-        mine = {request.request_id for request in requests}
+        outputs = Outputs()
+        requests = [self._intake.request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
-        show = sys.stderr.isatty() if progress is None else progress
-        try:
-            with tqdm(total=len(requests), desc="generate", unit="prompt", disable=not show) as bar:
-                while len(done) < len(mine):
-                    for output in self._advance():
-                        if output.request_id not in mine:
-                            self._undelivered.append(output)
-                        elif output.finish_reason is not None:
-                            done[output.request_id] = output
-                            bar.update()
-            self._settle()
-        except BaseException:
-            for request in requests:
-                if request.status is not Status.FINISHED:
-                    self.abort(request.request_id)
-            raise
+        hidden = not (sys.stderr.isatty() if progress is None else progress)
+        with self._aborting(requests), tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar:
+            self._enter(requests)
+            while len(done) < len(requests):
+                if not outputs:
+                    self._work()
+                finished = [output for output in outputs.take() if output.finish_reason is not None]
+                done.update({output.request_id: output for output in finished})
+                bar.update(len(finished))
+            self._replay_while_idle()
         return [done[request.request_id] for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Iterator[str]:
-        """Answer one prompt, piece by piece. Stopping early aborts it.
+        """Answer one prompt, piece by piece. Closing the iterator early aborts the request.
+
+        Other requests may be run between two pieces; nothing of the stream is lost.
 
         Raises:
             PromptError: there is no tokenizer, or the prompt cannot be run.
+            RequestError: the request failed; raised after the text that it had.
         """
         if self.tokenizer is None:
             raise PromptError("this checkpoint has no tokenizer; use add_request and step for token ids")
-        request = self._request(prompt, params, namespace)
-        return self._stream(request)
+        return self._stream(self._intake.request(prompt, params, namespace, Outputs()))
 
     def _stream(self, request: Request) -> Iterator[str]:
-        self._enter(request)
-        told = 0
+        sent, ended = 0, False
+        with self._aborting([request]):
+            self._enter([request])
+            while not ended:
+                if not request.outputs:
+                    self._work()
+                for output in request.outputs.take():
+                    ended = output.finish_reason is not None
+                    start, sent = sent, max(sent, len(output.text))
+                    if sent > start:
+                        yield output.text[start:]
+            self._replay_while_idle()
+        if request.error is not None:
+            raise RequestError(f"{request.request_id} failed: {request.error}")
+
+    @contextmanager
+    def _aborting(self, requests: list[Request]) -> Iterator[None]:
+        """Abort requests that still run when this is left: by an exception, or because a stream was closed."""
         try:
-            while request.status is not Status.FINISHED:
-                for output in self._advance():
-                    if output.request_id != request.request_id:
-                        self._undelivered.append(output)
-                    elif len(output.text) > told:
-                        yield output.text[told:]
-                        told = len(output.text)
-            self._settle()
+            yield
         finally:
-            if request.status is not Status.FINISHED:
-                self.abort(request.request_id)
+            with deferred_interrupts():
+                for request in requests:
+                    if request.request_id in self._requests:
+                        self.abort(request.request_id)
+
+    def _work(self) -> None:
+        """A step on behalf of some requests. If it fails, further steps find the request that is the reason."""
+        try:
+            self._advance()
+        except Exception:
+            if not self._is_retried:
+                raise
+            log.warning("a step failed, and its requests are computed again", exc_info=True)
+
+    def _replay_while_idle(self) -> None:
+        """Replay answers, as long as there is no other work."""
+        while not self._requests and self.scheduler.has_work:
+            self._work()
 
     # Step by step
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self._undelivered)
+        """Whether `step` has anything to do: a request waits or runs, or an output was not returned yet."""
+        return self.scheduler.has_work or bool(self._outputs)
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> str:
-        """Queue a prompt; returns its id. `step` moves it on.
+        """Queue a prompt, and return its id. `step` runs it.
 
         Raises:
             PromptError: the prompt cannot be run.
-            MemoryBudgetError: prompt and answer do not fit into the memory given.
+            MemoryBudgetError: prompt and answer do not fit into the cache's memory.
+            QueueFullError: `EngineConfig.max_waiting` requests wait already.
+            OwnershipError: another thread owns the engine.
         """
-        request = self._request(prompt, params, namespace)
-        self._enter(request)
+        request = self._intake.request(prompt, params, namespace, self._outputs)
+        self._enter([request])
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, plan, compute, commit: one token for every request that decodes, and a share of the prompts.
+        """Run one step: a token for every request that decodes, and a share of the prompts.
 
         Returns:
-            The requests that moved: those with a new token, and those that ended.
+            Outputs of requests of `add_request`: those that have a new token, or ended. Nothing is lost when a step
+            raises: outputs are returned by the next one.
 
         Raises:
-            RequestError: there is nothing to do.
+            RequestError: there is no work.
+            Exception: the pass failed. Its requests are computed again by the next step; one that makes steps fail
+                again and again ends with `finish_reason="error"`.
         """
         if not self.has_work:
             raise RequestError("there is nothing to do: add_request first, and step while has_work")
-        outputs, self._undelivered = self._undelivered, []
-        return outputs + (self._advance() if self.scheduler.waiting or self.scheduler.running else [])
+        if self.scheduler.has_work:
+            self._advance()
+        return self._outputs.take()
 
     def abort(self, request_id: str) -> None:
-        """Stop a request. What it has committed stays cached.
+        """Stop a request. Its last output has `finish_reason="abort"`. What it has committed stays cached.
 
         Raises:
             RequestError: there is no such request, or it has ended.
+            OwnershipError: another thread owns the engine.
         """
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            raise RequestError(f"no request {request_id!r} is waiting or running")
+        self.cache.check_owner()
         with deferred_interrupts():
-            self.scheduler.abort(request)
+            request = self._requests.pop(request_id, None)
+            if request is None:
+                raise RequestError(f"no request {request_id!r} is waiting or running")
+            if self._is_stepping:  # called by a signal handler, or when a stream is collected
+                self._aborted.append(request)
+            else:
+                self._end_aborted(request)
+
+    def _end_aborted(self, request: Request) -> None:
+        if request.status is not Status.FINISHED:
+            request.finish_reason = "abort"
+            request.outputs.put(request.output())
+            self.scheduler.discard(request)
+
+    def _enter(self, requests: list[Request]) -> None:
+        """Queue requests: all, or none."""
+        self.cache.check_owner()
+        limit, waiting = self.config.max_waiting, self.scheduler.waiting.num_requests
+        if limit is not None and waiting + len(requests) > limit:
+            raise QueueFullError(f"{waiting} requests wait, and {len(requests)} more are too many: max_waiting={limit}")
+        with deferred_interrupts():
+            for request in requests:
+                self._requests[request.request_id] = request
+                self.scheduler.waiting.add(request)
 
     # Pins
 
@@ -292,111 +455,21 @@ class Engine:
         """Keep what is cached of a prompt from eviction.
 
         Args:
-            ttl: seconds until it is let go by itself.
+            ttl: seconds until the pin expires.
 
         Raises:
-            ArgumentError: `ttl` is no time.
+            ArgumentError: `ttl` is not a positive number.
             PromptError: nothing of the prompt is cached.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
-        pin = self.cache.pin(self._encode(prompt).key(namespace), ttl)
+        key = self._intake.encode(prompt).key(namespace)
+        with deferred_interrupts():
+            pin = self.cache.pin(key, ttl)
         if pin is None:
             raise PromptError("nothing of this prompt is cached; generate with it first, or give pin_for with it")
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Let go of a pin; one that has been let go of already stays so."""
-        self.cache.unpin(pin)
-
-    def _advance(self) -> list[RequestOutput]:
-        step: Step | None = None
-        try:
-            with deferred_interrupts():
-                ahead, self._ahead = self._ahead, None
-                step = self.scheduler.depart(ahead or self.scheduler.schedule())
-                if not step.parts and ahead is not None:  # everything that was planned ahead has ended since
-                    step = self.scheduler.depart(self.scheduler.schedule())
-            if not step.parts:
-                return []
-            sampled_parts = step.sampled()
-            pending = self.runner.launch(step)
-            with deferred_interrupts():
-                alive = {id(part) for part in self.scheduler.commit(step)}
-                if self._overlap:
-                    self._ahead = self.scheduler.schedule()
-            tokens = pending.wait()
-        except BaseException:
-            with deferred_interrupts():
-                planned = [step for step in (step, self._ahead) if step is not None]
-                self._ahead = None
-                self.scheduler.roll_back(*planned)
-            raise
+        """Release a pin. One that was released before stays so."""
         with deferred_interrupts():
-            sampled = [(part, token) for part, token in zip(sampled_parts, tokens, strict=True) if id(part) in alive]
-            return [self._take(part.request, *token) for part, token in sampled]
-
-    def _take(self, request: Request, token: int, logprobs: dict[int, float] | None) -> RequestOutput:
-        assert request.params is not None
-        request.append(token, frozenset() if request.params.ignore_eos else self._end_tokens)
-        if logprobs is not None:
-            request.logprobs.append(logprobs)
-        if request.finish_reason is not None:
-            self.scheduler.finish(request)
-            del self._requests[request.request_id]
-        return request.output()
-
-    def _settle(self) -> None:
-        """Replay what was decoded, as long as nobody waits for anything else."""
-        while not self._requests and (self.scheduler.waiting or self.scheduler.running):
-            self._advance()
-
-    def _graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda" or self.enforce_eager or not self.model.decode_can_be_recorded:
-            return None
-        return DecodeGraphs(self.model, self.cache.kv, self.cache.state_tensors, self.device)
-
-    # Coming in
-
-    def _enter(self, request: Request) -> None:
-        self._requests[request.request_id] = request
-        self.scheduler.add(request)
-
-    def _request(self, prompt: Prompt, params: SamplingParams | None, namespace: str) -> Request:
-        params = params or self.default_params
-        encoded = self._encode(prompt)
-        ids, config = encoded.ids, self.model.config
-        limit = config.max_position_embeddings
-        if not ids:
-            raise PromptError("the prompt is empty; give at least one token")
-        wrong = next((token for token in ids if not 0 <= token < config.vocab_size), None)
-        if wrong is not None:
-            raise PromptError(f"token id {wrong} lies outside the vocabulary: ids go from 0 to {config.vocab_size - 1}")
-        if len(ids) >= limit:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens; this model takes {limit}, the answer included: shorten the prompt"
-            )
-        if params.stop and self.tokenizer is None:
-            raise PromptError("stop texts need a tokenizer, and this checkpoint has none; use stop_token_ids")
-        outside = next((at for at in params.checkpoint_at if not -len(ids) <= at <= len(ids)), None)
-        if outside is not None:
-            raise PromptError(f"checkpoint_at={outside} lies outside the prompt of {len(ids)} tokens")
-        max_len = min(limit, len(ids) + params.max_new_tokens)
-        self._refuse_too_long(len(ids), max_len)
-        text = TextStream(self.tokenizer, tuple(params.stop)) if self.tokenizer is not None else None
-        own = (encoded.key_ids, params, namespace, text, max_len, encoded.media, ids)
-        return Request.of(f"request-{next(self._ids)}", *own)
-
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        return encode_prompt(prompt, self.tokenizer, self._image_encoder, self.model.config.hidden_size)
-
-    def _refuse_too_long(self, prompt_len: int, max_len: int) -> None:
-        config, most = self.cache.config, self.cache.largest_request
-        needed = -(-max_len // config.page_size)
-        if needed > most:
-            page_bytes, state_bytes = self.cache.unit_bytes
-            memory = smallest_memory(needed, page_bytes, state_bytes, config.state_share)
-            raise MemoryBudgetError(
-                f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there "
-                f"are {most}; the smallest memory that would do is {format_bytes(memory)} "
-                f"(CacheConfig(memory={memory})), or lower max_new_tokens"
-            )
+            self.cache.unpin(pin)

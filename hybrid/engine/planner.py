@@ -17,16 +17,23 @@ from torch import Tensor
 from hybrid.batch import Batch, Embedded, Group
 from hybrid.engine.sampler import SamplingRows, sampling_numbers
 from hybrid.engine.scheduler import Part, Step
+from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
 
 BATCH_INVARIANT_SPLITS = 16
 """Into how many pieces the keys of a decoded token are cut when results must not depend on the batch."""
 
+SAMPLING = "sampling"
+"""The last piece of a layout, where there is one: how tokens are sampled."""
+
+Layout = tuple[tuple[str, tuple[int, tuple[int, ...]]], ...]
+"""(name, (start, shape)) of every piece."""
+
 ALIGNMENT = 2
 """Every view begins at a multiple of so many numbers, 16 bytes: kernels are compiled for that once and for all."""
 
-LEAST_WIDTH = 16
+MIN_WIDTH = 16
 """The narrowest block table of a padded plan, in pages."""
 
 
@@ -45,7 +52,7 @@ class Padding(NamedTuple):
     def of(cls, num_requests: int, num_pages: int) -> Padding:
         """The next powers of two; rows beyond 16 in steps of 8."""
         rows = 1 << (num_requests - 1).bit_length() if num_requests <= 16 else -(-num_requests // 8) * 8
-        return cls(rows, max(LEAST_WIDTH, 1 << (num_pages - 1).bit_length()))
+        return cls(rows, max(MIN_WIDTH, 1 << (num_pages - 1).bit_length()))
 
 
 @dataclass
@@ -73,18 +80,32 @@ class Plan:
         layout: for every tensor of the batch its place and shape.
         splits: `num_splits` of the groups there are.
         num_prefill_tokens: tokens of prompt parts.
-        num_sampled: rows to sample, without padding.
         blocks: as in the batch.
         embeddings: of the rows of images, in pieces.
+        samples: for each part, without padding, whether its last token is followed by a new one.
+        num_logprobs: for each part the number of log-probabilities that are requested; None: none.
+        is_padded: it is filled up to one of few shapes.
     """
 
     numbers: Tensor
     layout: dict[str, tuple[int, tuple[int, ...]]]
     splits: dict[str, int | None]
     num_prefill_tokens: int
-    num_sampled: int
     blocks: RowBlocks | None
-    embeddings: tuple[Tensor, ...] = ()
+    embeddings: tuple[Tensor, ...]
+    samples: tuple[bool, ...]
+    num_logprobs: tuple[int | None, ...]
+    is_padded: bool
+
+    @property
+    def checkpoint_slots(self) -> list[tuple[int, int]]:
+        """(part, state slot) of every checkpoint that the pass writes."""
+        return [(row, slot) for row, _, slot in self._view(self.numbers, "checkpoints").tolist()]
+
+    @property
+    def shape(self) -> Layout:
+        """The layout without the numbers of sampling, which no layer reads."""
+        return tuple((name, place) for name, place in self.layout.items() if name != SAMPLING)
 
     def on(self, device: torch.device) -> tuple[Batch, SamplingRows | None]:
         """The plan's tensors on a device, in one copy."""
@@ -128,9 +149,9 @@ class Plan:
 
     def sampling(self, numbers: Tensor) -> SamplingRows | None:
         """How tokens are sampled, as views of numbers of this layout; None: every row takes its most likely token."""
-        if "sampling" not in self.layout:
+        if SAMPLING not in self.layout:
             return None
-        return SamplingRows(*self._view(numbers, "sampling").view(torch.float64))
+        return SamplingRows(*self._view(numbers, SAMPLING).view(torch.float64))
 
     def idle(self) -> Tensor:
         """Numbers of this layout with which a pass writes no page and no state."""
@@ -140,10 +161,10 @@ class Plan:
         return numbers
 
     @property
-    def most_numbers(self) -> int:
+    def max_numbers(self) -> int:
         """Numbers of a plan of this shape in which every row is sampled at random."""
         rows = self.layout["token_ids"][1][0]
-        start = self.layout["sampling"][0] if "sampling" in self.layout else self.numbers.numel()
+        start = self.layout[SAMPLING][0] if SAMPLING in self.layout else self.numbers.numel()
         return start + len(SamplingRows._fields) * rows + ALIGNMENT
 
     def _view(self, numbers: Tensor, name: str) -> Tensor:
@@ -154,66 +175,86 @@ class Plan:
 def plan(
     step: Step, page_size: int, chunk_size: int, deterministic: bool, padding: Padding | None = None, pin: bool = False
 ) -> Plan:
-    """Build the plan of a step whose memory has been taken.
+    """Build the plan of a step whose memory has been allocated.
 
     Args:
-        padding: for a step in which everybody decodes: what it is filled up to.
-        pin: let the numbers lie where a GPU can fetch them by itself.
+        step: its parts; prompt parts come first.
+        page_size: tokens of a page.
+        chunk_size: tokens of a chunk.
+        deterministic: results must not depend on the rest of the batch.
+        padding: for a step without prompt parts: the shape that the plan is filled up to.
+        pin: put the numbers into pinned memory, from which a GPU copies by itself.
+
+    Raises:
+        AuditError: the numbers of tokens, positions, slots and rows do not agree.
     """
     parts = step.parts
-    prefills = [part for part in parts if part.is_prefill]
-    decodes = parts[len(prefills) :]
+    num_prefills = sum(part.is_prefill for part in parts)
+    prefills, decodes = parts[:num_prefills], parts[num_prefills:]
     filler = padding.rows - len(parts) if padding is not None else 0
+    width = padding.width if padding is not None else 0
     starts = [0, *accumulate(part.end - part.start for part in parts)]
+    pieces, num_tokens = _Pieces(), starts[-1] + filler
+    positions = [position for part in parts for position in range(part.start, part.end)]
+    _add_tokens(pieces, parts, positions, page_size, filler)
+    pieces.add("sample_rows", [end - 1 for end in starts[1:]] + [0] * filler, (len(parts) + filler,))
+    embeddings = _add_media(pieces, parts, starts, positions) if any(part.request.media for part in parts) else ()
+    splits: dict[str, int | None] = {}
+    if prefills:
+        splits["prefills"] = 1 if deterministic else None
+        _add_group(pieces, "prefills", prefills, starts[: num_prefills + 1], 0, 0)
+    if decodes or filler:
+        splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
+        _add_group(pieces, "decodes", decodes, range(len(decodes) + filler + 1), filler, width)
+    samples = tuple(part.samples for part in parts)
+    sampling = sampling_numbers(
+        [(p.request.params, p.request.random_number) if p.samples else None for p in parts] + [None] * filler
+    )
+    if sampling is not None:
+        pieces.add(SAMPLING, sampling, (len(sampling), len(sampling[0])), np.float64)
+    numbers = torch.from_numpy(np.concatenate(pieces.numbers))
+    blocks = None
+    if deterministic:
+        blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
+    return Plan(
+        numbers.pin_memory() if pin else numbers,
+        pieces.layout,
+        splits,
+        starts[num_prefills],
+        blocks,
+        embeddings,
+        samples=samples,
+        num_logprobs=tuple(part.request.params.logprobs if part.samples else None for part in parts),
+        is_padded=padding is not None,
+    )
+
+
+def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_size: int, filler: int) -> None:
+    """The numbers of the step's tokens, and the checkpoints to write."""
     token_ids: list[int] = []
-    positions: list[int] = []
     slots: list[int] = []
     checkpoints: list[tuple[int, int, int]] = []
     for row, part in enumerate(parts):
-        token_ids += [max(token, 0) for token in part.request.ids[part.start : part.end]]  # below 0: an image's
-        positions += range(part.start, part.end)
-        slots += _slots(part, page_size)
+        known = part.request.ids[part.start : part.end]
+        own = _slots(part, page_size)
+        count = part.end - part.start
+        if not len(known) == len(own) == count > 0 or (count > 1 and not part.is_prefill):
+            raise AuditError(
+                f"plan: {part.request.request_id} has {len(known)} tokens and {len(own)} slots for positions "
+                f"[{part.start}, {part.end}) of a {'prompt part' if part.is_prefill else 'decode step'}"
+            )
+        token_ids += [max(token, 0) for token in known]  # below 0: of an image
+        slots += own
         checkpoints += [
             (row, c.num_tokens - part.start, c.slot)
             for c in part.lease.captured
             if part.start < c.num_tokens <= part.end
         ]
-    sampled = {id(part) for part in step.sampled()}
-    sample_rows = [end - 1 for part, end in zip(parts, starts[1:], strict=True) if id(part) in sampled]
-    pieces, tokens = _Pieces(), starts[-1] + filler
-    pieces.add("token_ids", token_ids + [0] * filler, (tokens,))
-    pieces.add("positions", positions + [0] * filler, (tokens,))
-    pieces.add("slot_mapping", slots + [-1] * filler, (tokens,))
+    num_tokens = len(positions) + filler
+    pieces.add("token_ids", token_ids + [0] * filler, (num_tokens,))
+    pieces.add("positions", positions + [0] * filler, (num_tokens,))
+    pieces.add("slot_mapping", slots + [-1] * filler, (num_tokens,))
     pieces.add("checkpoints", checkpoints, (len(checkpoints), 3))
-    pieces.add("sample_rows", sample_rows + [0] * filler, (len(sample_rows) + filler,))
-    embeddings = _add_media(pieces, parts, starts, positions) if any(part.request.media for part in parts) else ()
-    splits: dict[str, int | None] = {}
-    if prefills:
-        splits["prefills"] = 1 if deterministic else None
-        _add_group(pieces, "prefills", prefills, starts[: len(prefills) + 1], 0, 0)
-    if decodes or filler:
-        splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        own = range(len(decodes) + filler + 1)
-        _add_group(pieces, "decodes", decodes, own, filler, padding.width if padding is not None else 0)
-    sampling = sampling_numbers(
-        [(p.request.params, p.request.random_number) for p in step.sampled() if p.request.params is not None]
-    )
-    if sampling is not None:
-        pieces.add("sampling", sampling, (len(sampling), len(sampling[0])), np.float64)
-    numbers = torch.from_numpy(np.concatenate(pieces.numbers))
-    blocks = None
-    if deterministic:
-        segments = [*pairwise(starts[: len(prefills) + 1])]
-        blocks = RowBlocks(segments, starts[len(prefills)], tokens, chunk_size)
-    return Plan(
-        numbers.pin_memory() if pin else numbers,
-        pieces.layout,
-        splits,
-        starts[len(prefills)],
-        len(sample_rows),
-        blocks,
-        embeddings,
-    )
 
 
 def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions: list[int]) -> tuple[Tensor, ...]:

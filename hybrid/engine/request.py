@@ -1,20 +1,20 @@
-"""A request on its way through the engine, and what it gives back."""
+"""A request on its way through the engine."""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
+from hybrid.engine.output import Outputs, RequestOutput, Usage
 from hybrid.engine.sampler import new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
 from hybrid.prompts.detokenizer import TextStream
+from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
 
 
@@ -26,150 +26,106 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of a request.
+class RequestKind(StrEnum):
+    """What a request is for.
 
-    Attributes:
-        prompt_tokens: tokens of the prompt.
-        cached_tokens: prompt tokens that were not computed (the usable hit).
-        page_tokens: prompt tokens whose pages were there (the page hit).
-        completion_tokens: tokens of the answer.
+    An answer continues a prompt. A replay computes the tokens of a finished answer once more, as whole chunks, so that
+    they can be shared in deterministic mode; it has no output.
     """
 
-    prompt_tokens: int
-    cached_tokens: int
-    page_tokens: int
-    completion_tokens: int
+    ANSWER = "answer"
+    REPLAY = "replay"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What became of a prompt, up to now.
-
-    Attributes:
-        request_id: as `Engine.add_request` gave it.
-        prompt_token_ids: the prompt.
-        text: the answer, without what ended it; empty without a tokenizer.
-        token_ids: the answer's tokens, with the one that ended it.
-        finish_reason: "stop", "length", "abort"; None while it runs.
-        usage: tokens asked, cached, made.
-        logprobs: per token of the answer `{token_id: logprob}`; None unless asked for.
-        explain: why the hit was what it was: tokens asked, page hit, usable hit, and what was missing.
-        time_to_first_token: seconds from the arrival; None before it.
-        tokens_per_second: of the answer, from its first token on; None before the second token.
-        pin: what `SamplingParams(pin_for=...)` keeps, for `Engine.unpin`; None before the end, and without one.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    usage: Usage
-    logprobs: list[dict[int, float]] | None
-    explain: str
-    time_to_first_token: float | None
-    tokens_per_second: float | None
-    pin: Pin | None = None
-
-
-@dataclass(eq=False)
 class Request:
     """A prompt and its continuation.
 
+    Args:
+        request_id: unique within the engine.
+        prompt: its token ids and images.
+        params: how to continue it.
+        max_len: number of tokens of prompt and answer, at most.
+        namespace: of the cache.
+        text: decodes the answer; None: there is no tokenizer.
+        outputs: where its outputs go.
+        kind: an answer, or a replay of one.
+
     Attributes:
-        ids: prompt and answer; the positions of images have ids of their own, below 0.
-        media: its images.
-        prompt_len: tokens of the prompt.
-        params: None for a replay: finished tokens that are computed once more, as whole chunks, to be shared.
-        num_computed: tokens whose K, V and state are there.
-        prefill_end: tokens before this are computed as prompt, those after it one at a time.
-        kept_len: tokens that a next turn can have in common with this one: those before a stop text.
-        wanted: positions at which others wait for a checkpoint of this request.
-        leader: (request, position): this one waits until that one has committed so much.
-        pin: what is pinned for it; a replay pins on.
+        ids: prompt and answer, as the cache compares them; the positions of images have negative ids.
+        media: the images of the prompt.
+        prompt_len: number of tokens of the prompt.
+        num_computed: number of tokens whose K, V and state have been computed, by passes that may still be running.
+        num_committed: number of tokens handed to the cache, for others to share.
+        prefill_end: tokens before this are computed as prompt, later ones one at a time.
+        kept_len: number of tokens that a next turn can share: those before a stop text.
+        wanted: positions at which other requests wait for a checkpoint of this one.
+        leader: (request, position): this one waits until that one has committed that many tokens.
+        keeps_memory: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
+        latest_turn: it is the next to start once this many requests have been started before it.
+        pin: keeps what was computed; a replay extends it.
         seed: of its own random numbers.
     """
 
-    request_id: str
-    ids: array[int]
-    prompt_len: int
-    params: SamplingParams | None
-    namespace: str = ""
-    text: TextStream | None = None
-    max_len: int = 0
-    status: Status = Status.WAITING
-    lease: Lease | None = None
-    num_computed: int = 0
-    prefill_end: int = 0
-    kept_len: int = 0
-    finish_reason: str | None = None
-    explanation: Explanation | None = None
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    wanted: set[int] = field(default_factory=set)
-    leader: tuple[Request, int] | None = None
-    seed: int = 0
-    prompt_token_ids: list[int] = field(default_factory=list)
-    arrived: float = field(default_factory=time.perf_counter)
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    priority: int = 0
-    pin_for: float | None = None
-    pin: Pin | None = None
-    media: Media | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         request_id: str,
-        ids: Sequence[int],
+        prompt: EncodedPrompt,
         params: SamplingParams,
-        namespace: str,
-        text: TextStream | None,
         max_len: int,
-        media: Media | None = None,
-        prompt_token_ids: Sequence[int] | None = None,
-    ) -> Request:
-        """A user's request, of at most `max_len` tokens in the end.
+        *,
+        namespace: str = "",
+        text: TextStream | None = None,
+        outputs: Outputs | None = None,
+        kind: RequestKind = RequestKind.ANSWER,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.max_len = max_len
+        self.namespace = namespace
+        self.text = text
+        self.outputs: Outputs = outputs if outputs is not None else Outputs()
+        self.kind = kind
+        self.prompt_token_ids: list[int] = list(prompt.ids)
+        self.ids: array[int] = array("i", prompt.key_ids)
+        self.media: Media | None = prompt.media
+        self.prompt_len: int = len(self.ids)
+        self.seed: int = new_seed() if params.seed is None else params.seed
+        self.status: Status = Status.WAITING
+        self.lease: Lease | None = None
+        self.num_computed: int = 0
+        self.num_committed: int = 0
+        self.prefill_end: int = 0
+        self.kept_len: int = 0
+        self.wanted: set[int] = set()
+        self.leader: tuple[Request, int] | None = None
+        self.keeps_memory: bool = False
+        self.latest_turn: int = 0
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self.explanation: Explanation | None = None
+        self.logprobs: list[dict[int, float]] = []
+        self.pin: Pin | None = None
+        self.arrived: float = time.perf_counter()
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
 
-        Args:
-            prompt_token_ids: the prompt as the user has it, when `ids` are others because of images.
-        """
-        prompt = list(ids)
-        return cls(
-            request_id,
-            array("i", prompt),
-            len(prompt),
-            params,
-            namespace,
-            text,
-            max_len,
-            prompt_token_ids=prompt if prompt_token_ids is None else list(prompt_token_ids),
-            seed=new_seed() if params.seed is None else params.seed,
-            priority=params.priority,
-            pin_for=params.pin_for,
-            media=media,
-        )
-
-    @classmethod
-    def replay(cls, of: Request, num_tokens: int) -> Request:
-        """The first `num_tokens` tokens of a finished request, to be computed as whole chunks."""
-        return cls(
-            f"{of.request_id}/replay",
-            of.ids[:num_tokens],
+    def replay(self, num_tokens: int) -> Request:
+        """The replay of the first `num_tokens` tokens of this request, which has ended."""
+        ids = self.ids[:num_tokens].tolist()
+        replay = Request(
+            f"{self.request_id}/replay",
+            EncodedPrompt(ids, ids, self.media),
+            self.params,
             num_tokens,
-            None,
-            of.namespace,
-            priority=of.priority,
-            pin_for=of.pin_for,
-            pin=of.pin,
-            media=of.media,
+            namespace=self.namespace,
+            kind=RequestKind.REPLAY,
         )
+        replay.pin = self.pin
+        return replay
 
     @property
     def is_replay(self) -> bool:
-        return self.params is None
+        return self.kind is RequestKind.REPLAY
 
     @property
     def is_prefilling(self) -> bool:
@@ -177,34 +133,43 @@ class Request:
 
     @property
     def num_output(self) -> int:
+        """Number of tokens of the answer."""
         return len(self.ids) - self.prompt_len
 
     @property
     def random_number(self) -> float:
         """For the next token; 0 when it is the most likely one."""
-        return uniform(self.seed, self.num_output) if self.params is not None and self.params.temperature else 0.0
+        return uniform(self.seed, self.num_output) if self.params.temperature else 0.0
 
     @property
     def ends_with_next_token(self) -> bool:
-        """Whether there is no room for another token after the next one."""
+        """Whether the next token is the last one that there is room for."""
         return self._is_full(1)
 
     def _is_full(self, more: int) -> bool:
-        assert self.params is not None
         return self.num_output + more >= self.params.max_new_tokens or len(self.ids) + more >= self.max_len
 
     def key(self) -> Key:
+        """Its tokens up to now, as the cache compares them."""
         return Key.of(self.ids, self.namespace, self.media.units if self.media is not None else ())
 
-    def append(self, token: int, end_tokens: frozenset[int]) -> None:
-        """Take a new token of the answer, and see whether it ends it."""
+    def append(self, token: int, logprobs: dict[int, float] | None, end_tokens: frozenset[int]) -> None:
+        """Add a token to the answer, and set `finish_reason` if that ends it.
+
+        Args:
+            token: of the vocabulary.
+            logprobs: `{token_id: logprob}`; None: not requested.
+            end_tokens: the model's tokens that end an answer.
+        """
         params = self.params
-        assert params is not None
         now = time.perf_counter()
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         self.ids.append(token)
-        if token in end_tokens or token in params.stop_token_ids or (self.text is not None and self.text.append(token)):
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        ends = token in params.stop_token_ids or (token in end_tokens and not params.ignore_eos)
+        if ends or (self.text is not None and self.text.append(token)):
             self.finish_reason = "stop"
         elif self._is_full(0):
             self.finish_reason = "length"
@@ -215,7 +180,7 @@ class Request:
         )
 
     def output(self) -> RequestOutput:
-        """What there is to tell now."""
+        """The answer up to now."""
         spent = (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
         hit = self.explanation
         return RequestOutput(
@@ -225,9 +190,10 @@ class Request:
             token_ids=list(self.ids[self.prompt_len :]),
             finish_reason=self.finish_reason,
             usage=Usage(self.prompt_len, hit.usable_hit if hit else 0, hit.page_hit if hit else 0, self.num_output),
-            logprobs=list(self.logprobs) if self.params is not None and self.params.logprobs is not None else None,
+            logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
             explain=str(hit) if hit else "not started yet",
             time_to_first_token=self.first_token_at - self.arrived if self.first_token_at is not None else None,
             tokens_per_second=(self.num_output - 1) / spent if self.num_output > 1 and spent > 0 else None,
             pin=self.pin,
+            error=self.error,
         )

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hybrid.engine.sampling_params import SamplingParams
 
+GREEDY = SamplingParams()
+
 WHOLE = 2**52
 """A probability of 1 as a whole number; a token with less than 1 of it is never chosen."""
 
@@ -39,16 +41,21 @@ def uniform(seed: int, index: int) -> float:
     return np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
 
 
-def sampling_numbers(rows: Sequence[tuple[SamplingParams, float]]) -> list[list[float]] | None:
-    """The numbers of `SamplingRows` for rows of (parameters, random number); None when all rows are greedy."""
-    if not any(params.temperature for params, _ in rows):
+def sampling_numbers(rows: Sequence[tuple[SamplingParams, float] | None]) -> list[list[float]] | None:
+    """The numbers of `SamplingRows`; None when all rows are greedy.
+
+    Args:
+        rows: (parameters, random number) of each; None: its token is not needed.
+    """
+    if not any(row is not None and row[0].temperature for row in rows):
         return None
+    known = [row if row is not None else (GREEDY, 0.0) for row in rows]
     return [
-        [params.temperature for params, _ in rows],
-        [params.top_k for params, _ in rows],
-        [params.top_p for params, _ in rows],
-        [params.min_p for params, _ in rows],
-        [number for _, number in rows],
+        [params.temperature for params, _ in known],
+        [params.top_k for params, _ in known],
+        [params.top_p for params, _ in known],
+        [params.min_p for params, _ in known],
+        [number for _, number in known],
     ]
 
 
@@ -80,7 +87,7 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     weights = weights * (weights >= rows.min_p.unsqueeze(-1) * weights[..., :1])
     summed = weights.cumsum(-1)
     chosen = (summed <= (rows.uniform.unsqueeze(-1) * summed[..., -1:]).long()).sum(-1, keepdim=True)
-    chosen = torch.minimum(chosen, (weights > 0).sum(-1, keepdim=True) - 1)
+    chosen = torch.minimum(chosen, (weights > 0).sum(-1, keepdim=True) - 1).clamp(min=0)  # no weight: NaN
     return torch.where(rows.temperature > 0, tokens.gather(-1, chosen).squeeze(-1), most_likely)
 
 

@@ -1,27 +1,29 @@
-"""Who computes what in the next step.
+"""Which tokens the next step computes.
 
-Continuous batching: each step takes one token of every request that decodes and a share of the prompts, within a budget
-of tokens. A share ends at a multiple of the chunk, or at the end of its prompt (partial prefill).
+Continuous batching: each step computes one token of every request that decodes and a share of the prompts, within a
+budget of tokens. A share ends at a multiple of the chunk, or at the end of its prompt (partial prefill).
 
-* Requests are served in the order in which they came. One that cannot have its memory waits, and those behind it with
-  it.
-* When pages run out, the youngest request is retracted: it gives its memory back and is resumed later.
-* A waiting request whose prefix a running one is about to compute waits for it, and nobody else waits for that.
-* In deterministic mode what a finished request has decoded is replayed as whole chunks, after everybody else's share.
+* Waiting requests start in the order of `WaitingQueue`. One that cannot have its memory waits, and those after it too.
+* When pages run out, the youngest request is retracted: it gives its memory back and is resumed later. It starts again
+  only with the memory for all its tokens, and is not retracted again, so that no token is computed more than twice.
+* A waiting request whose prefix a running one is about to compute waits for it; those after it do not.
+* In deterministic mode the answer of a finished request is replayed as whole chunks, after all prompts of a step.
+* What raises while one request is scheduled fails that request alone.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.lease import Lease
+from hybrid.engine.config import EngineConfig
 from hybrid.engine.request import Request, Status
+from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 
@@ -31,7 +33,7 @@ class Part:
     """A request's part in a step: tokens `[start, end)`.
 
     Attributes:
-        lease: the request's lease when the step was planned; the step's result belongs to it alone.
+        lease: the request's lease when the step was scheduled; the step's results belong to it alone.
         is_prefill: the tokens are computed as prompt.
         swaps: the pass reads the front and writes the back, so that the state before it is kept.
     """
@@ -43,6 +45,16 @@ class Part:
     is_prefill: bool
     swaps: bool = False
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the request still runs on the memory that the part was scheduled for."""
+        return self.request.lease is self.lease
+
+    @property
+    def samples(self) -> bool:
+        """Whether the token after the part is not known yet, and wanted."""
+        return not self.request.is_replay and self.end == len(self.request.ids)
+
 
 @dataclass(slots=True)
 class Step:
@@ -50,90 +62,85 @@ class Step:
 
     parts: list[Part]
 
-    def sampled(self) -> list[Part]:
-        """The parts whose last token's logits are wanted, in order."""
-        return [part for part in self.parts if not part.request.is_replay and part.end == len(part.request.ids)]
+    def alive(self) -> Step:
+        """The parts whose requests did not end, and were not retracted, since the step was scheduled."""
+        return Step([part for part in self.parts if part.is_alive])
 
 
 class Scheduler:
-    """Requests that wait and run, and the memory they hold.
+    """Requests that wait and run, and the memory that they hold.
 
     Args:
-        max_num_seqs: at most so many requests run at once.
-        max_num_batched_tokens: at most so many tokens in a step.
-        deterministic: share nothing that was not computed in whole chunks of a prompt.
+        cache: where requests get their memory.
+        config: limits of the engine.
+        deterministic: share only what was computed in whole chunks of a prompt.
+
+    Attributes:
+        waiting: requests without memory.
+        running: requests with memory, in the order in which they started.
+        num_retractions: since the engine was made.
     """
 
-    def __init__(self, cache: HybridCache, max_num_seqs: int, max_num_batched_tokens: int, deterministic: bool) -> None:
+    def __init__(self, cache: HybridCache, config: EngineConfig, deterministic: bool) -> None:
         self.cache = cache
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
+        self.config = config
         self.deterministic = deterministic
-        self.waiting: deque[Request] = deque()
+        self.waiting: WaitingQueue = WaitingQueue()
         self.running: list[Request] = []
-        self.num_retractions = 0
-        self._in_flight: Step | None = None
-        self._aborted: list[Request] = []
+        self._failures: list[tuple[Request, Exception]] = []
+        self.num_retractions: int = 0
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.waiting.append(request)
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.waiting or self.running)
 
-    def schedule(self) -> Step:
-        """Plan the next step, and take the memory for it.
+    def schedule(self, only: Set[Request] | None = None) -> Step:
+        """Choose what the next step computes, and allocate the memory for it.
 
-        It may be planned while the last one's tokens are still being computed: of a request that has all its tokens
-        computed one more is expected, unless that will be its last.
+        It may be called while the tokens of the last step are still being computed: of a request whose known tokens
+        have all been computed one more is expected, unless that will be its last.
+
+        Args:
+            only: compute no other requests; None: all.
         """
-        decodes = [part for request in list(self.running) if (part := self._decode_part(request)) is not None]
-        budget = self.max_num_batched_tokens - len(decodes)
-        self._admit(budget)
-        prefills = []
-        for request in sorted(self.running, key=lambda request: request.is_replay):
-            part = self._prefill_part(request, budget)
-            if part is not None:
-                prefills.append(part)
-                budget -= part.end - part.start
-        return Step(prefills + decodes)
+        decodes: list[Part] = []
+        for request in list(self.running):
+            if only is None or request in only:
+                part = self._try(request, self._decode_part)
+                if part is not None:
+                    decodes.append(part)
+        budget = self.config.max_num_batched_tokens - len(decodes)
+        self._admit(budget, only)
+        return Step(self._prefill_parts(budget, only) + decodes)
 
-    def depart(self, step: Step) -> Step:
-        """The step's pass begins: returns what is left of it. Requests that ended since it was scheduled are not."""
-        step = Step([part for part in step.parts if part.request.lease is part.lease])
-        self._in_flight = step if step.parts else None
-        return step
-
-    def commit(self, step: Step) -> list[Part]:
-        """The step is computed: move states and finished chunks on. Returns the parts whose requests still want the
-        result.
-
-        A request that was aborted meanwhile gives back its memory now: the pass may have written to it until here.
-        """
-        self._land()
-        alive = [part for part in step.parts if part.request.lease is part.lease]
+    def advance(self, step: Step) -> list[Part]:
+        """The pass of a step was launched: count its tokens as computed. Returns the parts that are alive."""
+        alive = step.alive().parts
         for part in alive:
-            request, lease = part.request, part.lease
             if part.swaps:
-                self.cache.swap(lease)
-            self.cache.advance(lease, part.end)
-            request.num_computed = part.end
-            self._commit_chunks(request)
-            if request.is_replay and request.num_computed == len(request.ids):
-                self._pin(request)
-                self._leave(request)
+                self.cache.swap(part.lease)
+            self.cache.advance(part.lease, part.end)
+            part.request.num_computed = part.end
+            self.waiting.serve(part.request.namespace, 0 if part.is_prefill else 1)
         return alive
 
-    def roll_back(self, *steps: Step) -> None:
-        """The step under way, if there is one, failed or was interrupted, and so did those given: their requests start
-        again from what was committed."""
-        flying = self._land()
-        for step in (flying, *steps):
-            for part in reversed(step.parts if step is not None else []):
-                if part.request.lease is part.lease:
-                    self._retract(part.request)
+    def commit(self, part: Part) -> None:
+        """A part of a step was computed: share its finished chunks. In deterministic mode only those of prompts."""
+        request, lease, config = part.request, part.lease, self.cache.config
+        computed = min(part.end, request.prefill_end) if self.deterministic else part.end
+        whole = computed // config.grid * config.grid
+        written = any(checkpoint.num_tokens <= whole for checkpoint in lease.captured)
+        if whole > lease.num_shared * config.page_size or written:
+            self.cache.commit(lease, request.key(), whole)
+        request.num_committed = part.end
+        if request.is_replay and part.end == len(request.ids):
+            self._pin(request)
+            self.discard(request)
 
     def finish(self, request: Request) -> None:
-        """The request has its answer: what it computed goes to the tree, or is replayed first. It may have been
-        retracted while its last token was computed: then that much is lost."""
+        """A request has its answer: what it computed goes to the tree, or is replayed first. It may have been retracted
+        while its last token was computed: then that token is not shared."""
         lease, config = request.lease, self.cache.config
         keeps_turns = "turn_end" in config.placement
         if lease is not None:
@@ -145,42 +152,60 @@ class Scheduler:
             if keeps_turns:
                 self.cache.end_turn(lease, request.kept_len)
         self._pin(request)
-        self._leave(request)
+        self.discard(request)
         whole = request.kept_len // config.grid * config.grid
         replays = self.deterministic and keeps_turns and self.cache.enabled
         if replays and whole > request.prompt_len // config.grid * config.grid:
-            self.waiting.append(Request.replay(request, whole))
+            self.waiting.add(request.replay(whole))
+
+    def roll_back(self, *steps: Step) -> None:
+        """These steps failed or were interrupted: their requests start again from what was committed."""
+        for step in steps:
+            for part in reversed(step.parts):
+                if part.is_alive:
+                    self._retract(part.request)
+
+    def discard(self, request: Request) -> None:
+        """Forget a request, whether it waits, runs, or failed in between; its memory comes back."""
+        self.waiting.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+        lease, request.lease = request.lease, None
+        request.status = Status.FINISHED
+        if lease is not None:
+            self.cache.close(lease)
 
     def _pin(self, request: Request) -> None:
         """Keep what a request has computed, if it asked for that."""
-        if request.pin_for is None:
+        if request.params.pin_for is None:
             return
         key = request.key()
         try:
             if request.pin is None:
-                request.pin = self.cache.pin(key, request.pin_for)
+                request.pin = self.cache.pin(key, request.params.pin_for)
             else:
                 self.cache.extend_pin(request.pin, key)
         except MemoryBudgetError as error:
             warnings.warn(f"{request.request_id} is not pinned: {error}", stacklevel=2)
 
-    def abort(self, request: Request) -> None:
-        """Stop a request at once; its memory comes back at once, or when the step under way has been computed."""
-        request.finish_reason = "abort"
-        if self._in_flight is not None and any(part.request is request for part in self._in_flight.parts):
-            self._aborted.append(request)
-        else:
-            self._leave(request)
+    def take_failures(self) -> list[tuple[Request, Exception]]:
+        """Remove and return the requests that failed while they were scheduled, with the exceptions."""
+        failures, self._failures = self._failures, []
+        return failures
 
-    def _land(self) -> Step | None:
-        """The pass writes no more: returns its step, and what was aborted meanwhile gives back its memory."""
-        step, self._in_flight = self._in_flight, None
-        for request in self._aborted:
-            self._leave(request)
-        self._aborted.clear()
-        return step
+    # The part of one request
 
-    # One request's part
+    def _try(self, request: Request, schedule: Callable[[Request], Part | None]) -> Part | None:
+        """The part of a request. If it cannot be scheduled, that request fails."""
+        try:
+            return schedule(request)
+        except Exception as error:
+            self._fail(request, error)
+            return None
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        self.discard(request)
+        self._failures.append((request, error))
 
     def _decode_part(self, request: Request) -> Part | None:
         lease, start = request.lease, request.num_computed
@@ -191,25 +216,54 @@ class Scheduler:
         while not self.cache.reserve(lease, start + 1):
             victim = self._youngest()
             self._retract(victim)
+            victim.keeps_memory = True
             if victim is request:
                 return None
         on_grid = start % self.cache.config.grid == 0
         swaps = on_grid and not self.deterministic and self.cache.take_back(lease)
         return Part(request, lease, start, start + 1, is_prefill=False, swaps=swaps)
 
+    def _prefill_parts(self, budget: int, only: Set[Request] | None) -> list[Part]:
+        """Shares of the prompts: equal ones for each namespace, in order within a namespace. Replays get the rest."""
+        groups: dict[str, list[Request]] = {}
+        replays = []
+        for request in self.running:
+            if request.is_prefilling and (only is None or request in only):
+                if request.is_replay:
+                    replays.append(request)
+                else:
+                    groups.setdefault(request.namespace, []).append(request)
+        parts: list[Part] = []
+        chunk = self.cache.config.chunk_size
+        names = sorted(groups, key=self.waiting.num_served)[: max(1, budget // chunk)]
+        names.sort(key=lambda name: sum(request.prefill_end - request.num_computed for request in groups[name]))
+        for place, name in enumerate(names):
+            share = budget // (len(names) - place)
+            budget -= share - self._share_out(groups[name], share, parts)
+        self._share_out(replays, budget, parts)
+        return parts
+
+    def _share_out(self, requests: list[Request], budget: int, parts: list[Part]) -> int:
+        """Add parts of up to `budget` tokens in all; returns what is left of it."""
+        for request in requests:
+            part = self._try(request, partial(self._prefill_part, budget=budget))
+            if part is not None:
+                parts.append(part)
+                budget -= part.end - part.start
+        return budget
+
     def _prefill_part(self, request: Request, budget: int) -> Part | None:
-        lease, start, chunk = request.lease, request.num_computed, self.cache.config.chunk_size
-        if lease is None or not request.is_prefilling:
+        lease, start, config = request.lease, request.num_computed, self.cache.config
+        if lease is None:
             return None
         end = request.prefill_end
         if end - start > budget:
-            end = (start + budget) // chunk * chunk
+            end = (start + budget) // config.chunk_size * config.chunk_size
             if end <= start:
                 return None
-        for position, kind in self._wanted(request).items():
+        for position, kind in self._wanted(request, lease).items():
             if start < position <= end:
                 self.cache.capture(lease, position, kind)
-        config = self.cache.config
         if "geometric" in config.placement and not request.is_replay:
             taken = {checkpoint.num_tokens for checkpoint in lease.captured}
             for position in placement.spare(start, end, config.grid, self.cache.spare_share):
@@ -217,61 +271,68 @@ class Scheduler:
                     break
         return Part(request, lease, start, end, is_prefill=True)
 
-    def _wanted(self, request: Request) -> dict[int, str]:
+    def _wanted(self, request: Request, lease: Lease) -> dict[int, str]:
         """Positions of a prompt at which a checkpoint is worth evicting another for, and why."""
-        assert request.lease is not None
         return placement.of_prompt(
             self.cache.config.placement,
             request.prefill_end,
             self.cache.config.grid,
-            branching_len=request.lease.branching_len,
+            branching_len=lease.branching_len,
             shared=request.wanted,
-            declared=request.params.checkpoint_at if request.params is not None else (),
+            declared=() if request.is_replay else request.params.checkpoint_at,
             is_replay=request.is_replay,
         )
 
-    def _commit_chunks(self, request: Request) -> None:
-        """Share what is finished: whole chunks, and in deterministic mode only those of the prompt."""
-        assert request.lease is not None
-        grid, page_size = self.cache.config.grid, self.cache.config.page_size
-        computed = min(request.num_computed, request.prefill_end) if self.deterministic else request.num_computed
-        whole = computed // grid * grid
-        if whole > request.lease.num_shared * page_size or request.lease.captured:
-            self.cache.commit(request.lease, request.key(), whole)
+    # Starting
 
-    # Coming and going
-
-    def _admit(self, budget: int) -> None:
-        """Start waiting requests, oldest first, replays last, while there is room and they would have a share of the
-        budget."""
-        budget -= sum(request.prefill_end - request.num_computed for request in self.running if request.is_prefilling)
-        waiting = tuple(self.waiting)
-        for request in chain((r for r in waiting if not r.is_replay), (r for r in waiting if r.is_replay)):
-            if budget <= 0 or len(self.running) >= self.max_num_seqs:
+    def _admit(self, budget: int, only: Set[Request] | None) -> None:
+        """Start waiting requests while there is memory and they would have a share of the budget. A namespace with no
+        prompt in progress always has one."""
+        prefilling = [request for request in self.running if request.is_prefilling]
+        budget -= sum(request.prefill_end - request.num_computed for request in prefilling)
+        busy = {request.namespace for request in prefilling if not request.is_replay}
+        skipped = set(busy) if budget <= 0 else set()
+        for request in self.waiting.in_turn(skipped):
+            if len(self.running) >= self.config.max_num_seqs:
                 return
-            if self._is_held(request):
+            if budget <= 0 and (request.is_replay or request.namespace in busy):
+                return
+            if (only is not None and request not in only) or self._is_held(request):
                 continue
-            if not (self._start(request) or self._start_after(self._drop_replays, request)) and (
-                self.running or not self._start_after(self.cache.give_up_a_pin, request)
-            ):
-                return
-            self.waiting.remove(request)
-            self.running.append(request)
+            try:
+                if not self._start_at_any_cost(request):
+                    return
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            busy.add(request.namespace)
             budget -= request.prefill_end - request.num_computed
+            if budget <= 0:
+                skipped |= busy
+
+    def _start_at_any_cost(self, request: Request) -> bool:
+        """Start a request; if that needs more memory, first give up replays, and if none runs, pins."""
+        if self._start(request) or self._start_after(self._drop_replays, request):
+            return True
+        return not self.running and self._start_after(self.cache.give_up_a_pin, request)
 
     def _start(self, request: Request) -> bool:
         end = request.prompt_len if self.deterministic else len(request.ids)
-        key = request.key()
-        lease = self.cache.open(key, end - 1, end, request.priority)
+        lease = self.cache.open(
+            request.key(), end - 1, request.max_len if request.keeps_memory else end, request.params.priority
+        )
         if lease is None:
             return False
+        request.lease, request.status = lease, Status.RUNNING
+        request.num_computed = request.num_committed = lease.num_hit_tokens
+        request.prefill_end = end
+        request.leader = None
+        self.running.append(request)
+        self.waiting.started(request)
         if request.explanation is None:
             request.explanation = lease.explanation
             if not request.is_replay:
                 self.cache.record(lease.explanation)
-        request.lease, request.status = lease, Status.RUNNING
-        request.num_computed, request.prefill_end = lease.num_hit_tokens, end
-        request.leader = None
         return True
 
     def _start_after(self, give_way: Callable[[], bool], request: Request) -> bool:
@@ -282,17 +343,17 @@ class Scheduler:
         return False
 
     def _is_held(self, request: Request) -> bool:
-        """Whether a running request is about to compute more of this one's prefix than is usable now."""
+        """Whether a running request is about to commit more of this one's prefix than is usable now."""
         if request.leader is not None:
             leader, position = request.leader
-            if leader.status is Status.RUNNING and leader.num_computed < position:
+            if leader.status is Status.RUNNING and leader.num_committed < position:
                 return True
             request.leader = None
         end = request.prompt_len if self.deterministic else len(request.ids)
         key: Key | None = None
         usable, grid = 0, self.cache.config.grid
         for leader in self.running:
-            if not leader.is_prefilling or leader.namespace != request.namespace:
+            if leader.num_committed >= leader.prefill_end or leader.namespace != request.namespace:
                 continue
             if leader.ids[:grid] != request.ids[:grid]:
                 continue  # most have nothing in common: no key is made for them
@@ -307,15 +368,19 @@ class Scheduler:
         return False
 
     def _shared_len(self, key: Key, leader: Request, limit: int) -> int:
-        """How many tokens, on the grid, the key shares with what the leader computes as prompt."""
+        """Number of tokens, on the grid, that the key shares with what the leader computes as prompt."""
         grid = self.cache.config.grid
         most = min(limit, leader.prefill_end) * TOKEN_BYTES
         shared = common_prefix(key.ids, leader.key().ids, 0, 0, grid * TOKEN_BYTES, most) // TOKEN_BYTES
         return key.whole(shared, grid)
 
+    # Giving way
+
     def _youngest(self) -> Request:
-        """Who gives way when pages run out: replays first, then who came last."""
-        return next((request for request in self.running if request.is_replay), self.running[-1])
+        """The request that gives way when pages run out: a replay, or else the last one that started and was not
+        retracted before. Those that were have the memory for all their tokens."""
+        replay = next((request for request in self.running if request.is_replay), None)
+        return replay or next(request for request in reversed(self.running) if not request.keeps_memory)
 
     def _drop_replays(self) -> bool:
         replays = [request for request in self.running if request.is_replay]
@@ -324,26 +389,11 @@ class Scheduler:
         return bool(replays)
 
     def _retract(self, request: Request) -> None:
-        """Take a request off its memory, to be resumed first. A replay is given up."""
+        """Take a running request off its memory, to be resumed first. A replay is given up."""
         assert request.lease is not None
+        self.discard(request)
+        request.num_computed = request.num_committed = 0
         if not request.is_replay:
             self.num_retractions += 1
-        self._release(request)
-        if not request.is_replay:
             request.status = Status.WAITING
-            self.waiting.appendleft(request)
-
-    def _leave(self, request: Request) -> None:
-        if request in self.waiting:
-            self.waiting.remove(request)
-        if request.lease is not None:
-            self._release(request)
-        request.status = Status.FINISHED
-
-    def _release(self, request: Request) -> None:
-        assert request.lease is not None
-        self.cache.close(request.lease)
-        request.lease = None
-        request.num_computed = 0
-        request.status = Status.FINISHED
-        self.running.remove(request)
+            self.waiting.return_first(request)

@@ -53,21 +53,21 @@ def rehearse(path: Path, kernels: str, *arguments: str) -> tuple[int, dict[str, 
         "HYBRID_KERNELS": kernels,
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--rehearse", "--json", str(path), *arguments]
+    command = [sys.executable, str(ROOT / "bench" / "gpu" / "run.py"), "--rehearse", "--json", str(path), *arguments]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert path.exists(), ended.stderr
     return ended.returncode, json.loads(path.read_text(encoding="utf-8")), ended.stdout + ended.stderr
 
 
 def test_a_rehearsal_runs_every_section(tmp_path: Path) -> None:
-    status, figures, printed = rehearse(tmp_path / "gpu.json", "reference", "--tests")
+    status, figures, printed = rehearse(tmp_path / "gpu.json", "reference")
     errors = [section.get("error") for section in figures["sections"].values()]
     assert status == figures["status"] == 0, (errors, printed[-3000:])
     assert {section["status"] for section in figures["sections"].values()} == {"done"}
     assert all(check["passed"] for check in figures["checks"])
     assert all(line["target"] is None for line in figures["lines"])
-    assert {entry["section"] for entry in (*figures["lines"], *figures["checks"])} == set(figures["sections"])
-    assert len(figures["sections"]) == 15
+    assert {entry["part"] for entry in (*figures["lines"], *figures["checks"])} == set(figures["sections"])
+    assert len(figures["sections"]) == 14
     assert "cold prefill" in printed
 
 
@@ -82,7 +82,7 @@ def test_a_rehearsal_runs_our_kernels_interpreted(tmp_path: Path) -> None:
 
 
 def report(bench: Path, tmp_path: Path, *results: Any, **section: Any) -> Any:
-    made = load("gpu_bench").Report(tmp_path / "report.json", {})
+    made = load("gpu.harness").Report(tmp_path / "report.json", {})
     made.sections["one"] = {"status": "done", "skipped": [], **section}
     for result in results:
         made.add("one", result)
@@ -90,7 +90,7 @@ def report(bench: Path, tmp_path: Path, *results: Any, **section: Any) -> Any:
 
 
 def test_the_status_says_what_was_missed_and_what_was_wrong(bench: Path, tmp_path: Path) -> None:
-    gpu = load("gpu_bench")
+    gpu = load("gpu.harness")
     fast, slow = gpu.Line("a", 0.9, 0.85), gpu.Line("b", 1.1, 1.05, True)
     right, wrong = gpu.Check("c", True, ""), gpu.Check("d", False, "")
     assert report(bench, tmp_path, fast, right).status == 0
@@ -104,7 +104,7 @@ def test_the_status_says_what_was_missed_and_what_was_wrong(bench: Path, tmp_pat
 
 
 def test_the_summary_says_in_a_line_each_what_was_asked(bench: Path, tmp_path: Path) -> None:
-    gpu = load("gpu_bench")
+    gpu = load("gpu.harness")
     results = [
         gpu.Line("a", 0.9, 0.85),
         gpu.Line("b", 1.1, 1.05, True),
@@ -122,15 +122,13 @@ def test_the_summary_says_in_a_line_each_what_was_asked(bench: Path, tmp_path: P
 
 
 def working(rehearsal: bool) -> Any:
-    device = load("gpu_device")
+    device = load("gpu.harness")
     deadline = time.perf_counter() + 60
-    return load("gpu_bench").Bench(
-        device.Cpu(), load("gpu_sizes").TOY, device.Roofline(1.0, 1.0), deadline, rehearsal, ROOT
-    )
+    return device.Bench(device.Cpu(), load("gpu.sizes").TOY, device.Roofline(1.0, 1.0), deadline, rehearsal)
 
 
 def test_peers_that_fail_or_compute_something_else_are_told_and_not_compared_with(bench: Path) -> None:
-    device, work = load("gpu_device"), working(rehearsal=False)
+    device, work = load("gpu.harness"), working(rehearsal=False)
     ours = device.Timing(1.0, 1.0, 1.0, 1, "clock")
 
     def missing() -> Any:
@@ -148,52 +146,47 @@ def test_peers_that_fail_or_compute_something_else_are_told_and_not_compared_wit
     )
     assert line.name == "work, over right"
     assert line.target == 1.05
-    assert "not here" in line.figures["missing"]
-    assert line.figures["wrong"]["error"] == 0.5
-    assert set(line.seconds) == {"ours", "right"}
+    assert "not here" in line.details["missing"]
+    assert line.details["wrong"]["error"] == 0.5
+    assert set(line.medians) == {"ours", "right"}
     assert not work.skipped
     alone = work.against_fastest("work", ours, {"missing": missing}, 1.05)
-    assert alone.ratio is None
+    assert alone.value is None
     assert work.skipped == ["work against missing"]
 
 
 def test_sets_rotate_through_more_than_the_cache(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = working(rehearsal=False)
-    monkeypatch.setattr(load("gpu_device").Cpu, "cache_bytes", 60)
+    monkeypatch.setattr(load("gpu.harness").Cpu, "cache_bytes", 60)
     assert [work.sets(size) for size in (1, 60, 100, 1000)] == [64, 3, 2, 1]
 
 
 def test_nan_passes_no_comparison(bench: Path) -> None:
-    gpu = load("gpu_bench")
+    gpu = load("gpu.harness")
     x = torch.randn(8)
     assert gpu.compare("same", x, x).passed
     assert not gpu.compare("not a number", torch.full((8,), float("nan")), x).passed
     assert not gpu.compare("something else", -x, x).passed
 
 
-def test_a_section_that_fails_is_recorded_and_leaves_what_it_had(
-    bench: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, shared = load("gpu"), load("gpu_bench")
+def test_a_section_that_fails_is_recorded_and_leaves_what_it_had(bench: Path, tmp_path: Path) -> None:
+    script, shared = load("gpu.run"), load("gpu.harness")
 
     def section(_: Any) -> Iterator[Any]:
         yield shared.Line("before", 1.0)
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setitem(sys.modules, "broken", SimpleNamespace(section=section))
     made, work = shared.Report(tmp_path / "report.json", {}), working(rehearsal=True)
-    told: list[str] = []
-    console = SimpleNamespace(print=lambda *text, **_: told.append(str(text)))
-    script.run_section("broken", script.Section(("broken", "section"), 1), work, made, console)
+    script.run_section("broken", section, 1, work, made)
     assert made.sections["broken"]["status"] == "failed"
     assert "no such kernel" in made.sections["broken"]["error"]
-    assert [result.name for _, result in made.results] == ["before"]
+    assert [result.name for result in made.results] == ["before"]
     assert made.status == 1
 
 
 def test_what_the_budget_does_not_hold_is_skipped_and_said(bench: Path, tmp_path: Path) -> None:
-    script, made, work = load("gpu"), load("gpu_bench").Report(tmp_path / "report.json", {}), working(rehearsal=True)
-    script.run_section("states", script.Section(("nowhere", "section"), 1000), work, made, None)
+    made, work = load("gpu.harness").Report(tmp_path / "report.json", {}), working(rehearsal=True)
+    load("gpu.run").run_section("states", lambda _: iter(()), 1000, work, made)
     assert made.sections["states"]["status"] == "skipped"
     assert made.summary()[0].startswith("SKIPPED states: 1000 s are needed")
     assert made.status == 1
@@ -273,7 +266,7 @@ class Standin:
 def test_the_clock_of_a_gpu_times_a_call(bench: Path, monkeypatch: pytest.MonkeyPatch, records: bool) -> None:
     standin = Standin(records)
     standin.install(monkeypatch)
-    gpu = load("gpu_device").Gpu()
+    gpu = load("gpu.harness").Gpu()
     calls = [lambda: time.sleep(0.0005), lambda: time.sleep(0.0005)]
     timing = gpu.time(calls, 0.02)
     assert timing.repeats >= 7
@@ -312,7 +305,7 @@ def test_flas_step_is_our_step(bench: Path) -> None:
     pool, slots = torch.randn(5, 2, 16, 16), torch.tensor([4, 1, 3])
     expected = pool.clone()
     output = reference.recurrent_gated_delta_rule(q, k, v, g, beta, expected, slots, slots)
-    found = load("gpu_peers").fla_step(q, k, v, g, beta, pool, slots, slots)()
+    found = load("gpu.peers").fla_step(q, k, v, g, beta, pool, slots, slots)()
     torch.testing.assert_close(found, output, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(pool, expected, atol=1e-5, rtol=1e-4)
 
@@ -333,7 +326,7 @@ def test_flas_chunk_rule_is_asked_for_ours(bench: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(ops, "chunk_gated_delta_rule", stand_in)
     inputs, state = linear_inputs(2, 32), torch.randn(2, 2, 16, 16)
-    found, last = load("gpu_peers").fla_chunk(*inputs, state)()
+    found, last = load("gpu.peers").fla_chunk(*inputs, state)()
     slots = torch.arange(2)
     starts, none = torch.tensor([0, 32, 64]), torch.empty(0, 3, dtype=torch.int64)
     flat = [x.flatten(0, 1) for x in inputs]
@@ -343,13 +336,9 @@ def test_flas_chunk_rule_is_asked_for_ours(bench: Path, monkeypatch: pytest.Monk
 
 
 def test_the_toy_and_the_real_sizes_agree_in_kind(bench: Path) -> None:
-    sizes = load("gpu_sizes")
+    sizes = load("gpu.sizes")
     assert sizes.FULL.config.keys() == sizes.TOY.config.keys()
     for size in (sizes.FULL, sizes.TOY):
-        assert size.config["num_attention_heads"] == size.heads
-        assert size.config["num_key_value_heads"] == size.kv_heads
-        assert size.config["head_dim"] == size.head_dim
-        assert size.config["linear_num_value_heads"] == size.value_heads
         assert size.config["num_hidden_layers"] == len(size.config["layer_types"])
         assert size.document % size.page_size == 0
     assert sizes.FULL.kv_bytes == 4096

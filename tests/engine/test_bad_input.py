@@ -9,6 +9,7 @@ from hybrid import (
     CacheConfig,
     CheckpointError,
     Engine,
+    EngineConfig,
     HybridError,
     LockError,
     MemoryBudgetError,
@@ -112,21 +113,16 @@ def test_aborting_an_unknown_request_is_refused(engine: Engine) -> None:
     engine.abort(request)
     with pytest.raises(RequestError):
         engine.abort(request)
+    assert [output.finish_reason for output in engine.step()] == ["abort"]
 
 
 def test_wrong_engine_arguments_are_refused(tiny: Engine) -> None:
     with pytest.raises(ArgumentError, match="at least 18 with max_num_seqs=2, got 17"):
-        Engine(
-            tiny.model,
-            None,
-            tiny.cache,
-            deterministic=True,
-            device=tiny.device,
-            max_num_seqs=2,
-            max_num_batched_tokens=17,
-        )
+        Engine(tiny.loaded, tiny.cache, EngineConfig(max_num_seqs=2, max_num_batched_tokens=17))
     with pytest.raises(ArgumentError, match="max_num_seqs"):
-        Engine(tiny.model, None, tiny.cache, deterministic=True, device=tiny.device, max_num_seqs=0)
+        EngineConfig(max_num_seqs=0)
+    with pytest.raises(ArgumentError, match="max_waiting"):
+        EngineConfig(max_waiting=0)
     with pytest.raises(ArgumentError, match="chunk_size must stay 16"):
         tiny.with_cache(CacheConfig(chunk_size=64))
     with pytest.raises(ArgumentError, match="dtype must be one of"):
@@ -147,9 +143,9 @@ def test_a_pass_that_fails_is_undone_and_can_be_repeated(tiny: Engine, monkeypat
     engine = engine_on(tiny)
     launch, calls = engine.runner.launch, []
 
-    def failing(step: Any) -> Any:
-        result = launch(step)
-        calls.append(len(step.parts))
+    def failing(plan: Any) -> Any:
+        result = launch(plan)
+        calls.append(plan)
         if len(calls) in (1, 3, 4, 9):
             raise RuntimeError("out of memory, say")
         return result

@@ -3,7 +3,6 @@ itself needs a GPU; what is recorded, and what fills a step up, does not."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor
 
 from hybrid import Engine, SamplingParams
 from hybrid.engine.cuda_graphs import DecodeGraphs
-from hybrid.engine.model_runner import Pending, Runner
-from hybrid.engine.planner import Padding, plan
-from hybrid.engine.scheduler import Step
+from hybrid.engine.model_runner import ModelRunner, Pending, Result
+from hybrid.engine.planner import Padding, Plan, plan
 from support.engines import assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 
@@ -23,12 +21,12 @@ def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     return lambda: logits.copy_(run()), logits
 
 
-def with_graphs(engine: Engine) -> DecodeGraphs:
-    """Let an engine decode through graphs that were recorded in this way."""
+def with_graphs(engine: Engine) -> tuple[Engine, DecodeGraphs]:
+    """The engine, decoding through graphs that were captured in this way."""
     cache = engine.cache
     graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, replays)
-    engine.runner = Runner(engine.model, cache, engine.device, engine.deterministic, graphs)
-    return graphs
+    runner = ModelRunner(engine.model, cache, engine.device, engine.deterministic, graphs)
+    return Engine(engine.loaded, cache, engine.config, runner=runner), graphs
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -36,23 +34,21 @@ def test_answers_through_graphs_are_those_without(tiny: Engine, deterministic: b
     prompts = [ids(20 + 17 * n, seed=n) for n in range(5)]
     params = [greedy(9), SamplingParams(max_new_tokens=12, temperature=1.5, seed=3, logprobs=2), *[greedy(6)] * 3]
     expected = engine_on(tiny, deterministic=deterministic).generate(prompts, params, progress=False)
-    engine = engine_on(tiny, deterministic=deterministic)
-    graphs = with_graphs(engine)
+    engine, graphs = with_graphs(engine_on(tiny, deterministic=deterministic))
     outputs = engine.generate(prompts, params, progress=False)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
     if deterministic:
         assert [output.logprobs for output in outputs] == [output.logprobs for output in expected]
-    assert graphs.num_recorded >= 2
+    assert len(graphs.graphs) >= 2
     assert_nothing_held(engine)
 
 
 def test_a_shape_is_recorded_once(tiny: Engine) -> None:
-    engine = engine_on(tiny)
-    graphs = with_graphs(engine)
+    engine, graphs = with_graphs(engine_on(tiny))
     engine.generate([ids(30)], greedy(20), progress=False)
-    assert graphs.num_recorded == 1
+    assert len(graphs.graphs) == 1
     engine.generate([ids(40, seed=1)], greedy(20), progress=False)
-    assert graphs.num_recorded == 1
+    assert len(graphs.graphs) == 1
 
 
 def test_what_fills_a_step_up_writes_nothing(tiny: Engine) -> None:
@@ -82,10 +78,9 @@ def test_few_shapes_occur(requests: int, pages: int, padding: tuple[int, int]) -
 # Overlap
 
 
-def overlapping(engine: Engine) -> Engine:
+def overlapping(engine: Engine, overlap: bool = True) -> Engine:
     """Schedule steps while the last one is computed, as on a GPU."""
-    engine._overlap = True
-    return engine
+    return Engine(engine.loaded, engine.cache, replace(engine.config, overlap=overlap))
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -124,14 +119,15 @@ def test_abort_between_steps_drops_what_was_scheduled_ahead(tiny: Engine) -> Non
     engine.abort(gone)
     engine.cache.audit()
     outputs = run_to_end(engine)
-    assert list(outputs) == [stays]
+    assert set(outputs) == {gone, stays}
+    assert outputs[gone].finish_reason == "abort"
     assert outputs[stays].token_ids == cold(tiny, ids(41, seed=1), greedy(20)).token_ids
     assert_nothing_held(engine)
 
 
 def test_under_memory_pressure_overlap_loses_no_token(tiny: Engine) -> None:
     """A request may be retracted for a step that is scheduled while its own token is computed."""
-    engine = overlapping(tiny.with_cache(engine_on(tiny).cache.config, room=(16, 8)))
+    engine = overlapping(tiny.with_cache(engine_on(tiny).cache.config, size=(16, 8)))
     prompts = [ids(50 + 9 * n, seed=n) for n in range(5)]
     outputs = engine.generate(prompts, greedy(40), progress=False)
     assert engine.scheduler.num_retractions > 0
@@ -140,10 +136,10 @@ def test_under_memory_pressure_overlap_loses_no_token(tiny: Engine) -> None:
     assert_nothing_held(engine)
 
 
-class Lost(Pending):
+class Lost:
     """Tokens that never arrive."""
 
-    def wait(self) -> Any:
+    def wait(self) -> list[Result]:
         raise RuntimeError("the device is gone, say")
 
 
@@ -151,14 +147,13 @@ class Lost(Pending):
 def test_tokens_that_never_arrive_are_computed_again(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    engine = engine_on(tiny)
-    engine._overlap = overlap
+    engine = overlapping(engine_on(tiny), overlap)
     launch, calls = engine.runner.launch, []
 
-    def unreliable(step: Step) -> Pending:
-        pending = launch(step)
-        calls.append(step)
-        return Lost(pending.tokens, None, []) if len(calls) in (1, 4, 5, 11) else pending
+    def unreliable(plan: Plan) -> Pending:
+        pending = launch(plan)
+        calls.append(plan)
+        return Lost() if len(calls) in (1, 4, 5, 11) else pending
 
     monkeypatch.setattr(engine.runner, "launch", unreliable)
     prompts = [ids(50, seed=n) for n in range(3)]

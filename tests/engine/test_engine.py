@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,8 +117,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(tiny: Engine) -> None
 def test_the_end_token_ends_an_answer_unless_it_is_ignored(tiny: Engine) -> None:
     prompt = ids(20)
     end = answer(engine_on(tiny), prompt, greedy(3)).token_ids[1]
-    engine = engine_on(tiny)
-    engine._end_tokens = frozenset([end])
+    engine = Engine(replace(tiny.loaded, end_tokens=frozenset([end])), engine_on(tiny).cache)
     stopped = answer(engine, prompt, SamplingParams(max_new_tokens=3))
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] == end
@@ -287,9 +287,9 @@ def test_clear_forgets_what_nobody_needs(tiny: Engine) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_hits_are_bitwise_cold_runs_in_half_precision_too(dtype: str) -> None:
+def test_hits_are_bitwise_cold_runs_in_half_precision_too(tiny: Engine, dtype: str) -> None:
     config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="64MiB")
-    half = Engine.from_pretrained("tiny", dtype=dtype, cache=config, max_num_seqs=8, max_num_batched_tokens=256)
+    half = Engine.from_pretrained("tiny", dtype=dtype, cache=config, config=tiny.config)
     engine, params = engine_on(half), greedy(GRID + 3, logprobs=3)
     shared = ids(4 * GRID)
     first = engine.generate([shared + ids(own, seed=own) for own in (5, GRID, 30)], params, progress=False)

@@ -64,7 +64,7 @@ def test_one_request_may_have_all_the_memory_but_its_states(tiny: Engine) -> Non
     prompt = ids(most - 1, seed=2)
     output = answer(engine, prompt, greedy(1))
     assert output.token_ids == cold_in(tiny, prompt, most)
-    with pytest.raises(MemoryBudgetError, match=r"smallest memory that would do is .* \(CacheConfig\(memory=[0-9]+\)"):
+    with pytest.raises(MemoryBudgetError, match=r"smallest memory that suffices is .* \(CacheConfig\(memory=[0-9]+\)"):
         answer(engine, ids(most, seed=2), greedy(1))
     assert_nothing_held(engine)
 
@@ -92,7 +92,7 @@ def test_a_declared_position_has_a_checkpoint_for_the_first_that_leaves_there(ti
 @pytest.mark.parametrize("position", [41, -41])
 def test_a_position_outside_the_prompt_is_refused(tiny: Engine, position: int) -> None:
     engine = engine_on(tiny)
-    with pytest.raises(PromptError, match=f"checkpoint_at={position} lies outside the prompt of 40 tokens"):
+    with pytest.raises(PromptError, match=f"checkpoint_at={position} is outside the prompt of 40 tokens"):
         answer(engine, ids(40), greedy(1, checkpoint_at=(position,)))
     assert_nothing_held(engine)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hybrid
-from hybrid.engine.model_runner import Pending
+from hybrid.engine.model_runner import PendingTokens
 from hybrid.engine.sampler import SamplingRows, new_seed, sample, sampling_numbers, token_logprobs, uniform
 from hybrid.engine.sampling_params import SamplingParams
 
@@ -300,11 +300,11 @@ def test_logprobs_are_those_of_the_likeliest_tokens_and_of_the_chosen_one() -> N
 @pytest.mark.parametrize(("count", "tokens"), [(0, {4}), (1, {2, 4}), (2, {2, 4}), (100, set(range(8)))])
 def test_the_chosen_token_is_reported_once_however_many_are_asked_for(count: int, tokens: set[int]) -> None:
     chosen = torch.tensor([4])
-    pending = Pending(chosen, token_logprobs(torch.tensor([LOGITS]), chosen, count), [count])
-    ((token, told),) = pending.wait()
-    assert token == 4
-    assert told is not None
-    assert told.keys() == tokens
+    logprobs = token_logprobs(torch.tensor([LOGITS]), chosen, count)
+    (result,) = PendingTokens(chosen, torch.tensor([True]), (True,), (count,), logprobs=logprobs).wait()
+    assert result.token == 4
+    assert result.logprobs is not None
+    assert result.logprobs.keys() == tokens
 
 
 # In the engine

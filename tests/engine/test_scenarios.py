@@ -21,26 +21,30 @@ def test_abort_at_any_point_gives_everything_back(tiny: Engine, steps: int, dete
     for _ in range(steps):
         engine.step()
     engine.abort(request)
+    assert [(output.request_id, output.finish_reason) for output in engine.step()] == [(request, "abort")]
     assert_nothing_held(engine)
 
 
-def test_a_late_result_for_a_dead_request_writes_nowhere(tiny: Engine) -> None:
+def test_a_late_result_for_a_dead_request_writes_nowhere(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenario 6, second half: aborted while its pass is under way, a request keeps its memory until the pass is
     done."""
     engine = engine_on(tiny)
     dead = engine.add_request(ids(40, seed=1), greedy(20))
     alive = engine.add_request(ids(40, seed=2), greedy(20))
     engine.step()
-    step = engine.scheduler.depart(engine.scheduler.schedule())
-    tokens = engine.runner.launch(step).wait()
-    held = engine.cache.stats().pages_private
-    engine.abort(dead)
-    assert engine.cache.stats().pages_private == held
-    parts = engine.scheduler.commit(step)
-    assert [part.request.request_id for part in parts] == [alive]
-    for part, token in zip(step.sampled(), tokens, strict=True):
-        if part in parts:
-            engine._take(part.request, *token)
+    launch = engine.runner.launch
+
+    def aborting(plan: Any) -> Any:
+        pending = launch(plan)
+        held = engine.cache.stats().pages_private
+        engine.abort(dead)
+        assert engine.cache.stats().pages_private == held
+        return pending
+
+    monkeypatch.setattr(engine.runner, "launch", aborting)
+    moved = {output.request_id: output.finish_reason for output in engine.step()}
+    monkeypatch.undo()
+    assert moved == {dead: "abort", alive: None}
     engine.cache.audit()
     outputs = run_to_end(engine)
     assert list(outputs) == [alive]
@@ -51,14 +55,14 @@ def test_bookkeeping_is_applied_to_the_request_it_was_planned_for(tiny: Engine) 
     """Scenario 7: the request was retracted and started again between plan and commit."""
     engine = engine_on(tiny)
     engine.add_request(ids(40), greedy(6))
-    step = engine.scheduler.depart(engine.scheduler.schedule())
-    engine.runner.launch(step)
+    step = engine.scheduler.schedule()
+    engine.runner.launch(engine.runner.plan(step))
     request = step.parts[0].request
-    engine.scheduler.roll_back()
+    engine.scheduler.roll_back(step)
     engine.scheduler.schedule()
     assert request.status is Status.RUNNING
     computed = request.num_computed
-    assert engine.scheduler.commit(step) == []
+    assert engine.scheduler.advance(step) == []
     assert request.num_computed == computed
     engine.cache.audit()
 
@@ -145,7 +149,7 @@ def test_a_request_that_waits_for_one_that_is_aborted_goes_on_by_itself(tiny: En
 def test_a_request_shares_what_a_running_one_has_finished(tiny: Engine) -> None:
     engine = engine_on(tiny)
     shared = ids(6 * GRID)
-    engine.add_request(shared + ids(5, seed=1), greedy(60))
+    early = engine.add_request(shared + ids(5, seed=1), greedy(60))
     for _ in range(4):
         engine.step()  # the first one decodes by now
     late = engine.add_request(shared + ids(5, seed=2), greedy(2))
@@ -153,7 +157,8 @@ def test_a_request_shares_what_a_running_one_has_finished(tiny: Engine) -> None:
     while late not in outputs or outputs[late].finish_reason is None:
         outputs.update({output.request_id: output for output in engine.step()})
     assert outputs[late].usage.cached_tokens == 6 * GRID
-    engine.abort(next(iter(engine._requests)))
+    engine.abort(early)
+    engine.step()
     assert_nothing_held(engine)
 
 
@@ -218,8 +223,8 @@ def test_running_out_of_state_slots_stops_nobody(tiny: Engine) -> None:
 def test_a_replay_gives_way_to_a_request_that_needs_its_memory(tiny: Engine) -> None:
     engine = engine_on(tiny, pages=12, states=4)
     engine.add_request(ids(GRID), greedy(6 * GRID))
-    while engine._requests:
-        engine.step()
+    while not any(output.finish_reason for output in engine.step()):
+        pass
     assert engine.has_work  # the answer is still to be replayed
     prompt = ids(9 * GRID, seed=5)
     output = answer(engine, prompt, greedy(GRID))

@@ -77,7 +77,7 @@ def loaded(path: Path) -> hybrid.Engine:
 
 def fresh(loaded: hybrid.Engine, **changes: Any) -> hybrid.Engine:
     config = hybrid.CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True, **changes)
-    return loaded.with_cache(config, room=(200, 40))
+    return loaded.with_cache(config, size=(200, 40))
 
 
 def picture(seed: int, height: int = 40, width: int = 56) -> np.ndarray:

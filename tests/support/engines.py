@@ -10,7 +10,7 @@ GRID = 16
 
 def engine_on(tiny: Engine, *, pages: int = 128, states: int = 32, **config: Any) -> Engine:
     """An engine with an empty cache of its own: pages of 16 tokens, so many pages and state slots."""
-    return tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, **config), room=(pages, states))
+    return tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, **config), size=(pages, states))
 
 
 def ids(count: int, seed: int = 0) -> list[int]:

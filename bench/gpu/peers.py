@@ -1,4 +1,4 @@
-"""Others' kernels, called on the same work. Whoever is not installed raises when it is asked for."""
+"""Kernels of other packages, called on the same work. A package that is not installed raises when it is asked for."""
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_device import Call
+from gpu.harness import Call
 from torch import Tensor
 
 Contiguous = tuple[Tensor, Tensor, Tensor]
@@ -77,38 +77,26 @@ def flex_decode(sets: Sequence[Contiguous], scale: float) -> list[Call]:
     return [lambda x=x: run(*x, scale=scale, enable_gqa=True) for x in sets]
 
 
-def flashinfer_decode(
-    queries: Sequence[Tensor], caches: Sequence[Tensor], tables: Sequence[Tensor], length: int, scale: float
-) -> list[Call]:
+def flashinfer_decode(sets: Sequence[tuple[Tensor, Tensor, Tensor]], length: int, scale: float) -> list[Call]:
     """flashinfer's decode over pages. Every set has a plan, which is made beforehand.
 
     Args:
-        queries: `[R, heads, head_dim]` each.
-        caches: `[num_pages, 2, page_size, kv_heads, head_dim]` each.
-        tables: `[R, pages]` each, all of them in use.
+        sets: queries `[R, heads, head_dim]`, pages `[num_pages, 2, page_size, kv_heads, head_dim]` and page ids
+            `[R, pages]`, all of them in use.
         length: tokens of each request.
     """
     flashinfer: Any = import_module("flashinfer")
     calls: list[Call] = []
-    for query, cache, table in zip(queries, caches, tables, strict=True):
+    for query, cache, table in sets:
         requests, pages = table.shape
         page_size, kv_heads, head_dim = cache.shape[2:]
         workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=query.device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
         starts = torch.arange(0, (requests + 1) * pages, pages, dtype=torch.int32, device=query.device)
         last = torch.full((requests,), length - (pages - 1) * page_size, dtype=torch.int32, device=query.device)
-        wrapper.plan(
-            starts,
-            table.flatten().int(),
-            last,
-            query.shape[1],
-            kv_heads,
-            head_dim,
-            page_size,
-            q_data_type=query.dtype,
-            kv_data_type=cache.dtype,
-            sm_scale=scale,
-        )
+        shape = (query.shape[1], kv_heads, head_dim, page_size)
+        types = {"q_data_type": query.dtype, "kv_data_type": cache.dtype}
+        wrapper.plan(starts, table.flatten().int(), last, *shape, sm_scale=scale, **types)
         calls.append(lambda run=wrapper.run, query=query, cache=cache: run(query, cache))
     return calls
 

@@ -1,0 +1,483 @@
+"""What the programs in `bench/gpu` share: the device and its clock, inputs, cases and how they are judged, reports."""
+
+import gc
+import json
+import math
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import COLUMNS, Check, Line, Result, print_table, status
+from gpu.sizes import Sizes
+from torch import Tensor
+
+from hybrid.kernels import ops
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+"""Largest norm of the error over norm of the truth, by the type of inputs and output.
+
+float32: sums of thousands of terms in another order, and exponentials to a few units in the last place.
+float16: 11 bits; a rounded result is wrong by 1.4e-4 of itself in the mean square, and so are the probabilities of an
+attention or the pieces of a chunk, which are rounded on the way.
+bfloat16: 8 bits; the same, each 1.1e-3.
+Something wrong in one tile, head or page shows as 1e-2 and more."""
+
+STATE_TOLERANCE = 1e-3
+"""The same for states, which are fp32: what may differ is whether a few q, k, v fall on the other side when rounded."""
+
+OTHER_RESULT = 0.1
+"""A peer whose result is further from ours computes something else: its time is reported, and not compared with."""
+
+GRAPH_SECONDS = 2e-3
+"""A recorded graph repeats short calls until it lasts about this long: launching it then costs little in comparison."""
+
+MAX_ROUNDS = 50
+MIN_REPEATS, MAX_REPEATS = 7, 60
+QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+"""What nvidia-smi is asked for. Nothing is ever set."""
+
+Call = Callable[[], object]
+Peers = dict[str, Callable[[], Sequence[Call]]]
+"""For each peer by name, what makes its calls."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long one call takes.
+
+    Attributes:
+        seconds: median over the repeats.
+        low, high: quartiles. Differences smaller than the distance between them are noise.
+        repeats: number of measurements.
+        how: "graph": recorded and replayed; "events": launched one by one; "clock": by the host's clock.
+    """
+
+    seconds: float
+    low: float
+    high: float
+    repeats: int
+    how: str
+
+    @classmethod
+    def of(cls, times: Sequence[float], how: str) -> "Timing":
+        low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
+        return cls(statistics.median(times), low, high, len(times), how)
+
+
+class Gpu:
+    """The first CUDA device."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        torch.cuda.set_device(self.device)
+        self._properties = torch.cuda.get_device_properties(self.device)
+        self.cache_bytes = int(self._properties.L2_cache_size)
+
+    def time(self, calls: Sequence[Call], seconds: float = 0.1) -> Timing:
+        """Seconds per call, from replays of a graph of all calls.
+
+        Args:
+            calls: each on buffers of its own, which together exceed the L2.
+            seconds: to spend on measuring, about.
+        """
+        for _ in range(2):  # the first round compiles
+            for call in calls:
+                call()
+        once = min(self._elapsed(lambda: [call() for call in calls], 2))
+        rounds = max(1, min(MAX_ROUNDS, int(GRAPH_SECONDS / once)))
+
+        def run() -> None:
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+
+        replay, how = self._recorded(run)
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(seconds / self._elapsed(replay, 2)[1])))
+        return Timing.of([spent / rounds / len(calls) for spent in self._elapsed(replay, repeats)], how)
+
+    def time_launched(self, call: Call, repeats: int = 20) -> Timing:
+        """Seconds of a call that is launched as it is: one that a graph cannot hold, since it is one itself."""
+        call()
+        return Timing.of(self._elapsed(call, repeats), "events")
+
+    def _elapsed(self, run: Call, repeats: int) -> list[float]:
+        """Seconds of each of several runs, on the device's clock."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        torch.cuda.synchronize()
+        for start, end in events:
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in events]
+
+    def _recorded(self, run: Call) -> tuple[Call, str]:
+        """A replay of a graph of the run; the run itself where it cannot be recorded."""
+        current = torch.cuda.current_stream()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        try:
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                run()
+            current.wait_stream(side)
+            with torch.cuda.graph(graph):
+                run()
+        except Exception as error:  # anything in the run that a graph cannot hold
+            torch.cuda.set_stream(current)  # a recording that fails leaves its own stream set
+            torch.cuda.synchronize()
+            return run, f"events ({type(error).__name__} while recording)"
+        return graph.replay, "graph"
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Return unused memory."""
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def describe(self) -> dict[str, Any]:
+        found = self._properties
+        return {
+            "device": found.name,
+            "capability": f"{found.major}.{found.minor}",
+            "multiprocessors": found.multi_processor_count,
+            "memory": int(found.total_memory),
+            "l2": self.cache_bytes,
+            "cuda": torch.version.cuda,
+            "state": self.state(),
+        }
+
+    def state(self) -> dict[str, str]:
+        """Driver, clocks, power and temperature, as nvidia-smi reports them now."""
+        command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader", "--id=0"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        except (OSError, subprocess.SubprocessError) as error:
+            return {"nvidia-smi": f"{type(error).__name__}: {error}"}
+        return dict(zip(QUERY.split(","), (value.strip() for value in answer.split(",")), strict=False))
+
+
+class Cpu:
+    """A CPU in the place of a GPU, for rehearsals: its times mean nothing."""
+
+    device = torch.device("cpu")
+    cache_bytes = 0
+
+    def time(self, calls: Sequence[Call], seconds: float = 0.0) -> Timing:
+        times = []
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return Timing.of(times, "clock")
+
+    def time_launched(self, call: Call, repeats: int = 2) -> Timing:
+        return self.time([call] * repeats)
+
+    def synchronize(self) -> None:
+        return None
+
+    def release(self) -> None:
+        gc.collect()
+
+    def describe(self) -> dict[str, Any]:
+        return {"device": "cpu", "state": self.state()}
+
+    def state(self) -> dict[str, str]:
+        return {}
+
+
+Device = Gpu | Cpu
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What the device can do at best, as measured.
+
+    Attributes:
+        bandwidth: bytes per second of a large copy in the fastest of several ways; read and written bytes both count.
+        matmul: operations per second of a large matrix product on random data.
+    """
+
+    bandwidth: float
+    matmul: float
+
+    @classmethod
+    def measured(cls, device: Device, sizes: Sizes) -> "Roofline":
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device.device, dtype=sizes.dtype)
+
+        source = normal(sizes.copied // sizes.dtype.itemsize)
+        target = torch.empty_like(source)
+        ways = [  # the copy itself, recorded or launched, may run on another engine than kernels do
+            device.time([lambda: target.copy_(source)], 0.2),
+            device.time_launched(lambda: target.copy_(source)),
+            device.time([lambda: torch.neg(source, out=target)], 0.2),
+        ]
+        copy = min(way.seconds for way in ways)
+        x, y, product = (normal(sizes.matmul, sizes.matmul) for _ in range(3))
+        matmul = device.time([lambda: torch.mm(x, y, out=product)], 0.3)
+        return cls(2 * sizes.copied / copy, 2 * sizes.matmul**3 / matmul.seconds)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel on one size, with everything that is measured of it.
+
+    Attributes:
+        calls: of our kernel, each on buffers of its own; empty: there are only checks.
+        checks: compares results with the truth; run before anything is timed.
+        num_bytes: that must be moved; compared with the copy bandwidth, of which `target` is to be reached.
+        operations: compared with the matmul rate.
+        tokens: reported per second.
+        variants: other calls of ours by name, whose time is reported over that of `calls`.
+        peers: whose fastest is compared with; at most `peer_target` times its time is to be reached.
+        error: of the result of a peer's call.
+    """
+
+    calls: Sequence[Call] = ()
+    checks: Callable[[], Iterator[Result]] = lambda: iter(())
+    num_bytes: float = 0
+    target: float | None = None
+    operations: float = 0
+    tokens: int = 0
+    variants: dict[str, Sequence[Call]] = field(default_factory=dict)
+    peers: Peers = field(default_factory=dict)
+    peer_target: float | None = None
+    error: Callable[[Any], float] | None = None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A case to come: its inputs are made when it begins, and dropped when it ends.
+
+    Attributes:
+        seconds: without this much time left it does not begin.
+    """
+
+    name: str
+    seconds: float
+    make: Callable[[], Case]
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """Norm of the difference over norm of the truth; NaN where anything is."""
+    difference, truth = found.double() - truth.double(), truth.double()
+    return float(difference.norm() / truth.norm().clamp(min=1e-30))
+
+
+def compare(name: str, found: Tensor, truth: Tensor, tolerance: float | None = None) -> Check:
+    """Whether a result is near enough to the truth; NaN is not."""
+    allowed = TOLERANCE[found.dtype] if tolerance is None else tolerance
+    error = relative_error(found, truth)
+    return Check(name, error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}")
+
+
+def same_bits(name: str, *pairs: tuple[Tensor, Tensor]) -> Check:
+    """Whether tensors are bitwise equal."""
+    same = all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in pairs)
+    return Check(name, same, "the same bits" if same else "OTHER BITS")
+
+
+@dataclass
+class Bench:
+    """What a section works with.
+
+    Attributes:
+        deadline: on `time.perf_counter`; what would end after it is skipped.
+        ops: the operations that are measured, as `hybrid.kernels.ops` has them.
+        is_blank: inputs hold no numbers: nothing is computed with them.
+        skipped: names of what the current section has skipped.
+        kept: objects that several sections need, made once.
+    """
+
+    device: Device
+    sizes: Sizes
+    roofline: Roofline
+    deadline: float
+    rehearsal: bool
+    ops: Any = ops
+    is_blank: bool = False
+    skipped: list[str] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator(self.device.device).manual_seed(0)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.perf_counter()
+
+    def has(self, seconds: float, what: str) -> bool:
+        """Whether this much time is left; if not, `what` is reported as skipped."""
+        if self.left >= seconds:
+            return True
+        self.skipped.append(what)
+        return False
+
+    def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        """An object that several sections need, made when it is first asked for."""
+        if name not in self.kept:
+            self.kept[name] = make()
+        return self.kept[name]
+
+    # Inputs
+
+    def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """New random numbers: zeros would hide what is not written, and run faster."""
+        made = torch.empty(shape, device=self.device.device, dtype=dtype or self.sizes.dtype)
+        return made if self.is_blank else made.normal_(generator=self._generator)
+
+    def ints(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device.device)
+
+    def shuffled(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self._generator, device=self.device.device)
+
+    def sets(self, num_bytes: float) -> int:
+        """Number of sets of inputs of this size, such that none is found in the L2 when its turn comes again."""
+        if self.rehearsal or self.is_blank:
+            return 1 if self.is_blank else 2
+        return max(1, min(64, math.ceil(3 * self.device.cache_bytes / num_bytes)))
+
+    def poison(self, *shape: int) -> None:
+        """Leave NaN in the memory that an output of this shape gets next: what is not written shows."""
+        torch.full(shape, float("nan"), dtype=self.sizes.dtype, device=self.device.device)
+
+    # Measuring
+
+    def measure(self, planned: Planned) -> Iterator[Result]:
+        """All figures of a case."""
+        name = planned.name
+        if not self.has(planned.seconds, name):
+            return
+        case = planned.make()
+        yield from case.checks()
+        if case.calls:
+            ours = self.device.time(case.calls)
+            yield from self._rates(name, case, ours)
+            for variant, calls in case.variants.items():
+                other = self.device.time(calls).seconds
+                medians = {variant: other, "ours": ours.seconds}
+                yield Line(f"{name}, {variant} over ours", other / ours.seconds, None, True, medians=medians)
+            if case.peers:
+                yield self.against_fastest(name, ours, case.peers, case.peer_target, case.error)
+        del case
+        self.device.release()
+
+    def _rates(self, name: str, case: Case, ours: Timing) -> Iterator[Result]:
+        seconds, details = ours.seconds, asdict(ours)
+        if case.num_bytes:
+            part = case.num_bytes / seconds / self.roofline.bandwidth
+            medians = {"ours": seconds, "floor": case.num_bytes / self.roofline.bandwidth}
+            details |= {"bytes": case.num_bytes, "GB/s": case.num_bytes / seconds / 1e9}
+            target = self.asked(case.target)
+            yield Line(f"{name}, of copy bandwidth", part, target, medians=medians, details=details)
+        if case.operations:
+            rate = case.operations / seconds
+            details |= {"operations": case.operations, "TFLOP/s": rate / 1e12}
+            part = rate / self.roofline.matmul
+            yield Line(f"{name}, of the matmul rate", part, medians={"ours": seconds}, details=details)
+        if case.tokens:
+            yield Line(f"{name}, tokens per second", case.tokens / seconds, medians={"ours": seconds})
+
+    def against_fastest(
+        self, name: str, ours: Timing, peers: Peers, target: float | None, error: Callable[[Any], float] | None = None
+    ) -> Line:
+        """A line: our time over that of the fastest peer that runs here. Its details are the times of all of them, why
+        some did not run, and how far their results are from ours.
+
+        Args:
+            peers: for each, what makes its calls.
+            error: of the result of a peer's call.
+        """
+        timings: dict[str, Timing] = {}
+        details: dict[str, Any] = {"ours": asdict(ours)}
+        for peer, make in peers.items():
+            try:
+                calls = make()
+                timing = self.device.time(calls)
+                details[peer] = asdict(timing)
+                if error is not None:
+                    details[peer]["error"] = error(calls[0]())
+                if details[peer].get("error", 0.0) <= OTHER_RESULT:
+                    timings[peer] = timing
+            except Exception as failure:  # a peer may fail in any way; that is not a fault of ours
+                details[peer] = f"{type(failure).__name__}: {failure}"[:300]
+                self.device.release()
+        medians = {"ours": ours.seconds, **{peer: timing.seconds for peer, timing in timings.items()}}
+        if not timings:
+            if self.asked(target) is not None:
+                self.skipped.append(f"{name} against {', '.join(peers)}")
+            return Line(f"{name}: no peer runs here", None, None, True, medians=medians, details=details)
+        fastest = min(timings, key=lambda peer: timings[peer].seconds)
+        value = ours.seconds / timings[fastest].seconds
+        return Line(f"{name}, over {fastest}", value, self.asked(target), True, medians=medians, details=details)
+
+    def asked(self, target: float | None) -> float | None:
+        """The target; none in a rehearsal, whose times mean nothing."""
+        return None if self.rehearsal else target
+
+
+@dataclass
+class Report:
+    """All results, written to a file after every single one: a run that is killed leaves what it had."""
+
+    path: Path
+    head: dict[str, Any]
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    results: list[Result] = field(default_factory=list)
+
+    def add(self, section: str, result: Result) -> None:
+        self.results.append(replace(result, part=section))
+        self.write()
+
+    def write(self) -> None:
+        lines, checks = (
+            [result.to_json() for result in self.results if isinstance(result, kind)] for kind in (Line, Check)
+        )
+        everything = {**self.head, "sections": self.sections, "lines": lines, "checks": checks, "status": self.status}
+        partial = self.path.with_suffix(".part")
+        partial.write_text(json.dumps(everything, indent=1, default=str), encoding="utf-8")
+        partial.replace(self.path)
+
+    @property
+    def status(self) -> int:
+        """As `common.status`; 1 too when something was not measured."""
+        unmeasured = any(section["status"] != "done" or section["skipped"] for section in self.sections.values())
+        return status(self.results) or int(unmeasured)
+
+    def unmeasured(self) -> list[tuple[str, str, str]]:
+        """(mark, section, reason) of everything that gave no result."""
+        found = []
+        for name, entry in self.sections.items():
+            if entry["status"] != "done":
+                found.append((entry["status"].upper(), name, entry.get("error", "").strip()[-200:]))
+            found += [("SKIPPED", name, what[:100]) for what in entry["skipped"]]
+        return found
+
+    def show(self) -> None:
+        """Print everything, then what was asked, a short line each."""
+        print_table(COLUMNS, [result.row() for result in self.results], self.summary())
+
+    def summary(self) -> list[str]:
+        """Every target, every check that failed, everything that was not measured, and the number of checks."""
+        said, checks = [], 0
+        for result in self.results:
+            where = f"{result.part}: {result.name}"
+            if isinstance(result, Check):
+                checks += 1
+                said += [] if result.passed else [f"WRONG   {where}: {result.detail[-300:]}"]
+            elif result.target is not None and result.value is not None:
+                said.append(f"{result.mark:7} {result.value:.3f} {result.goal}  {where}")
+        said += [f"{mark:7} {name}: {reason}" for mark, name, reason in self.unmeasured()]
+        return [*said, f"{checks} checks"]

@@ -1,0 +1,229 @@
+#!/usr/bin/env python
+"""What each Triton kernel takes of a GPU that need not be there: registers, spills, shared memory, tensor cores.
+
+    python bench/gpu/resources.py                           # every kernel at the sizes of Qwen3.5-9B, for an H100
+    python bench/gpu/resources.py --capability 80           # for an A100
+    python bench/gpu/resources.py --only matmul,attention   # operations whose name or file contains one of these
+    python bench/gpu/resources.py --json resources.json
+
+The cases of `bench/gpu/run.py` are called on CPU tensors in bfloat16 without contents; each launch becomes a
+compilation by the assembler that comes with triton, and nothing is computed. How to read the columns:
+
+    registers   per thread, at most 255; a multiprocessor has 65536
+    stack       bytes per thread of what did not fit into registers, in slow memory
+    spills      instructions that read or write the stack; inside of a loop they cost time
+    shared      KiB per program; a program that needs more than the device has does not start
+    resident    programs that a multiprocessor holds at once, and what limits them
+    matrix      tensor-core instructions in the code: HGMMA (Hopper's own) or HMMA (of every device)
+    async       copies to shared memory that overlap with arithmetic (LDGSTS)
+
+Exit status 1 when a kernel does not compile or does not fit the device. Compiled kernels are kept in Triton's cache
+(TRITON_CACHE_DIR), so that a second run takes seconds.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+if __name__ == "__main__":  # not this folder: what is found as `kernels` is taken for another package
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from common import print_table
+from gpu import kernels
+from gpu.harness import Bench, Cpu, Roofline
+from gpu.sizes import BRIEF, COMPILED
+
+from hybrid.kernels.ops import OPS
+
+SECTIONS = (kernels.elementwise, kernels.state_copies, kernels.products, kernels.experts, kernels.decode_attention)
+SECTIONS += (kernels.extend_attention, kernels.convolution, kernels.chunk_rule, kernels.delta_step)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a multiprocessor has, and how much of it one program may take, in bytes."""
+
+    names: str
+    shared_memory: int
+    shared_memory_of_program: int
+    registers: int = 65536
+    warps: int = 64
+    programs: int = 32
+
+
+DEVICES = {80: Device("A100", 164 << 10, 163 << 10), 90: Device("H100, H200", 228 << 10, 227 << 10)}
+RESERVED = 1 << 10
+"""Bytes of shared memory that the driver takes of each program."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """A kernel as it was compiled for a case."""
+
+    operation: str
+    case: str
+    kernel: str
+    warps: int
+    registers: int
+    stack: int
+    spills: int
+    shared: int
+    resident: int
+    limit: str
+    hgmma: int
+    hmma: int
+    async_copies: int
+    fits: bool
+
+    def row(self) -> tuple[object, ...]:
+        matrix = " ".join(f"{count} {name}" for name, count in (("HGMMA", self.hgmma), ("HMMA", self.hmma)) if count)
+        mark = "TOO LARGE" if not self.fits else "spills" if self.spills else ""
+        used = (self.warps, self.registers, self.stack or "", self.spills or "", f"{self.shared / 1024:.1f}")
+        resident = f"{self.resident} ({self.limit})"
+        return mark, self.operation, self.case, self.kernel, *used, resident, matrix, self.async_copies or ""
+
+
+COLUMNS = ("", "operation", "case", "kernel", "warps", "registers", "stack", "spills", "shared", "resident", "matrix")
+
+
+class AbsentGpu:
+    """In the place of Triton's driver: names the GPU to compile for, and has none."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """The operations, in the place of `hybrid.kernels.ops`: a call compiles what it would launch.
+
+    Attributes:
+        found: (operation, kernel's name, compiled kernel) of every kernel that was not compiled before.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.found: list[tuple[str, str, Any]] = []
+        self._names = names
+        self._seen: set[str] = set()
+        self._operation = ""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = OPS[name]
+
+        def call(*args: Any, batch_invariant: bool = True) -> Any:
+            self._operation = f"{op.file}.{name}"
+            return op.kernel(*args)
+
+        return call
+
+    def launched(self, launch: Callable[..., Any]) -> Callable[..., Any]:
+        """In the place of Triton's launch: compiles only."""
+
+        def compile_only(function: Any, *args: Any, **kwargs: Any) -> Any:
+            kernel = launch(function, *args, **{**kwargs, "warmup": True})
+            if kernel.hash not in self._seen and any(name in self._operation for name in self._names):
+                self._seen.add(kernel.hash)
+                self.found.append((self._operation, function.__name__, kernel))
+            return kernel
+
+        return compile_only
+
+
+def resources_of(operation: str, case: str, name: str, kernel: Any, device: Device) -> Resources:
+    """Read a compiled kernel's machine code."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage, code = (
+            subprocess.run([knobs.nvidia.cuobjdump.path, option, cubin], capture_output=True, text=True, check=True)
+            for option in ("--dump-resource-usage", "-sass")
+        )
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage.stdout)}
+    count = {name: len(re.findall(rf"\b{name}\b", code.stdout)) for name in ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL")}
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    limits = {
+        "registers": device.registers // (-(-used["REG"] * 32 // 256) * 256 * warps),
+        "shared": device.shared_memory // (shared + RESERVED),
+        "warps": device.warps // warps,
+        "programs": device.programs,
+    }
+    limit = min(limits, key=lambda key: limits[key])
+    spills, fits = count["LDL"] + count["STL"], shared <= device.shared_memory_of_program and limits[limit] > 0
+    memory = (used["REG"], used["STACK"], spills, shared, limits[limit], limit)
+    return Resources(operation, case, name, warps, *memory, count["HGMMA"], count["HMMA"], count["LDGSTS"], fits)
+
+
+def compile_all(capability: int, names: list[str], brief: bool) -> Iterator[Resources | str]:
+    """Every kernel once, with the first case that launches it; or what does not compile."""
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    triton.runtime.driver.set_active(AbsentGpu(capability))
+    compiler, device = Compiler(names), DEVICES[capability]
+    bench = Bench(Cpu(), BRIEF if brief else COMPILED, Roofline(1, 1), 0, True, compiler, is_blank=True)
+    memory = device.shared_memory_of_program
+    with (
+        patch.object(JITFunction, "run", compiler.launched(JITFunction.run)),
+        patch("hybrid.kernels.triton.attention._shared_memory", lambda device: memory),  # its tiles depend on this
+    ):
+        for planned in (planned for section in SECTIONS for planned in section(bench)):
+            try:
+                case = planned.make()
+                for calls in (case.calls, *case.variants.values()):
+                    for call in calls[:1]:
+                        call()
+            except Exception as error:  # anything that the compiler raises: the others are still worth knowing
+                yield f"{planned.name} does not compile: {type(error).__name__}: {error}"
+            for found in compiler.found:
+                yield resources_of(found[0], planned.name, *found[1:], device)
+            compiler.found.clear()
+
+
+def main() -> int:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--capability", type=int, default=90, choices=sorted(DEVICES), help="compute capability times ten (default: 90)"
+    )
+    parser.add_argument("--only", metavar="NAMES", default="", help="operations whose name contains one of these")
+    parser.add_argument("--brief", action="store_true", help="only the few cases that reach every kernel")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to a file too")
+    args = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set, and an interpreted kernel has no machine code: unset it")
+    names, known = args.only.split(","), sorted(f"{op.file}.{op.name}" for op in OPS.values())
+    if not any(name in operation for name in names for operation in known):
+        parser.error(f"no operation's name contains any of {args.only!r}; there are {', '.join(known)}")
+    results = [*compile_all(args.capability, names, args.brief)]
+    found = [result for result in results if isinstance(result, Resources)]
+    failed = [result for result in results if isinstance(result, str)]
+    print_table((*COLUMNS, "async"), [row.row() for row in found], failed)
+    if args.json:
+        rows = [asdict(row) for row in found]
+        result = {"capability": args.capability, "dtype": "bfloat16", "kernels": rows, "failed": failed}
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed or not all(row.fits for row in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""How large everything in `bench/gpu` is: as in Qwen3.5-9B, or tiny for a rehearsal."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large everything is.
+
+    Attributes:
+        dtype: of weights, inputs, keys and values.
+        config: of the model, for `Qwen3_5TextConfig`.
+        layers: of the pools that the kernels are measured on; one of them is used at a time.
+        decode, extend: (requests, tokens of each), (requests, tokens before) of attention.
+        new: tokens of an extend.
+        drafts: (requests, tokens of the tree of drafts of each).
+        steps: requests of a delta rule decode.
+        copies: states of a copy.
+        prompts: tokens of a prompt for the chunk rule and the convolution; `many`: prompts at once, besides one alone.
+        rows, products, expert_rows: rows of the elementwise kernels, of the matrix products, and of those of experts.
+        matrices: (out, in, name) of their weights.
+        experts: (number of experts, experts per row, inputs, inner size).
+        memory, batched_tokens: of a cache; of a step of the engine.
+        document, question: tokens of a hit, and of the rest of the prompt.
+        decoding: (requests, tokens of each) of the decode steps, of which `steps_timed` are measured.
+        group: (requests, shared tokens, least and most own tokens, new tokens) of the prefix-sharing workload.
+        runs: of the engine's figures.
+        copied, matmul: for the roofline: bytes of the copy, rows and columns of the matrices.
+    """
+
+    dtype: torch.dtype
+    config: dict[str, Any]
+    layers: int
+    page_size: int
+    decode: tuple[tuple[int, int], ...]
+    extend: tuple[tuple[int, int], ...]
+    new: int
+    drafts: tuple[int, int]
+    steps: tuple[int, ...]
+    copies: tuple[int, ...]
+    prompts: tuple[int, ...]
+    many: int
+    rows: tuple[int, ...]
+    products: tuple[int, ...]
+    matrices: tuple[tuple[int, int, str], ...]
+    experts: tuple[int, int, int, int]
+    expert_rows: tuple[int, ...]
+    memory: str
+    batched_tokens: int
+    document: int
+    question: int
+    decoding: tuple[tuple[int, int], ...]
+    steps_timed: int
+    group: tuple[int, int, int, int, int]
+    runs: int
+    copied: int
+    matmul: int
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Attention: query heads, KV heads, size of a head."""
+        return self.config["num_attention_heads"], self.config["num_key_value_heads"], self.config["head_dim"]
+
+    @property
+    def linear_heads(self) -> tuple[int, int, int, int]:
+        """Linear attention: key heads, value heads, size of a key, size of a value."""
+        names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        key_heads, value_heads, key_dim, value_dim = (self.config[f"linear_{name}"] for name in names)
+        return key_heads, value_heads, key_dim, value_dim
+
+    @property
+    def width(self) -> int:
+        return int(self.config["linear_conv_kernel_dim"])
+
+    @property
+    def channels(self) -> int:
+        key_heads, value_heads, key_dim, value_dim = self.linear_heads
+        return 2 * key_heads * key_dim + value_heads * value_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token in one layer."""
+        return 2 * self.heads[1] * self.heads[2] * self.dtype.itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the recurrent state of a sequence in one layer."""
+        _, value_heads, key_dim, value_dim = self.linear_heads
+        return value_heads * key_dim * value_dim * 4
+
+    @property
+    def window_bytes(self) -> int:
+        """Of the convolution's window of a sequence in one layer."""
+        return (self.width - 1) * self.channels * self.dtype.itemsize
+
+
+def model_config(
+    vocab: int, hidden: int, inner: int, layers: int, attention: tuple[int, int, int], linear: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    """The class defaults of transformers 5.23, stated here since other versions may have others.
+
+    Args:
+        attention, linear: as `Sizes.heads` and `Sizes.linear_heads`.
+    """
+    heads, kv_heads, head_dim = attention
+    key_heads, value_heads, key_dim, value_dim = linear
+    return {
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    }
+
+
+GATE, DOWN, HEAD = (12288, 4096, "gate_proj"), (4096, 12288, "down_proj"), (248320, 4096, "lm_head")
+SMALL = ((1024, 4096, "k_proj"), (256, 12288, "few outputs"))
+
+FULL = Sizes(
+    dtype=torch.bfloat16,
+    config=model_config(248320, 4096, 12288, 32, (16, 4, 256), (16, 32, 128, 128)),  # Qwen3.5-9B
+    layers=2,
+    page_size=64,
+    decode=((1, 4096), (8, 4096), (64, 4096), (1, 32768), (8, 32768), (64, 32768), (1, 131072)),
+    extend=((1, 0), (1, 4096), (1, 32768), (4, 4096)),
+    new=512,
+    drafts=(8, 8),
+    steps=(1, 8, 64, 256),
+    copies=(1, 8, 32),
+    prompts=(512, 2048, 8192),
+    many=8,
+    rows=(1, 32, 2048),
+    products=(1, 8, 32, 512, 2048),
+    matrices=((8192, 4096, "in_proj_qkv"), GATE, DOWN, *SMALL, HEAD),
+    experts=(256, 8, 2048, 512),  # Qwen3.5-35B-A3B
+    expert_rows=(1, 32, 256, 2048, 8192),
+    memory="24GiB",
+    batched_tokens=2048,
+    document=8192,
+    question=64,
+    decoding=((1, 2048), (32, 2048)),
+    steps_timed=40,
+    group=(48, 1024, 32, 128, 16),
+    runs=7,
+    copied=2 << 30,
+    matmul=8192,
+)
+
+COMPILED = replace(
+    FULL,
+    decode=((1, 4096), (64, 4096)),
+    extend=((2, 3072),),
+    new=1024,
+    steps=(1, 64),
+    copies=(4,),
+    prompts=(2048,),
+    many=2,
+    rows=(64,),
+    products=(1, 32, 64, 2048),
+    matrices=(GATE, DOWN, *SMALL, HEAD),
+    expert_rows=(1, 64, 256, 2048),
+)
+"""What `resources.py` compiles: a case of every kind."""
+
+BRIEF = replace(
+    COMPILED,
+    decode=((64, 4096),),
+    steps=(64,),
+    products=(1, 64, 2048),
+    matrices=(GATE, DOWN, SMALL[1]),
+    expert_rows=(64, 2048),
+)
+"""The few cases that reach every kernel."""
+
+TOY = Sizes(
+    dtype=torch.float32,
+    config=model_config(128, 32, 48, 4, (4, 2, 16), (1, 2, 16, 16)),
+    layers=2,
+    page_size=16,
+    decode=((1, 32), (2, 48)),
+    extend=((1, 0), (2, 32)),
+    new=16,
+    drafts=(2, 5),
+    steps=(1, 3),
+    copies=(1, 2),
+    prompts=(32,),
+    many=2,
+    rows=(1, 5),
+    products=(1, 20),
+    matrices=((48, 32, "a toy"),),
+    experts=(6, 2, 32, 16),
+    expert_rows=(1, 9),
+    memory="2MiB",
+    batched_tokens=64,
+    document=64,
+    question=16,
+    decoding=((1, 32), (3, 32)),
+    steps_timed=3,
+    group=(4, 32, 2, 8, 2),
+    runs=2,
+    copied=1 << 16,
+    matmul=64,
+)

@@ -1,0 +1,51 @@
+"""The settings of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid.errors import ArgumentError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine schedules requests and launches steps.
+
+    Args:
+        max_num_seqs: number of requests that run at once, at most.
+        max_num_batched_tokens: number of tokens computed in one step, at most.
+        max_waiting: number of requests that wait, at most; another one is refused with `QueueFullError`. None: no
+            limit.
+        enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as CUDA graphs.
+        overlap: schedule the next step while the device computes this one. None: on a GPU.
+        audit: run `HybridCache.audit` after every step. Slow; for tests.
+
+    Raises:
+        ArgumentError: a value is out of range.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 2048
+    max_waiting: int | None = None
+    enforce_eager: bool = False
+    overlap: bool | None = None
+    audit: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ArgumentError(f"EngineConfig: max_num_seqs must be at least 1, got {self.max_num_seqs}")
+        if self.max_waiting is not None and self.max_waiting < 1:
+            raise ArgumentError(f"EngineConfig: max_waiting must be at least 1, or None; got {self.max_waiting}")
+
+    def require_chunk(self, chunk_size: int) -> None:
+        """Check that a step has room for one chunk and a token of every request.
+
+        Raises:
+            ArgumentError: it has not.
+        """
+        needed = chunk_size + self.max_num_seqs
+        if self.max_num_batched_tokens < needed:
+            raise ArgumentError(
+                f"EngineConfig: max_num_batched_tokens must hold one chunk and a token of each request: at least "
+                f"{needed} with max_num_seqs={self.max_num_seqs}, got {self.max_num_batched_tokens}"
+            )

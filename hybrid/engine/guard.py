@@ -1,0 +1,54 @@
+"""What a step has to undo when it fails, and where it may be interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+from hybrid.engine.request import Request
+from hybrid.engine.scheduler import Step
+from hybrid.interrupts import DeferredInterrupts
+
+
+class StepGuard:
+    """The failures of one step.
+
+    Args:
+        interrupts: the section in which signal handlers wait.
+
+    Attributes:
+        steps: what is undone when the step fails: the step itself, and the one scheduled ahead.
+        failures: requests that failed by themselves, with the exceptions.
+    """
+
+    def __init__(self, interrupts: DeferredInterrupts) -> None:
+        self.steps: list[Step] = []
+        self.failures: list[tuple[Request, BaseException]] = []
+        self._interrupts = interrupts
+
+    def interruptible(self) -> AbstractContextManager[None]:
+        """Let signal handlers run: what they raise undoes the step."""
+        return self._interrupts.opened()
+
+    def undo_on_failure(self, step: Step) -> Step:
+        """From now on a failure undoes this step, too."""
+        self.steps.append(step)
+        return step
+
+    def keep_on_failure(self) -> None:
+        """The results are there: from now on nothing is undone."""
+        self.steps.clear()
+
+    @contextmanager
+    def failing(self, request: Request) -> Iterator[None]:
+        """What raises in here is the failure of this request. It is not entered for one that has ended."""
+        try:
+            yield
+        except BaseException as error:
+            self.failures.append((request, error))
+
+    def raise_pending(self) -> None:
+        """Raise the first failure that is not an `Exception`: it was meant for the process."""
+        for _, error in self.failures:
+            if not isinstance(error, Exception):
+                raise error

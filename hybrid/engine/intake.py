@@ -1,0 +1,96 @@
+"""From a prompt and its parameters to a request, or to the error that says why it cannot run."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from hybrid.cache.cache import HybridCache
+from hybrid.engine.build import LoadedModel
+from hybrid.engine.output import Outputs
+from hybrid.engine.request import Request
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.errors import MemoryBudgetError, PromptError
+from hybrid.memory.memory import smallest_memory
+from hybrid.prompts.detokenizer import TextStream
+from hybrid.prompts.encode import EncodedPrompt, Prompt, encode_prompt
+from hybrid.units import ceil_div, format_bytes
+
+
+class Intake:
+    """Makes the requests of one engine.
+
+    Args:
+        loaded: the model that runs them.
+        cache: the memory that they must fit into.
+    """
+
+    def __init__(self, loaded: LoadedModel, cache: HybridCache) -> None:
+        self._loaded = loaded
+        self._cache = cache
+        self._numbers = count()
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """The token ids and images of a prompt.
+
+        Raises:
+            PromptError: the prompt has an unsupported form.
+        """
+        loaded = self._loaded
+        return encode_prompt(prompt, loaded.tokenizer, loaded.image_encoder, _hidden_size(loaded))
+
+    def request(self, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs) -> Request:
+        """A request that can run.
+
+        Args:
+            prompt: a text, token ids, chat messages, or an `ImagePrompt`.
+            params: None: the checkpoint's.
+            namespace: of the cache.
+            outputs: where its outputs go.
+
+        Raises:
+            PromptError: the prompt cannot be run.
+            MemoryBudgetError: prompt and answer do not fit into the cache's memory.
+        """
+        params = params or self._loaded.default_params
+        encoded = self.encode(prompt)
+        num_tokens, limit = len(encoded.ids), self._loaded.model.config.max_position_embeddings
+        self._check_ids(encoded.ids, limit)
+        tokenizer = self._loaded.tokenizer
+        if params.stop and tokenizer is None:
+            raise PromptError("stop texts need a tokenizer, and this checkpoint has none; use stop_token_ids")
+        outside = next((at for at in params.checkpoint_at if not -num_tokens <= at <= num_tokens), None)
+        if outside is not None:
+            raise PromptError(f"checkpoint_at={outside} is outside the prompt of {num_tokens} tokens")
+        max_len = min(limit, num_tokens + params.max_new_tokens)
+        self._check_memory(num_tokens, max_len)
+        text = TextStream(tokenizer, tuple(params.stop)) if tokenizer is not None else None
+        name = f"request-{next(self._numbers)}"
+        return Request(name, encoded, params, max_len, namespace=namespace, text=text, outputs=outputs)
+
+    def _check_ids(self, ids: list[int], limit: int) -> None:
+        vocab_size = self._loaded.model.config.vocab_size
+        if not ids:
+            raise PromptError("the prompt is empty; give at least one token")
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise PromptError(f"token id {wrong} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
+        if len(ids) >= limit:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens; this model takes {limit}, the answer included: shorten the prompt"
+            )
+
+    def _check_memory(self, prompt_len: int, max_len: int) -> None:
+        config, most = self._cache.config, self._cache.largest_request
+        needed = ceil_div(max_len, config.page_size)
+        if needed > most:
+            page_bytes, state_bytes = self._cache.unit_bytes
+            memory = smallest_memory(needed, page_bytes, state_bytes, config.state_share)
+            raise MemoryBudgetError(
+                f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there "
+                f"are {most}; the smallest memory that suffices is {format_bytes(memory)} "
+                f"(CacheConfig(memory={memory})), or lower max_new_tokens"
+            )
+
+
+def _hidden_size(loaded: LoadedModel) -> int:
+    return int(loaded.model.config.hidden_size)
