@@ -36,7 +36,7 @@ typecheck: setup
 	@ln -sfn $(CURDIR)/kernels .venv/types/hybrid/kernels
 	@ln -sfn $(CURDIR)/models .venv/types/hybrid/models
 	cd .venv/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache --namespace-packages -p hybrid
-	$(BIN)/python tests/support/typed.py .venv/types --at-least 75
+	$(BIN)/python tests/support/typed.py .venv/types --at-least 95
 
 pytest: setup
 	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90

@@ -34,8 +34,8 @@ from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
 from hybrid.cache import placement
 from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
 from hybrid.key import Key
+from hybrid.tree.node import Kind
 from hybrid.tree.policies import POLICIES
-from hybrid.tree.policy import TURN_END
 from hybrid.tree.tree import Tree
 
 GEOMETRIES = {"qwen35_4b": (32768, 51_511_296), "nv7b": (65536, 26_787_840)}
@@ -205,7 +205,7 @@ def serve(cache: HybridCache, key: Key, num_input: int) -> int:
     if cache.reserve(lease, length):
         whole = length // grid * grid
         if "turn_end" in names and whole > num_input:
-            cache.capture(lease, whole, TURN_END)
+            cache.capture(lease, whole, Kind.TURN_END)
         cache.advance(lease, length)
         cache.commit(lease, key, whole)
         if "turn_end" in names:

@@ -41,7 +41,7 @@ from hybrid.errors import (  # noqa: E402
 from hybrid.key import Key  # noqa: E402
 from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
-from hybrid.tree.candidates import PolicyWarning  # noqa: E402
+from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -54,6 +54,7 @@ __all__ = [
     "CheckpointError",
     "Engine",
     "EngineConfig",
+    "Facts",
     "HybridCache",
     "HybridError",
     "Image",
@@ -65,6 +66,7 @@ __all__ = [
     "NonFiniteError",
     "OwnershipError",
     "Pin",
+    "Policy",
     "PolicyWarning",
     "PromptError",
     "QueueFullError",

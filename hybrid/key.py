@@ -10,6 +10,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hybrid.errors import ArgumentError
+
 TOKEN_BYTES: int = array("i").itemsize
 """Bytes of one token id in a key."""
 
@@ -20,7 +22,7 @@ class Key:
 
     Attributes:
         ids: the token ids, `TOKEN_BYTES` bytes each.
-        namespace: a LoRA adapter, a cache salt, a tenant.
+        namespace: a LoRA adapter, a cache salt, a tenant; a string.
         units: spans `(start, end)` of tokens that are one unit, such as the positions of an image: no match and no
             checkpoint ends inside one.
     """
@@ -28,6 +30,9 @@ class Key:
     ids: bytes
     namespace: str = ""
     units: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
 
     @classmethod
     def of(cls, ids: Sequence[int], namespace: str = "", units: Iterable[tuple[int, int]] = ()) -> "Key":
@@ -38,6 +43,9 @@ class Key:
             namespace: keys in different namespaces share nothing.
             units: spans `(start, end)` that no match and no checkpoint may end inside, in any order. Equal ids must
                 mean equal content, page by page: `PagedUnits` makes such ids from the contents of units.
+
+        Raises:
+            ArgumentError: the namespace is not a string.
         """
         ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
         return cls(ids.tobytes(), namespace, tuple(sorted(units)))
@@ -53,6 +61,16 @@ class Key:
     def __len__(self) -> int:
         """Number of tokens."""
         return len(self.ids) // TOKEN_BYTES
+
+
+def check_namespace(namespace: object) -> None:
+    """Refuse a namespace that is not a string: 1, 1.0 and True would be one namespace.
+
+    Raises:
+        ArgumentError: it is not a string.
+    """
+    if not isinstance(namespace, str):
+        raise ArgumentError(f"a namespace must be a string, got {namespace!r}; use str() or leave it out")
 
 
 def common_prefix(a: bytes, b: bytes, a_start: int, b_start: int, step: int, limit: int) -> int:

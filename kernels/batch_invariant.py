@@ -1,13 +1,21 @@
-"""Matrix products whose rows do not depend on how many rows there are.
+"""Matrix products whose rows do not depend on the rest of the batch.
 
-A BLAS picks another algorithm for another number of rows, and a row's bits change with it. Here a product over a packed
-batch is cut into products of fixed shape: whole chunks, the rest of a prompt by itself, and decoded rows in blocks of
-one size. A row then meets the same algorithm whatever else is in the batch. Several chunks go together, and blocks of
-decoded rows have other sizes, where a probe on the weight itself has shown that this BLAS, on this machine, gives the
-same bits (`rows_that_agree`, `decode_rows_that_agree`). On a GPU a kernel of ours has tiles of fixed shape instead.
+A BLAS picks its algorithm by the number of rows, and on some CPUs by a row's place among them and by addresses, and a
+row's bits change with it. So the rows of a packed batch are multiplied in products that are the same whatever else is
+in the batch:
+
+* *Prompts*: whole chunks, and the rest of a prompt by itself. Each product has a fixed shape, and each token a fixed
+  place in it.
+* *Single rows* (decoded tokens, rows of the head, rows of an expert): products of one row.
+* Inputs and outputs of all of them start at multiples of `ALIGNMENT` bytes.
+
+This holds by construction and needs nothing from the BLAS but to repeat itself. To multiply several chunks, or several
+single rows, at once is faster: `choose` tries on a weight which larger products give the same bits on this machine,
+with its number of threads, at every place and beside other rows. On a GPU a kernel of ours has tiles of fixed shape.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,25 +23,37 @@ from torch import Tensor
 
 from hybrid.kernels import ops
 
-DECODE_ROWS = 8
-"""Rows of a block of decoded tokens; a block is filled up with zeros."""
+ALIGNMENT = 64
+"""Bytes; torch allocates at multiples of it."""
 
-MAX_DECODE_ROWS = 32
-"""The largest block of decoded tokens that is tried."""
+MAX_SINGLE_ROWS = 32
+"""The largest block of single rows that is tried."""
+
+MAX_EXPERT_ROWS = 128
+"""The largest block of an expert's rows that is tried."""
 
 BLOCK_ROWS = 8
-"""Rows of the block that other sizes are compared with."""
+"""The smallest block that may take the place of products of one row (`choose_single_rows`)."""
 
-MAX_BLOCK_ROWS = 128
-"""The largest block that is tried."""
+MAX_CHUNK_ROWS = 512
+"""Chunks are tried together up to this many rows."""
 
-SHIFT = 3
-"""How far the rows of the probe are moved, to see whether their place in a block matters."""
+COLUMNS = 512
+"""Outputs of a weight that several single rows are multiplied with in turn, while the CPU's cache holds them."""
+
+MAX_COLUMN_ROWS = 8
+"""Single rows that are multiplied with the same columns in turn."""
+
+MAX_TRIAL_SECONDS = 0.2
+"""After this long, products that could only be faster are not tried any more."""
+
+MAX_SYNTHETIC = 1 << 22
+"""Elements of a weight up to which it is replaced by one that makes every difference in rounding visible."""
 
 
 @dataclass
 class RowBlocks:
-    """How the rows of a step are cut.
+    """The rows of a step.
 
     Attributes:
         segments: `[start, end)` of the rows of each prompt part; each begins at a multiple of `chunk` of its prompt.
@@ -49,106 +69,272 @@ class RowBlocks:
     _cuts: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
     def of_single_rows(self, num_rows: int) -> "RowBlocks":
-        """The cut of `num_rows` rows that are one token each."""
+        """`num_rows` rows that are one token each."""
         return RowBlocks((), 0, num_rows, self.chunk)
 
-    def cuts(self, most: int) -> list[tuple[int, int]]:
-        """Row ranges of the prompt parts: powers of two of chunks, of at most `most` rows, and rests."""
-        if most not in self._cuts:
+    def cuts(self, max_rows: int) -> list[tuple[int, int]]:
+        """Row ranges of the prompt parts: powers of two of chunks, of up to `max_rows` rows, and rests."""
+        if max_rows not in self._cuts:
             cuts = []
             for start, end in self.segments:
-                size = most
+                size = max_rows
                 while start < end:
                     while size > self.chunk and start + size > end:
                         size //= 2
                     stop = min(start + size, end)
                     cuts.append((start, stop))
                     start = stop
-            self._cuts[most] = cuts
-        return self._cuts[most]
+            self._cuts[max_rows] = cuts
+        return self._cuts[max_rows]
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    blocks: RowBlocks | None = None,
-    most_rows: int = 0,
-    decode_rows: Sequence[int] = (DECODE_ROWS,),
-) -> Tensor:
+@dataclass(frozen=True)
+class Products:
+    """How the rows of a batch are multiplied with weights of one kind. The default relies on no probe.
+
+    Attributes:
+        chunk_rows: chunks are multiplied together up to this many rows; 0: one by one.
+        sizes: sizes that a block of single rows may have, rising. Where 1 is not among them, blocks are filled up with
+            zeros.
+        columns: single rows for which no size is large enough are multiplied one by one with this many outputs after
+            another; 0: with all outputs at once.
+    """
+
+    chunk_rows: int = 0
+    sizes: tuple[int, ...] = (1,)
+    columns: int = 0
+
+    def __str__(self) -> str:
+        rows = ", ".join(map(str, self.sizes))
+        text = f"single rows in blocks of {rows}" + (f", else by {self.columns} columns" if self.columns else "")
+        return f"{text}; chunks up to {self.chunk_rows} rows" if self.chunk_rows else text
+
+
+ONE_BY_ONE = Products()
+
+
+def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, products: Products = ONE_BY_ONE) -> Tensor:
     """`x @ weight.T`.
 
     Args:
         x: `[rows, in]`.
-        weight: `[out, in]`; fastest with few rows when it lies in memory by columns.
-        blocks: how to cut the rows; None: one product, whose bits depend on the number of rows.
-        most_rows: chunks go together up to this many rows (from `rows_that_agree`); 0: they do not.
-        decode_rows: sizes that a block of decoded tokens may have, rising (from `decode_rows_that_agree`).
+        weight: `[out, in]`; with few rows fastest when it lies in memory by columns.
+        blocks: the rows; None: one product, whose bits depend on the number of rows.
+        products: how to multiply them, from `choose`.
     """
     if blocks is None:
         return torch.nn.functional.linear(x, weight)
     if ops.uses_triton(x.device):
         return ops.batch_invariant_linear(x, weight, blocks.decode_start)
+    x, matrix = x.contiguous(), weight.t()
+    if blocks.decode_start == 0:
+        return multiply_single_rows(x, matrix, products)
     output = x.new_empty(x.shape[0], weight.shape[0])
-    for start, end in blocks.cuts(max(most_rows, blocks.chunk)):
-        torch.mm(x[start:end], weight.t(), out=output[start:end])
-    start = blocks.decode_start
-    while start < blocks.num_rows:
-        left = blocks.num_rows - start
-        size = next((size for size in decode_rows if size >= left), decode_rows[-1])
-        end = min(start + size, blocks.num_rows)
-        if end - start == size:
-            torch.mm(x[start:end], weight.t(), out=output[start:end])
-        else:
-            block = x.new_zeros(size, x.shape[1])
-            block[: end - start] = x[start:end]
-            output[start:end] = torch.mm(block, weight.t())[: end - start]
-        start = end
+    for start, end in blocks.cuts(max(products.chunk_rows, blocks.chunk)):
+        multiply(x[start:end], matrix, output[start:end])
+    if blocks.decode_start < blocks.num_rows:
+        output[blocks.decode_start :] = multiply_single_rows(x[blocks.decode_start :], matrix, products)
     return output
 
 
-def rows_that_agree(weight: Tensor, chunk: int, limit: int = 512) -> int:
-    """The largest number of rows, a power of two of `chunk`, up to which a product equals that of its chunks bit by
-    bit."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(limit, weight.shape[1], generator=generator).to(weight)
-    expected = torch.cat([torch.mm(part, weight.t()) for part in x.split(chunk)])
-    most = chunk
-    while 2 * most <= limit and torch.equal(torch.mm(x[: 2 * most], weight.t()), expected[: 2 * most]):
-        most *= 2
-    return most
+def multiply(x: Tensor, matrix: Tensor, output: Tensor) -> None:
+    """Write `x @ matrix` to `output`, through aligned copies where their addresses are not aligned."""
+    if x.data_ptr() % ALIGNMENT:
+        x = x.clone()
+    if output.data_ptr() % ALIGNMENT:
+        output.copy_(torch.mm(x, matrix))
+    else:
+        torch.mm(x, matrix, out=output)
 
 
-def decode_rows_that_agree(weight: Tensor) -> tuple[int, ...]:
-    """The sizes of blocks, powers of two, whose rows equal those of blocks of `DECODE_ROWS` bit by bit, rising.
-
-    The rows of the probe lie at every place of a block, among other rows: the bits depend on neither.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * MAX_DECODE_ROWS, weight.shape[1], generator=generator).to(weight)
-
-    def in_blocks_of(size: int) -> Tensor:
-        return torch.cat([torch.mm(part, weight.t()) for part in x.split(size)])
-
-    expected = in_blocks_of(DECODE_ROWS)
-    sizes = [2**power for power in range(1, MAX_DECODE_ROWS.bit_length())]
-    return tuple(size for size in sizes if torch.equal(in_blocks_of(size), expected))
-
-
-def block_sizes_that_agree(weight: Tensor) -> tuple[int, ...]:
-    """Sizes of blocks, powers of two, rising, that give a row the same bits wherever in a block it lies; 1 alone where
-    the place matters.
+def multiply_single_rows(x: Tensor, matrix: Tensor, products: Products) -> Tensor:
+    """`x @ matrix` for rows of which each may be in any batch.
 
     Args:
-        weight: `[out, in]`.
+        x: `[rows, in]`, contiguous.
+        matrix: `[in, out]`.
     """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * MAX_BLOCK_ROWS, weight.shape[1], generator=generator).to(weight)
+    rows, sizes = x.shape[0], products.sizes
+    if rows in sizes:
+        return torch.mm(x if x.data_ptr() % ALIGNMENT == 0 else x.clone(), matrix)
+    output = x.new_empty(rows, matrix.shape[1])
+    if products.columns and rows > sizes[-1]:
+        for start in range(0, rows, MAX_COLUMN_ROWS):
+            _by_columns(x[start : start + MAX_COLUMN_ROWS], matrix, products.columns, output[start:])
+        return output
+    start = 0
+    while start < rows:
+        left = rows - start
+        size = next((size for size in sizes if size >= left), sizes[-1])
+        stop = min(start + size, rows)
+        if stop - start == size:
+            multiply(x[start:stop], matrix, output[start:stop])
+        else:
+            block = x.new_zeros(size, x.shape[1])
+            block[: stop - start] = x[start:stop]
+            output[start:stop] = torch.mm(block, matrix)[: stop - start]
+        start = stop
+    return output
 
-    def in_blocks_of(size: int, shift: int) -> Tensor:
-        parts = x.roll(shift, 0).split(size)
-        return torch.cat([torch.mm(part, weight.t()) for part in parts]).roll(-shift, 0)
 
-    expected = in_blocks_of(BLOCK_ROWS, 0)
-    powers = [2**power for power in range(MAX_BLOCK_ROWS.bit_length())]
-    agree = [size for size in powers if all(torch.equal(in_blocks_of(size, shift), expected) for shift in (0, SHIFT))]
-    return tuple(agree) if BLOCK_ROWS in agree else (1,)
+def _by_columns(x: Tensor, matrix: Tensor, width: int, output: Tensor) -> None:
+    """Write `x @ matrix` to the first rows of `output`: one row after another, with `width` columns at a time."""
+    rows, inner = x.shape
+    per_line = ALIGNMENT // x.element_size()
+    aligned = x.new_empty(rows, -(-inner // per_line) * per_line)[:, :inner]
+    aligned.copy_(x)
+    for first in range(0, matrix.shape[1], width):
+        part = matrix[:, first : first + width]
+        product = torch.bmm(aligned.unsqueeze(1), part.expand(rows, *part.shape))
+        output[:rows, first : first + width] = product.squeeze(1)
+
+
+def choose(weight: Tensor, chunk: int, takes_chunks: bool = True) -> Products:
+    """The fastest products for a weight whose rows have the same bits in every batch.
+
+    Single rows have the bits of a product of one row, which for one sequence costs a fraction of a block. Types of 16
+    bits are multiplied in blocks several times as fast as row by row: where blocks do not agree with one row, but are
+    independent of a row's place, all single rows are multiplied in blocks.
+
+    Args:
+        weight: `[out, in]` as it is in memory.
+        chunk: rows of a chunk.
+        takes_chunks: whether chunks of prompts are multiplied with it.
+    """
+    trial = _Trial(weight, max(MAX_CHUNK_ROWS, chunk) if takes_chunks else MAX_SINGLE_ROWS)
+    sizes = trial.sizes(MAX_SINGLE_ROWS, prefers_blocks=weight.element_size() < 4)
+    columns = COLUMNS if 1 in sizes and sizes[-1] < BLOCK_ROWS and trial.columns_agree(COLUMNS) else 0
+    return Products(trial.chunk_rows(chunk) if takes_chunks else 0, sizes, columns)
+
+
+def choose_for_experts(weight: Tensor) -> Products:
+    """Products for the weights of experts, `[experts, out, in]`, whose rows have the same bits in every batch.
+
+    All rows of an expert are single rows: which of them come together depends on the batch. Prompts have many of them,
+    so that blocks are preferred to products of one row.
+    """
+    sizes: tuple[int, ...] = ()
+    at = {weight[expert].data_ptr() % ALIGNMENT: expert for expert in range(len(weight))}
+    for expert in at.values():
+        found = _Trial(weight[expert], MAX_EXPERT_ROWS).sizes(MAX_EXPERT_ROWS, prefers_blocks=True)
+        sizes = tuple(size for size in sizes if size in found) or (1,) if sizes else found
+    return Products(sizes=sizes)
+
+
+def seconds_of(weight: Tensor, products: Products, rows: int, repeats: int = 5) -> tuple[float, float]:
+    """What `rows` single rows cost, batch-invariant and as one product of torch: the least of some repeats each."""
+    x, matrix = torch.ones(rows, weight.shape[1], dtype=weight.dtype), weight.t()
+    ways: tuple[Callable[[], Tensor], ...] = (
+        lambda: multiply_single_rows(x, matrix, products),
+        lambda: torch.mm(x, matrix),
+    )
+    return _least(ways[0], repeats), _least(ways[1], repeats)
+
+
+def _least(call: Callable[[], Tensor], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+class _Trial:
+    """Products with a weight, tried on rows of which every bit is compared.
+
+    What decides the order of additions are shapes, strides and addresses, not values. Values are chosen so that
+    products cancel each other, and nothing but their rounding errors is left: another order is then seen in any type.
+    (Weights of more than `MAX_SYNTHETIC` elements are not copied: they are tried as they are.)
+    """
+
+    def __init__(self, weight: Tensor, num_rows: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        outputs, inner = weight.shape
+        x = torch.randn(num_rows, inner, generator=generator)
+        if weight.numel() <= MAX_SYNTHETIC:
+            order, half = torch.randperm(inner, generator=generator), inner // 2
+            first, second, rest = order[:half], order[half : 2 * half], order[2 * half :]
+            values = torch.randn(outputs, inner, generator=generator)
+            values[:, second] = values[:, first]
+            x[:, second], x[:, rest] = -x[:, first], 0
+            weight = _in_memory_like(weight, values)
+        self.matrix = weight.t()
+        self.rows = x.to(weight)
+        self.deadline = time.perf_counter() + MAX_TRIAL_SECONDS
+
+    def sizes(self, max_rows: int, prefers_blocks: bool) -> tuple[int, ...]:
+        """Sizes of blocks, rising, in all of which a row has the same bits wherever it is.
+
+        Args:
+            max_rows: the largest that is tried.
+            prefers_blocks: where blocks of `BLOCK_ROWS` do not agree with a product of one row, but among themselves,
+                these are the sizes. Otherwise 1 is among them.
+        """
+        powers = [1 << power for power in range(max_rows.bit_length())]
+        alone, block = self._first_rows(1, max_rows), BLOCK_ROWS
+        if self._agrees(self._product, alone, block):
+            return self._agreeing(alone, powers, known=(1, block))
+        if prefers_blocks:
+            expected = self._first_rows(block, max_rows)
+            if self._agrees(self._product, expected, block):
+                return self._agreeing(expected, powers, known=(block,))
+        return self._agreeing(alone, [1, 2, 3, 4], known=(1,))
+
+    def columns_agree(self, width: int) -> bool:
+        """Whether rows multiplied one by one with some columns at a time have the bits of products with all columns."""
+
+        def product(rows: Tensor) -> Tensor:
+            output = rows.new_empty(len(rows), self.matrix.shape[1])
+            _by_columns(rows, self.matrix, width, output)
+            return output
+
+        alone = self._first_rows(1, MAX_COLUMN_ROWS)
+        counts = range(2, MAX_COLUMN_ROWS + 1)
+        return all(time.perf_counter() < self.deadline and self._agrees(product, alone, count) for count in counts)
+
+    def chunk_rows(self, chunk: int) -> int:
+        """The largest number of rows, a power of two of `chunk`, up to which a product equals those of its chunks."""
+        rows, most = chunk, len(self.rows)
+        expected = self._product(self.rows[:chunk].clone())
+        while 2 * rows <= most and time.perf_counter() < self.deadline:
+            parts = self.rows[rows : 2 * rows].clone().split(chunk)
+            expected = torch.cat([expected, *(self._product(part.clone()) for part in parts)])
+            if not torch.equal(self._product(self.rows[: 2 * rows]), expected):
+                break
+            rows *= 2
+        return rows
+
+    def _product(self, rows: Tensor) -> Tensor:
+        return torch.mm(rows, self.matrix)
+
+    def _first_rows(self, block: int, count: int) -> Tensor:
+        """The product of every row with itself around it, `block` times: the first row of each."""
+        return torch.cat([self._product(self.rows[[row] * block])[:1] for row in range(count)])
+
+    def _agrees(self, product: Callable[[Tensor], Tensor], expected: Tensor, size: int) -> bool:
+        """Whether a product of `size` rows gives every row the bits that are expected of it: at every place of the
+        block, beside itself and beside others."""
+        places = torch.arange(size)
+        arrangements = (places * 0, places % 2, 1 - places % 2, places.flip(0), (places + 3) % len(expected))
+        return all(torch.equal(product(self.rows[rows]), expected[rows]) for rows in arrangements)
+
+    def _agreeing(self, expected: Tensor, sizes: Sequence[int], known: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of the sizes that agree, as far as there is time to try, and those that are known to."""
+        found = set(known)
+        for size in sizes:
+            if (
+                size not in found
+                and time.perf_counter() < self.deadline
+                and self._agrees(self._product, expected, size)
+            ):
+                found.add(size)
+        return tuple(sorted(found))
+
+
+def _in_memory_like(weight: Tensor, values: Tensor) -> Tensor:
+    """Values with the type, strides and alignment of a weight."""
+    offset = weight.data_ptr() % ALIGNMENT // weight.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(weight.shape, weight.stride(), strict=True))
+    memory = torch.zeros(offset + last + 1, dtype=weight.dtype, device=weight.device)
+    return memory.as_strided(weight.shape, weight.stride(), offset).copy_(values)

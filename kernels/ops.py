@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 SETTINGS = ("auto", "triton", "reference")
 """The values of `HYBRID_KERNELS`."""
@@ -211,21 +211,21 @@ def _define(name: str) -> Callable[..., Any]:
     return defined
 
 
-add_rms_norm = _define("add_rms_norm")
-batch_invariant_linear = _define("batch_invariant_linear")
-combine_experts = _define("combine_experts")
-copy_states = _define("copy_states")
-expert_linear = _define("expert_linear")
-gated_delta_step = _define("gated_delta_step")
-gated_rms_norm = _define("gated_rms_norm")
-norm_rotate_store = _define("norm_rotate_store")
-paged_attention = _define("paged_attention")
-rms_norm = _define("rms_norm")
-route_experts = _define("route_experts")
-sigmoid_and_mul = _define("sigmoid_and_mul")
-silu_and_mul = _define("silu_and_mul")
-sort_by_expert = _define("sort_by_expert")
-store_kv = _define("store_kv")
+add_rms_norm: Callable[..., Any] = _define("add_rms_norm")
+batch_invariant_linear: Callable[..., Any] = _define("batch_invariant_linear")
+combine_experts: Callable[..., Any] = _define("combine_experts")
+copy_states: Callable[..., Any] = _define("copy_states")
+expert_linear: Callable[..., Any] = _define("expert_linear")
+gated_delta_step: Callable[..., Any] = _define("gated_delta_step")
+gated_rms_norm: Callable[..., Any] = _define("gated_rms_norm")
+norm_rotate_store: Callable[..., Any] = _define("norm_rotate_store")
+paged_attention: Callable[..., Any] = _define("paged_attention")
+rms_norm: Callable[..., Any] = _define("rms_norm")
+route_experts: Callable[..., Any] = _define("route_experts")
+sigmoid_and_mul: Callable[..., Any] = _define("sigmoid_and_mul")
+silu_and_mul: Callable[..., Any] = _define("silu_and_mul")
+sort_by_expert: Callable[..., Any] = _define("sort_by_expert")
+store_kv: Callable[..., Any] = _define("store_kv")
 _causal_conv1d = {True: _define("causal_conv1d"), False: _define(BATCH_DEPENDENT + "causal_conv1d")}
 _chunk_rule = {True: _define("chunk_gated_delta_rule"), False: _define(BATCH_DEPENDENT + "chunk_gated_delta_rule")}
 

@@ -25,8 +25,9 @@ class GroupedGatedNorm(nn.Module):
 
     def __init__(self, size: int, groups: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.groups, self.eps = groups, eps
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.groups: int = groups
+        self.eps: float = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm of `x` `[T, size]`, fp32, times silu of `gate` `[T, size]`; returns the dtype of `gate`."""
@@ -48,13 +49,13 @@ class Mamba2(nn.Module):
         inner, shared = self.heads * self.head_dim, self.groups * self.state_size
         self.widths: tuple[int, int, int] = (inner, inner + 2 * shared, self.heads)
         self.inner_widths: tuple[int, int, int] = (inner, shared, shared)
-        self.in_proj = Linear(config.hidden_size, sum(self.widths), config.mamba_proj_bias)
-        self.conv1d = DepthwiseWeight(inner + 2 * shared, config.mamba_d_conv, config.mamba_conv_bias)
-        self.A_log = nn.Parameter(torch.empty(self.heads), requires_grad=False)
+        self.in_proj: Linear = Linear(config.hidden_size, sum(self.widths), config.mamba_proj_bias)
+        self.conv1d: DepthwiseWeight = DepthwiseWeight(inner + 2 * shared, config.mamba_d_conv, config.mamba_conv_bias)
+        self.A_log: nn.Parameter = nn.Parameter(torch.empty(self.heads), requires_grad=False)
         self.D = nn.Parameter(torch.empty(self.heads), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(self.heads), requires_grad=False)
-        self.norm = GroupedGatedNorm(inner, self.groups, config.rms_norm_eps)
-        self.out_proj = Linear(inner, config.hidden_size, config.mamba_proj_bias)
+        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(self.heads), requires_grad=False)
+        self.norm: GroupedGatedNorm = GroupedGatedNorm(inner, self.groups, config.rms_norm_eps)
+        self.out_proj: Linear = Linear(inner, config.hidden_size, config.mamba_proj_bias)
         self.rate: Tensor | None = None
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
@@ -98,10 +99,10 @@ class BambaAttention(nn.Module):
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = config.hidden_size // self.heads
         bias = bool(config.attention_bias)
-        self.q_proj = Linear(config.hidden_size, self.heads * self.head_dim, bias)
-        self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.v_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, bias)
+        self.q_proj: Linear = Linear(config.hidden_size, self.heads * self.head_dim, bias)
+        self.k_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.v_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias)
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
@@ -123,17 +124,22 @@ class BambaLayer(ResidualLayer):
 
     def __init__(self, config: Any, layer_type: str, index_of_type: int) -> None:
         super().__init__()
-        self.is_linear = layer_type == "linear_attention"
+        self.is_linear: bool = layer_type == "linear_attention"
         if self.is_linear:
             mixer: nn.Module = Mamba2(config, index_of_type)
             self.mamba = mixer
         else:
             mixer = BambaAttention(config, index_of_type)
             self.self_attn = mixer
-        self.feed_forward = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
-        self.pre_ff_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
-        self.parts = (self.input_layernorm, mixer, self.pre_ff_layernorm, self.feed_forward)
+        self.feed_forward: MLP = MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        self.input_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.pre_ff_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)
+        self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
+            self.input_layernorm,
+            mixer,
+            self.pre_ff_layernorm,
+            self.feed_forward,
+        )
 
 
 class BambaForCausalLM(CausalLM):

@@ -4,6 +4,8 @@ The class of a family makes its layers, lists their tensors per token and per se
 `layouts` how its weights are named and split on disk. The engine, the cache and the loader use nothing else of it.
 """
 
+import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,10 +15,12 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import linear
-from hybrid.models.layers import Linear, RMSNorm, Rotary, RowSizes
+from hybrid.models.layers import Chosen, Linear, RMSNorm, Rotary
 from hybrid.models.moe import Experts
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec
+
+log: logging.Logger = logging.getLogger(__name__)
 
 MROPE_SECTION = (11, 11, 10)
 """Number of rotary frequencies of time, height and width where the configuration has none (those of Qwen3.5)."""
@@ -28,9 +32,11 @@ class TextModel(nn.Module):
     def __init__(self, config: Any, layers: Iterable[nn.Module], norm: RMSNorm) -> None:
         super().__init__()
         # from_pretrained: the constructor would initialize the weight, which takes seconds on the device "meta"
-        self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(layers)
-        self.norm = norm
+        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size)
+        )
+        self.layers: nn.ModuleList = nn.ModuleList(layers)
+        self.norm: RMSNorm = norm
 
 
 class CausalLM(nn.Module):
@@ -66,8 +72,8 @@ class CausalLM(nn.Module):
         self.config: Any = config
         self.chunk_size = chunk_size
         self.is_batch_invariant: bool = False
-        self.model = TextModel(config, layers, norm)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
+        self.model: TextModel = TextModel(config, layers, norm)
+        self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
         self.mtp: nn.Module | None = predictor
         if config.tie_word_embeddings:
             self.tie_head()
@@ -123,7 +129,7 @@ class CausalLM(nn.Module):
         rows = batch.sample_rows
         x = self.model.norm.of_sum(x[rows], residual[rows])[1]
         blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
-        return linear(x, self.lm_head.weight, blocks, decode_rows=self.lm_head.decode_rows).float()
+        return linear(x, self.lm_head.weight, blocks, self.lm_head.products).float()
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """The angles of a step's tokens.
@@ -139,14 +145,16 @@ class CausalLM(nn.Module):
         return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def make_batch_invariant(self) -> None:
-        """Find, per shape of weight, the numbers of rows that this machine multiplies without changing a row's bits.
-
-        The Triton kernels need no such search.
-        """
+        """Choose, per kind of weight, the fastest products whose rows have the same bits in every batch on this
+        machine (`hybrid.kernels.batch_invariant`); kernels of ours are batch invariant by themselves."""
         if self.is_batch_invariant or kernels.uses_triton(self.lm_head.weight.device):
             return
         self.is_batch_invariant = True
-        found: RowSizes = {}
+        started = time.perf_counter()
+        chosen: Chosen = {}
         for module in self.modules():
             if isinstance(module, Linear | Experts):
-                module.make_batch_invariant(self.chunk_size, found)
+                module.make_batch_invariant(self.chunk_size, chosen)
+        for (role, dtype, shape, *_), products in chosen.items():
+            log.info("%s %s %s: %s", role, dtype, shape, products)
+        log.info("products of %d kinds of weights chosen in %.2f s", len(chosen), time.perf_counter() - started)

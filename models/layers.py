@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import DECODE_ROWS, decode_rows_that_agree, linear, rows_that_agree
+from hybrid.kernels.batch_invariant import ALIGNMENT, ONE_BY_ONE, Products, choose, linear
 
-RowSizes = dict[object, tuple[int, tuple[int, ...]]]
-"""Per kind of weight: the maximum number of rows of one product of chunks, and the block sizes of decoded tokens."""
+Chosen = dict[tuple[object, ...], Products]
+"""Products per kind of weight: its role, type, shape, strides and alignment."""
 
 
 @dataclass(frozen=True)
@@ -29,47 +29,45 @@ class Rotary:
 
 
 class Linear(nn.Module):
-    """A matrix product. Its weight may be stored by columns, and its rows can be made independent of their number.
+    """A matrix product. Its weight may be stored by columns, and it can be made batch invariant.
 
     Args:
         inputs, outputs: sizes of a row before and after.
         takes_chunks: it multiplies whole chunks of a prompt, and not only single rows.
 
     Attributes:
-        max_rows: the maximum number of rows of one product of chunks; 0: each chunk is a product by itself.
-        decode_rows: the sizes of blocks of single rows.
+        products: how rows are multiplied where the results must not depend on the batch.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, takes_chunks: bool = True) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.takes_chunks = takes_chunks
-        self.max_rows: int = 0
-        self.decode_rows: tuple[int, ...] = (DECODE_ROWS,)
+        self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""
-        y = linear(x, self.weight, batch.blocks, self.max_rows, self.decode_rows)
+        y = linear(x, self.weight, batch.blocks, self.products)
         return y if self.bias is None else y + self.bias
 
     def matrix(self) -> Tensor:
         """The matrix that rows are multiplied by, `[outputs, inputs]`."""
         return self.weight
 
-    def make_batch_invariant(self, chunk_size: int, found: RowSizes) -> None:
-        """Find the numbers of rows that this machine multiplies without changing a row's bits.
+    def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
+        """Choose products whose rows have the same bits in every batch.
 
         Args:
             chunk_size: rows of a chunk.
-            found: results of other weights, by kind; each kind is measured once.
+            chosen: products of other weights; each kind is tried once.
         """
         weight = self.matrix()
-        kind = (weight.dtype, *weight.shape, *weight.stride())
-        if kind not in found:
-            max_rows = rows_that_agree(weight, chunk_size) if self.takes_chunks else 0
-            found[kind] = max_rows, decode_rows_that_agree(weight)
-        self.max_rows, self.decode_rows = found[kind]
+        role = "linear" if self.takes_chunks else "single rows"
+        kind = (role, weight.dtype, tuple(weight.shape), weight.stride(), weight.data_ptr() % ALIGNMENT)
+        if kind not in chosen:
+            chosen[kind] = choose(weight, chunk_size, self.takes_chunks)
+        self.products = chosen[kind]
 
 
 class RMSNorm(nn.Module):
@@ -77,8 +75,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float, offset: float = 1.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps: float = eps
         self.offset = offset
         self.scale: Tensor | None = None
 
@@ -102,8 +100,8 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps: float = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """The norm of each row of `[..., size]`, times silu of the gate's row."""
@@ -115,7 +113,7 @@ class DepthwiseWeight(nn.Module):
 
     def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(channels), requires_grad=False) if bias else None
 
 
@@ -124,9 +122,9 @@ class MLP(nn.Module):
 
     def __init__(self, size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = Linear(size, intermediate_size, bias)
-        self.up_proj = Linear(size, intermediate_size, bias)
-        self.down_proj = Linear(intermediate_size, size, bias)
+        self.gate_proj: Linear = Linear(size, intermediate_size, bias)
+        self.up_proj: Linear = Linear(size, intermediate_size, bias)
+        self.down_proj: Linear = Linear(intermediate_size, size, bias)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import BLOCK_ROWS, block_sizes_that_agree, linear
+from hybrid.kernels.batch_invariant import ALIGNMENT, ONE_BY_ONE, Products, choose_for_experts, linear
 from hybrid.kernels.reference import sigmoid
-from hybrid.models.layers import MLP, Linear, RowSizes
+from hybrid.models.layers import MLP, Chosen, Linear
 from hybrid.models.weights import Layouts, Source
 
 
@@ -30,12 +30,13 @@ class Router(Linear):
 
     def __init__(self, size: int, num_experts: int, top_k: int, normalise: bool) -> None:
         super().__init__(size, num_experts)
-        self.top_k, self.normalise = top_k, normalise
+        self.top_k: int = top_k
+        self.normalise: bool = normalise
         self.exact: Tensor | None = None
 
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The `[T, top_k]` fp32 weights, and the `[T, top_k]` experts, of rows `[T, size]`."""
-        logits = linear(x.float(), self.matrix(), batch.blocks, self.max_rows, self.decode_rows)
+        logits = linear(x.float(), self.matrix(), batch.blocks, self.products)
         return kernels.route_experts(logits, self.top_k, self.normalise)
 
     def matrix(self) -> Tensor:
@@ -54,9 +55,13 @@ class Experts(nn.Module):
 
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(num_experts, size, intermediate_size), requires_grad=False)
-        self.sizes: tuple[int, ...] = (BLOCK_ROWS,)
+        self.gate_up_proj: nn.Parameter = nn.Parameter(
+            torch.empty(num_experts, 2 * intermediate_size, size), requires_grad=False
+        )
+        self.down_proj: nn.Parameter = nn.Parameter(
+            torch.empty(num_experts, size, intermediate_size), requires_grad=False
+        )
+        self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, batch: Batch) -> Tensor:
         """The weighted sum of each token's experts: `x` is `[T, size]`, the rest is the router's."""
@@ -65,26 +70,26 @@ class Experts(nn.Module):
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.gate_up_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
-        sizes = self.sizes if batch.is_batch_invariant else ()
+        sizes = self.products.sizes if batch.is_batch_invariant else ()
         y = kernels.expert_linear(x, self.gate_up_proj, order, ends, top_k, num_prompt, sizes)
         y = kernels.silu_and_mul(*y.chunk(2, dim=-1))
         y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt, sizes)
         return kernels.combine_experts(y, places, weights)
 
-    def make_batch_invariant(self, chunk_size: int, found: RowSizes) -> None:
-        """Find the numbers of rows that this machine multiplies without changing a row's bits, at any place.
+    def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
+        """Choose blocks of an expert's rows whose rows have the same bits in every batch.
 
         Args:
             chunk_size: rows of a chunk.
-            found: results of other weights, by kind; each kind is measured once.
+            chosen: products of other weights; each kind is tried once.
         """
         sizes = []
-        for weight in (self.gate_up_proj[0], self.down_proj[0]):
-            kind = ("expert", weight.dtype, *weight.shape, *weight.stride())
-            if kind not in found:
-                found[kind] = 0, block_sizes_that_agree(weight)
-            sizes.append(found[kind][1])
-        self.sizes = tuple(size for size in sizes[0] if size in sizes[1]) or (1,)
+        for weight in (self.gate_up_proj, self.down_proj):
+            kind = ("experts", weight.dtype, tuple(weight.shape), weight.stride(), weight.data_ptr() % ALIGNMENT)
+            if kind not in chosen:
+                chosen[kind] = choose_for_experts(weight)
+            sizes.append(chosen[kind].sizes)
+        self.products = Products(sizes=tuple(size for size in sizes[0] if size in sizes[1]) or (1,))
 
 
 class SparseMoE(nn.Module):
@@ -93,10 +98,10 @@ class SparseMoE(nn.Module):
     def __init__(self, config: Any, normalise: bool) -> None:
         super().__init__()
         size = config.hidden_size
-        self.gate = Router(size, config.num_experts, config.num_experts_per_tok, normalise)
-        self.experts = Experts(size, config.moe_intermediate_size, config.num_experts)
-        self.shared_expert = MLP(size, config.shared_expert_intermediate_size)
-        self.shared_expert_gate = Linear(size, 1)
+        self.gate: Router = Router(size, config.num_experts, config.num_experts_per_tok, normalise)
+        self.experts: Experts = Experts(size, config.moe_intermediate_size, config.num_experts)
+        self.shared_expert: MLP = MLP(size, config.shared_expert_intermediate_size)
+        self.shared_expert_gate: Linear = Linear(size, 1)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""

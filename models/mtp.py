@@ -22,8 +22,8 @@ class MultiTokenPredictor(nn.Module):
 
     def __init__(self, config: Any, layers: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.pre_fc_norm_hidden = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.pre_fc_norm_embedding = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.fc = Linear(2 * config.hidden_size, config.hidden_size)
-        self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_fc_norm_hidden: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_fc_norm_embedding: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.fc: Linear = Linear(2 * config.hidden_size, config.hidden_size)
+        self.layers: nn.ModuleList = nn.ModuleList(layers)
+        self.norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -31,16 +31,16 @@ class GatedDeltaNet(nn.Module):
         self.value_dim: int = config.linear_value_head_dim
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         self.widths: tuple[int, int, int] = (keys, keys, values)
-        self.in_proj_qkv = Linear(config.hidden_size, 2 * keys + values)
-        self.in_proj_z = Linear(config.hidden_size, values)
-        self.in_proj_b = Linear(config.hidden_size, self.value_heads)
-        self.in_proj_a = Linear(config.hidden_size, self.value_heads)
-        self.conv1d = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
-        self.A_log = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
+        self.in_proj_qkv: Linear = Linear(config.hidden_size, 2 * keys + values)
+        self.in_proj_z: Linear = Linear(config.hidden_size, values)
+        self.in_proj_b: Linear = Linear(config.hidden_size, self.value_heads)
+        self.in_proj_a: Linear = Linear(config.hidden_size, self.value_heads)
+        self.conv1d: DepthwiseWeight = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
+        self.A_log: nn.Parameter = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
+        self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
         self.rate: Tensor | None = None
-        self.norm = GatedRMSNorm(self.value_dim, config.rms_norm_eps)
-        self.out_proj = Linear(values, config.hidden_size)
+        self.norm: GatedRMSNorm = GatedRMSNorm(self.value_dim, config.rms_norm_eps)
+        self.out_proj: Linear = Linear(values, config.hidden_size)
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
@@ -106,12 +106,12 @@ class Attention(nn.Module):
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = config.head_dim
         bias = bool(config.attention_bias)
-        self.q_proj = Linear(config.hidden_size, 2 * self.heads * self.head_dim, bias)
-        self.k_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.v_proj = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
-        self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, bias)
-        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.q_proj: Linear = Linear(config.hidden_size, 2 * self.heads * self.head_dim, bias)
+        self.k_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.v_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias)
+        self.q_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
@@ -143,7 +143,7 @@ class DecoderLayer(ResidualLayer):
 
     def __init__(self, config: Any, layer_type: str, index_of_type: int, mlp: nn.Module) -> None:
         super().__init__()
-        self.is_linear = layer_type == "linear_attention"
+        self.is_linear: bool = layer_type == "linear_attention"
         if self.is_linear:
             mixer: nn.Module = GatedDeltaNet(config, index_of_type)
             self.linear_attn = mixer
@@ -151,9 +151,14 @@ class DecoderLayer(ResidualLayer):
             mixer = Attention(config, index_of_type)
             self.self_attn = mixer
         self.mlp = mlp
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.parts = (self.input_layernorm, mixer, self.post_attention_layernorm, self.mlp)
+        self.input_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
+            self.input_layernorm,
+            mixer,
+            self.post_attention_layernorm,
+            self.mlp,
+        )
 
 
 class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)

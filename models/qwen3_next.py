@@ -44,7 +44,7 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
         return ((Source(parameter.replace(f".{name}.", f".{stored}."), rows=rows),),)
 
 
-PARTS = {
+PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "in_proj_qkv": ("in_proj_qkvz", ("q", "k", "v")),
     "in_proj_z": ("in_proj_qkvz", ("z",)),
     "in_proj_b": ("in_proj_ba", ("b",)),

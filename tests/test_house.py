@@ -23,9 +23,9 @@ the same place of the line. Words are the files of `hybrid/` itself."""
 LEVEL = {room: level for level, place in enumerate(ORDER.split(" < ")) for room in place.split(", ")}
 
 MAX_LINES_OF_A_FILE = 500
-MAX_LINES_OF_A_FUNCTION = 80
-MAX_PARAMETERS = 11
-MAX_PRIVATE_NAMES_IN_TESTS = 54
+MAX_LINES_OF_A_FUNCTION = 60
+MAX_PARAMETERS = 8
+MAX_PRIVATE_NAMES_IN_TESTS = 10
 
 NO_TORCH = {"tree"}
 """Rooms that import no torch."""
@@ -53,11 +53,8 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Modules that a file imports when it is run, dotted; what only the type checker reads does not count."""
+    """Modules that a file imports, dotted; those that only the type checker reads count too."""
     found = set()
-    for node in parsed(path).body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body.clear()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -151,7 +148,7 @@ def test_a_function_takes_a_handful_of_parameters() -> None:
 
 
 def test_the_benchmarks_stay_small() -> None:
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 4100
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 3500
 
 
 # Private names
@@ -237,6 +234,7 @@ def test_the_public_names_are_these() -> None:
         "CheckpointError",
         "Engine",
         "EngineConfig",
+        "Facts",
         "HybridCache",
         "HybridError",
         "Image",
@@ -248,6 +246,7 @@ def test_the_public_names_are_these() -> None:
         "Mover",
         "OwnershipError",
         "Pin",
+        "Policy",
         "PolicyWarning",
         "PromptError",
         "QueueFullError",

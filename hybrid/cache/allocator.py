@@ -37,9 +37,9 @@ class Allocator:
         pins: Pins,
         on_evict: Callable[[Released], None] | None = None,
     ) -> None:
-        self.evicted_pages = 0
-        self.evicted_checkpoints = 0
-        self.num_moved = 0
+        self.evicted_pages: int = 0
+        self.evicted_checkpoints: int = 0
+        self.num_moved: int = 0
         self._tree = tree
         self._memory = memory
         self._pages = memory.pages
@@ -227,7 +227,7 @@ class Allocator:
         for old, new in moves.items():
             node = self._inserted_with[old]
             while node is not None and (node.parent is None or old not in node.pages):
-                node = node.parent or node.was_below
+                node = node.parent or node.former_parent
             if node is not None:
                 node.pages[node.pages.index(old)] = new
             self._inserted_with[new] = node

@@ -26,26 +26,23 @@ import torch
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.audit import audit
+from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.stats import CacheStats
-from hybrid.errors import OwnershipError
+from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, Match, Released
+from hybrid.tree.node import Checkpoint, Kind, Match, Released
 from hybrid.tree.policies import policy_of
-from hybrid.tree.policy import INTERVAL, PROMPT_END, TURN_END
 from hybrid.tree.tree import Tree
 
 GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
 """The tree remembers this many evicted prefixes for each page of the memory, and at least this many: about 15 MB."""
-
-SPARE_SHARE = 0.25
-"""Spare checkpoints leave this part of the memory free."""
 
 
 class HybridCache:
@@ -82,10 +79,11 @@ class HybridCache:
         self.memory: CacheMemory = memory
         max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
         policy = policy_of(config.eviction)
-        self.tree = Tree(config.page_size, config.grid, policy, memory.prices, max_ghosts, config.seed)
+        self.tree: Tree = Tree(config.page_size, config.grid, policy, memory.prices, max_ghosts, config.seed)
         self.leases: set[Lease] = set()
-        self.pins = Pins(self.tree, memory)
-        self.allocator = Allocator(self.tree, memory, self.leases, self.pins, on_evict)
+        self.pins: Pins = Pins(self.tree, memory)
+        self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self.pins, on_evict)
+        self._capturer = Capturer(self.tree, memory, self.allocator)
         self._committer = Committer(self.tree, memory, self.allocator)
         self._stats = CacheStats()
         if memory.sizes is not None:
@@ -155,7 +153,24 @@ class HybridCache:
             limit: up to `len(key) - 1`, so that a token is left to compute.
             num_tokens: tokens to allocate pages for at once.
             priority: how much its checkpoints matter, for policies that ask.
+
+        Raises:
+            ArgumentError: `limit` is negative, or leaves no token to compute.
         """
+        if not 0 <= limit < len(key):
+            raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
+        return self._open(key, limit, num_tokens, priority)
+
+    def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
+        """As `open`, for a caller that needs states and no logits: all of the key may be cached.
+
+        Args:
+            num_tokens: tokens to allocate pages for at once.
+            priority: how much its checkpoints matter, for policies that ask.
+        """
+        return self._open(key, len(key), num_tokens, priority)
+
+    def _open(self, key: Key, limit: int, num_tokens: int, priority: int) -> Lease | None:
         self._refuse_other_threads()
         self.pins.expire()
         found = self.tree.peek(key, limit)
@@ -202,24 +217,30 @@ class HybridCache:
             lease.block_table.extend(pages)
         return True
 
-    def capture(self, lease: Lease, num_tokens: int, kind: str = PROMPT_END) -> Checkpoint | None:
-        """Allocate a slot for the state after `num_tokens` tokens, which the pass in flight writes. None when there is
-        none, or the checkpoint is not admitted: it would be worth less than what would be evicted for it.
+    def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
+        """Allocate a slot for the state after `num_tokens` tokens, which the next pass writes.
+
+        None when there is no slot, when the checkpoint is not admitted (it would be worth less than what would be
+        evicted for it), when the tree has a checkpoint there, or when the position is inside a unit of the key.
 
         Args:
+            num_tokens: a multiple of the grid, beyond the front.
             kind: why it is kept: "branch", "prompt_end", "turn_end", "user".
+
+        Raises:
+            ArgumentError: the position is not on the grid, not beyond the front, or captured already.
         """
         self._refuse_closed(lease)
-        if not self.memory.checkpoints.num_free and not self._is_admitted(lease, num_tokens, kind):
-            return None
-        return self._capture(lease, num_tokens, kind)
+        return self._capturer.capture(lease, num_tokens, kind)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
-        """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free."""
+        """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free.
+
+        Raises:
+            ArgumentError: the position is not on the grid, not beyond the front, or captured already.
+        """
         self._refuse_closed(lease)
-        if self.spare_share <= SPARE_SHARE:
-            return None
-        return self._capture(lease, num_tokens, INTERVAL)
+        return self._capturer.capture_spare(lease, num_tokens)
 
     def take_back(self, lease: Lease) -> bool:
         """Make sure that the lease has its back slot, the second of the ping-pong pair. False when there is none."""
@@ -229,19 +250,50 @@ class HybridCache:
         return lease.back is not None
 
     def swap(self, lease: Lease) -> None:
-        """The pass has read the front and written the back: they change places, and the old state stays in the back."""
+        """The pass has read the front and written the back: they change places, and the old state stays in the back.
+
+        Raises:
+            OwnershipError: there is no back slot, or the pass did not read the front: the first pass reads the matched
+                checkpoint, or the empty state. Nothing was changed.
+        """
         self._refuse_closed(lease)
-        assert lease.back is not None
+        if lease.back is None:
+            raise OwnershipError("swap: the lease has no back slot; call take_back before the pass")
+        if lease.read_slot != lease.front:
+            raise OwnershipError("swap: the first pass of a lease does not read its front, and must write the front")
         lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
 
     def advance(self, lease: Lease, num_tokens: int) -> None:
-        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is unlocked."""
+        """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is unlocked.
+
+        Raises:
+            ArgumentError: `num_tokens` is before the front, or beyond the pages of the lease.
+            OwnershipError: the front was donated.
+        """
         self._refuse_closed(lease)
+        end = len(lease.block_table) * self.config.page_size
+        if not lease.front_tokens <= num_tokens <= end:
+            raise ArgumentError(
+                f"advance: to {num_tokens} tokens, from {lease.front_tokens} on and with pages for {end}"
+            )
+        if lease.front == EMPTY_STATE:
+            raise OwnershipError("advance: the front of the lease was donated")
         if lease.state_lock is not None:
             self.tree.unlock(lease.state_lock)
             lease.state_lock = None
         lease.read_slot = lease.front
         lease.front_tokens = num_tokens
+
+    def discard(self, lease: Lease) -> None:
+        """Void a lease whose pass failed, or yielded numbers that are not finite: the slots that were captured and not
+        committed are freed, and nothing else of it can be committed, captured or advanced. What was committed before
+        stays. Close the lease when its request has been told.
+        """
+        self._refuse_closed(lease)
+        lease.is_void = True
+        slots = [checkpoint.slot for checkpoint in lease.captured]
+        lease.captured = []
+        self.memory.states.free(slots)
 
     def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
         """Hand the pages of `[0, num_tokens)`, and the checkpoints captured there, to the tree.
@@ -249,8 +301,8 @@ class HybridCache:
         What the tree has already is freed, and the block table points at the tree's pages afterwards.
 
         Raises:
-            OwnershipError: `num_tokens` is not a multiple of the page size, or more than the lease has pages for, or
-                the key does not begin with the tokens of the lease's shared pages. Nothing was changed.
+            OwnershipError: `num_tokens` is not a multiple of the page size, or beyond what was advanced, or the key
+                does not begin with the tokens that the lease was opened with. Nothing was changed.
         """
         self._refuse_closed(lease)
         self._committer.commit(lease, key, num_tokens)
@@ -261,14 +313,7 @@ class HybridCache:
         It is the end of a request's life: the front or the back becomes the tree's without a copy.
         """
         self._refuse_closed(lease)
-        grid = self.config.grid
-        own = lease.front != EMPTY_STATE and lease.state_lock is None
-        if own and 0 < lease.front_tokens <= limit and lease.front_tokens % grid == 0:
-            lease.captured.append(Checkpoint(lease.front, lease.front_tokens, TURN_END, lease.priority, lease.turn))
-            lease.front = EMPTY_STATE
-        elif lease.back is not None and 0 < lease.back_tokens <= limit and lease.back_tokens % grid == 0:
-            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, TURN_END, lease.priority, lease.turn))
-            lease.back = None
+        self._capturer.donate(lease, limit)
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
         """A request's turn ends after `num_tokens` tokens, which have been committed: a checkpoint of its prompt at the
@@ -279,7 +324,7 @@ class HybridCache:
         while node is not None and node.end > boundary:
             node = node.parent
         if node is not None and node.end == boundary:
-            self.tree.relabel(node, PROMPT_END, TURN_END)
+            self.tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
 
     def close(self, lease: Lease) -> None:
         """Give back everything the lease holds.
@@ -287,7 +332,7 @@ class HybridCache:
         Raises:
             OwnershipError: it was closed before.
         """
-        self._refuse_closed(lease)
+        self._refuse_closed(lease, even_void=True)
         self.leases.remove(lease)
         for lock in lease.locks:
             self.tree.unlock(lock)
@@ -364,6 +409,8 @@ class HybridCache:
     def _lease(self, key: Key, limit: int, found: Match, priority: int) -> Lease:
         """A lease of what was found, before anything is locked or allocated."""
         return Lease(
+            key=key,
+            num_known=len(key),
             front=EMPTY_STATE,
             read_slot=EMPTY_STATE,
             front_tokens=found.num_tokens,
@@ -398,30 +445,12 @@ class HybridCache:
         finally:
             self.tree.unlock(lock)
 
-    def _is_admitted(self, lease: Lease, num_tokens: int, kind: str) -> bool:
-        """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
-        it missed."""
-        usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn))
-        usage.priority = max(usage.priority, lease.priority)
-        above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
-        node = lease.page_lock.node if lease.page_lock is not None else None
-        while node is not None and (node.slot is None or node.end >= num_tokens):
-            node = node.parent
-        above.append(node.end if node is not None else 0)
-        return self.tree.admits(usage, num_tokens, max(above), kind == TURN_END, self.memory.arena is not None)
-
-    def _capture(self, lease: Lease, num_tokens: int, kind: str) -> Checkpoint | None:
-        slot = self.allocator.allocate_state()
-        if slot is None:
-            return None
-        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn)
-        lease.captured.append(checkpoint)
-        return checkpoint
-
-    def _refuse_closed(self, lease: Lease) -> None:
+    def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._refuse_other_threads()
         if lease not in self.leases:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
+        if lease.is_void and not even_void:
+            raise OwnershipError("a pass of this lease was discarded: it can only be closed")
 
     def _refuse_other_threads(self) -> None:
         self.check_owner()

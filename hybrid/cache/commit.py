@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.lease import Lease
 from hybrid.errors import OwnershipError
-from hybrid.key import Key
+from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Inserted
 from hybrid.tree.tree import Tree
@@ -33,22 +33,34 @@ class Committer:
         """Insert the pages of `[0, num_tokens)`, and the checkpoints captured and lost there.
 
         Raises:
-            OwnershipError: `num_tokens` is not a multiple of the page size, or more than the lease has pages for, or
-                the key does not begin with the tokens of the lease's shared pages. Nothing was changed.
+            OwnershipError: `num_tokens` is not a multiple of the page size, or beyond what was computed, or the key is
+                not that of the lease, or an extension of it. Nothing was changed.
         """
         page_size = self._tree.page_size
         if num_tokens % page_size or num_tokens > len(lease.block_table) * page_size:
             raise OwnershipError(f"commit: {num_tokens} tokens, with {len(lease.block_table)} pages of {page_size}")
-        num_shared = min(lease.num_shared, num_tokens // page_size)
-        found = self._tree.peek(key, num_shared * page_size)
-        if self._tree.pages(found.deepest, found.num_page_tokens) != lease.block_table[:num_shared]:
-            raise OwnershipError("commit: the key does not begin with the tokens of the pages that the lease shares")
+        if num_tokens > lease.front_tokens:
+            raise OwnershipError(f"commit: {num_tokens} tokens; the lease was advanced to {lease.front_tokens}")
+        if num_tokens > len(key):
+            raise OwnershipError(f"commit: {num_tokens} tokens of a key of {len(key)}")
+        self._follow_key(lease, key, num_tokens)
         captured = {checkpoint.num_tokens: checkpoint for checkpoint in lease.captured}
         for position in sorted({*captured, *lease.lost}):
             if position <= num_tokens:
                 self._insert(lease, key, position, captured.get(position))
         if num_tokens > lease.num_shared * page_size:
             self._insert(lease, key, num_tokens, None)
+
+    @staticmethod
+    def _follow_key(lease: Lease, key: Key, num_tokens: int) -> None:
+        """Refuse a key that does not continue what is known of the lease's."""
+        if key is not lease.key:
+            num_bytes = min(lease.num_known, len(key)) * TOKEN_BYTES
+            if key.namespace != lease.key.namespace or key.ids[:num_bytes] != lease.key.ids[:num_bytes]:
+                raise OwnershipError("commit: the key does not begin with the tokens that the lease was opened with")
+            if num_tokens <= lease.num_known:
+                return
+        lease.key, lease.num_known = key, max(lease.num_known, num_tokens)
 
     def _insert(self, lease: Lease, key: Key, num_tokens: int, captured: Checkpoint | None) -> None:
         page_size = self._tree.page_size

@@ -35,15 +35,15 @@ class CacheConfig:
             CPU.
         state_share: None: pages and states share `memory`, and it goes to whoever is worth more. A number: the part of
             it that holds states, once and for all.
-        eviction: what goes first: "lhd" (learned hit density), "lru", "lfu", "fifo", "mru", "filo", "priority",
-            "flop_aware", or an object of yours with a method `rank(facts)` (`hybrid.eviction.Policy`).
+        eviction: what is evicted first: "lhd" (learned hit density), "lru", "lfu", "fifo", "mru", "filo", "priority",
+            "flop_aware", or an instance of your own subclass of `hybrid.Policy`.
         placement: where checkpoints are put beside the positions that a request names: any of "branch" (where a request
             leaves what is known), "turn_end", "prompt_end", "geometric" (in between, while memory is free).
         state_dtype: how checkpoints are stored: "float32" as they are; "bfloat16" or "int8" smaller, which changes
             results a little, and which deterministic mode does not accept.
         deterministic: make the output of a hit bitwise that of a cold run, whatever else is in the batch.
             None: on for CPU, off for GPU.
-        seed: of the eviction policy's dice.
+        seed: seed of the eviction policy's random samples.
 
     Raises:
         ArgumentError: a value is out of range.

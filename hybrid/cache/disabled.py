@@ -9,7 +9,7 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.node import Checkpoint
+from hybrid.tree.node import Checkpoint, Kind
 
 
 class DisabledCache(HybridCache):
@@ -27,7 +27,7 @@ class DisabledCache(HybridCache):
             lease.explanation = cache_off(key)
         return lease
 
-    def capture(self, lease: Lease, num_tokens: int, kind: str = "") -> Checkpoint | None:
+    def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         """Allocates nothing."""
         return None
 

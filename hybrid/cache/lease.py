@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid.cache.explain import Explanation
+from hybrid.key import Key
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, Lock, PageLock, StateLock
-from hybrid.tree.policy import Usage
+from hybrid.tree.node import Checkpoint, Lock, NodeUsage, PageLock, StateLock
 
 
 @dataclass(slots=True, eq=False)
@@ -17,6 +17,8 @@ class Lease:
     """What one running request holds of the cache.
 
     Attributes:
+        key: the key that it was opened with, or the longer one of its last commit.
+        num_known: tokens of the key that do not change any more: those of the prompt, and those committed.
         front: its state slot, valid after `front_tokens` tokens; `EMPTY_STATE` once it has been donated.
         read_slot: where its next pass reads the state: the matched checkpoint at first (copy-on-write), then the front.
         num_hit_tokens: tokens that did not have to be computed when it was opened.
@@ -31,8 +33,11 @@ class Lease:
             commit enters it in the tree.
         back: the second slot of the ping-pong pair, if it has one: the state after `back_tokens` tokens.
         captured: checkpoints that the pass in flight writes, or that wait to be committed.
+        is_void: a pass failed (`HybridCache.discard`): the lease can only be closed.
     """
 
+    key: Key
+    num_known: int
     front: int
     read_slot: int
     front_tokens: int
@@ -45,10 +50,11 @@ class Lease:
     state_lock: StateLock | None
     priority: int = 0
     turn: int = 0
-    lost: dict[int, Usage] = field(default_factory=dict)
+    lost: dict[int, NodeUsage] = field(default_factory=dict)
     back: int | None = None
     back_tokens: int = 0
     captured: list[Checkpoint] = field(default_factory=list)
+    is_void: bool = False
 
     @property
     def private_pages(self) -> Sequence[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
-from hybrid.tree.policy import BRANCH, PROMPT_END, TURN_END, USER
+from hybrid.tree.node import Kind
 
 SPACING = 2**0.5
 """Spare checkpoints lie this factor apart: a first branch anywhere computes at most the last 30 % of its way again."""
@@ -28,7 +28,7 @@ def of_prompt(
     shared: Collection[int],
     declared: Collection[int],
     is_replay: bool,
-) -> dict[int, str]:
+) -> dict[int, Kind]:
     """Positions of a prompt at which a checkpoint is worth evicting another for, and why, in order.
 
     Args:
@@ -39,16 +39,16 @@ def of_prompt(
         declared: what the request itself asks for; negative positions count from the prompt's end.
         is_replay: it is a finished turn that is computed again, to be shared.
     """
-    wanted: dict[int, str] = {}
+    wanted: dict[int, Kind] = {}
     if "prompt_end" in names and not is_replay:
-        wanted[prompt_end(prefill_end, grid)] = PROMPT_END
+        wanted[prompt_end(prefill_end, grid)] = Kind.PROMPT_END
     if prefill_end % grid == 0 and ("turn_end" if is_replay else "prompt_end") in names:
-        wanted[prefill_end] = TURN_END if is_replay else PROMPT_END  # where a next turn goes on
+        wanted[prefill_end] = Kind.TURN_END if is_replay else Kind.PROMPT_END  # where a next turn goes on
     if branching_len is not None and "branch" in names:
-        wanted[branching_len] = BRANCH
-    wanted.update(dict.fromkeys(shared, BRANCH))
+        wanted[branching_len] = Kind.BRANCH
+    wanted.update(dict.fromkeys(shared, Kind.BRANCH))
     for position in declared:
-        wanted[(position if position >= 0 else prefill_end + position) // grid * grid] = USER
+        wanted[(position if position >= 0 else prefill_end + position) // grid * grid] = Kind.USER
     return {position: wanted[position] for position in sorted(wanted) if position > 0}
 
 

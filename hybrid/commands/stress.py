@@ -155,9 +155,9 @@ class Stress:
 
     def __init__(self, engine: Engine, seed: int, audit_every: int = 1) -> None:
         self.engine = engine
-        self.dice = random.Random(seed)
+        self.dice: random.Random = random.Random(seed)
         elastic = "one budget" if engine.cache.memory.arena is not None else "fixed"
-        self.report = Report(seed, policy=str(engine.cache.config.eviction), memory=elastic)
+        self.report: Report = Report(seed, policy=str(engine.cache.config.eviction), memory=elastic)
         self._audit_every = audit_every
         self._histories: list[list[int]] = []
         self._live: list[str] = []
@@ -296,7 +296,7 @@ def check_checkpoints(engine: Engine) -> tuple[int, int]:
         ids = memoryview(b"".join(reversed(edges))).cast("i").tolist()
         cold.cache.clear()
         cold.generate([[*ids, 0]], SamplingParams(max_new_tokens=1), namespace=namespace, progress=False)
-        lease = cold.cache.open(Key.of(ids, namespace), len(ids), 0)
+        lease = cold.cache.open_whole(Key.of(ids, namespace))
         assert lease is not None
         assert lease.num_hit_tokens == len(ids)
         for name, tensor in cache.state_tensors.items():

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid.engine.planner import Layout, Plan
 from hybrid.engine.sampler import SamplingRows
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""

@@ -31,7 +31,7 @@ from hybrid.errors import ArgumentError, HybridError, NonFiniteError, PromptErro
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
 

@@ -10,6 +10,7 @@ from hybrid.engine.output import Outputs
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import MemoryBudgetError, PromptError
+from hybrid.key import check_namespace
 from hybrid.memory.memory import smallest_memory
 from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits
@@ -58,9 +59,11 @@ class Intake:
             outputs: where its outputs go.
 
         Raises:
+            ArgumentError: the namespace is not a string.
             PromptError: the prompt cannot be run.
             MemoryBudgetError: prompt and answer do not fit into the cache's memory.
         """
+        check_namespace(namespace)
         params = params or self._loaded.default_params
         encoded = self.encode(prompt)
         num_tokens, limit = len(encoded.ids), self._loaded.model.config.max_position_embeddings

@@ -26,6 +26,7 @@ from hybrid.engine.request import Request, Status
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
+from hybrid.tree.node import Kind
 
 
 @dataclass(slots=True)
@@ -271,7 +272,7 @@ class Scheduler:
                     break
         return Part(request, lease, start, end, is_prefill=True)
 
-    def _wanted(self, request: Request, lease: Lease) -> dict[int, str]:
+    def _wanted(self, request: Request, lease: Lease) -> dict[int, Kind]:
         """Positions of a prompt at which a checkpoint is worth evicting another for, and why."""
         return placement.of_prompt(
             self.cache.config.placement,

@@ -222,7 +222,7 @@ class Past(DynamicCache):
 
     def num_seen(self, row: int) -> int:
         """Number of tokens that it holds of a sequence, without padding."""
-        return self.get_seq_length() - self.pads[row]
+        return int(self.get_seq_length()) - self.pads[row]
 
     # Operations that reorder sequences reorder their tokens as well.
 

@@ -32,7 +32,7 @@ from hybrid.hf.past import Boundary, Past
 from hybrid.hf.probe import forward
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
-from hybrid.tree.policy import INTERVAL, TURN_END
+from hybrid.tree.node import Kind
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Prefiller:
         key = Key.of(past.rows[row][:end], past.namespace)
         cache.adopt()
         with deferred_interrupts():
-            lease = cache.open(key, end, 0)
+            lease = cache.open_whole(key)
             if lease is None:
                 return
             try:
@@ -205,9 +205,10 @@ class Prefiller:
                     return
                 pages = lease.block_table[lease.num_shared :]
                 self._memory.write_pages(past.layers, pages, end, row=row, num_seen=past.num_seen(row))
-                checkpoint = cache.capture(lease, end, TURN_END)
+                checkpoint = cache.capture(lease, end, Kind.TURN_END)
                 if checkpoint is not None:
                     self._memory.write_state(boundary.states, checkpoint.slot)
+                cache.advance(lease, end)
                 cache.commit(lease, key, end)
             finally:
                 cache.close(lease)
@@ -219,7 +220,8 @@ class Prefiller:
         and why the hit was as long as it was."""
         key = Key.of(work.ids, work.namespace)
         with deferred_interrupts():
-            lease = self._cache.open(key, work.limit, 0)
+            cache = self._cache
+            lease = cache.open_whole(key) if work.is_replay else cache.open(key, work.limit, 0)
         if lease is None:
             return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
         try:
@@ -252,7 +254,7 @@ class Prefiller:
                 "this pass is cached"
             )
 
-    def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, str]:
+    def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, Kind]:
         """The positions up to `last` at which checkpoints are captured, with their kinds."""
         cache = self._cache
         names, start = cache.config.placement, lease.num_hit_tokens
@@ -264,7 +266,7 @@ class Prefiller:
                 spare = placement.spare(start, last, self.grid, cache.spare_share)
             else:
                 spare = placement.sparse(start, last, self.grid)
-        wanted = dict.fromkeys(spare, INTERVAL)
+        wanted = dict.fromkeys(spare, Kind.INTERVAL)
         wanted |= placement.of_prompt(
             {*names, "turn_end"},  # a replay is run to cache its end
             len(work.ids),
@@ -277,7 +279,7 @@ class Prefiller:
         return wanted
 
     def _keep_chunk(
-        self, past: DynamicCache, lease: Lease, key: Key, start: int, end: int, wanted: dict[int, str]
+        self, past: DynamicCache, lease: Lease, key: Key, start: int, end: int, wanted: dict[int, Kind]
     ) -> bool:
         """Copy the chunk `[start, end)` into pages, and the state into a slot where a checkpoint is wanted. False when
         no page can be allocated."""
@@ -286,10 +288,13 @@ class Prefiller:
             return False
         first = max(start // page_size, lease.num_shared)  # pages of the tree are not written
         self._memory.write_pages(past.layers, lease.block_table[first : end // page_size], end, row=0, num_seen=end)
+        checkpoint = None
         if end in wanted:
-            is_spare = wanted[end] == INTERVAL and self.has_states
+            is_spare = wanted[end] == Kind.INTERVAL and self.has_states
             checkpoint = cache.capture_spare(lease, end) if is_spare else cache.capture(lease, end, wanted[end])
             if checkpoint is not None:
                 self._memory.write_state(states_of(past.layers, self._layout, 0), checkpoint.slot)
-                cache.commit(lease, key, end)
+        cache.advance(lease, end)
+        if checkpoint is not None:
+            cache.commit(lease, key, end)
         return True

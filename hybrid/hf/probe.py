@@ -43,7 +43,9 @@ def forward(model: Any, tokens: Sequence[int], past: Any, start: int, device: to
     if "position_ids" in parameters:
         options["position_ids"] = torch.arange(start, start + len(tokens), device=device).unsqueeze(0)
     ids = torch.tensor([tokens], device=device)
-    return model(input_ids=ids, past_key_values=past, use_cache=True, return_dict=True, **options).logits[0, -1]
+    output = model(input_ids=ids, past_key_values=past, use_cache=True, return_dict=True, **options)
+    logits: Tensor = output.logits[0, -1]
+    return logits
 
 
 @torch.no_grad()

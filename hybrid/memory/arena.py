@@ -110,7 +110,7 @@ class ArenaPool:
         self.arena = arena
         self.per_piece = per_piece
         self.reserved = reserved
-        self.size = arena.num_pieces * per_piece
+        self.size: int = arena.num_pieces * per_piece
         self.name = name
         self._is_free = bytearray(self.size)
         self._free_in: dict[int, list[int]] = {}  # piece of this kind -> its free units
@@ -121,7 +121,7 @@ class ArenaPool:
             first = piece * per_piece
             self._add(piece, [unit for unit in range(first, first + per_piece) if unit >= reserved])
         # Units there would be if every piece that other kinds have not reserved were of this kind.
-        self.capacity = self.num_free
+        self.capacity: int = self.num_free
 
     @property
     def num_free(self) -> int:

@@ -22,7 +22,8 @@ from __future__ import annotations
 from collections import deque
 from math import exp, log2
 
-from hybrid.tree.policy import Facts
+from hybrid.tree.node import Kind
+from hybrid.tree.policy import Facts, Policy
 
 BINS = 27
 """Half octaves of age + 1: the last begins at about 8000 requests."""
@@ -45,7 +46,7 @@ FADING, REFIT = 0.9, 50
 EXPOSED_AT_ONCE = 96
 """Records whose exposure is brought up to date with each request: all of some thousands within a refit."""
 
-MOST_WATCHED = 20_000
+MAX_WATCHED = 20_000
 """Records beyond this many are forgotten once their checkpoint has gone."""
 
 Class = tuple[object, ...]
@@ -84,13 +85,14 @@ class Record:
     __slots__ = ("below", "counted", "hits", "kind", "last", "live", "of", "turn")
 
     def __init__(self, facts: Facts) -> None:
-        self.kind = facts.kind
-        self.turn = facts.turn
-        self.hits = facts.hits
-        self.below = facts.has_below
-        self.last = self.counted = facts.now - facts.age
-        self.live = True
-        self.of = self.classify()
+        self.kind: Kind = facts.kind
+        self.turn: int = facts.turn
+        self.hits: int = facts.hits
+        self.below: bool = facts.has_below
+        self.last: int = facts.now - facts.age
+        self.counted: int = self.last
+        self.live: bool = True
+        self.of: Class = self.classify()
 
     def classify(self) -> Class:
         if self.hits < EXACT_HITS:
@@ -106,8 +108,8 @@ class Counts:
     __slots__ = ("exposure", "hits")
 
     def __init__(self) -> None:
-        self.hits = [0.0] * BINS
-        self.exposure = [0.0] * BINS
+        self.hits: list[float] = [0.0] * BINS
+        self.exposure: list[float] = [0.0] * BINS
 
     def add(self, other: Counts) -> None:
         self.hits = [a + b for a, b in zip(self.hits, other.hits, strict=True)]
@@ -118,7 +120,7 @@ class Counts:
         self.exposure = [FADING * value for value in self.exposure]
 
 
-class LearnedHitDensity:
+class LearnedHitDensity(Policy):
     """The least hits to come for its room goes first, as learned from what was hit."""
 
     def __init__(self) -> None:
@@ -128,6 +130,11 @@ class LearnedHitDensity:
         self._watched: deque[Record] = deque()
         self._densities: dict[Class, list[float]] = {}
         self._fit()
+
+    @property
+    def num_watched(self) -> int:
+        """Number of checkpoints, stored or not, whose use is being counted."""
+        return len(self._watched)
 
     def rank(self, facts: Facts) -> float:
         if facts.last_used == 0:  # spare, and nobody has used it yet: before all others, the least useful first
@@ -226,7 +233,7 @@ class LearnedHitDensity:
         for _ in range(min(len(watched), EXPOSED_AT_ONCE * (now - self._now))):
             record = watched.popleft()
             self._expose(record)
-            if record.live or len(watched) < MOST_WATCHED:
+            if record.live or len(watched) < MAX_WATCHED:
                 watched.append(record)
         self._now = now
         if now - self._fitted_at >= REFIT:

@@ -1,12 +1,51 @@
-"""What a tree is made of, and what it answers."""
+"""The data types of the tree: its nodes, its locks, and the results of its calls."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import StrEnum
+from typing import Any, NamedTuple
 
-from hybrid.tree.policy import BRANCH, Usage
+
+class Kind(StrEnum):
+    """Why a checkpoint was put where it is; `PAGES` for a node that never had one.
+
+    A spare checkpoint (`INTERVAL`) was put there only because memory was free: until a request has used it, it is
+    evicted before all others.
+    """
+
+    BRANCH = "branch"
+    TURN_END = "turn_end"
+    PROMPT_END = "prompt_end"
+    INTERVAL = "interval"
+    USER = "user"
+    PAGES = "pages"
+
+
+@dataclass(slots=True)
+class NodeUsage:
+    """How a node has been used.
+
+    Attributes:
+        created: tick at which it was inserted.
+        last_used: tick of its last use; 0 for a spare checkpoint that no request has used yet.
+        hits: number of requests that resumed from its checkpoint.
+        kind: why its checkpoint was put there.
+        used_at: number of requests that had come when it was last used.
+        priority: the highest that a request gave it.
+        turn: number of turn ends before it on its path.
+        notes: the policy's own data.
+    """
+
+    created: int
+    last_used: int
+    hits: int = 0
+    kind: Kind = Kind.BRANCH
+    used_at: int = 0
+    priority: int = 0
+    turn: int = 0
+    notes: Any = None
 
 
 class Node:
@@ -14,14 +53,14 @@ class Node:
 
     Attributes:
         parent: None for the root of a namespace, and for a node that was removed.
-        was_below: the parent of a node that was removed.
+        former_parent: the parent of a node that was removed.
         edge: the bytes of the edge's token ids.
         pages: page ids of the edge, one per page.
         end: tokens from the root to this node's end.
-        newest: the child that came last, if it is still there: on a long way of single children the one to try first.
+        newest: the child inserted last, if it is still there: the first one to try on a long path of single children.
         slot: state slot of the checkpoint at `end`; None for a tombstone.
         lost_checkpoint: it had a checkpoint, which was evicted or not admitted; `usage` is that checkpoint's.
-        chain: hash of the way from the root, once somebody has asked for it (`hybrid.ghosts`).
+        chain: hash of the path from the root, cached by `hybrid.tree.ghosts`; None until it is needed.
     """
 
     __slots__ = (
@@ -29,6 +68,7 @@ class Node:
         "children",
         "edge",
         "end",
+        "former_parent",
         "lost_checkpoint",
         "newest",
         "page_locks",
@@ -37,27 +77,26 @@ class Node:
         "slot",
         "state_locks",
         "usage",
-        "was_below",
     )  # fmt: skip
 
-    def __init__(self, parent: Node | None, edge: bytes, pages: array[int], end: int, usage: Usage) -> None:
-        self.parent = parent
-        self.was_below: Node | None = None
-        self.edge = edge
-        self.pages = pages
-        self.end = end
+    def __init__(self, parent: Node | None, edge: bytes, pages: array[int], end: int, usage: NodeUsage) -> None:
+        self.parent: Node | None = parent
+        self.former_parent: Node | None = None
+        self.edge: bytes = edge
+        self.pages: array[int] = pages
+        self.end: int = end
         self.children: dict[bytes, Node] = {}
         self.newest: Node | None = None
         self.slot: int | None = None
-        self.page_locks = 0
-        self.state_locks = 0
-        self.usage = usage
-        self.lost_checkpoint = False
-        self.chain: tuple[int, bytes] | None = None
+        self.page_locks: int = 0
+        self.state_locks: int = 0
+        self.usage: NodeUsage = usage
+        self.lost_checkpoint: bool = False
+        self.chain: tuple[bytes, bytes] | None = None
 
 
 class Match(NamedTuple):
-    """What the tree has of a key.
+    """How much of a key the tree has.
 
     Attributes:
         num_tokens: the usable hit: there is a checkpoint at this length (0: the empty prefix).
@@ -75,33 +114,32 @@ class Match(NamedTuple):
     deepest: Node | None
 
 
-class Past(NamedTuple):
-    """What was once known of a key.
+class History(NamedTuple):
+    """How much of a key the tree has had, what was evicted included.
 
     Attributes:
-        num_tokens: it was known to here: at least the page hit.
-        turn: turn ends before its own on its way.
-        gone: the use of evicted checkpoints beyond the page hit, by their tokens.
+        num_tokens: length of the known prefix, at least the page hit.
+        turn: number of turn ends on the path before the key's own.
+        gone: usage of the evicted checkpoints beyond the usable hit, by their number of tokens.
     """
 
     num_tokens: int
     turn: int
-    gone: dict[int, Usage]
+    gone: dict[int, NodeUsage]
 
 
 class Checkpoint(NamedTuple):
     """A state slot, and the number of tokens after which it was captured.
 
     Attributes:
-        kind: why it was put there: "branch", "turn_end", "prompt_end", "user"; "interval" for a spare one, put there
-            only because memory was free, and the first to go until somebody has used it.
-        priority: how much its request matters, for policies that ask.
-        turn: turn ends before it on its way.
+        kind: why it was put there.
+        priority: priority of its request, for policies that use it.
+        turn: number of turn ends before it on its path.
     """
 
     slot: int
     num_tokens: int
-    kind: str = BRANCH
+    kind: Kind = Kind.BRANCH
     priority: int = 0
     turn: int = 0
 
@@ -125,9 +163,9 @@ class Root(Node):
 
     __slots__ = ("namespace",)
 
-    def __init__(self, namespace: str, usage: Usage) -> None:
+    def __init__(self, namespace: str, usage: NodeUsage) -> None:
         super().__init__(None, b"", array("i"), 0, usage)
-        self.namespace = namespace
+        self.namespace: str = namespace
 
 
 @dataclass(slots=True)
@@ -144,7 +182,7 @@ class Lock:
     __slots__ = ("node", "owner")
 
     def __init__(self, owner: object, node: Node) -> None:
-        self.owner = owner
+        self.owner: object = owner
         self.node: Node | None = node
 
 

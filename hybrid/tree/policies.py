@@ -3,78 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
 
 from hybrid.errors import ArgumentError
 from hybrid.tree.lhd import LearnedHitDensity
-from hybrid.tree.policy import Facts, Policy
-
-Order = Literal["rising", "any"]
+from hybrid.tree.policy import Facts, Order, Policy
 
 
-class LeastRecentlyUsed:
-    """The least recently used goes first."""
+class LeastRecentlyUsed(Policy):
+    """The least recently used is evicted first."""
 
-    order: Order = "rising"
+    order: Order | None = "rising"
 
     def rank(self, facts: Facts) -> float:
         return facts.last_used
 
 
-class LeastFrequentlyUsed:
-    """What was used least often goes first; among equals the least recently used."""
+class LeastFrequentlyUsed(Policy):
+    """The least frequently used is evicted first; among equals the least recently used."""
 
-    order: Order = "rising"
+    order: Order | None = "rising"
 
     def rank(self, facts: Facts) -> float:
         return facts.hits * 2.0**40 + facts.last_used
 
 
-class FirstInFirstOut:
-    """The oldest goes first."""
+class FirstInFirstOut(Policy):
+    """The oldest is evicted first."""
 
-    order: Order = "rising"
+    order: Order | None = "rising"
 
     def rank(self, facts: Facts) -> float:
         return facts.created
 
 
-class MostRecentlyUsed:
-    """The most recently used goes first."""
+class MostRecentlyUsed(Policy):
+    """The most recently used is evicted first."""
 
-    order: Order = "any"
+    order: Order | None = "any"
 
     def rank(self, facts: Facts) -> float:
         return -facts.last_used
 
 
-class FirstInLastOut:
-    """The newest goes first."""
+class FirstInLastOut(Policy):
+    """The newest is evicted first."""
 
-    order: Order = "rising"
+    order: Order | None = "rising"
 
     def rank(self, facts: Facts) -> float:
         return -facts.created
 
 
-class LowestPriority:
-    """The lowest priority goes first; among equals the least recently used."""
+class LowestPriority(Policy):
+    """The lowest priority is evicted first; among equals the least recently used."""
 
-    order: Order = "rising"
+    order: Order | None = "rising"
 
     def rank(self, facts: Facts) -> float:
         return facts.priority * 2.0**40 + facts.last_used
 
 
-class FlopAware:
-    """Recency, and computation saved per byte (after Marconi, MLSys 2025), both relative to the largest seen lately.
+class FlopAware(Policy):
+    """Recency plus computation saved per byte (after Marconi, MLSys 2025), both relative to the largest seen lately.
 
-    Computation is counted in tokens of the forward pass: those since the next checkpoint above, and attention over what
-    lies before them.
+    Computation is counted in tokens of the forward pass: those since the nearest checkpoint above, and attention over
+    the tokens before them.
 
     Args:
         alpha: weight of the computation saved per byte against recency.
-        attention: what one token of context adds to the cost of a token, relative to the rest of it.
+        attention: cost that one token of context adds to a token, relative to the rest of its cost.
     """
 
     def __init__(self, alpha: float = 1.0, attention: float = 1e-5) -> None:
@@ -90,7 +87,7 @@ class FlopAware:
         return 1 / (1 + facts.age) + self._alpha * density / self._densest
 
     def evicted(self, facts: Facts) -> None:
-        """The largest seen fades, so that one giant does not set the scale for ever."""
+        """Let the largest density seen decay, so that one outlier does not set the scale forever."""
         self._densest *= 0.99
 
 
@@ -106,21 +103,21 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 
 
-def policy_of(eviction: Any) -> Policy:
-    """The policy that a user means: one of ours by name, or the user's own object.
+def policy_of(eviction: str | Policy) -> Policy:
+    """The policy that `CacheConfig.eviction` names: one of ours by name, or the user's own object.
 
     Raises:
-        ArgumentError: no policy has that name, or the object has no method `rank`.
+        ArgumentError: no policy has that name, or the object is not an instance of a subclass of `Policy`.
     """
     if isinstance(eviction, str):
         if eviction not in POLICIES:
             raise ArgumentError(f"no eviction policy is named {eviction!r}; there are: {', '.join(POLICIES)}")
         return POLICIES[eviction]()
-    if isinstance(eviction, type) or not callable(getattr(eviction, "rank", None)):
+    if not isinstance(eviction, Policy):
         raise ArgumentError(
-            f"eviction must be the name of a policy, or an object with a method rank(facts) -> float; got {eviction!r}"
+            "eviction must be the name of a policy, or an instance of a subclass of hybrid.Policy with a method "
+            f"rank(facts) -> float; got {eviction!r}"
         )
-    if getattr(eviction, "order", None) not in (None, "rising", "any"):
-        raise ArgumentError(f'a policy\'s order is "rising" or "any", or it has none; got {eviction.order!r}')
-    policy: Policy = eviction
-    return policy
+    if eviction.order not in (None, "rising", "any"):
+        raise ArgumentError(f'the order of a policy must be None, "rising" or "any", got {eviction.order!r}')
+    return eviction

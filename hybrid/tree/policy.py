@@ -1,74 +1,46 @@
-"""What a policy is, and what it may know.
+"""The interface of eviction policies.
 
-A policy ranks what it is shown and sees no tree: `rank(facts)`, the lowest goes first. A policy that learns is also
-told what was used, what went, and what was asked for after it had gone.
+A policy ranks the candidates that it is shown and never sees the tree: the candidate with the lowest `rank(facts)` is
+evicted first. A policy that learns overrides the hooks too, which report uses, evictions and misses.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from typing import Any, Literal
 
+from hybrid.tree.node import Kind, Node, NodeUsage
 from hybrid.units import Prices
 
-if TYPE_CHECKING:
-    from hybrid.tree.node import Node
-
-BRANCH = "branch"
-TURN_END = "turn_end"
-PROMPT_END = "prompt_end"
-INTERVAL = "interval"
-USER = "user"
-PAGES = "pages"
-"""Kinds of what may go: checkpoints by the reason for which they were put there, and pages without a checkpoint."""
+Order = Literal["rising", "any"]
+"""How a use of a candidate changes its rank: "rising" never lowers it, "any" may."""
 
 
-@dataclass(slots=True)
-class Usage:
-    """What is remembered of a node's use.
-
-    Attributes:
-        created: tick at which it was inserted.
-        last_used: tick of its last use; 0 for a spare checkpoint that nobody has used yet.
-        hits: number of requests that resumed from its checkpoint.
-        kind: why its checkpoint was put there.
-        used_at: number of requests that had come when it was last used.
-        priority: the highest that a request gave it.
-        turn: turn ends before it on its way.
-        notes: a policy's own.
-    """
-
-    created: int
-    last_used: int
-    hits: int = 0
-    kind: str = BRANCH
-    used_at: int = 0
-    priority: int = 0
-    turn: int = 0
-    notes: Any = None
+class PolicyWarning(UserWarning):
+    """An eviction policy raised or returned something that is not a number, and LRU took over."""
 
 
 class Facts:
-    """What a policy may know of a candidate, or of a checkpoint that has gone.
+    """What a policy may know about a candidate, or about a checkpoint that was evicted.
 
     Attributes:
-        kind: why it was put there: "branch", "turn_end", "prompt_end", "interval", "user"; "pages": there never was a
-            checkpoint.
-        now: requests that have come so far.
-        age: requests since its last use, or since it was put there.
-        hits: requests that resumed from it.
-        turn: turn ends before it on its way: the number of its turn in a conversation.
-        priority: the highest that a request gave it (0 unless somebody said otherwise).
-        created, last_used: ticks of a clock that moves with every insert and use; `last_used` is 0 for a spare
-            checkpoint that nobody has used yet.
-        num_tokens: tokens from the start of the prompt to its end.
-        tokens_saved: tokens that would be computed again without it: those since the next checkpoint above it.
-        bytes_freed: what would come free with it: its state, and the pages that nothing else needs.
-        has_below: something goes on from it, or is just being computed from it.
-        is_live: the checkpoint is in the cache. Only policies with an `order` are asked about pages without one: for
-            others those go first, for they spare nobody anything.
-        notes: whatever the policy puts there; kept with the checkpoint, and after it has gone as long as it is
-            remembered. None at first.
+        kind: why the checkpoint was put there: "branch", "turn_end", "prompt_end", "interval", "user"; "pages" for a
+            node that never had a checkpoint.
+        now: number of requests so far.
+        age: requests since its last use, or since it was stored.
+        hits: number of requests that resumed from it.
+        turn: number of turn ends before it on its path: the number of its turn in a conversation.
+        priority: the highest that a request gave it; 0 by default.
+        created, last_used: ticks of a clock that advances with every insert and use; `last_used` is 0 for a spare
+            checkpoint that no request has used yet.
+        num_tokens: number of tokens from the start of the prompt to the checkpoint.
+        tokens_saved: tokens that would be computed again without it: those since the nearest checkpoint above it.
+        bytes_freed: bytes that its eviction would free: its state, and the pages that nothing else needs.
+        has_below: other nodes or running requests continue from it.
+        is_live: the checkpoint is in the cache. Only policies with an `order` rank pages without a checkpoint; for
+            other policies such pages are evicted first, because they save no computation.
+        notes: the policy's own data, None at first. It is kept with the checkpoint, and after its eviction as long as
+            the checkpoint is remembered.
     """
 
     __slots__ = ("_bytes_freed", "_has_below", "_node", "_prices", "_tokens_saved", "_usage", "now", "num_tokens")
@@ -81,20 +53,20 @@ class Facts:
         self._node: Node | None = node
         self._usage = node.usage
         self._prices = prices
-        self.now = now
-        self.num_tokens = node.end
+        self.now: int = now
+        self.num_tokens: int = node.end
 
     @classmethod
     def without_node(
         cls,
-        usage: Usage,
+        usage: NodeUsage,
         now: int,
         num_tokens: int,
         tokens_saved: int = 0,
         bytes_freed: int = 1,
         has_below: bool = False,
     ) -> Facts:
-        """Facts of a checkpoint that is not in the tree: it has gone, or is to be."""
+        """Facts of a checkpoint that is not in the tree: one that was evicted, or is not stored yet."""
         facts = cls.__new__(cls)
         facts._node = None
         facts._usage = usage
@@ -104,7 +76,7 @@ class Facts:
         return facts
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> Kind:
         return self._usage.kind
 
     @property
@@ -167,7 +139,7 @@ class Facts:
             page_tokens = (node.end - top.end) // len(node.pages)
             while (
                 top.parent is not None and top.slot is None and len(top.children) == 1 and not top.page_locks
-            ):  # a tombstone that nothing else needs goes along
+            ):  # a tombstone that nothing else needs is evicted with it
                 top = top.parent
             total += (node.end - top.end) // page_tokens * self._prices.page
         return total
@@ -180,28 +152,40 @@ class Facts:
 
     def __repr__(self) -> str:
         return (
-            f"Facts(kind={self.kind!r}, age={self.age}, hits={self.hits}, num_tokens={self.num_tokens}, "
+            f"Facts(kind={self.kind.value!r}, age={self.age}, hits={self.hits}, num_tokens={self.num_tokens}, "
             f"tokens_saved={self.tokens_saved}, bytes_freed={self.bytes_freed})"
         )
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """Ranks candidates for eviction. The lowest rank goes first.
+class Policy(ABC):
+    """Ranks candidates for eviction: the candidate with the lowest rank is evicted first.
 
-    That is all a policy must do: it is asked about a sample of the candidates each time something must go. One whose
-    ranks change only when a candidate is used may say so with an attribute `order`: "rising" if a use never lowers the
-    rank, "any" if it may; its candidates are then kept in order, and the lowest of all goes.
+    Subclasses implement `rank`, and override the hooks that they need. Each hook gets the facts before the event is
+    counted. A policy that raises, or whose rank is not a number, is replaced by LRU with a `PolicyWarning`.
 
-    A policy that learns may have any of these too, each with the facts before the event is counted:
-
-        entered(facts)   a checkpoint was put there; or (`not facts.is_live`) it was not worth its room
-        hit(facts)       a request resumes from it
-        missed(facts)    a request would have resumed from it, had it not been evicted
-        changed(facts)   `facts.has_below` or `facts.kind` has changed
-        evicted(facts)   it is about to go
+    Attributes:
+        order: None: ranks change by themselves, for example with age; the lowest of a random sample of the candidates
+            is evicted. "rising" or "any": ranks change only when a candidate is used; candidates are kept in order and
+            the lowest of all is evicted.
     """
 
+    order: Order | None = None
+
+    @abstractmethod
     def rank(self, facts: Facts) -> float:
         """The rank of a candidate: a number, not NaN."""
-        ...
+
+    def entered(self, facts: Facts) -> None:  # noqa: B027 - a hook that does nothing by default
+        """A checkpoint was stored, or (`not facts.is_live`) it was not admitted."""
+
+    def hit(self, facts: Facts) -> None:  # noqa: B027
+        """A request resumes from the checkpoint."""
+
+    def missed(self, facts: Facts) -> None:  # noqa: B027
+        """A request would have resumed from the checkpoint if it had not been evicted."""
+
+    def changed(self, facts: Facts) -> None:  # noqa: B027
+        """`facts.has_below` or `facts.kind` has changed."""
+
+    def evicted(self, facts: Facts) -> None:  # noqa: B027
+        """The checkpoint is about to be evicted."""

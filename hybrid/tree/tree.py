@@ -4,44 +4,245 @@ One tree tracks two resources that live and die separately. A node owns the page
 *checkpoint*: the slot of the state after exactly the tokens from the root to the node's end. A node without one is a
 *tombstone*.
 
-What holds at every moment (`hybrid.audit` states it in code):
+Invariants (`hybrid.cache.audit` states them in code):
 
 * Edges are whole pages; `0 < len(edge)`; a child is found by the bytes of the first page of its edge.
-* Only a leaf gives up pages. A lock on a node's pages therefore protects every page above it too, and costs nothing but
-  one count.
-* A checkpoint may go from any node. `page_locks >= state_locks`.
-* A tombstone that loses its last child goes with it, unless it is locked (the cascade).
+* Only leaves are evicted. A lock on a node's pages therefore protects every page above it too, and is only a count.
+* The checkpoint of any node may be evicted. `page_locks >= state_locks`.
+* A tombstone that loses its last child is evicted with it, unless it is locked (the cascade).
 
-The tree knows integers only: tokens, page ids, slots, counts. It allocates and frees nothing: it returns what it lets
-go of. `match` changes nothing but recency, `peek` changes nothing at all, only `insert` splits.
+The tree knows integers only: tokens, page ids, slots, counts. It allocates and frees nothing: it returns what it
+evicts. `match` changes nothing but recency, `peek` changes nothing at all, only `insert` splits.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 from hybrid.errors import LockError, OwnershipError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
-from hybrid.tree.lookup import Lookup
-from hybrid.tree.node import Checkpoint, Inserted, Lock, Node, PageLock, Released, Root, StateLock
-from hybrid.tree.policy import INTERVAL, PAGES, Usage
+from hybrid.tree.candidates import Candidates
+from hybrid.tree.evictor import Evictor
+from hybrid.tree.forest import Forest
+from hybrid.tree.ghosts import Ghosts
+from hybrid.tree.node import (
+    Checkpoint,
+    History,
+    Inserted,
+    Kind,
+    Lock,
+    Match,
+    Node,
+    NodeUsage,
+    PageLock,
+    Released,
+    Root,
+    StateLock,
+)
+from hybrid.tree.policy import Policy
+from hybrid.units import Prices
 
 
-class Tree(Lookup):
+class Tree:
     """A radix tree over token ids, in pages, with checkpoints of state.
 
     Args:
         page_size: tokens per page.
-        grid: checkpoints lie at multiples of this many tokens; a multiple of `page_size`.
+        grid: checkpoints are at multiples of this many tokens; a multiple of `page_size`.
         policy: ranks leaves and checkpoints for eviction.
-        prices: what a page and a checkpoint weigh, for policies that ask.
-        max_ghosts: remember at most so many evicted prefixes.
-        seed: of the dice of policies that are asked about samples.
+        prices: bytes of a page and of a checkpoint, for policies that use them.
+        max_ghosts: maximum number of evicted prefixes to remember, in blocks of the grid.
+        seed: seed of the random samples of candidates.
+
+    Attributes:
+        ghosts: what is remembered about evicted prefixes.
+        forest: the nodes.
+        candidates: what can be evicted, in the order of the policy.
 
     One thread owns a tree.
     """
+
+    def __init__(
+        self,
+        page_size: int,
+        grid: int,
+        policy: Policy,
+        prices: Prices = Prices(),  # noqa: B008 - it is frozen
+        max_ghosts: int = 1 << 16,
+        seed: int = 0,
+    ) -> None:
+        assert grid % page_size == 0
+        self.page_size = page_size
+        self.grid = grid
+        self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
+        self.candidates: Candidates = Candidates(policy, prices, seed)
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._ticks = count(1)
+        self.forest: Forest = Forest(page_size)
+        self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages that the tree owns."""
+        return self.forest.num_pages
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Number of checkpoints that the tree owns."""
+        return self.forest.num_checkpoints
+
+    @property
+    def policy_failure(self) -> str | None:
+        """Why the policy was dismissed; None while it is in use."""
+        return self.candidates.failure
+
+    def knows(self, namespace: str) -> bool:
+        """Whether anything is cached in the namespace."""
+        return namespace in self.forest.roots
+
+    def nodes(self) -> Iterator[tuple[str, Node]]:
+        """Every node except the roots, parents first, with its namespace."""
+        return self.forest.nodes()
+
+    # Matching
+
+    def match(self, key: Key, limit: int) -> Match:
+        """The longest cached prefix of the first `limit` tokens. Counts as a use of the checkpoint found, and of
+        nothing else."""
+        found = self.peek(key, limit)
+        self.touch(found)
+        return found
+
+    def touch(self, match: Match) -> None:
+        """Count a request, and its use of the checkpoint that was found."""
+        candidates = self.candidates
+        candidates.now += 1
+        node = match.checkpoint
+        if node is not None:
+            candidates.used(node)
+            usage = node.usage
+            usage.last_used = next(self._ticks)
+            usage.used_at = candidates.now
+            usage.hits += 1
+            candidates.reordered(node)
+            candidates.changed(node)  # its request has locked it and continues from it
+
+    def peek(self, key: Key, limit: int) -> Match:
+        """As `match`, without counting it as a use: changes nothing."""
+        node: Node | None = self.forest.roots.get(key.namespace)
+        if node is None:
+            return Match(0, 0, None, None, None)
+        ids, page_bytes = key.ids, self._page_bytes
+        end = min(limit * TOKEN_BYTES, len(ids)) // page_bytes * page_bytes
+        starts_with = ids.startswith
+        offset = 0
+        checkpoint: Node | None = None
+        while offset < end:
+            child = node.newest
+            if child is None or not starts_with(child.edge, offset):
+                child = node.children.get(ids[offset : offset + page_bytes])
+                if child is None:
+                    break
+                if not starts_with(child.edge, offset):
+                    node = child
+                    offset += common_prefix(ids, child.edge, offset, 0, page_bytes, end - offset)
+                    break
+            node = child
+            stop = offset + len(child.edge)
+            if stop > end:
+                offset = end
+                break
+            offset = stop
+            if child.slot is not None:
+                checkpoint = child
+        if key.units:
+            return self._whole(key, offset // TOKEN_BYTES, node if offset else None, checkpoint)
+        num_page_tokens = offset // TOKEN_BYTES
+        num_tokens = checkpoint.end if checkpoint is not None else 0
+        branching_len = num_page_tokens // self.grid * self.grid
+        return Match(
+            num_tokens,
+            num_page_tokens,
+            branching_len if branching_len > num_tokens else None,
+            checkpoint,
+            node if offset else None,
+        )
+
+    def _whole(self, key: Key, num_page_tokens: int, node: Node | None, checkpoint: Node | None) -> Match:
+        """A match that ends inside none of the key's units."""
+        num_page_tokens = key.whole(num_page_tokens, self.page_size)
+        while node is not None and node.parent is not None and node.parent.end >= num_page_tokens:
+            node = node.parent
+        while checkpoint is not None and (checkpoint.slot is None or key.whole(checkpoint.end, 1) != checkpoint.end):
+            checkpoint = checkpoint.parent
+        num_tokens = checkpoint.end if checkpoint is not None else 0
+        branching_len = key.whole(num_page_tokens, self.grid)
+        return Match(
+            num_tokens,
+            num_page_tokens,
+            branching_len if branching_len > num_tokens else None,
+            checkpoint,
+            node if num_page_tokens else None,
+        )
+
+    def recall(self, key: Key, match: Match, limit: int) -> History:
+        """How much of the first `limit` tokens of a key the tree has had, right after the match.
+
+        Reports to the policy every use that the request would have made of a checkpoint that was evicted.
+        """
+        known, gone = self._beyond(key, match, limit)
+        for usage, num_tokens in gone:
+            self.candidates.missed(usage, num_tokens)
+        turn = next((usage.turn + 1 for usage, _ in reversed(gone) if usage.kind == Kind.TURN_END), None)
+        above = match.deepest
+        while above is not None:
+            if (above.slot is not None or above.lost_checkpoint) and above.end <= match.num_page_tokens:
+                if turn is None and above.usage.kind == Kind.TURN_END:
+                    turn = above.usage.turn + 1
+                if above.slot is None and above.end > match.num_tokens:
+                    self.candidates.missed(above.usage, above.end)
+                    gone.append((above.usage, above.end))
+            if turn is not None and above.end <= match.num_tokens:
+                break
+            above = above.parent
+        return History(known, turn or 0, {num_tokens: usage for usage, num_tokens in gone})
+
+    def was_evicted(self, key: Key, match: Match) -> bool:
+        """Whether what follows the page hit was cached and has been evicted, right after the match."""
+        end = (match.num_page_tokens // self.grid + 1) * self.grid
+        return self._beyond(key, match, end)[0] > match.num_page_tokens
+
+    def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, list[tuple[NodeUsage, int]]]:
+        node = match.deepest
+        if node is not None and node.end != match.num_page_tokens:
+            return match.num_page_tokens, []  # the match ends inside an edge: nothing is evicted there
+        return self.ghosts.follow(key, node, match.num_page_tokens, limit)
+
+    def pages(self, node: Node | None, num_tokens: int) -> array[int]:
+        """Page ids of the first `num_tokens` tokens on the path from the root to `node`."""
+        parts = []
+        while node is not None and node.parent is not None:
+            parts.append(node.pages)
+            node = node.parent
+        pages = array("i")
+        for part in reversed(parts):
+            pages.extend(part)
+        del pages[num_tokens // self.page_size :]
+        return pages
+
+    def lost_checkpoint(self, match: Match) -> NodeUsage | None:
+        """The usage of the deepest checkpoint between the usable hit and the page hit that was evicted, or was not
+        admitted (then `created` is 0). None if there was none."""
+        node = match.deepest
+        while node is not None and node is not match.checkpoint:
+            if node.lost_checkpoint and node.end <= match.num_page_tokens:
+                return node.usage
+            node = node.parent
+        return None
+
+    # Inserting
 
     def insert(
         self,
@@ -50,7 +251,7 @@ class Tree(Lookup):
         pages: Sequence[int],
         checkpoint: Checkpoint | None = None,
         below: Node | None = None,
-        past: Usage | None = None,
+        past: NodeUsage | None = None,
     ) -> Inserted:
         """Enter the first `num_tokens` tokens of a key: pages `[0, num_tokens)`, and the checkpoint at their end.
 
@@ -60,23 +261,47 @@ class Tree(Lookup):
 
         Args:
             pages: page ids of `[0, num_tokens)` in order.
-            below: a node that the caller knows to lie on the key's way, and keeps locked: the search starts there.
-            past: the use of a checkpoint that was there before, or (without `checkpoint`) was not worth its room.
+            below: a node on the key's path that the caller keeps locked: the search starts there.
+            past: usage of a checkpoint that was there before, or (without `checkpoint`) was not admitted.
 
         Raises:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
         """
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
-        ids, page_bytes = key.ids, self._page_bytes
         end = num_tokens * TOKEN_BYTES
         tick = next(self._ticks)
         usage = self._usage(tick, checkpoint.kind) if checkpoint is not None else None
-        root = self._roots.get(key.namespace) or Root(key.namespace, self._usage(tick))
+        root = self.forest.roots.get(key.namespace) or Root(key.namespace, self._usage(tick))
         node: Node = root
         offset = 0
         if below is not None and below.end <= num_tokens:
             node, offset = below, below.end * TOKEN_BYTES
-        starts_with = ids.startswith
+        node, offset = self._descend(key.ids, node, offset, end)
+        num_existing = offset // TOKEN_BYTES
+        if offset < end:
+            first_child = not node.children
+            leaf = self.forest.add_leaf(
+                node, key.ids[offset:end], pages[offset // self._page_bytes :], self._usage(tick)
+            )
+            self.forest.roots[key.namespace] = root
+            if first_child:
+                self.candidates.changed(node)
+            node = leaf
+        adopted = checkpoint is not None and node.slot is None
+        if checkpoint is not None and usage is not None:
+            if adopted:
+                self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
+            node.usage.priority = max(node.usage.priority, checkpoint.priority)
+        elif past is not None and node.slot is None and not node.lost_checkpoint:
+            node.usage, node.lost_checkpoint = past, True
+            self.candidates.entered(node)
+        self.candidates.enter(node, renewed=adopted or past is not None)
+        return Inserted(node, num_existing, adopted)
+
+    def _descend(self, ids: bytes, node: Node, offset: int, end: int) -> tuple[Node, int]:
+        """Follow the ids from `offset`, where `node` ends, up to `end`; the edge on which they part is split. Returns
+        the node where they end and the offset of its end."""
+        page_bytes, starts_with = self._page_bytes, ids.startswith
         while offset < end:
             child = node.newest
             if child is None or not starts_with(child.edge, offset):
@@ -86,68 +311,48 @@ class Tree(Lookup):
             edge = child.edge
             if offset + len(edge) > end or not starts_with(edge, offset):
                 shared = common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
-                node = self._split(child, shared)
-                offset += shared
-                break
+                return self.forest.split(child, shared), offset + shared
             node = child
             offset += len(edge)
-        num_existing = offset // TOKEN_BYTES
-        if offset < end:
-            first = offset // page_bytes
-            leaf = Node(node, ids[offset:end], array("i", pages[first:]), num_tokens, self._usage(tick))
-            first_child = not node.children
-            node.children[ids[offset : offset + page_bytes]] = node.newest = leaf
-            self._roots[key.namespace] = root
-            self.num_pages += len(leaf.pages)
-            if first_child:
-                self._candidates.changed(node)
-            node = leaf
-        adopted = checkpoint is not None and node.slot is None
-        if checkpoint is not None and usage is not None and adopted:
-            former = past or (node.usage if node.lost_checkpoint else None)
-            if former is None:
-                usage.turn = checkpoint.turn
-            else:  # what it was stays known
-                former.created, former.used_at, usage = tick, usage.used_at, former
-            usage.last_used = 0 if checkpoint.kind == INTERVAL else tick
-            node.usage = usage
-            node.slot = checkpoint.slot
-            node.lost_checkpoint = False
-            self.num_checkpoints += 1
-            self._candidates.entered(node)
-        elif past is not None and node.slot is None and not node.lost_checkpoint:
-            node.usage, node.lost_checkpoint = past, True
-            self._candidates.entered(node)
-        if checkpoint is not None:
-            node.usage.priority = max(node.usage.priority, checkpoint.priority)
-        self._candidates.enter(node, renewed=adopted or past is not None)
-        return Inserted(node, num_existing, adopted)
+        return node, offset
 
-    def _usage(self, tick: int, kind: str = PAGES) -> Usage:
-        return Usage(tick, tick, 0, kind, self._candidates.now)
+    def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
+        """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
+        tick = usage.created
+        if former is None:
+            usage.turn = checkpoint.turn
+        else:
+            former.created, former.used_at, usage = tick, usage.used_at, former
+        usage.last_used = 0 if checkpoint.kind == Kind.INTERVAL else tick
+        node.usage = usage
+        self.forest.put_checkpoint(node, checkpoint.slot)
+        self.candidates.entered(node)
 
-    def new_usage(self, kind: str, turn: int) -> Usage:
-        """The use, none yet, of a checkpoint that is to be."""
-        now = self._candidates.now
-        return Usage(0, 1, 0, kind, now, turn=turn)
+    def _usage(self, tick: int, kind: Kind = Kind.PAGES) -> NodeUsage:
+        return NodeUsage(tick, tick, 0, kind, self.candidates.now)
 
-    def admits(self, usage: Usage, num_tokens: int, above: int, only_its_own: bool, tails_help: bool) -> bool:
-        """Whether a checkpoint that is to be is worth more than what would have to go for it.
+    def new_usage(self, kind: Kind, turn: int) -> NodeUsage:
+        """The usage of a checkpoint that is not stored yet."""
+        now = self.candidates.now
+        return NodeUsage(0, 1, 0, kind, now, turn=turn)
+
+    def admits(self, usage: NodeUsage, num_tokens: int, above: int, only_its_own: bool, tails_help: bool) -> bool:
+        """Whether a checkpoint that is not stored yet is worth more than what would be evicted for it.
 
         Args:
-            above: where the next checkpoint above it is.
+            above: number of tokens of the nearest checkpoint above it.
             only_its_own: nothing else needs the pages since then.
-            tails_help: pages without a checkpoint may go for it instead.
+            tails_help: pages without a checkpoint can be evicted instead.
         """
-        self._candidates.settle(self.nodes())
+        self.candidates.settle(self.nodes())
         num_pages = (num_tokens - above) // self.page_size if only_its_own else 0
-        return self._candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
+        return self.candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
 
-    def relabel(self, node: Node, old: str, new: str) -> None:
-        """A node's checkpoint of one kind, there or gone, is of another kind after all."""
+    def relabel(self, node: Node, old: Kind, new: Kind) -> None:
+        """Change the kind of a node's checkpoint, stored or lost, from `old` to `new`."""
         if (node.slot is not None or node.lost_checkpoint) and node.usage.kind == old:
             node.usage.kind = new
-            self._candidates.changed(node)
+            self.candidates.changed(node)
 
     def _refuse_mismatch(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None) -> None:
         if (
@@ -166,37 +371,16 @@ class Tree(Lookup):
                 f"(grid {self.grid})"
             )
 
-    def _split(self, lower: Node, length: int) -> Node:
-        """Cut an edge after `length` bytes; returns the upper half, which is a tombstone."""
-        upper_parent, num_pages = lower.parent, length // self._page_bytes
-        assert upper_parent is not None and 0 < length < len(lower.edge)
-        usage = Usage(lower.usage.created, lower.usage.last_used, 0, PAGES, lower.usage.used_at)
-        upper = Node(
-            upper_parent,
-            lower.edge[:length],
-            lower.pages[:num_pages],
-            lower.end - (len(lower.edge) - length) // TOKEN_BYTES,
-            usage,
-        )
-        edge, pages = lower.edge[length:], lower.pages[num_pages:]
-        upper.children[edge[: self._page_bytes]] = upper.newest = lower
-        # Everything that can fail is done; from here on the books are moved.
-        upper_parent.children[upper.edge[: self._page_bytes]] = upper
-        if upper_parent.newest is lower:
-            upper_parent.newest = upper
-        lower.parent, lower.edge, lower.pages = upper, edge, pages
-        return upper
-
     # Locks
 
     def lock_pages(self, node: Node) -> PageLock:
-        """Keep the pages from the root to the node's end."""
+        """Protect the pages from the root to the node's end."""
         lock = PageLock(self, node)
         node.page_locks += 1
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
-        """Keep the checkpoint of a node, and with it its pages."""
+        """Protect the checkpoint of a node, and its pages with it."""
         assert node.slot is not None
         lock = StateLock(self, node)
         node.state_locks += 1
@@ -204,7 +388,7 @@ class Tree(Lookup):
         return lock
 
     def num_locked_pages(self, locks: Iterable[Lock]) -> int:
-        """How many pages these locks keep."""
+        """Number of pages that these locks protect."""
         seen: set[int] = set()
         total = 0
         for lock in locks:
@@ -216,7 +400,7 @@ class Tree(Lookup):
         return total
 
     def num_locked_checkpoints(self, locks: Iterable[Lock]) -> int:
-        """How many checkpoints these locks keep."""
+        """Number of checkpoints that these locks protect."""
         return len({id(lock.node) for lock in locks if isinstance(lock, StateLock)})
 
     def unlock(self, lock: Lock) -> None:
@@ -234,129 +418,42 @@ class Tree(Lookup):
             node.state_locks -= 1
         node.page_locks -= 1
         if not node.page_locks or not node.state_locks:
-            self._candidates.enter(node)
+            self.candidates.enter(node)
         if not node.page_locks:
-            self._candidates.changed(node)
+            self.candidates.changed(node)
 
-    # Evicting. What has been let go of is in `released` at every moment, also when something raises on the way.
+    # Evicting
 
     def evict_pages(self, num_pages: int, released: Released | None = None) -> Released:
-        """Give up at least `num_pages` pages if so many can go: leaves in the order of the policy, each from its tail.
+        """Evict at least `num_pages` pages if possible: leaves in the order of the policy, each from its tail.
 
-        A leaf that is cut loses its checkpoint. A leaf that goes takes the childless tombstones above it along.
+        A leaf that is cut loses its checkpoint. A leaf that is removed takes the childless tombstones above it along.
 
         Args:
-            released: takes what is given up; None: a new one.
+            released: receives what is evicted, at every moment; None: a new one.
         """
         released = Released() if released is None else released
-        end = len(released.pages) + num_pages
-        while len(released.pages) < end:
-            leaf = self._next(self._candidates.next_leaf)
-            if leaf is None:
-                break
-            self._give_up(leaf, end - len(released.pages), released)
+        self._evictor.evict_pages(num_pages, released)
         return released
 
     def evict_checkpoints(self, num_checkpoints: int, released: Released | None = None) -> Released:
-        """Give up `num_checkpoints` checkpoints if so many can go, in the order of the policy. Their pages stay."""
+        """Evict `num_checkpoints` checkpoints if possible, in the order of the policy. Their pages stay."""
         released = Released() if released is None else released
-        end = len(released.slots) + num_checkpoints
-        while len(released.slots) < end:
-            node = self._next(self._candidates.next_checkpoint)
-            if node is None:
-                break
-            self._give_up(node, 0, released)
+        self._evictor.evict_checkpoints(num_checkpoints, released)
         return released
 
     def evict_one(self, num_pages: int, released: Released | None = None) -> Released:
-        """Give up what goes first of all: a checkpoint, or at most `num_pages` pages from the tail of a leaf that has
-        none. Nothing when nothing can go."""
+        """Evict the candidate with the lowest rank: a checkpoint, or up to `num_pages` pages from the tail of a leaf
+        that has none. Evicts nothing when everything is locked."""
         released = Released() if released is None else released
-        node = self._next(self._candidates.next_of_all)
-        if node is not None:
-            self._give_up(node, 0 if node.slot is not None else num_pages, released)
+        self._evictor.evict_one(num_pages, released)
         return released
 
     def evict_all(self, released: Released | None = None) -> Released:
-        """Give up everything that no lock keeps."""
+        """Evict everything that no lock protects."""
         released = self.evict_checkpoints(self.num_checkpoints, released)
         return self.evict_pages(self.num_pages, released)
 
     def overlooks(self, node: Node) -> bool:
-        """Whether a node may be evicted, and never would be: for the audit."""
-        return self._candidates.overlooks(node)
-
-    @property
-    def policy_failure(self) -> str | None:
-        """Why the policy was dismissed; None while it holds."""
-        return self._candidates.failure
-
-    def _next(self, find: Callable[[], Node | None]) -> Node | None:
-        self._candidates.settle(self.nodes())
-        return find()
-
-    def _give_up(self, node: Node, num_pages: int, released: Released) -> None:
-        """Take pages from the tail of a leaf that was taken out of the candidates; none: its checkpoint."""
-        try:
-            if num_pages == 0:
-                self._drop_checkpoint(node, released)
-                self._candidates.enter(node, renewed=True)  # a leaf's pages may still go
-            elif num_pages < len(node.pages):
-                self._cut(node, num_pages, released)
-            else:
-                self._remove(node, released)
-        except BaseException:
-            self._candidates.enter(node)
-            raise
-
-    def _cut(self, leaf: Node, num_pages: int, released: Released) -> None:
-        keep = len(leaf.pages) - num_pages
-        self._drop_checkpoint(leaf, released)
-        self._bury(leaf, keep * self._page_bytes)
-        usage = Usage(leaf.usage.created, leaf.usage.last_used, 0, PAGES, leaf.usage.used_at)
-        edge, pages = leaf.edge[: keep * self._page_bytes], leaf.pages[:keep]
-        released.pages.extend(leaf.pages[keep:])
-        # Everything that can fail is done; from here on the books are moved.
-        leaf.usage, leaf.edge, leaf.pages = usage, edge, pages
-        leaf.lost_checkpoint = False  # its place is gone too
-        leaf.chain = None
-        leaf.end -= num_pages * self.page_size
-        self.num_pages -= num_pages
-        self._candidates.enter(leaf, renewed=True)
-
-    def _remove(self, leaf: Node, released: Released) -> None:
-        node = leaf
-        while True:
-            parent = node.parent
-            assert parent is not None and not node.children and not node.page_locks
-            self._drop_checkpoint(node, released)
-            self._bury(node, 0)
-            released.pages.extend(node.pages)
-            self.num_pages -= len(node.pages)
-            del parent.children[node.edge[: self._page_bytes]]
-            if parent.newest is node:
-                parent.newest = next(reversed(parent.children.values()), None)
-            node.parent, node.was_below = None, parent
-            if parent.children:
-                return
-            self._candidates.changed(parent)
-            if isinstance(parent, Root):
-                del self._roots[parent.namespace]
-                return
-            if parent.slot is not None or parent.page_locks:
-                self._candidates.enter(parent)
-                return
-            node = parent
-
-    def _bury(self, node: Node, keep: int) -> None:
-        with suppress(Exception):  # a ghost less: what was is only remembered, and evicting must go on
-            self._ghosts.bury(node, keep)
-
-    def _drop_checkpoint(self, node: Node, released: Released) -> None:
-        if node.slot is not None:
-            assert not node.state_locks
-            self._candidates.going(node)
-            released.slots.append(node.slot)
-            node.slot = None
-            node.lost_checkpoint = node.usage.last_used > 0  # a spare one that nobody has used is no loss
-            self.num_checkpoints -= 1
+        """Whether something of a node may be evicted and never would be: for the audit."""
+        return self.candidates.overlooks(node)

@@ -11,8 +11,7 @@ from hybrid.cache.lease import Lease
 from hybrid.errors import AuditError, HybridError
 from hybrid.key import TOKEN_BYTES
 from hybrid.memory.memory import CacheMemory, Pool
-from hybrid.tree.node import Node
-from hybrid.tree.policy import Usage
+from hybrid.tree.node import Node, NodeUsage
 from support.caches import key_of, serve, start
 
 
@@ -72,7 +71,7 @@ def move_end(books: Books) -> None:
 
 def add_empty_node(books: Books) -> None:
     parent = books.node("abef")
-    parent.children[b""] = Node(parent, b"", array("i"), parent.end, Usage(1, 1))
+    parent.children[b""] = Node(parent, b"", array("i"), parent.end, NodeUsage(1, 1))
 
 
 def take_checkpoint_off_grid(books: Books) -> None:
@@ -83,11 +82,11 @@ def take_checkpoint_off_grid(books: Books) -> None:
 
 
 def miscount_pages(books: Books) -> None:
-    books.cache.tree.num_pages += 1
+    books.cache.tree.forest.num_pages += 1
 
 
 def miscount_checkpoints(books: Books) -> None:
-    books.cache.tree.num_checkpoints -= 1
+    books.cache.tree.forest.num_checkpoints -= 1
 
 
 def forget_page_lock(books: Books) -> None:
@@ -116,7 +115,7 @@ def lock_a_tombstone(books: Books) -> None:
     assert node.slot is not None
     books.cache.memory.states.free([node.slot])
     node.slot = None
-    books.cache.tree.num_checkpoints -= 1
+    books.cache.tree.forest.num_checkpoints -= 1
 
 
 def release_twice(books: Books) -> None:

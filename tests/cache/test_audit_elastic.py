@@ -8,8 +8,7 @@ from hybrid.cache.audit import audit
 from hybrid.cache.pins import Pins
 from hybrid.errors import AuditError
 from hybrid.memory.arena import Arena, ArenaPool
-from hybrid.tree.node import Node
-from hybrid.tree.policy import TURN_END
+from hybrid.tree.node import Kind, Node
 from support.caches import AuditedCache, key_of, prefill, start
 from support.elastic import ONE, elastic
 
@@ -28,7 +27,7 @@ class Books:
         assert pin is not None
         self.pin, self.pins = pin, self.cache.pins
         self.lease = start(self.cache, key_of(self.cache, "efghi"))
-        assert self.cache.capture(self.lease, 10, TURN_END) is not None
+        assert self.cache.capture(self.lease, 10, Kind.TURN_END) is not None
 
     def node(self, text: str) -> Node:
         node = self.cache.tree.peek(key_of(self.cache, text), 10**6).deepest
@@ -97,7 +96,7 @@ def name_a_stranger_the_newest_child(books: Books) -> None:
 
 
 def overlook_a_candidate(books: Books) -> None:
-    books.cache.tree._candidates._checkpoints.pop(books.cache.tree._candidates._checkpoints.peek()[1])  # type: ignore[index]
+    books.cache.tree.candidates._checkpoints.pop(books.cache.tree.candidates._checkpoints.peek()[1])  # type: ignore[index]
 
 
 CORRUPTIONS = [

@@ -3,14 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-import hybrid.tree.tree
 from hybrid.key import Key
 from hybrid.memory.arena import ArenaPool
 from hybrid.memory.pool import IndexPool
+from hybrid.tree import forest, tree
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.node import Checkpoint, Node, Released
 from support.caches import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
@@ -131,8 +132,13 @@ class Failing:
         return self.constructor(*args)
 
 
-@pytest.mark.parametrize(("name", "num_calls"), [("Node", 2), ("Usage", 2), ("array", 1)])
-def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(name: str, num_calls: int) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "num_calls"),
+    [(forest, "Node", 2), (forest, "NodeUsage", 1), (tree, "NodeUsage", 2), (forest, "array", 1)],
+)
+def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(
+    module: ModuleType, name: str, num_calls: int
+) -> None:
     """A fork makes two nodes, the upper half of the split one and the leaf: each fails in turn.
 
     abcd *      inserting abxy*       ab o
@@ -144,7 +150,7 @@ def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(name: str, n
         case.put("abcd*")
         lock = case.tree.lock_state(case.node("abcd"))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hybrid.tree.tree, name, Failing(getattr(hybrid.tree.tree, name), at))
+            patch.setattr(module, name, Failing(getattr(module, name), at))
             with pytest.raises(MemoryError):
                 case.put("abxy*")
         assert case.peek("abcd")[:2] == (8, 8)
@@ -156,11 +162,11 @@ def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(name: str, n
         assert len(case.tree.evict_all().pages) == 6
 
 
-@pytest.mark.parametrize("name", ["Node", "Usage", "Root"])
-def test_a_first_insert_that_breaks_off_makes_no_namespace(name: str) -> None:
+@pytest.mark.parametrize(("module", "name"), [(forest, "Node"), (tree, "NodeUsage"), (tree, "Root")])
+def test_a_first_insert_that_breaks_off_makes_no_namespace(module: ModuleType, name: str) -> None:
     case = TreeCase()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid.tree.tree, name, Failing(getattr(hybrid.tree.tree, name), 0))
+        patch.setattr(module, name, Failing(getattr(module, name), 0))
         with pytest.raises(MemoryError):
             case.put("ab*", "tenant")
     assert not case.tree.knows("tenant")
@@ -178,7 +184,7 @@ def test_a_commit_that_breaks_off_leaves_pages_and_checkpoints_with_the_lease(at
     cache.capture(lease, 10)
     cache.advance(lease, 10)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid.tree.tree, "Node", Failing(Node, at))
+        patch.setattr(forest, "Node", Failing(Node, at))
         with pytest.raises(MemoryError):
             cache.commit(lease, key, 10)
     cache.audit()
@@ -213,13 +219,12 @@ def gone(case: TreeCase) -> int:
     return len(case.tree.evict_all().pages)
 
 
-@pytest.mark.parametrize("name", ["Usage"])
-def test_a_cut_that_breaks_off_leaves_the_leaf_whole_and_evictable(name: str) -> None:
+def test_a_cut_that_breaks_off_leaves_the_leaf_whole_and_evictable() -> None:
     case = TreeCase()
     case.put("abcd*")
     released = Released()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid.tree.tree, name, Failing(getattr(hybrid.tree.tree, name), 0))
+        patch.setattr(forest, "NodeUsage", Failing(forest.NodeUsage, 0))
         with pytest.raises(MemoryError):
             case.tree.evict_pages(2, released)
     assert (released.pages, released.slots) == ([], [1])  # its checkpoint had gone before
@@ -231,15 +236,15 @@ def test_a_cut_that_breaks_off_leaves_the_leaf_whole_and_evictable(name: str) ->
 @pytest.mark.parametrize("at", range(12))
 def test_an_eviction_that_cannot_remember_what_it_evicts_evicts_all_the_same(at: int) -> None:
     cache, workload = busy_cache()
-    bury, calls = Ghosts.bury, count()
+    remember, calls = Ghosts.remember, count()
 
-    def failing_bury(ghosts: Ghosts, node: Node, keep: int) -> None:
+    def failing_remember(ghosts: Ghosts, node: Node, keep: int) -> None:
         if next(calls) >= at:
             raise MemoryError("planted")
-        bury(ghosts, node, keep)
+        remember(ghosts, node, keep)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ghosts, "bury", failing_bury)
+        patch.setattr(Ghosts, "remember", failing_remember)
         workload.run(NUM_ACTIONS)
     assert next(calls) > at
     recover(cache, workload)
@@ -250,14 +255,14 @@ def test_what_was_evicted_before_something_raised_is_free_and_the_rest_can_still
     cache = audited_cache(num_pages=8, num_states=8)
     for letter in "abcd":
         serve(cache, key_of(cache, letter * 2))
-    find, calls = cache.tree._candidates.next_leaf, count()
+    find, calls = cache.tree.candidates.next_leaf, count()
 
     def failing_find() -> Node | None:
         if next(calls) == 2:
             raise MemoryError("planted")
         return find()
 
-    cache.tree._candidates.next_leaf = failing_find  # type: ignore[method-assign]
+    cache.tree.candidates.next_leaf = failing_find  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         cache.open(key_of(cache, "x" * 7), 13, 14)
     cache.audit()

@@ -6,7 +6,7 @@ import pytest
 
 from hybrid.cache.config import PLACEMENTS
 from hybrid.cache.placement import of_prompt, spare, sparse
-from hybrid.tree.policy import BRANCH, PROMPT_END, TURN_END, USER
+from hybrid.tree.node import Kind
 
 GRID = 16
 
@@ -17,25 +17,33 @@ def positions(names: tuple[str, ...] = PLACEMENTS, end: int = 100, **more: objec
 
 
 def test_a_prompt_has_one_at_the_last_position_that_leaves_a_token() -> None:
-    assert positions(end=100) == {96: PROMPT_END}
-    assert positions(end=96) == {80: PROMPT_END, 96: PROMPT_END}  # the same prompt again; a next turn
-    assert positions(end=16) == {16: PROMPT_END}
+    assert positions(end=100) == {96: Kind.PROMPT_END}
+    assert positions(end=96) == {80: Kind.PROMPT_END, 96: Kind.PROMPT_END}  # the same prompt again; a next turn
+    assert positions(end=16) == {16: Kind.PROMPT_END}
     assert positions(end=5) == {}
 
 
 def test_a_replay_has_one_at_its_end_alone() -> None:
-    assert positions(end=96, is_replay=True) == {96: TURN_END}
+    assert positions(end=96, is_replay=True) == {96: Kind.TURN_END}
     assert positions(("prompt_end",), end=96, is_replay=True) == {}
 
 
 def test_each_position_says_why_in_order() -> None:
-    assert positions(branching_len=32, shared={48}, declared=(70, -1)) == {32: BRANCH, 48: BRANCH, 64: USER, 96: USER}
+    assert positions(branching_len=32, shared={48}, declared=(70, -1)) == {
+        32: Kind.BRANCH,
+        48: Kind.BRANCH,
+        64: Kind.USER,
+        96: Kind.USER,
+    }
 
 
 def test_only_the_placements_that_are_wanted() -> None:
     assert positions((), branching_len=32) == {}
-    assert positions(("branch",), branching_len=32) == {32: BRANCH}
-    assert positions((), shared={48}, declared=(20,)) == {16: USER, 48: BRANCH}  # who waits, and who asks, gets one
+    assert positions(("branch",), branching_len=32) == {32: Kind.BRANCH}
+    assert positions((), shared={48}, declared=(20,)) == {
+        16: Kind.USER,
+        48: Kind.BRANCH,
+    }  # who waits, and who asks, gets one
 
 
 @pytest.mark.parametrize("declared", [-100, -90, 0, 15])

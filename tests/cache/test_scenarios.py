@@ -268,14 +268,14 @@ def test_21_a_commit_broken_off_in_the_middle_leaves_the_books_balanced(
     lease = start(cache, key)
     cache.capture(lease, 8)
     cache.advance(lease, 8)
-    split = cache.tree._split
+    split = cache.tree.forest.split
 
     def interrupted(*args: object) -> None:
         split(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.tree, "_split", interrupted)
+        patch.setattr(cache.tree.forest, "split", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cache.commit(lease, key, 8)
     assert cache.tree.peek(key_of(cache, "abcd"), 8)[:2] == (8, 8)
@@ -304,10 +304,11 @@ def of_units(text: str, units: list[tuple[int, int]]) -> Key:
 def test_22_no_match_ends_inside_an_image(cache: AuditedCache) -> None:
     """ab IIII cd: the image fills tokens [4, 12). A prompt that shares half of it shares nothing of it."""
     image = [(4, 12)]
-    first = of_units("abIJKLcd", image)
-    lease = prefill(cache, first)
-    for position in (4, 8, 12):  # whoever commits need not know the units
+    first = of_units("abIJKLcd", [])  # who commits need not know the units
+    lease = start(cache, first)
+    for position in (4, 8, 12, 16):
         cache.capture(lease, position)
+    cache.advance(lease, 16)
     cache.commit(lease, first, 16)
     cache.close(lease)
     for text, page_hit, usable in (

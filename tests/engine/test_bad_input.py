@@ -49,6 +49,13 @@ def test_a_prompt_of_another_kind_is_refused(engine: Engine) -> None:
             engine.add_request(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("namespace", [1, True, 1.0, None])
+def test_a_namespace_that_is_not_a_string_is_refused(engine: Engine, namespace: Any) -> None:
+    for call in (engine.add_request, engine.generate, engine.pin):
+        with pytest.raises(ArgumentError, match="a namespace must be a string"):
+            call([1, 2, 3], namespace=namespace)
+
+
 def test_a_prompt_longer_than_the_model_s_limit_is_refused(tiny: Engine) -> None:
     engine = engine_on(tiny, pages=1000)
     with pytest.raises(PromptError, match="has 8192 tokens; this model takes 8192, the answer included"):

@@ -1,5 +1,6 @@
 """Matrix products whose rows do not depend on how many rows there are."""
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid.kernels.batch_invariant import DECODE_ROWS, RowBlocks, decode_rows_that_agree, linear, rows_that_agree
+from hybrid.kernels.batch_invariant import (
+    ALIGNMENT,
+    BLOCK_ROWS,
+    Products,
+    RowBlocks,
+    choose,
+    choose_for_experts,
+    linear,
+    multiply_single_rows,
+    seconds_of,
+)
 from support.tensors import same_bits, starts_of
 
 CHUNK = 64
@@ -59,13 +70,19 @@ def test_cuts_take_every_row_of_the_prompt_parts_once_and_only_whole_powers_of_c
 
 
 @given(
-    prompts=st.lists(st.integers(1, 300), max_size=4), decoded=st.integers(0, 20), most=st.sampled_from([0, 64, 256])
+    prompts=st.lists(st.integers(1, 300), max_size=4),
+    decoded=st.integers(0, 40),
+    chunk_rows=st.sampled_from([0, 64, 256]),
+    sizes=st.sampled_from([(1,), (1, 2, 3), (8,), (4, 8, 16)]),
+    columns=st.sampled_from([0, 7, 64]),
 )
 @settings(deadline=None, max_examples=50)
-def test_a_cut_product_is_the_product(prompts: list[int], decoded: int, most: int) -> None:
+def test_a_cut_product_is_the_product(
+    prompts: list[int], decoded: int, chunk_rows: int, sizes: tuple[int, ...], columns: int
+) -> None:
     blocks = blocks_of(prompts, decoded)
     x, weight = torch.randn(blocks.num_rows, 33), by_columns(50, 33)
-    output = linear(x, weight, blocks, most)
+    output = linear(x, weight, blocks, Products(chunk_rows, sizes, columns))
     torch.testing.assert_close(output, torch.nn.functional.linear(x, weight), rtol=1e-5, atol=1e-5)
 
 
@@ -74,97 +91,144 @@ def test_without_blocks_it_is_the_product_of_torch() -> None:
     assert same_bits(linear(x, weight), torch.nn.functional.linear(x, weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+KINDS = pytest.mark.parametrize("products", ["chosen", "one by one"])
+
+
+def products_of(weight: Tensor, products: str) -> Products:
+    """What is chosen on this machine, or what needs no choice."""
+    return choose(weight, CHUNK) if products == "chosen" else Products()
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_a_row_does_not_depend_on_the_other_rows(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_by_columns", [True, False])
+def test_a_row_does_not_depend_on_the_other_rows(
+    outputs: int, inputs: int, dtype: torch.dtype, is_by_columns: bool, products: str
+) -> None:
     weight = by_columns(outputs, inputs, dtype)
-    most = rows_that_agree(weight, CHUNK, limit=256)
-    prompts, decoded = [1, CHUNK, 2 * CHUNK + 1, 3, 7 * CHUNK + 13], 2 * DECODE_ROWS + 3
+    weight = weight if is_by_columns else weight.contiguous()
+    chosen = products_of(weight, products)
+    prompts, decoded = [1, CHUNK, 2 * CHUNK + 1, 3, 7 * CHUNK + 13], 45
     blocks = blocks_of(prompts, decoded)
     x = torch.randn(blocks.num_rows, inputs).to(dtype)
-    together = linear(x, weight, blocks, most)
+    together = linear(x, weight, blocks, chosen)
     for start, end in blocks.segments:
-        assert same_bits(linear(x[start:end].clone(), weight, blocks_of([end - start], 0), most), together[start:end])
+        alone = linear(x[start:end].clone(), weight, blocks_of([end - start], 0), chosen)
+        assert same_bits(alone, together[start:end])
         for cut in range(start + CHUNK, end, CHUNK):
             parts = [
-                linear(part.clone(), weight, blocks_of([len(part)], 0), most) for part in (x[start:cut], x[cut:end])
+                linear(part.clone(), weight, blocks_of([len(part)], 0), chosen) for part in (x[start:cut], x[cut:end])
             ]
             assert same_bits(torch.cat(parts), together[start:end])
-    for row in range(blocks.decode_start, blocks.num_rows):
-        assert same_bits(linear(x[row : row + 1].clone(), weight, blocks_of([], 1), most)[0], together[row])
+    rows = x[blocks.decode_start :]
+    for row in range(len(rows)):
+        alone = linear(rows[row : row + 1].clone(), weight, blocks_of([], 1), chosen)
+        assert same_bits(alone[0], together[blocks.decode_start + row])
+    for count in (2, 3, 5, 7, 8, 9, 17, 33):  # others at other places
+        order = torch.randperm(len(rows))[:count]
+        assert same_bits(
+            linear(rows[order], weight, blocks_of([], count), chosen), together[blocks.decode_start :][order]
+        )
+
+
+@KINDS
+@pytest.mark.parametrize("shift", [1, 3, 7])
+def test_a_row_does_not_depend_on_its_address(shift: int, products: str) -> None:
+    weight = by_columns(50, 33)
+    chosen, blocks = products_of(weight, products), blocks_of([CHUNK, 5], 11)
+    x = torch.randn(blocks.num_rows, 33)
+    elsewhere = torch.empty(x.numel() + shift)[shift:].view(x.shape).copy_(x)
+    assert elsewhere.data_ptr() % ALIGNMENT
+    assert same_bits(linear(elsewhere, weight, blocks, chosen), linear(x, weight, blocks, chosen))
 
 
 def test_the_cut_of_single_rows_treats_every_row_as_decoded() -> None:
     weight = by_columns(50, 33)
     x, blocks = torch.randn(11, 33), blocks_of([130], 4)
-    single = blocks.of_single_rows(11)
-    together = linear(x, weight, single)
+    together = linear(x, weight, blocks.of_single_rows(11))
     for row in range(11):
         assert same_bits(linear(x[row : row + 1], weight, blocks.of_single_rows(1))[0], together[row])
-    assert single.cuts(CHUNK) == []
+    assert blocks.of_single_rows(11).cuts(CHUNK) == []
 
 
-@pytest.mark.parametrize("decoded", [1, DECODE_ROWS - 1, DECODE_ROWS, DECODE_ROWS + 1, 3 * DECODE_ROWS])
-def test_a_block_of_decoded_rows_is_filled_up_with_zeros(decoded: int) -> None:
-    """So what lies behind the rows does not come in: here it is NaN."""
-    weight, memory = by_columns(50, 33), torch.full((4 * DECODE_ROWS, 33), float("nan"))
+@pytest.mark.parametrize("decoded", [1, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS])
+def test_a_block_of_single_rows_is_filled_up_with_zeros(decoded: int) -> None:
+    """What is in memory after the rows does not come in: here it is NaN."""
+    weight, memory = by_columns(50, 33), torch.full((4 * BLOCK_ROWS, 33), float("nan"))
     memory[:decoded] = torch.randn(decoded, 33)
-    output = linear(memory[:decoded], weight, blocks_of([], decoded))
-    full = torch.zeros(-(-decoded // DECODE_ROWS) * DECODE_ROWS, 33)
+    output = linear(memory[:decoded], weight, blocks_of([], decoded), Products(sizes=(BLOCK_ROWS,)))
+    full = torch.zeros(-(-decoded // BLOCK_ROWS) * BLOCK_ROWS, 33)
     full[:decoded] = memory[:decoded]
-    expected = torch.cat([torch.mm(block, weight.t()) for block in full.split(DECODE_ROWS)])
+    expected = torch.cat([torch.mm(block.clone(), weight.t()) for block in full.split(BLOCK_ROWS)])
     assert same_bits(output, expected[:decoded])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_rows_that_agree_do_agree_for_other_numbers_than_those_tried(
-    outputs: int, inputs: int, dtype: torch.dtype
-) -> None:
-    weight = by_columns(outputs, inputs, dtype)
-    most = rows_that_agree(weight, CHUNK, limit=512)
-    assert most % CHUNK == 0
-    assert (most // CHUNK).bit_count() == 1
-    assert most <= 512
-    for _ in range(3):
-        x, other = (torch.randn(most, inputs) * 3).to(dtype), by_columns(outputs, inputs, dtype)
-        for size in (CHUNK << power for power in range((most // CHUNK).bit_length())):
-            expected = torch.cat([torch.mm(part, other.t()) for part in x[:size].split(CHUNK)])
-            assert same_bits(torch.mm(x[:size], other.t()), expected)
+# What is tried, with products that depend on something
 
 
-def test_rows_that_agree_never_goes_beyond_its_limit_or_below_a_chunk() -> None:
-    weight = by_columns(8, 16)
-    assert rows_that_agree(weight, CHUNK, limit=CHUNK) == CHUNK
-    assert rows_that_agree(weight, CHUNK, limit=3 * CHUNK) in (CHUNK, 2 * CHUNK)
+def let_products_be(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Let a product of rows `x` be changed where its place or its number of rows says so."""
+    multiply = torch.mm
+
+    def mm(x: Tensor, y: Tensor, out: Tensor | None = None) -> Tensor:
+        result = change(x, multiply(x, y))
+        return result if out is None else out.copy_(result)
+
+    monkeypatch.setattr(torch, "mm", mm)
 
 
 @pytest.mark.parametrize("last", [CHUNK, 2 * CHUNK, 4 * CHUNK])
-def test_rows_that_agree_stops_where_a_product_takes_another_way(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    multiply = torch.mm
-
-    def another_way_beyond(x: Tensor, y: Tensor) -> Tensor:
-        return multiply(x, y) * (1 + 2**-22 if len(x) > last else 1)
-
-    monkeypatch.setattr(torch, "mm", another_way_beyond)
-    assert rows_that_agree(by_columns(50, 33), CHUNK, limit=512) == last
+def test_chunks_go_together_up_to_where_a_product_takes_another_way(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_products_be(monkeypatch, lambda x, y: y * (1 + 2**-22 if len(x) > last else 1))
+    assert choose(by_columns(50, 33), CHUNK).chunk_rows <= last
 
 
-@pytest.mark.parametrize("by_columns", [True, False])
-def test_decoded_rows_have_the_same_bits_in_every_size_of_block_that_agrees(by_columns: bool) -> None:
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.randn(96, 160, generator=generator)
-    weight = weight.t().contiguous().t() if by_columns else weight
-    sizes = decode_rows_that_agree(weight)
-    assert DECODE_ROWS in sizes
-    assert list(sizes) == sorted(sizes)
-    x = torch.randn(70, 160, generator=generator)
-    alone = torch.cat([linear(x[row : row + 1], weight, single_rows(1), decode_rows=sizes) for row in range(70)])
-    for count in (2, 3, 5, 8, 9, 17, 33, 70):
-        together = linear(x[:count], weight, single_rows(count), decode_rows=sizes)
-        assert torch.equal(together, alone[:count])
+def test_chunks_never_go_together_beyond_the_limit_or_below_a_chunk() -> None:
+    weight = by_columns(8, 16)
+    for chunk in (1, CHUNK, 1000):
+        assert chunk <= choose(weight, chunk).chunk_rows <= max(512, chunk)
+    assert choose(weight, CHUNK, takes_chunks=False).chunk_rows == 0
 
 
-def single_rows(count: int) -> RowBlocks:
-    """A step in which so many requests decode."""
-    return RowBlocks((), 0, count, 16)
+def odd_rows_differ(x: Tensor, y: Tensor) -> Tensor:
+    """As a narrow product does it on some CPUs: in blocks of all even sizes, so that these agree with each other."""
+    return y * (1 + 2**-20 * (torch.arange(len(x)) % 2)).unsqueeze(1)
+
+
+def test_a_product_that_depends_on_the_place_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_products_be(monkeypatch, odd_rows_differ)
+    for weight in (by_columns(6, 160), by_columns(50, 33).contiguous()):
+        assert choose(weight, CHUNK).sizes == (1,)
+        assert choose_for_experts(weight.unsqueeze(0)).sizes == (1,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_where_one_row_takes_another_way_than_a_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 a single row stays one; in 16 bits, where blocks are faster by far, it is filled up to one."""
+    let_products_be(monkeypatch, lambda x, y: y * (2 if len(x) < 4 else 1))
+    weight = by_columns(96, 64, dtype)
+    sizes = choose(weight, CHUNK).sizes
+    assert (1 in sizes) == (dtype == torch.float32)
+    if dtype == torch.float32:
+        assert max(sizes) < 4
+    assert 1 not in choose_for_experts(weight.unsqueeze(0)).sizes
+
+
+def test_experts_whose_weights_are_aligned_otherwise_are_all_tried() -> None:
+    weight = torch.randn(5, 7, 33)
+    chosen = choose_for_experts(weight)
+    x = torch.randn(40, 33)
+    for expert in weight:
+        together = multiply_single_rows(x, expert.t(), chosen)
+        for count in (1, 3, 9):
+            rows = torch.randperm(40)[:count]
+            assert same_bits(multiply_single_rows(x[rows], expert.t(), chosen), together[rows])
+
+
+def test_what_was_chosen_can_be_read_and_its_cost_measured() -> None:
+    products = Products(256, (1, 2), 512)
+    assert str(products) == "single rows in blocks of 1, 2, else by 512 columns; chunks up to 256 rows"
+    ours, plain = seconds_of(by_columns(50, 33), products, 8)
+    assert ours > 0
+    assert plain > 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels import batch_invariant
+from hybrid.kernels.batch_invariant import choose_for_experts
 from hybrid.kernels.reference import experts as twins
 from hybrid.kernels.triton import experts as kernels
 from support.tensors import same_bits
@@ -127,7 +127,7 @@ def test_the_bits_of_a_row_do_not_depend_on_who_shares_its_experts(
     x, choice, shares = random(rows, inner, dtype=dtype), chosen(rows), random(rows, TOP, seed=4).softmax(-1)
     weight = random(EXPERTS, columns, inner, seed=1, dtype=dtype)
     weight = by_columns(weight) if is_by_columns else weight
-    sizes = batch_invariant.block_sizes_that_agree(weight[0].cpu())
+    sizes = choose_for_experts(weight.cpu()).sizes
 
     def run(which: list[int], decode_start: int) -> Tensor:
         order, places, ends = made_by.sort_by_expert(choice[which], EXPERTS, decode_start)
@@ -161,11 +161,3 @@ def test_a_twin_that_cuts_multiplies_blocks_of_the_sizes_asked_for(
     assert seen <= set(sizes)
     expected = torch.einsum("ti,tkoi->tko", x, weight[choice])
     torch.testing.assert_close(y[places], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_sizes_of_blocks_are_those_that_agree_and_one_where_the_place_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = random(40, 48).cpu()
-    assert batch_invariant.BLOCK_ROWS in batch_invariant.block_sizes_that_agree(weight)
-    product = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda x, w: product(x, w) + torch.arange(len(x)).unsqueeze(1))
-    assert batch_invariant.block_sizes_that_agree(weight) == (1,)

@@ -44,16 +44,16 @@ def with_image(seed: int, start: int = 3, count: int = 1, length: int = 40) -> I
 # What tells images apart
 
 
-@pytest.mark.parametrize("start", [0, 3, PAGE - 1])
-def test_200_000_images_of_one_position_have_200_000_keys(start: int) -> None:
+@pytest.mark.parametrize(("start", "count"), [(PAGE - 1, 200_000), (3, 10_000), (0, 10_000)])
+def test_200_000_images_of_one_position_have_200_000_keys(start: int, count: int) -> None:
     """With 31 bits per position, 65,165 contents had a collision. It is in every page with a part of the image that
     keys must differ: the tree shares page by page."""
     prompt = [PAD] * PAGE
     pages = {
         PagedUnits(prompt, [Unit(start, start + 1, number.to_bytes(16, "little"))], PAGE).key(prompt).ids
-        for number in range(200_000)
+        for number in range(count)
     }
-    assert len(pages) == 200_000
+    assert len(pages) == count
     words = np.frombuffer(b"".join(pages), "<i4").reshape(-1, PAGE)
     assert (words < 0).all()
     few = words[:2000]

@@ -14,9 +14,8 @@ from hybrid.cache.lease import Lease
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, Inserted, Match, Node, Released
+from hybrid.tree.node import Checkpoint, Inserted, Kind, Match, Node, Released
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.policy import BRANCH, INTERVAL
 from hybrid.tree.tree import Tree
 
 
@@ -42,7 +41,9 @@ class TreeCase:
         letters = text.removesuffix("*")
         key = self.key(letters, namespace)
         checkpoint = (
-            Checkpoint(next(self._slots), len(key), INTERVAL if spare else BRANCH) if text.endswith("*") else None
+            Checkpoint(next(self._slots), len(key), Kind.INTERVAL if spare else Kind.BRANCH)
+            if text.endswith("*")
+            else None
         )
         return self.tree.insert(key, len(key), [next(self._pages) for _ in letters], checkpoint)
 

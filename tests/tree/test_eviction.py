@@ -319,4 +319,4 @@ def test_a_tree_remembers_a_bounded_number_of_evicted_prefixes() -> None:
     for letter in range(25):
         case.put("a" + chr(1000 + letter))
     case.tree.evict_all()
-    assert 5 <= len(case.tree._ghosts) <= 10
+    assert 5 <= len(case.tree.ghosts) <= 10

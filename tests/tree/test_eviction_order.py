@@ -5,14 +5,13 @@ from array import array
 import pytest
 
 from hybrid.errors import ArgumentError
-from hybrid.tree.candidates import OrderedQueue
-from hybrid.tree.node import Node
+from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import policy_of
-from hybrid.tree.policy import Usage
+from hybrid.tree.queues import OrderedQueue
 
 
 def node(tick: int) -> Node:
-    return Node(None, b"", array("i"), 0, Usage(tick, tick))
+    return Node(None, b"", array("i"), 0, NodeUsage(tick, tick))
 
 
 def recency(node: Node) -> float:
@@ -35,7 +34,7 @@ def test_the_queue_stays_small_however_often_its_candidates_are_used(falls: bool
         nodes[tick % 10].usage.last_used = tick
         queue.push(nodes[tick % 10], renewed=False)
         queue.used(nodes[tick % 10])
-        assert len(queue._heap) <= 1025
+        assert len(queue) <= 1025
     gone: list[Node] = []
     while (next_one := take(queue)) is not None:
         if next_one not in gone:

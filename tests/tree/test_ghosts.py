@@ -1,6 +1,10 @@
 """Ghosts: a prefix that has gone is known on the second sight, and a policy hears of hits that it made impossible."""
 
+import os
+import subprocess
+import sys
 from itertools import count
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -10,7 +14,7 @@ from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Released
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.policy import Facts
+from hybrid.tree.policy import Facts, Policy
 from hybrid.tree.tree import Tree
 from support.caches import AuditedCache, TreeCase, audited_cache, key_of, serve, start
 
@@ -72,7 +76,7 @@ def test_nothing_is_recalled_beyond_a_deeper_checkpoint_that_is_there(cache: Aud
 # What a policy hears
 
 
-class Listener:
+class Listener(Policy):
     """The least recently used goes; misses are written down."""
 
     order = "rising"
@@ -157,20 +161,20 @@ def test_ghosts_are_bounded_and_the_newest_are_kept() -> None:
         text = "abcd"[index % 4] + chr(ord("A") + index)
         case.put(text)
         case.tree.evict_pages(2)
-        assert len(case.tree._ghosts) <= 10
+        assert len(case.tree.ghosts) <= 10
     newest, oldest = case.key("d" + chr(ord("A") + 99)), case.key("aA")
     assert case.tree.was_evicted(newest, case.tree.peek(newest, 4))
-    assert case.tree._ghosts.follow(newest, None, 0, 4)[0] == 4
-    assert case.tree._ghosts.follow(oldest, None, 0, 4)[0] < 4
+    assert case.tree.ghosts.follow(newest, None, 0, 4)[0] == 4
+    assert case.tree.ghosts.follow(oldest, None, 0, 4)[0] < 4
 
 
 def test_a_cache_bounds_its_ghosts() -> None:
     cache = audited_cache(num_pages=8, num_states=4)
-    bound = 2 * cache.tree._ghosts._half
+    bound = cache.tree.ghosts.limit
     for index in range(bound // 4):
         cache.tree.insert(Key.of([index] * 16), 16, list(range(8)))
         cache.tree.evict_pages(8)
-    assert bound / 2 <= len(cache.tree._ghosts) <= bound + 8
+    assert bound / 2 <= len(cache.tree.ghosts) <= bound + 8
 
 
 # Against a set of all prefixes that have gone
@@ -229,7 +233,7 @@ class Life:
         if node is not None and node.end != num_pages:
             return False
         expected = self.known(namespace, ids, num_pages, limit)
-        assert self.tree._ghosts.follow(key, node, num_pages, limit)[0] == expected
+        assert self.tree.ghosts.follow(key, node, num_pages, limit)[0] == expected
         past = self.tree.recall(key, match, limit)
         assert past.num_tokens == expected
         return expected > num_pages
@@ -252,3 +256,30 @@ def test_ghosts_know_what_a_set_of_all_prefixes_that_have_gone_knows(page_size: 
         else:
             told += life.compare()
     assert told > 10
+
+
+HASHES = """
+from hybrid.key import Key
+from hybrid.tree.ghosts import of_block, of_namespace
+from support.caches import TreeCase
+
+case = TreeCase()
+for text in ("abcd*", "abxy*", "pqrs*"):
+    case.put(text, "tenant")
+case.tree.evict_pages(5)
+known = [case.tree.ghosts.follow(case.key(text, "tenant"), None, 0, 8) for text in ("abcd", "abxy", "pqrs")]
+print(of_block(of_namespace("tenant"), b"12345678").hex(), [length for length, _ in known])
+"""
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    """Python salts its own hash of bytes and texts with PYTHONHASHSEED; ghosts must not depend on it."""
+    printed = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parent.parent)}
+        done = subprocess.run(
+            [sys.executable, "-c", HASHES], env=environment, capture_output=True, text=True, check=True
+        )
+        printed.add(done.stdout)
+    assert len(printed) == 1
+    assert "[8, 8, 0]" in printed.pop()

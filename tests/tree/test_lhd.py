@@ -10,13 +10,14 @@ from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree import lhd as learned
 from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LearnedHitDensity, age_bin, density
-from hybrid.tree.policy import BRANCH, PROMPT_END, TURN_END, USER, Facts, Usage
+from hybrid.tree.node import Kind, NodeUsage
+from hybrid.tree.policy import Facts
 from support.caches import AuditedCache, start
 
 PAGE = 4
 
 
-def facts(usage: Usage, now: int, below: bool = False) -> Facts:
+def facts(usage: NodeUsage, now: int, below: bool = False) -> Facts:
     return Facts.without_node(usage, now, 64, tokens_saved=64, bytes_freed=64, has_below=below)
 
 
@@ -42,13 +43,13 @@ def test_what_comes_soon_counts_more_than_what_comes_late() -> None:
     assert soon[10] < soon[0]
 
 
-def live(policy: LearnedHitDensity, kind: str, now: int) -> Usage:
-    usage = Usage(now, now, kind=kind, used_at=now)
+def live(policy: LearnedHitDensity, kind: str, now: int) -> NodeUsage:
+    usage = NodeUsage(now, now, kind=kind, used_at=now)
     policy.entered(facts(usage, now))
     return usage
 
 
-def use(policy: LearnedHitDensity, usage: Usage, now: int, gone: bool) -> None:
+def use(policy: LearnedHitDensity, usage: NodeUsage, now: int, gone: bool) -> None:
     (policy.missed if gone else policy.hit)(facts(usage, now))
     usage.hits += 1
     usage.used_at = now
@@ -59,10 +60,10 @@ def test_a_kind_that_is_hit_is_worth_more_than_one_that_is_not(gone: bool) -> No
     """Branches are used again after 8 requests, turn ends never. Also where every branch had been evicted: ghosts teach
     as well as hits do."""
     policy = LearnedHitDensity()
-    branches: list[tuple[int, Usage]] = []
+    branches: list[tuple[int, NodeUsage]] = []
     for now in range(1, 400):
-        live(policy, TURN_END, now)
-        fresh = live(policy, BRANCH, now)
+        live(policy, Kind.TURN_END, now)
+        fresh = live(policy, Kind.BRANCH, now)
         if gone:
             policy.evicted(facts(fresh, now))
         branches.append((now, fresh))
@@ -70,31 +71,34 @@ def test_a_kind_that_is_hit_is_worth_more_than_one_that_is_not(gone: bool) -> No
             if now == born + 8:
                 use(policy, usage, now, gone)
     now = 400
-    wanted, unwanted = Usage(now, now, kind=BRANCH, used_at=now - 3), Usage(now, now, kind=TURN_END, used_at=now - 3)
+    wanted, unwanted = (
+        NodeUsage(now, now, kind=Kind.BRANCH, used_at=now - 3),
+        NodeUsage(now, now, kind=Kind.TURN_END, used_at=now - 3),
+    )
     assert policy.rank(facts(wanted, now)) > 10 * policy.rank(facts(unwanted, now))
 
 
 def test_a_kind_never_seen_is_worth_what_its_age_says() -> None:
     policy = LearnedHitDensity()
-    young, old = Usage(1, 1, kind=BRANCH, used_at=99), Usage(1, 1, kind=BRANCH, used_at=1)
+    young, old = NodeUsage(1, 1, kind=Kind.BRANCH, used_at=99), NodeUsage(1, 1, kind=Kind.BRANCH, used_at=1)
     assert policy.rank(facts(young, 100)) > policy.rank(facts(old, 100)) > 0
 
 
 def test_a_priority_doubles_and_a_spare_checkpoint_goes_before_all() -> None:
     policy = LearnedHitDensity()
-    plain, dear = Usage(1, 1), Usage(1, 1, priority=3)
+    plain, dear = NodeUsage(1, 1), NodeUsage(1, 1, priority=3)
     assert policy.rank(facts(dear, 5)) == pytest.approx(8 * policy.rank(facts(plain, 5)))
-    assert policy.rank(facts(Usage(1, 0), 5)) < 0
+    assert policy.rank(facts(NodeUsage(1, 0), 5)) < 0
 
 
 def test_records_of_what_has_gone_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learned, "MOST_WATCHED", 50)
+    monkeypatch.setattr(learned, "MAX_WATCHED", 50)
     policy = LearnedHitDensity()
     for now in range(1, 300):
-        usage = live(policy, TURN_END, now)
+        usage = live(policy, Kind.TURN_END, now)
         if now % 10:
             policy.evicted(facts(usage, now))
-    assert len(policy._watched) <= 50 + 30
+    assert policy.num_watched <= 50 + 30
 
 
 # In a cache
@@ -111,7 +115,9 @@ def serve(cache: HybridCache, ids: list[int], answer: int = PAGE) -> int:
     lease = cache.open(key, len(ids) - 1, len(ids))
     assert lease is not None
     hit = lease.num_hit_tokens
-    for position, kind in sorted({lease.branching_len or 0: BRANCH, (len(ids) - 1) // PAGE * PAGE: PROMPT_END}.items()):
+    for position, kind in sorted(
+        {lease.branching_len or 0: Kind.BRANCH, (len(ids) - 1) // PAGE * PAGE: Kind.PROMPT_END}.items()
+    ):
         if position > hit:
             cache.capture(lease, position, kind)
     cache.advance(lease, len(ids))
@@ -119,7 +125,7 @@ def serve(cache: HybridCache, ids: list[int], answer: int = PAGE) -> int:
     whole = len(key) // PAGE * PAGE
     if cache.reserve(lease, len(key)):
         if whole > len(ids):
-            cache.capture(lease, whole, TURN_END)
+            cache.capture(lease, whole, Kind.TURN_END)
         cache.advance(lease, len(key))
         cache.commit(lease, key, whole)
         cache.end_turn(lease, len(key))
@@ -158,9 +164,9 @@ def test_a_checkpoint_not_worth_its_room_is_not_taken_and_remembered_all_the_sam
             serve(cache, [letter] * (2 * PAGE + 1), answer=1)
     lease = start(cache, Key.of([3] * (PAGE + 1)))
     before = cache.stats().checkpoints
-    assert cache.capture(lease, PAGE, USER) is None
+    assert cache.capture(lease, PAGE, Kind.USER) is None
     assert cache.stats().checkpoints == before
-    assert lease.lost[PAGE].kind == USER
+    assert lease.lost[PAGE].kind == Kind.USER
     key = Key.of([3] * (PAGE + 1))
     cache.advance(lease, PAGE + 1)
     cache.commit(lease, key, PAGE)
@@ -174,7 +180,7 @@ def test_the_checkpoint_of_a_prompt_at_whose_end_its_turn_ends_is_that_of_the_tu
     cache = small_cache()
     serve(cache, [7] * (2 * PAGE + 1), answer=1)
     (checkpoint,) = [node for _, node in cache.tree.nodes() if node.slot is not None]
-    assert (checkpoint.end, checkpoint.usage.kind) == (2 * PAGE, TURN_END)
+    assert (checkpoint.end, checkpoint.usage.kind) == (2 * PAGE, Kind.TURN_END)
 
 
 def test_turns_are_counted_along_a_conversation() -> None:
@@ -184,5 +190,5 @@ def test_turns_are_counted_along_a_conversation() -> None:
         ids = [*ids, *[turn] * PAGE]
         serve(cache, ids)
         ids = [*ids, *range(1000, 1000 + PAGE)]
-    turns = {node.end: node.usage.turn for _, node in cache.tree.nodes() if node.usage.kind == TURN_END}
+    turns = {node.end: node.usage.turn for _, node in cache.tree.nodes() if node.usage.kind == Kind.TURN_END}
     assert turns == {2 * PAGE * (turn + 1): turn for turn in range(4)}

@@ -13,10 +13,10 @@ from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.candidates import SAMPLE
-from hybrid.tree.node import Checkpoint
+from hybrid.tree.node import Checkpoint, Kind
 from hybrid.tree.policies import POLICIES, LeastRecentlyUsed, policy_of
-from hybrid.tree.policy import BRANCH, TURN_END, Facts, Policy
+from hybrid.tree.policy import Facts, Policy
+from hybrid.tree.queues import SAMPLE
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices
 from support.caches import AuditedCache, TreeCase, key_of, serve
@@ -29,14 +29,14 @@ class Case(TreeCase):
         super().__init__()
         self.tree = Tree(2, 2, policy, prices, seed=seed)
 
-    def add(self, text: str, kind: str = BRANCH, priority: int = 0) -> None:
+    def add(self, text: str, kind: str = Kind.BRANCH, priority: int = 0) -> None:
         """Insert a text with a checkpoint at its end."""
         key = self.key(text)
         checkpoint = Checkpoint(next(self._slots), len(key), kind, priority)
         self.tree.insert(key, len(key), [next(self._pages) for _ in text], checkpoint)
 
     def facts(self, text: str) -> Facts:
-        return self.tree._candidates.facts(self.node(text))
+        return self.tree.candidates.facts(self.node(text))
 
     def goes(self) -> str:
         """The letter whose checkpoint goes next; every text of the tree is one letter."""
@@ -152,7 +152,7 @@ def test_flop_aware_counts_only_what_the_next_checkpoint_above_does_not_spare() 
     assert released.slots == [2]  # it saves two tokens for 110 bytes
 
 
-class Ranked:
+class Ranked(Policy):
     """A policy of the user's: `rank` is the function given, and what the policy was told is kept."""
 
     def __init__(self, rank: Callable[[Facts], float]) -> None:
@@ -189,9 +189,16 @@ def test_a_users_own_object_decides() -> None:
     assert (cache.stats().checkpoints, cache.stats().policy_failure) == (1, None)
 
 
-@pytest.mark.parametrize("wrong", [object(), 3, None, LeastRecentlyUsed, lambda facts: 1.0])
-def test_an_object_without_rank_is_refused_and_told_what_is_missing(wrong: object) -> None:
-    with pytest.raises(ArgumentError, match=r"an object with a method rank\(facts\) -> float"):
+class OnlyRank:
+    """It could rank, but is not a `Policy`: its hooks would have to be searched for."""
+
+    def rank(self, facts: Facts) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("wrong", [object(), 3, None, LeastRecentlyUsed, lambda facts: 1.0, OnlyRank()])
+def test_an_object_that_is_not_a_policy_is_refused_and_told_what_is_missing(wrong: object) -> None:
+    with pytest.raises(ArgumentError, match=r"an instance of a subclass of hybrid.Policy"):
         with_policy(wrong)
 
 
@@ -263,11 +270,9 @@ def test_candidates_that_have_gone_are_forgotten(evict: str, order: str | None) 
         tree.insert(Key.of([number, number]), 2, [number], Checkpoint(number, 2))
         while tree.num_pages > 10:
             getattr(tree, evict)(1)
-    queues = tree._candidates
     nodes = {id(node) for _, node in tree.nodes()}
     assert len(nodes) == 10
-    for queue in (queues._leaves, queues._checkpoints, queues._tails):
-        assert len(queue._nodes if hasattr(queue, "_nodes") else queue._heap) < 1100  # type: ignore[attr-defined]
+    assert max(tree.candidates.num_entries) < 1100
 
 
 # What a policy may know
@@ -280,8 +285,8 @@ def test_facts_of_a_small_tree() -> None:
       ef *  branch, priority 3
     """
     case = Case(policy_of("lru"))
-    case.add("abcd", TURN_END)  # tick 1
-    case.add("abef", BRANCH, priority=3)  # tick 2, which splits
+    case.add("abcd", Kind.TURN_END)  # tick 1
+    case.add("abef", Kind.BRANCH, priority=3)  # tick 2, which splits
     case.use("abef")  # tick 3
     case.use("abef")  # tick 4
     case.use("abcd")  # tick 5

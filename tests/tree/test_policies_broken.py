@@ -9,15 +9,14 @@ import pytest
 from hybrid.cache.config import CacheConfig
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.candidates import PolicyWarning
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.policy import Facts
+from hybrid.tree.policy import Facts, Policy, PolicyWarning
 from support.caches import AuditedCache, key_of, release, serve, start
 
 TEXTS = ("ab", "abc", "de", "abf", "ghij", "ab", "abf", "klm")
 
 
-class Broken:
+class Broken(Policy):
     """Ranks by something of no meaning, until the call of number `at` of the method named."""
 
     def __init__(self, method: str, at: int, act: Callable[[], object]) -> None:
@@ -137,7 +136,7 @@ def test_a_rank_that_is_no_number_is_refused_whichever_call_it_is(returned: str,
 
 
 def test_a_rank_of_none_is_refused() -> None:
-    class Silent:
+    class Silent(Policy):
         def rank(self, facts: Facts) -> None:
             return None
 
@@ -148,7 +147,7 @@ def test_a_rank_of_none_is_refused() -> None:
 
 
 def test_ranks_may_be_infinite_integers_and_booleans() -> None:
-    class Wide:
+    class Wide(Policy):
         def rank(self, facts: Facts) -> float:
             return (float("inf"), -float("inf"), 3, True)[facts.created % 4]
 
@@ -194,7 +193,7 @@ def test_a_policy_derived_from_ours_is_dismissed_too() -> None:
     assert_lru(cache)
 
 
-class Recency:
+class Recency(Policy):
     """The least a policy has."""
 
     def rank(self, facts: Facts) -> float:

@@ -16,9 +16,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hybrid.errors import LockError, OwnershipError
 from hybrid.key import Key
-from hybrid.tree.node import Checkpoint, Lock, Match, Released
+from hybrid.tree.node import Checkpoint, Kind, Lock, Match, Released
 from hybrid.tree.policies import POLICIES, LeastRecentlyUsed
-from hybrid.tree.policy import BRANCH, INTERVAL
 from hybrid.tree.tree import Tree
 
 Prefix = tuple[str, tuple[int, ...]]
@@ -106,7 +105,9 @@ class TreeMachine(RuleBasedStateMachine):
         num_tokens, page_size = len(prefix[1]), self.model.page_size
         offered = [next(self.next_page) for _ in pages]
         state = state and num_tokens % self.model.grid == 0
-        checkpoint = Checkpoint(next(self.next_slot), num_tokens, INTERVAL if spare else BRANCH) if state else None
+        checkpoint = (
+            Checkpoint(next(self.next_slot), num_tokens, Kind.INTERVAL if spare else Kind.BRANCH) if state else None
+        )
         existing = self.model.page_hit(prefix)
 
         inserted = self.tree.insert(Key.of((*prefix[1], *[1] * more), namespace), num_tokens, offered, checkpoint)
@@ -314,7 +315,7 @@ TestTree.settings = settings(max_examples=100, stateful_step_count=40, deadline=
 
 
 def dice_kind(random: Random) -> str:
-    return INTERVAL if random.random() < 0.3 else BRANCH
+    return Kind.INTERVAL if random.random() < 0.3 else Kind.BRANCH
 
 
 def victims(seed: int) -> list[Released]:

@@ -1,0 +1,106 @@
+"""Eviction: takes from the tree what its policy ranks lowest, and returns it to the caller.
+
+What has been evicted is in `released` at every moment, also when something raises in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from hybrid.tree.candidates import Candidates
+from hybrid.tree.forest import Forest
+from hybrid.tree.ghosts import Ghosts
+from hybrid.tree.node import Node, Released, Root
+
+
+class Evictor:
+    """Evicts what no lock protects.
+
+    Args:
+        forest: the nodes to evict from.
+        candidates: the order in which they are evicted.
+        ghosts: remembers what was evicted.
+    """
+
+    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts) -> None:
+        self._forest = forest
+        self._candidates = candidates
+        self._ghosts = ghosts
+
+    def evict_pages(self, num_pages: int, released: Released) -> None:
+        """Evict at least `num_pages` pages if possible: leaves in the order of the policy, each from its tail.
+
+        A leaf that is cut loses its checkpoint. A leaf that is removed takes the childless tombstones above it along.
+        """
+        end = len(released.pages) + num_pages
+        while len(released.pages) < end:
+            leaf = self._next(self._candidates.next_leaf)
+            if leaf is None:
+                break
+            self._evict(leaf, end - len(released.pages), released)
+
+    def evict_checkpoints(self, num_checkpoints: int, released: Released) -> None:
+        """Evict `num_checkpoints` checkpoints if possible, in the order of the policy. Their pages stay."""
+        end = len(released.slots) + num_checkpoints
+        while len(released.slots) < end:
+            node = self._next(self._candidates.next_checkpoint)
+            if node is None:
+                break
+            self._evict(node, 0, released)
+
+    def evict_one(self, num_pages: int, released: Released) -> None:
+        """Evict the candidate with the lowest rank: a checkpoint, or up to `num_pages` pages from the tail of a leaf
+        that has none. Evicts nothing when everything is locked."""
+        node = self._next(self._candidates.next_of_all)
+        if node is not None:
+            self._evict(node, 0 if node.slot is not None else num_pages, released)
+
+    def _next(self, find: Callable[[], Node | None]) -> Node | None:
+        self._candidates.settle(self._forest.nodes())
+        return find()
+
+    def _evict(self, node: Node, num_pages: int, released: Released) -> None:
+        """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
+        try:
+            if num_pages == 0:
+                self._drop_checkpoint(node, released)
+                self._candidates.enter(node, renewed=True)  # a leaf's pages may still be evicted
+            elif num_pages < len(node.pages):
+                self._drop_checkpoint(node, released)
+                self._remember(node, len(node.pages) - num_pages)
+                released.pages.extend(self._forest.cut(node, num_pages))
+                self._candidates.enter(node, renewed=True)
+            else:
+                self._remove(node, released)
+        except BaseException:
+            self._candidates.enter(node)
+            raise
+
+    def _remove(self, leaf: Node, released: Released) -> None:
+        node = leaf
+        while True:
+            self._drop_checkpoint(node, released)
+            self._remember(node, 0)
+            released.pages.extend(node.pages)
+            parent = self._forest.remove(node)
+            if parent.children:
+                return
+            self._candidates.changed(parent)
+            if isinstance(parent, Root):
+                return
+            if parent.slot is not None or parent.page_locks:
+                self._candidates.enter(parent)
+                return
+            node = parent
+
+    def _remember(self, node: Node, num_kept: int) -> None:
+        with suppress(Exception):  # eviction continues without this ghost
+            self._ghosts.remember(node, num_kept * self._forest.page_bytes)
+
+    def _drop_checkpoint(self, node: Node, released: Released) -> None:
+        if node.slot is not None:
+            assert not node.state_locks
+            self._candidates.evicting(node)
+            released.slots.append(node.slot)
+            self._forest.drop_checkpoint(node)
