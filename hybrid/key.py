@@ -7,6 +7,7 @@ edge is compared with one `bytes.startswith`, which is one memcmp without a copy
 import hashlib
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ class Key:
         ids: the token ids, `TOKEN_BYTES` bytes each.
         namespace: a LoRA adapter, a cache salt, a tenant; a string.
         units: spans `(start, end)` of tokens that are one unit, such as the positions of an image: no match and no
-            checkpoint ends inside one.
+            checkpoint ends inside one. They rise and do not overlap.
     """
 
     ids: bytes
@@ -48,14 +49,16 @@ class Key:
             ArgumentError: the namespace is not a string.
         """
         ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
-        return cls(ids.tobytes(), namespace, tuple(sorted(units)))
+        return cls(ids.tobytes(), namespace, _joined(units))
 
     def whole(self, num_tokens: int, step: int) -> int:
         """The largest multiple of `step`, up to `num_tokens`, that is not inside a unit."""
         num_tokens -= num_tokens % step
-        for start, end in reversed(self.units):
-            if start < num_tokens < end:
-                num_tokens = start - start % step
+        while (at := bisect_left(self.units, (num_tokens,)) - 1) >= 0:
+            start, end = self.units[at]
+            if end <= num_tokens:
+                break
+            num_tokens = start - start % step
         return num_tokens
 
     def __len__(self) -> int:
@@ -128,7 +131,7 @@ class PagedUnits:
 
     def __init__(self, prompt: Sequence[int], units: Iterable[Unit], page_size: int) -> None:
         units = sorted(units, key=lambda unit: (unit.start, unit.end))
-        self.spans: tuple[tuple[int, int], ...] = tuple((unit.start, unit.end) for unit in units)
+        self.spans: tuple[tuple[int, int], ...] = _joined((unit.start, unit.end) for unit in units)
         if units and page_size < MIN_UNIT_PAGE:
             self.spans = ((units[0].start, UNSHARED),)
         self._page_size = page_size
@@ -181,6 +184,17 @@ class PagedUnits:
         self._runs.append((start, words))
         if len(ids) < end:
             self._last = end, state
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Spans in order; those that overlap are one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return tuple(joined)
 
 
 def _chain(state: bytes, ids: "array[int]") -> tuple[bytes, bytes]:
