@@ -85,9 +85,6 @@ def test_one_prompt_or_several() -> None:
 def test_another_form_of_prompt_is_refused(prompt: Any, tokenizer: Any) -> None:
     with pytest.raises(PromptError, match="a prompt is a text, a list of token ids, or a list of chat messages"):
         encode(tokenizer, prompt)
-    with pytest.raises(PromptError):
-        for one in as_prompts([prompt]):
-            encode(tokenizer, one)
 
 
 @pytest.mark.parametrize("messages", [[{}, 5], [{}, None], [{"role": "user", "content": "a"}, "b"]])
@@ -110,7 +107,7 @@ never.chat_template = never.apply_chat_template = never  # type: ignore[attr-def
 @pytest.mark.parametrize(
     "text",
     ["a" * 4_000_000, " " * 12_000_000, "日" * 2_000_000, "a " * 10_300],
-    ids=["4 MB", "spaces", "kanji", "20 KB"],
+    ids=["letters", "spaces", "kanji", "20 KB"],
 )
 def test_a_text_is_refused_by_its_bytes_before_it_is_tokenized(text: str) -> None:
     """4 MB took 7 to 30 seconds and 2 GB; 12 MB of spaces raised what no `except Exception` catches."""
@@ -174,8 +171,7 @@ def test_ids_are_refused_by_their_number_before_their_values() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [-1, 500, 2**31, -(2**31) - 1, 10**400, 10**5000],
-    ids=lambda value: f"{value:.3e}"[:9] if abs(value) < 1e300 else f"{value.bit_length()} bits",
+    [-1, 500, 2**31, -(2**31) - 1, *(pytest.param(10**digits, id=f"{digits} digits") for digits in (400, 5000))],
 )
 def test_ids_outside_the_vocabulary_are_refused(wrong: int) -> None:
     with pytest.raises(PromptError, match=r"token id .* is outside the vocabulary: ids go from 0 to 499") as raised:
