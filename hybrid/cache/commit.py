@@ -44,6 +44,7 @@ class Committer:
         if num_tokens > len(key):
             raise OwnershipError(f"commit: {num_tokens} tokens of a key of {len(key)}")
         self._follow_key(lease, key, num_tokens)
+        num_tokens = key.whole(num_tokens, page_size)  # a unit of which a part is computed stays the lease's
         captured = {checkpoint.num_tokens: checkpoint for checkpoint in lease.captured}
         for position in sorted({*captured, *lease.lost}):
             if position <= num_tokens:
