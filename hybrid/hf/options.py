@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from hybrid.errors import ArgumentError, PromptError
+from hybrid.hf.past import Past
 
 REFUSED = {
     "inputs_embeds": "prefixes are matched by token ids, and embeddings have none; give input_ids",
-    "past_key_values": "the cache makes it; to bring your own call model.generate, or use session()",
+    "past_key_values": "the cache makes it, or takes one that it has returned; to bring your own call model.generate",
     "cache_implementation": "only transformers' dynamic cache can be saved and restored; leave it out",
     "cache_config": "only transformers' dynamic cache can be saved and restored; leave it out",
     "position_ids": "positions are those of the tokens; leave it out",
@@ -109,6 +110,7 @@ class GenerateCall:
         repeats: sequences that are computed per prompt: beams, or several answers.
         num_returned: answers per prompt.
         max_seconds: time limit of the call, its prefill included; None: no limit.
+        past: a past that an earlier call returned, to be resumed from; None: prefixes are looked up.
     """
 
     input_ids: Tensor
@@ -119,6 +121,7 @@ class GenerateCall:
     repeats: int
     num_returned: int
     max_seconds: float | None
+    past: Past | None
 
     @classmethod
     def of(cls, model: Any, inputs: Any, options: Mapping[str, Any]) -> GenerateCall:
@@ -136,6 +139,7 @@ class GenerateCall:
         for name in ("past_key_values", "use_cache"):
             if name in given and given[name] in (None, True):
                 del given[name]
+        past = given.pop("past_key_values") if isinstance(given.get("past_key_values"), Past) else None
         _refuse_options(model, given)
         if option(model, given, "cache_implementation") is not None:
             given["cache_implementation"] = None  # "dynamic": transformers refuses it together with a past
@@ -150,6 +154,7 @@ class GenerateCall:
             max(num_beams, num_returned),
             num_returned,
             option(model, given, "max_time"),
+            past,
         )
 
     def turns(self, sequences: Tensor) -> Iterator[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class PassModel:
         model: a causal language model, or a wrapper of one.
 
     Attributes:
-        outer: the model as it was given; its `generate` is called.
+        outer: the model as it was given.
+        generate: its method `generate`, as it was when this object was made.
         inner: the model of transformers inside it, which computes single passes.
         versions: tells whether the model has changed.
         rope_deltas: positions that the model remembers outside of its cache.
@@ -37,6 +38,7 @@ class PassModel:
 
     def __init__(self, model: Any) -> None:
         self.outer = model
+        self.generate: Callable[..., Any] = model.generate
         self.inner: Any = inner_model(model)
         self.versions: ModelVersions = ModelVersions(model)
         self.rope_deltas: RopeDeltas = RopeDeltas(self.inner)

@@ -95,6 +95,36 @@ class Past(DynamicCache):
         self._boundaries = list(boundaries)
         self._backend = backend
 
+    def resume(self, prompts: Sequence[Sequence[int]], pads: Sequence[int]) -> None:
+        """Begin a session again, with prompts that continue its tokens.
+
+        Raises:
+            ArgumentError: the prompts do not.
+        """
+        rows = self.known_rows()
+        continues = rows is not None and len(rows) == len(prompts) and self.pads == list(pads)
+        if (
+            rows is None
+            or not continues
+            or any(
+                len(row) >= len(prompt) or row != list(prompt[: len(row)])
+                for row, prompt in zip(rows, prompts, strict=True)
+            )
+        ):
+            raise ArgumentError(
+                "generate: past_key_values: the prompts do not begin with the tokens that this past holds; leave it "
+                "out, and what is cached of them is found"
+            )
+        self.family = [self]
+        reason = "resumed from the past that was given"
+        self.explanations = tuple(
+            Explanation(len(prompt), len(row), len(row), reason) for row, prompt in zip(rows, prompts, strict=True)
+        )
+
+    def belongs_to(self, backend: PastBackend) -> bool:
+        """Whether it was made by this cache."""
+        return self._backend is backend
+
     def end_session(self) -> None:
         """It is not followed any more. The pasts of its family no longer refer to each other."""
         for member in list(self.family):

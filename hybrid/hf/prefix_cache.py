@@ -14,12 +14,15 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
@@ -27,7 +30,7 @@ from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
-from hybrid.errors import ArgumentError, NonFiniteError, PromptError
+from hybrid.errors import ArgumentError, NonFiniteError, PromptError, RequestError
 from hybrid.hf.follow import following
 from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
@@ -115,6 +118,7 @@ class PrefixCache:
         self._lock = threading.RLock()
         self._version = self._model.versions.current()
         self.explanations: tuple[Explanation, ...] = ()
+        self._installed: MethodType | None = None
         self._allocate(layout)
 
     def _allocate(self, layout: Layout) -> None:
@@ -123,14 +127,13 @@ class PrefixCache:
         with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
             self.memory: PageMemory = PageMemory(layout, page_size, self._num_bytes, self._memory_device)
         pools = CacheMemory.of_bytes(
-            self._num_bytes, layout.page_bytes(page_size), layout.state_bytes, mover=self.memory
+            self._num_bytes, layout.page_bytes(page_size), layout.state_bytes, mover=weakref.proxy(self.memory)
         )
         self.cache: HybridCache = HybridCache(pools, self._config)
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock)
 
     # Generating
 
-    @torch.no_grad()
     def generate(
         self, inputs: Tensor | None = None, generation_config: Any = None, *, namespace: str = "", **options: Any
     ) -> Any:
@@ -152,24 +155,74 @@ class PrefixCache:
             NonFiniteError: the model computed NaN or infinity; nothing of that pass is cached.
         """
         start = time.monotonic()
-        self._refuse_training()
         if generation_config is not None:
             options["generation_config"] = generation_config
+        return self._run(self._read(inputs, options), namespace, start)
+
+    def _read(self, inputs: Any, options: dict[str, Any]) -> GenerateCall:
+        """Check a call of `generate`. Raises ArgumentError when it cannot work with a prefix cache."""
+        self._refuse_training()
         call = GenerateCall.of(self._model.outer, inputs, options)
+        self._refuse_too_long(call.prompts)
+        return call
+
+    @torch.no_grad()
+    def _run(self, call: GenerateCall, namespace: str, start: float) -> Any:
+        """Run a call of `generate` that began at `start`, by `time.monotonic`."""
         with self._model.rope_deltas.reset():
-            past = self._begin(call.prompts, namespace)
+            past = self._begin(call.prompts, namespace) if call.past is None else self._resume(call, namespace)
+            num_known = [len(row) - 1 for row in call.prompts.rows]
+            if call.past is not None:
+                num_known = [explanation.usable_hit for explanation in past.explanations]
             try:
                 if call.repeats > 1:
                     past.batch_repeat_interleave(call.repeats)
                 if call.max_seconds is not None:
                     call.options["max_time"] = max(0.0, call.max_seconds - (time.monotonic() - start))
                 with following(self._model, past):
-                    output = self._model.outer.generate(call.input_ids, past_key_values=past, **call.options)
+                    output = self._model.generate(call.input_ids, past_key_values=past, **call.options)
                 if call.num_returned == 1:
-                    self._keep_answers(call, past, output if isinstance(output, Tensor) else output.sequences)
+                    turns = call.turns(output if isinstance(output, Tensor) else output.sequences)
+                    for at, ids in enumerate(turns):
+                        self._keep_turn(ids, num_known[at], past, range(at * call.repeats, (at + 1) * call.repeats))
             finally:
                 past.end_session()
         return output
+
+    def install(self) -> None:
+        """Make the model's own `generate` use this cache, until `uninstall`: pipelines and chat loops then need no
+        change. Calls with options that cannot work with a prefix cache run without it.
+
+        The model refers to this cache meanwhile. A copy of the model does not use it.
+
+        Raises:
+            RequestError: the model's `generate` is replaced already, by this cache or another.
+        """
+        model = self._generate_owner
+        if "generate" in vars(model):
+            raise RequestError("install: the generate of this model has been replaced already; uninstall that first")
+
+        def generate(called: Any, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
+            start = time.monotonic()
+            if generation_config is not None:
+                options["generation_config"] = generation_config
+            if called is not model:
+                return type(called).generate(called, inputs, **options)
+            try:
+                call = self._read(inputs, options)
+            except ArgumentError:
+                return self._model.generate(inputs, **options)
+            return self._run(call, "", start)
+
+        model.generate = MethodType(generate, model)
+        self._installed = model.generate
+
+    def uninstall(self) -> None:
+        """Give the model its own `generate` back. Without `install` before, nothing happens."""
+        model = self._generate_owner
+        if self._installed is not None and vars(model).get("generate") is self._installed:
+            del model.generate
+        self._installed = None
 
     @contextmanager
     def session(
@@ -192,6 +245,7 @@ class PrefixCache:
         model = self._model.outer
         pad_tokens, end_tokens = (token_option(model, {}, name) for name in ("pad_token_id", "eos_token_id"))
         prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
+        self._refuse_too_long(prompts)
         with self._model.rope_deltas.reset():
             past = self._begin(prompts, namespace)
             try:
@@ -253,16 +307,17 @@ class PrefixCache:
         with self._bookkeeping():
             self.cache.clear()
 
+    @property
+    def _generate_owner(self) -> Any:
+        """The module whose `generate` a call of the model's `generate` runs: a wrapper without one passes calls on."""
+        has_generate = isinstance(self._model.outer, GenerationMixin) or "generate" in vars(type(self._model.outer))
+        return self._model.outer if has_generate else self._model.inner
+
     def _refuse_training(self) -> None:
         if self._model.outer.training:
             raise ArgumentError(
                 "the model is in training mode, where dropout changes its results: call model.eval() first"
             )
-
-    def _keep_answers(self, call: GenerateCall, past: Past, sequences: Tensor) -> None:
-        for at, ids in enumerate(call.turns(sequences)):
-            rows = range(at * call.repeats, (at + 1) * call.repeats)
-            self._keep_turn(ids, len(call.prompts.rows[at]) - 1, past, rows)
 
     def _keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
         """Cache a turn whose answer has been computed: no failure of it takes the answer away."""
@@ -272,6 +327,14 @@ class PrefixCache:
             self._prefiller.keep_turn(token_ids, num_prompt, past, rows)
         except NonFiniteError as error:
             warnings.warn(f"an answer is not cached: {error}", RuntimeWarning, stacklevel=4)
+
+    def _refuse_too_long(self, prompts: Prompts) -> None:
+        longest = max(map(len, prompts.rows))
+        if longest > self._model.max_tokens:
+            raise PromptError(
+                f"the prompt has {longest} tokens; beyond {self._model.max_tokens} the rotary embedding of this model "
+                "changes the frequencies of all tokens, so no prefix can be reused: call model.generate instead"
+            )
 
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
@@ -294,14 +357,23 @@ class PrefixCache:
         self._version = version
         return version.key_space(namespace)
 
+    def _resume(self, call: GenerateCall, namespace: str) -> Past:
+        """The past that a call gives back, for its prompts."""
+        past = call.past
+        assert past is not None
+        with self._bookkeeping():
+            key_space = self._key_space(namespace)
+        if not past.belongs_to(self._prefiller) or past.namespace != key_space:
+            raise ArgumentError(
+                "generate: past_key_values: this past is of another cache or namespace, or the model has changed "
+                "since; leave it out"
+            )
+        past.resume(call.prompts.rows, call.prompts.pads)
+        self.explanations = past.explanations
+        return past
+
     def _begin(self, prompts: Prompts, namespace: str) -> Past:
         """A past after the prompts: of a single one up to its last boundary, of several up to their last tokens."""
-        longest = max(map(len, prompts.rows))
-        if longest > self._model.max_tokens:
-            raise PromptError(
-                f"the prompt has {longest} tokens; beyond {self._model.max_tokens} the rotary embedding of this model "
-                "changes the frequencies of all tokens, so no prefix can be reused: call model.generate instead"
-            )
         with self._bookkeeping():
             key_space = self._key_space(namespace)
         explanations = []
