@@ -35,6 +35,9 @@ SETTINGS: dict[str, dict[str, str]] = {
 FAMILIES = {1: "qwen3_5_text, odd sizes", 2: "qwen3_next, odd sizes"}
 """The checkpoint by number of threads."""
 
+KERNELS = {1: "auto", 2: "reference"}
+"""With compiled products where Numba is installed, and without, by number of threads."""
+
 MIN_DIFFERENT = 6
 
 
@@ -54,6 +57,7 @@ def run(settings: Mapping[str, str], threads: int, *arguments: str) -> dict[str,
     environment |= {
         **settings,
         "OMP_NUM_THREADS": str(threads),
+        "HYBRID_KERNELS": KERNELS[threads],
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
     }
     command = [sys.executable, "-W", "ignore", str(PROGRAM), *arguments]

@@ -62,7 +62,7 @@ def _is_invariant(weight: Tensor) -> bool:
     segments = list(zip([0, *ends], ends, strict=False))
     x = numbers(ends[-1] + decoded, weight.shape[1], seed=2).to(weight)
     alone = x[ends[-1] :]
-    for products in (choose(weight, CHUNK), Products()):
+    for products in (choose(weight, CHUNK), choose(weight, CHUNK, may_compile=False), Products()):
         together = linear(x, weight, RowBlocks(segments, ends[-1], len(x), CHUNK), products)
         for start, end in segments:
             for cut in range(start, end, CHUNK):
