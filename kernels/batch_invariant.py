@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hybrid.kernels import ops
 
-log = logging.getLogger(__name__)
+log: logging.Logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Bytes; torch allocates at multiples of it."""

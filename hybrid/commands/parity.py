@@ -162,7 +162,8 @@ def memory_pressure(judge: Judge) -> Check:
     """
     page_size = judge.engine.cache.config.page_size
     longest = -(-(6 * judge.grid + 24) // page_size)
-    shared, outputs, evicted, retracted = judge.ids(4 * judge.grid), [], False, False
+    shared, evicted, retracted = judge.ids(4 * judge.grid), False, False
+    outputs: list[RequestOutput] = []
     for percent in (300, 250, 225, 200, 175, 150):
         warm = judge.warm(pages=longest * percent // 100, states=5)
         outputs = []

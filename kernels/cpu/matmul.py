@@ -10,6 +10,7 @@ raises ImportError.
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numba
@@ -45,17 +46,20 @@ def multiply_single_rows(x: Tensor, matrix: Tensor) -> Tensor:
     """
     output = x.new_empty(x.shape[0], matrix.shape[1])
     arrays = x.contiguous().numpy(), matrix.numpy(), output.numpy()
+
+    def part(start: int, stop: int) -> None:
+        _multiply(*arrays, start, stop)
+
     columns, threads = matrix.shape[1], torch.get_num_threads()
     blocks = -(-columns // COLUMNS)
     if threads == 1 or blocks == 1 or matrix.numel() * x.shape[0] < MIN_SHARED_PRODUCTS:
-        _multiply(*arrays, 0, columns)
+        part(0, columns)
         return output
     threads = min(threads, blocks)
-    bounds = [min(columns, blocks * part // threads * COLUMNS) for part in range(threads + 1)]
-    bounds[-1] = columns
+    bounds = [min(columns, blocks * share // threads * COLUMNS) for share in range(threads + 1)]
     pool = _pool(torch.get_num_threads() - 1)
-    waiting = [pool.submit(_multiply, *arrays, bounds[part], bounds[part + 1]) for part in range(1, threads)]
-    _multiply(*arrays, bounds[0], bounds[1])
+    waiting = [pool.submit(part, start, stop) for start, stop in pairwise(bounds[1:])]
+    part(bounds[0], bounds[1])
     for future in waiting:
         future.result()
     return output
@@ -67,7 +71,7 @@ def _pool(size: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(size, thread_name_prefix="hybrid-matmul")
 
 
-_matrix = float32[:, ::1]
+_matrix: Any = float32[:, ::1]
 
 _compile: Any = numba.njit(
     void(_matrix, _matrix, _matrix, int64, int64),
