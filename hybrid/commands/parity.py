@@ -223,7 +223,7 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
     """`[len(ids), vocab]` logits of every token, computed in prompt parts of `share` tokens; the remainder token by
     token if it does not fill a chunk."""
-    request = Request("parity", EncodedPrompt(ids, ids), SamplingParams(), len(ids) + 1)
+    request = Request("parity", EncodedPrompt(ids), SamplingParams(), len(ids) + 1)
     lease = engine.cache.open(request.key(), 0, len(ids))
     assert lease is not None
     config, logits, start = engine.cache.config, [], 0
