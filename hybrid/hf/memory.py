@@ -84,9 +84,9 @@ class PageMemory:
         if not is_finite(written):
             raise NonFiniteError("the model computed keys or values with NaN or infinity; nothing of them is cached")
         for tensor, held, memory in zip(tensors, helds, self._tokens, strict=True):
-            missing = max(0, held - first)  # tokens that have left the window, or would
+            missing = max(0, held - first)  # tokens that have left the window
             skipped, part = divmod(missing, size)
-            if part:  # of the first page in the window, only the last tokens are there
+            if part and skipped < len(pages):  # of the first page in the window, only the last tokens are there
                 memory[pages[skipped], :, part:] = tensor[:, : size - part]
                 skipped += 1
             if skipped < len(pages):
