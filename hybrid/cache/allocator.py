@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hybrid.cache.compactor import Compactor
 from hybrid.cache.held import HeldSlots
 from hybrid.cache.lease import Lease
 from hybrid.memory.arena import Arena, ArenaPool
+from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory, Pool
 from hybrid.tree.node import Lock, Node, Released, StateLock
 from hybrid.tree.tree import Tree
@@ -25,6 +26,7 @@ class Allocator:
         tree: evicts.
         memory: the pools, and who moves their contents.
         leases: their block tables follow pages that are moved.
+        digests: of what the tree owns; None: contents are not verified.
         on_evict: called with what the tree has evicted, before it is freed.
 
     Attributes:
@@ -36,6 +38,7 @@ class Allocator:
         tree: Tree,
         memory: CacheMemory,
         leases: Collection[Lease],
+        digests: Digests | None = None,
         on_evict: Callable[[Released], None] | None = None,
     ) -> None:
         self.evicted_pages: int = 0
@@ -46,7 +49,8 @@ class Allocator:
         self._states = memory.states
         self._checkpoints = memory.checkpoints
         self._on_evict = on_evict
-        self._elastic = _Elastic(tree, memory, leases) if memory.arena is not None else None
+        self._digests = digests
+        self._elastic = _Elastic(tree, memory, leases, digests) if memory.arena is not None else None
 
     @property
     def num_moved(self) -> int:
@@ -128,13 +132,17 @@ class Allocator:
             self._free(released)
         return released
 
-    def hand_over_pages(self, pages: Iterable[int], node: Node) -> None:
+    def hand_over_pages(self, pages: Sequence[int], node: Node) -> None:
         """These pages were a request's, and a node was inserted with them."""
+        if self._digests is not None:
+            self._digests.note_pages(pages)
         if self._elastic is not None:
             self._elastic.compactor.note_pages(pages, node)
 
     def hand_over_checkpoint(self, slot: int, node: Node) -> None:
         """The node owns this checkpoint now."""
+        if self._digests is not None:
+            self._digests.note_checkpoint(slot)
         if self._elastic is not None:
             self._elastic.compactor.note_checkpoint(slot, node)
             if not self._memory.stores_smaller:
@@ -175,6 +183,8 @@ class Allocator:
             self._on_evict(released)
         if self._elastic is not None:
             self._elastic.compactor.forget_checkpoints(released.slots)
+        if self._digests is not None:
+            self._digests.forget(released.pages, released.slots)
         self._pages.free(released.pages)
         self._checkpoints.free(released.slots)
         self.evicted_pages += len(released.pages)
@@ -226,7 +236,7 @@ class _Elastic:
         held_checkpoints: locked checkpoints; where those are state slots, the same object.
     """
 
-    def __init__(self, tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> None:
+    def __init__(self, tree: Tree, memory: CacheMemory, leases: Collection[Lease], digests: Digests | None) -> None:
         assert memory.arena is not None
         assert isinstance(memory.pages, ArenaPool) and isinstance(memory.states, ArenaPool)
         assert isinstance(memory.checkpoints, ArenaPool)
@@ -237,7 +247,7 @@ class _Elastic:
         self.held_checkpoints = self.held_states
         if memory.stores_smaller:
             self.held_checkpoints = HeldSlots(memory.checkpoints.per_piece, 0)
-        self.compactor = Compactor(memory, leases)
+        self.compactor = Compactor(memory, leases, digests)
         self._tree = tree
 
     def max_pages(self, extra_pieces: int = 0) -> int:

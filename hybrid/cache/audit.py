@@ -9,13 +9,19 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pins
 from hybrid.errors import AuditError
 from hybrid.key import TOKEN_BYTES
+from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Node, StateLock
 from hybrid.tree.tree import Tree
 
 
-def audit(tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins) -> None:
+def audit(
+    tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins, digests: Digests | None = None
+) -> None:
     """Check tree, memory, leases and pins against each other.
+
+    Args:
+        digests: read all that the tree owns, and compare; None: contents are not read.
 
     Raises:
         AuditError: with every violation found, one a line.
@@ -26,6 +32,7 @@ def audit(tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins
         *_pages(tree, memory, leases),
         *_states(tree, memory, leases),
         *_pieces(memory),
+        *_contents(tree, digests),
     ]
     if wrong:
         raise AuditError("the cache is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong))
@@ -58,14 +65,32 @@ def _node(tree: Tree, node: Node) -> list[str]:
         wrong.append(f"an edge of {len(node.edge) // TOKEN_BYTES} tokens owns {len(node.pages)} pages")
     if parent.children.get(node.edge[:page_bytes]) is not node:
         wrong.append("its parent does not find it by its first page")
-    if parent.newest is None or parent.children.get(parent.newest.edge[:page_bytes]) is not parent.newest:
-        wrong.append("its parent's newest child is not one of its children")
     if node.end != parent.end + len(node.edge) // TOKEN_BYTES:
         wrong.append("does not end where its edge ends")
+    wrong += _run(node, parent)
     if node.slot is not None and node.end % tree.grid:
         wrong.append(f"a checkpoint off the grid of {tree.grid}")
     if tree.overlooks(node):
         wrong.append("may be evicted, and is not a candidate")
+    return wrong
+
+
+def _run(node: Node, parent: Node) -> list[str]:
+    """A run holds consecutive nodes, and nothing after its last one; a cut that nothing needs does not stay."""
+    run, wrong = node.run, []
+    if node not in run.nodes:
+        return ["is not a node of its run"]
+    position = run.nodes.index(node)
+    if (run.nodes[position - 1] is not parent) if position else (run.start != parent.end or node.start != run.start):
+        wrong.append("its run does not continue its parent")
+    if run.nodes[-1] is node:
+        num_tokens = node.end - run.start
+        if len(run.ids) != num_tokens * TOKEN_BYTES or len(run.pages) * run.page_size != num_tokens:
+            wrong.append(f"its run ends after it, with {len(run.pages)} pages")
+        if [other for other in run.nodes if other.slot is not None] != run.stored:
+            wrong.append("its run does not list the checkpoints of its nodes")
+    if len(node.children) == 1 and node.slot is None and not node.page_locks and not node.lost_checkpoint:
+        wrong.append("a tombstone with one child that no lock and no lost checkpoint keeps apart")
     return wrong
 
 
@@ -110,7 +135,7 @@ def _held_pages(tree: Tree) -> int:
         while above is not None and above not in held:
             held[above] = None
             above = above.parent
-    return sum(len(node.pages) for node in held)
+    return sum(node.num_pages for node in held)
 
 
 def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[str]:
@@ -160,6 +185,19 @@ def _pieces(memory: CacheMemory) -> list[str]:
             if pool.is_unused(piece):
                 wrong.append(f"piece {piece} belongs to {pool.name}, although nothing in it is in use")
     return wrong + _exactly_one("piece", owners, range(arena.num_pieces))
+
+
+def _contents(tree: Tree, digests: Digests | None) -> list[str]:
+    """What the tree owns is never written: it holds what it held when it was committed."""
+    wrong: list[str] = []
+    if digests is None:
+        return wrong
+    for namespace, node in tree.nodes():
+        name = _name(namespace, node)
+        wrong += [f"{name}: page {page} was changed" for page in node.pages if not digests.is_page_intact(page)]
+        if node.slot is not None and not digests.is_checkpoint_intact(node.slot):
+            wrong.append(f"{name}: its checkpoint in slot {node.slot} was changed")
+    return wrong
 
 
 def _exactly_one(what: str, owners: list[tuple[int, str]], existing: Iterable[int]) -> list[str]:

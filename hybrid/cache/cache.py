@@ -35,6 +35,7 @@ from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.key import Key
+from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Checkpoint, Kind, Match, Released
@@ -59,6 +60,9 @@ class HybridCache:
             used by whoever made the memory.
         on_evict: called with what is evicted, before it is freed; for tests and metrics. Must not call the cache.
 
+    Raises:
+        ArgumentError: `config.verify_contents`, and the memory has no contents that can be read.
+
     Attributes:
         config: the configuration.
         memory: the memory.
@@ -81,8 +85,9 @@ class HybridCache:
         max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
         policy = policy_of(config.eviction)
         self.tree: Tree = Tree(config.page_size, config.grid, policy, memory.prices, max_ghosts, config.seed)
+        self._digests = _digests(memory) if config.verify_contents else None
         self.leases: set[Lease] = set()
-        self.allocator: Allocator = Allocator(self.tree, memory, self.leases, on_evict)
+        self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self._digests, on_evict)
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
         self._capturer = Capturer(self.tree, memory, self.allocator)
         self._committer = Committer(self.tree, memory, self.allocator)
@@ -181,6 +186,7 @@ class HybridCache:
         try:
             if found.deepest is not None:
                 lease.page_lock = self.tree.lock_match(found)
+                found = found._replace(deepest=lease.page_lock.node)  # what follows the match can be evicted
             if found.checkpoint is not None:
                 assert found.checkpoint.slot is not None
                 lease.state_lock, lease.read_slot = self.allocator.lock_state(found.checkpoint), found.checkpoint.slot
@@ -402,13 +408,20 @@ class HybridCache:
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
         return now
 
-    def audit(self) -> None:
+    def audit(self, contents: bool = False) -> None:
         """Prove that every page and every slot is in exactly one place, and that the tree is consistent.
+
+        Args:
+            contents: also read every page and checkpoint of the tree, and compare it with the digest that was taken
+                when it was committed. Needs `CacheConfig(verify_contents=True)`.
 
         Raises:
             AuditError: it is not so; the message names what is wrong.
+            ArgumentError: `contents`, and no digests were taken.
         """
-        audit(self.tree, self.memory, self.leases, self.pins)
+        if contents and self._digests is None:
+            raise ArgumentError("audit: contents can be verified with CacheConfig(verify_contents=True)")
+        audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None)
 
     def _lease(self, key: Key, limit: int, found: Match, priority: int) -> Lease:
         """A lease of what was found, before anything is locked or allocated."""
@@ -459,3 +472,12 @@ class HybridCache:
     def _refuse_other_threads(self) -> None:
         self.check_owner()
         self._owner = threading.get_ident()
+
+
+def _digests(memory: CacheMemory) -> Digests:
+    if memory.reader is None:
+        raise ArgumentError(
+            "CacheConfig: verify_contents needs a memory with tensors, or with a mover that has read_page and "
+            "read_checkpoint too"
+        )
+    return Digests(memory.reader)

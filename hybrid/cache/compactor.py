@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from hybrid.cache.lease import Lease
 from hybrid.memory.arena import ArenaPool
+from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Node
 
@@ -18,15 +19,17 @@ class Compactor:
     Args:
         memory: the pools, and who moves their contents.
         leases: their block tables follow the pages that are moved.
+        digests: they follow too; None: there are none.
 
     Attributes:
         num_moved: how many units were moved so far.
     """
 
-    def __init__(self, memory: CacheMemory, leases: Collection[Lease]) -> None:
+    def __init__(self, memory: CacheMemory, leases: Collection[Lease], digests: Digests | None) -> None:
         self.num_moved: int = 0
         self._memory = memory
         self._leases = leases
+        self._digests = digests
         # Per page, the node that it was inserted with: where to look for its owner.
         self._inserted_with: list[Node | None] = [None] * memory.pages.size
         self._checkpoints: dict[int, Node] = {}
@@ -62,7 +65,11 @@ class Compactor:
         # The contents are copied; what follows cannot fail.
         if pool is memory.pages:
             self._repoint_pages(moves)
+            if self._digests is not None:
+                self._digests.move_pages(moves)
         else:
+            if self._digests is not None:
+                self._digests.move_checkpoints(moves)
             for old, new in moves.items():
                 node = self._checkpoints[new] = self._checkpoints.pop(old)
                 node.slot = new
@@ -87,16 +94,12 @@ class Compactor:
     def _repoint_pages(self, moves: dict[int, int]) -> None:
         """Replace the ids of moved pages, in the tree and in block tables.
 
-        The node that a page was inserted with owns it, or, after splits, one above. Those below may have been removed
-        since.
+        The node that a page was inserted with may have been split, joined or removed since; its run knows the page.
         """
         for old, new in moves.items():
             node = self._inserted_with[old]
-            while node is not None and (node.parent is None or old not in node.pages):
-                node = node.parent or node.former_parent
-            if node is not None:
-                node.pages[node.pages.index(old)] = new
-            self._inserted_with[new] = node
+            if node is not None and node.run.move_page(old, new):
+                self._inserted_with[new] = node
         for lease in self._leases:
             table = lease.block_table
             if not moves.keys().isdisjoint(table):

@@ -243,7 +243,7 @@ def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_s
                 f"plan: {part.request.request_id} has {len(known)} tokens and {len(own)} slots for positions "
                 f"[{part.start}, {part.end}) of a {'prompt part' if part.is_prefill else 'decode step'}"
             )
-        token_ids += [max(token, 0) for token in known]  # below 0: of an image
+        token_ids += known
         slots += own
         checkpoints += [
             (row, c.num_tokens - part.start, c.slot)

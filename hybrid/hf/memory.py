@@ -132,6 +132,14 @@ class PageMemory:
         """Copy pages to new page ids: `{old: new}`."""
         _move(self._pages, moves)
 
+    def read_page(self, page: int) -> bytes:
+        """The bytes of a page."""
+        return self._pages[page].cpu().numpy().tobytes()
+
+    def read_checkpoint(self, slot: int) -> bytes:
+        """The bytes of a state slot."""
+        return self._slots[slot].cpu().numpy().tobytes()
+
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy state slots likewise."""
         _move(self._slots, moves)
