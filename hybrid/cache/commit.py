@@ -44,6 +44,7 @@ class Committer:
         if num_tokens > len(key):
             raise OwnershipError(f"commit: {num_tokens} tokens of a key of {len(key)}")
         self._follow_key(lease, key, num_tokens)
+        num_tokens = key.whole(num_tokens, page_size)  # a unit of which a part is computed stays the lease's
         captured = {checkpoint.num_tokens: checkpoint for checkpoint in lease.captured}
         for position in sorted({*captured, *lease.lost}):
             if position <= num_tokens:
@@ -67,8 +68,6 @@ class Committer:
         checkpoint = self._store(key, captured) if captured is not None else None
         try:
             start = lease.page_lock.node if lease.page_lock is not None else None
-            if start is not None and start.end > lease.num_shared * page_size:
-                start = None  # its edge continues beyond what the key has in common with it
             pages = lease.block_table[: num_tokens // page_size]
             inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, lease.lost.get(num_tokens))
         except BaseException:
