@@ -32,9 +32,14 @@ class _Waiting:
 
 
 class DeferredInterrupts:
-    """A section of code in which signal handlers wait; see `deferred_interrupts`."""
+    """A section of code in which signal handlers wait; see `deferred_interrupts`.
+
+    Attributes:
+        was_interrupted: a handler raised while the section was opened.
+    """
 
     def __init__(self) -> None:
+        self.was_interrupted: bool = False
         self._is_open = True
         self._arrived: list[tuple[Handler, int, FrameType | None]] = []
         self._replaced: list[tuple[int, Handler]] = []
@@ -63,18 +68,21 @@ class DeferredInterrupts:
         self._is_open = False
         while self._arrived:
             handler, number, frame = self._arrived.pop(0)
+            self.was_interrupted = True
             handler(number, frame)
+            self.was_interrupted = False
         self._is_open = True
 
     def replace_handlers(self) -> None:
         """Put this section in the place of every handler that is written in Python."""
         for number in _SIGNALS:
             handler = getsignal(number)
+            if handler is None or isinstance(handler, int):  # not written in Python
+                continue
             if isinstance(handler, _Waiting):  # of a section whose end was interrupted
                 handler = handler.handler
-            if callable(handler):
-                self._replaced.append((number, handler))
-                signal.signal(number, _Waiting(handler, self))
+            self._replaced.append((number, handler))
+            signal.signal(number, _Waiting(handler, self))
 
     def restore_handlers(self) -> None:
         """Put the handlers back, and run those that have waited. All of them run, even if one raises."""

@@ -50,7 +50,7 @@ class Experts(nn.Module):
     """All routed experts. Gate and up projection of an expert are stored as one matrix.
 
     Attributes:
-        sizes: the numbers of rows of one product in deterministic mode.
+        products: how an expert's rows are multiplied in deterministic mode.
     """
 
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:

@@ -294,21 +294,3 @@ def sharing(bench: Bench) -> Iterator[Result]:
         medians = {f"cache {side}": statistics.median(values) for side, values in spent.items()}
         value = medians["cache off"] / medians["cache on"]
         yield Line(f"{name}, {what}, off over on", value, bench.asked(target), medians=medians, details=dict(spent))
-
-
-def parity(bench: Bench) -> Iterator[Result]:
-    """`hybrid parity` on the model inside the package, in fp32: against transformers, and hits bit by bit."""
-    from hybrid.commands import parity as proof
-    from hybrid.models.loading import open_checkpoint
-
-    config = CacheConfig(memory="2GiB" if not bench.rehearsal else "64MiB", deterministic=True)
-    engine = Engine.from_pretrained("tiny", device=bench.device.device, dtype="float32", cache=config)
-    judge = proof.Judge(engine)
-
-    def converted(check: proof.Check) -> Check:
-        hits = "" if check.hit_tokens is None else f"; {check.hit_tokens} tokens hit"
-        return Check(check.name, check.passed, check.detail + hits)
-
-    if not bench.rehearsal:
-        yield from map(converted, proof.against_transformers(engine, open_checkpoint("tiny").path, judge))
-    yield from (converted(scenario(judge)) for scenario in proof.SCENARIOS[: 1 if bench.rehearsal else None])

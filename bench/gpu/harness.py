@@ -48,14 +48,8 @@ Peers = dict[str, Callable[[], Sequence[Call]]]
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one call takes.
-
-    Attributes:
-        seconds: median over the repeats.
-        low, high: quartiles. Differences smaller than the distance between them are noise.
-        repeats: number of measurements.
-        how: "graph": recorded and replayed; "events": launched one by one; "clock": by the host's clock.
-    """
+    """How long one call takes: median and quartiles over the repeats. Differences smaller than the distance between
+    these are noise. `how`: by replays of a graph, by events around launches, or by the host's clock."""
 
     seconds: float
     low: float
@@ -230,38 +224,23 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel on one size, with everything that is measured of it.
+    """A kernel on one size, with everything that is measured of it."""
 
-    Attributes:
-        calls: of our kernel, each on buffers of its own; empty: there are only checks.
-        checks: compares results with the truth; run before anything is timed.
-        num_bytes: that must be moved; compared with the copy bandwidth, of which `target` is to be reached.
-        operations: compared with the matmul rate.
-        tokens: reported per second.
-        variants: other calls of ours by name, whose time is reported over that of `calls`.
-        peers: whose fastest is compared with; at most `peer_target` times its time is to be reached.
-        error: of the result of a peer's call.
-    """
-
-    calls: Sequence[Call] = ()
-    checks: Callable[[], Iterator[Result]] = lambda: iter(())
-    num_bytes: float = 0
+    calls: Sequence[Call] = ()  # of our kernel, each on buffers of its own; empty: there are only checks
+    checks: Callable[[], Iterator[Result]] = lambda: iter(())  # results against the truth, before anything is timed
+    num_bytes: float = 0  # that must be moved; `target` is the part of the copy bandwidth to reach
     target: float | None = None
-    operations: float = 0
-    tokens: int = 0
-    variants: dict[str, Sequence[Call]] = field(default_factory=dict)
-    peers: Peers = field(default_factory=dict)
+    operations: float = 0  # compared with the matmul rate
+    tokens: int = 0  # reported per second
+    variants: dict[str, Sequence[Call]] = field(default_factory=dict)  # of ours, timed over `calls`
+    peers: Peers = field(default_factory=dict)  # at most `peer_target` times the time of the fastest is to be reached
     peer_target: float | None = None
-    error: Callable[[Any], float] | None = None
+    error: Callable[[Any], float] | None = None  # of the result of a peer's call
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A case to come: its inputs are made when it begins, and dropped when it ends.
-
-    Attributes:
-        seconds: without this much time left it does not begin.
-    """
+    """A case to come: its inputs are made when it begins, which takes `seconds` left, and dropped when it ends."""
 
     name: str
     seconds: float

@@ -22,11 +22,7 @@ def _only(backend: str) -> Any:
 
 
 def sdpa_decode(sets: Sequence[Contiguous], scale: float, backend: str) -> list[Call]:
-    """torch's SDPA on one token of each request, its kernel told that heads share keys.
-
-    Args:
-        backend: a name of `torch.nn.attention.SDPBackend`.
-    """
+    """torch's SDPA on one token of each request; `backend` is a name of `torch.nn.attention.SDPBackend`."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with _only(backend):
@@ -78,13 +74,8 @@ def flex_decode(sets: Sequence[Contiguous], scale: float) -> list[Call]:
 
 
 def flashinfer_decode(sets: Sequence[tuple[Tensor, Tensor, Tensor]], length: int, scale: float) -> list[Call]:
-    """flashinfer's decode over pages. Every set has a plan, which is made beforehand.
-
-    Args:
-        sets: queries `[R, heads, head_dim]`, pages `[num_pages, 2, page_size, kv_heads, head_dim]` and page ids
-            `[R, pages]`, all of them in use.
-        length: tokens of each request.
-    """
+    """flashinfer's decode over pages, on sets of queries, one layer's pages, and block tables that are in use entirely.
+    Every set has a plan, which is made beforehand."""
     flashinfer: Any = import_module("flashinfer")
     calls: list[Call] = []
     for query, cache, table in sets:
@@ -104,15 +95,8 @@ def flashinfer_decode(sets: Sequence[tuple[Tensor, Tensor, Tensor]], length: int
 def fla_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, read: Tensor, write: Tensor
 ) -> Callable[[], Tensor]:
-    """FLA's recurrent rule on one token of each request: states gathered from the pool and scattered back.
-
-    Args:
-        q, k: `[R, key_heads, key_dim]` after the convolution.
-        v: `[R, value_heads, value_dim]`.
-        g, beta: `[R, value_heads]`.
-        pool: `[slots, value_heads, key_dim, value_dim]` fp32; written.
-        read, write: `[R]` slots.
-    """
+    """FLA's recurrent rule on one token of each request: states gathered from the pool and scattered back. Shapes are
+    those of `reference.recurrent_gated_delta_rule`."""
     rule: Any = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
     q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
 
@@ -129,15 +113,7 @@ def fla_step(
 def fla_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """FLA's chunk rule on R prompts of equal length, given as its fastest form wants them: a batch, states in one
-    piece.
-
-    Args:
-        q, k: `[R, T, key_heads, key_dim]`.
-        v: `[R, T, value_heads, value_dim]`.
-        g, beta: `[R, T, value_heads]`.
-        state: `[R, value_heads, key_dim, value_dim]` fp32.
-    """
+    """FLA's chunk rule on R prompts of T tokens in its fastest form: inputs `[R, T, ...]`, states in one piece."""
     rule: Any = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
     def call() -> tuple[Tensor, Tensor]:
@@ -147,13 +123,7 @@ def fla_chunk(
 
 
 def package_convolution(x: Tensor, weight: Tensor, window: Tensor) -> Callable[[], Tensor]:
-    """causal-conv1d's convolution on R prompts of equal length.
-
-    Args:
-        x: `[R, T, channels]`.
-        weight: `[channels, width]`.
-        window: `[R, width - 1, channels]`.
-    """
+    """causal-conv1d's convolution on R prompts `[R, T, channels]` with windows `[R, width - 1, channels]`."""
     run: Any = import_module("causal_conv1d").causal_conv1d_fn
     x, window = x.transpose(1, 2), window.transpose(1, 2)  # channels stay innermost in memory, as it wants them
     return lambda: run(x, weight, initial_states=window, activation="silu").transpose(1, 2)

@@ -7,15 +7,10 @@
     python bench/gpu/resources.py --json resources.json
 
 The cases of `bench/gpu/run.py` are called on CPU tensors in bfloat16 without contents; each launch becomes a
-compilation by the assembler that comes with triton, and nothing is computed. How to read the columns:
-
-    registers   per thread, at most 255; a multiprocessor has 65536
-    stack       bytes per thread of what did not fit into registers, in slow memory
-    spills      instructions that read or write the stack; inside of a loop they cost time
-    shared      KiB per program; a program that needs more than the device has does not start
-    resident    programs that a multiprocessor holds at once, and what limits them
-    matrix      tensor-core instructions in the code: HGMMA (Hopper's own) or HMMA (of every device)
-    async       copies to shared memory that overlap with arithmetic (LDGSTS)
+compilation by the assembler that comes with triton, and nothing is computed. Columns:
+registers per thread, at most 255; stack: bytes per thread that did not fit into them; spills: instructions that read or
+write the stack; shared: bytes of shared memory per program; resident: programs that a multiprocessor holds at once, and
+what limits them; tensor-core instructions (HGMMA: Hopper's own); copies to shared memory that overlap with arithmetic.
 
 Exit status 1 when a kernel does not compile or does not fit the device. Compiled kernels are kept in Triton's cache
 (TRITON_CACHE_DIR), so that a second run takes seconds.
@@ -29,7 +24,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,7 +52,6 @@ class Device:
     shared_memory_of_program: int
     registers: int = 65536
     warps: int = 64
-    programs: int = 32
 
 
 DEVICES = {80: Device("A100", 164 << 10, 163 << 10), 90: Device("H100, H200", 228 << 10, 227 << 10)}
@@ -65,34 +59,11 @@ RESERVED = 1 << 10
 """Bytes of shared memory that the driver takes of each program."""
 
 
-@dataclass(frozen=True)
-class Resources:
-    """A kernel as it was compiled for a case."""
+Row = dict[str, Any]
+"""A kernel as it was compiled for a case."""
 
-    operation: str
-    case: str
-    kernel: str
-    warps: int
-    registers: int
-    stack: int
-    spills: int
-    shared: int
-    resident: int
-    limit: str
-    hgmma: int
-    hmma: int
-    async_copies: int
-    fits: bool
-
-    def row(self) -> tuple[object, ...]:
-        matrix = " ".join(f"{count} {name}" for name, count in (("HGMMA", self.hgmma), ("HMMA", self.hmma)) if count)
-        mark = "TOO LARGE" if not self.fits else "spills" if self.spills else ""
-        used = (self.warps, self.registers, self.stack or "", self.spills or "", f"{self.shared / 1024:.1f}")
-        resident = f"{self.resident} ({self.limit})"
-        return mark, self.operation, self.case, self.kernel, *used, resident, matrix, self.async_copies or ""
-
-
-COLUMNS = ("", "operation", "case", "kernel", "warps", "registers", "stack", "spills", "shared", "resident", "matrix")
+COLUMNS = ("operation", "case", "kernel", "warps", "registers", "stack", "spills", "shared", "resident", "limit")
+COLUMNS += ("hgmma", "hmma", "async_copies", "fits")
 
 
 class AbsentGpu:
@@ -148,7 +119,7 @@ class Compiler:
         return compile_only
 
 
-def resources_of(operation: str, case: str, name: str, kernel: Any, device: Device) -> Resources:
+def resources_of(operation: str, case: str, name: str, kernel: Any, device: Device) -> Row:
     """Read a compiled kernel's machine code."""
     from triton import knobs
 
@@ -163,18 +134,19 @@ def resources_of(operation: str, case: str, name: str, kernel: Any, device: Devi
     count = {name: len(re.findall(rf"\b{name}\b", code.stdout)) for name in ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL")}
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     limits = {
-        "registers": device.registers // (-(-used["REG"] * 32 // 256) * 256 * warps),
-        "shared": device.shared_memory // (shared + RESERVED),
-        "warps": device.warps // warps,
-        "programs": device.programs,
+        32: "programs",
+        device.registers // (-(-used["REG"] * 32 // 256) * 256 * warps): "registers",
+        device.shared_memory // (shared + RESERVED): "shared",
+        device.warps // warps: "warps",
     }
-    limit = min(limits, key=lambda key: limits[key])
-    spills, fits = count["LDL"] + count["STL"], shared <= device.shared_memory_of_program and limits[limit] > 0
-    memory = (used["REG"], used["STACK"], spills, shared, limits[limit], limit)
-    return Resources(operation, case, name, warps, *memory, count["HGMMA"], count["HMMA"], count["LDGSTS"], fits)
+    resident = min(limits)
+    fits = shared <= device.shared_memory_of_program and resident > 0
+    memory = (used["REG"], used["STACK"], count["LDL"] + count["STL"], shared, resident, limits[resident])
+    values = (operation, case, name, warps, *memory, count["HGMMA"], count["HMMA"], count["LDGSTS"], fits)
+    return dict(zip(COLUMNS, values, strict=True))
 
 
-def compile_all(capability: int, names: list[str], brief: bool) -> Iterator[Resources | str]:
+def compile_all(capability: int, names: list[str], brief: bool) -> Iterator[Row | str]:
     """Every kernel once, with the first case that launches it; or what does not compile."""
     import triton
     from triton.runtime.jit import JITFunction
@@ -215,14 +187,13 @@ def main() -> int:
     if not any(name in operation for name in names for operation in known):
         parser.error(f"no operation's name contains any of {args.only!r}; there are {', '.join(known)}")
     results = [*compile_all(args.capability, names, args.brief)]
-    found = [result for result in results if isinstance(result, Resources)]
+    found = [result for result in results if not isinstance(result, str)]
     failed = [result for result in results if isinstance(result, str)]
-    print_table((*COLUMNS, "async"), [row.row() for row in found], failed)
+    print_table(COLUMNS, [row.values() for row in found], failed)
     if args.json:
-        rows = [asdict(row) for row in found]
-        result = {"capability": args.capability, "dtype": "bfloat16", "kernels": rows, "failed": failed}
+        result = {"capability": args.capability, "dtype": "bfloat16", "kernels": found, "failed": failed}
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if failed or not all(row.fits for row in found) else 0
+    return 1 if failed or not all(row["fits"] for row in found) else 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ Figures are written to a file after every one of them. What the budget of second
 
 Exit status: 0; 1 when a target was missed or something was not measured; 2 when a result was wrong.
 
+Proofs on the small model, and the tests: `hybrid parity`, `pytest tests/kernels tests/engine`.
+
 A rehearsal runs the same on a CPU with toy sizes, by the kernels that `HYBRID_KERNELS` names; its times mean nothing.
 """
 
@@ -43,7 +45,6 @@ SECTIONS: dict[str, tuple[Section, float]] = {
     "hit": (engine.hit, 45),
     "decode": (engine.decode, 45),
     "sharing": (engine.sharing, 60),
-    "parity": (engine.parity, 30),
     "store": (kernels.elementwise, 15),
     "linear": (kernels.products, 15),
     "experts": (kernels.experts, 15),

@@ -1,63 +1,81 @@
 """How large everything in `bench/gpu` is: as in Qwen3.5-9B, or tiny for a rehearsal."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 
+def model_config(
+    vocab: int, hidden: int, inner: int, layers: int, attention: tuple[int, int, int], linear: tuple[int, int, int, int]
+) -> dict[str, Any]:
+    """The class defaults of transformers 5.23, stated here since other versions may have others. `attention` and
+    `linear` are as `Sizes.heads` and `Sizes.linear_heads`."""
+    heads, kv_heads, head_dim = attention
+    key_heads, value_heads, key_dim, value_dim = linear
+    return {
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": value_dim,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": False,
+    }
+
+
+GATE, DOWN, HEAD = (12288, 4096, "gate_proj"), (4096, 12288, "down_proj"), (248320, 4096, "lm_head")
+SMALL = ((1024, 4096, "k_proj"), (256, 12288, "few outputs"))
+
+
+def qwen() -> dict[str, Any]:
+    """Qwen3.5-9B."""
+    return model_config(248320, 4096, 12288, 32, (16, 4, 256), (16, 32, 128, 128))
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is.
+    """How large everything is: by default as in Qwen3.5-9B, experts as in Qwen3.5-35B-A3B."""
 
-    Attributes:
-        dtype: of weights, inputs, keys and values.
-        config: of the model, for `Qwen3_5TextConfig`.
-        layers: of the pools that the kernels are measured on; one of them is used at a time.
-        decode, extend: (requests, tokens of each), (requests, tokens before) of attention.
-        new: tokens of an extend.
-        drafts: (requests, tokens of the tree of drafts of each).
-        steps: requests of a delta rule decode.
-        copies: states of a copy.
-        prompts: tokens of a prompt for the chunk rule and the convolution; `many`: prompts at once, besides one alone.
-        rows, products, expert_rows: rows of the elementwise kernels, of the matrix products, and of those of experts.
-        matrices: (out, in, name) of their weights.
-        experts: (number of experts, experts per row, inputs, inner size).
-        memory, batched_tokens: of a cache; of a step of the engine.
-        document, question: tokens of a hit, and of the rest of the prompt.
-        decoding: (requests, tokens of each) of the decode steps, of which `steps_timed` are measured.
-        group: (requests, shared tokens, least and most own tokens, new tokens) of the prefix-sharing workload.
-        runs: of the engine's figures.
-        copied, matmul: for the roofline: bytes of the copy, rows and columns of the matrices.
-    """
-
-    dtype: torch.dtype
-    config: dict[str, Any]
-    layers: int
-    page_size: int
-    decode: tuple[tuple[int, int], ...]
-    extend: tuple[tuple[int, int], ...]
-    new: int
-    drafts: tuple[int, int]
-    steps: tuple[int, ...]
-    copies: tuple[int, ...]
-    prompts: tuple[int, ...]
-    many: int
-    rows: tuple[int, ...]
-    products: tuple[int, ...]
-    matrices: tuple[tuple[int, int, str], ...]
-    experts: tuple[int, int, int, int]
-    expert_rows: tuple[int, ...]
-    memory: str
-    batched_tokens: int
-    document: int
-    question: int
-    decoding: tuple[tuple[int, int], ...]
-    steps_timed: int
-    group: tuple[int, int, int, int, int]
-    runs: int
-    copied: int
-    matmul: int
+    dtype: torch.dtype = torch.bfloat16  # of weights, inputs, keys and values
+    config: dict[str, Any] = field(default_factory=qwen)
+    layers: int = 2  # of the pools that kernels are measured on; one of them is used at a time
+    page_size: int = 64
+    decode: tuple[tuple[int, int], ...] = (  # (requests, tokens of each) of attention
+        *((requests, tokens) for tokens in (4096, 32768) for requests in (1, 8, 64)),
+        (1, 131072),
+    )
+    extend: tuple[tuple[int, int], ...] = ((1, 0), (1, 4096), (1, 32768), (4, 4096))  # (requests, tokens before)
+    new: int = 512  # tokens of an extend
+    drafts: tuple[int, int] = (8, 8)  # (requests, tokens of the tree of each)
+    steps: tuple[int, ...] = (1, 8, 64, 256)  # requests of a delta rule decode
+    copies: tuple[int, ...] = (1, 8, 32)  # states
+    prompts: tuple[int, ...] = (512, 2048, 8192)  # tokens of a prompt, for the chunk rule and the convolution
+    many: int = 8  # prompts at once, besides one alone
+    rows: tuple[int, ...] = (1, 32, 2048)  # of the elementwise kernels
+    products: tuple[int, ...] = (1, 8, 32, 512, 2048)  # rows of the matrix products
+    matrices: tuple[tuple[int, int, str], ...] = ((8192, 4096, "in_proj_qkv"), GATE, DOWN, *SMALL, HEAD)
+    experts: tuple[int, int, int, int] = (256, 8, 2048, 512)  # their number, experts per row, inputs, inner size
+    expert_rows: tuple[int, ...] = (1, 32, 256, 2048, 8192)
+    memory: str = "24GiB"  # of a cache
+    batched_tokens: int = 2048  # of a step of the engine
+    document: int = 8192  # tokens of a hit
+    question: int = 64  # tokens after it
+    decoding: tuple[tuple[int, int], ...] = ((1, 2048), (32, 2048))  # (requests, tokens of each) of decode steps
+    steps_timed: int = 40
+    group: tuple[int, int, int, int, int] = (48, 1024, 32, 128, 16)  # requests, shared, own (least, most), new tokens
+    runs: int = 7  # of the engine's figures
+    copied: int = 2 << 30  # bytes of the roofline's copy
+    matmul: int = 8192  # rows and columns of its matrices
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -97,68 +115,7 @@ class Sizes:
         return (self.width - 1) * self.channels * self.dtype.itemsize
 
 
-def model_config(
-    vocab: int, hidden: int, inner: int, layers: int, attention: tuple[int, int, int], linear: tuple[int, int, int, int]
-) -> dict[str, Any]:
-    """The class defaults of transformers 5.23, stated here since other versions may have others.
-
-    Args:
-        attention, linear: as `Sizes.heads` and `Sizes.linear_heads`.
-    """
-    heads, kv_heads, head_dim = attention
-    key_heads, value_heads, key_dim, value_dim = linear
-    return {
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": key_dim,
-        "linear_value_head_dim": value_dim,
-        "linear_conv_kernel_dim": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": False,
-    }
-
-
-GATE, DOWN, HEAD = (12288, 4096, "gate_proj"), (4096, 12288, "down_proj"), (248320, 4096, "lm_head")
-SMALL = ((1024, 4096, "k_proj"), (256, 12288, "few outputs"))
-
-FULL = Sizes(
-    dtype=torch.bfloat16,
-    config=model_config(248320, 4096, 12288, 32, (16, 4, 256), (16, 32, 128, 128)),  # Qwen3.5-9B
-    layers=2,
-    page_size=64,
-    decode=((1, 4096), (8, 4096), (64, 4096), (1, 32768), (8, 32768), (64, 32768), (1, 131072)),
-    extend=((1, 0), (1, 4096), (1, 32768), (4, 4096)),
-    new=512,
-    drafts=(8, 8),
-    steps=(1, 8, 64, 256),
-    copies=(1, 8, 32),
-    prompts=(512, 2048, 8192),
-    many=8,
-    rows=(1, 32, 2048),
-    products=(1, 8, 32, 512, 2048),
-    matrices=((8192, 4096, "in_proj_qkv"), GATE, DOWN, *SMALL, HEAD),
-    experts=(256, 8, 2048, 512),  # Qwen3.5-35B-A3B
-    expert_rows=(1, 32, 256, 2048, 8192),
-    memory="24GiB",
-    batched_tokens=2048,
-    document=8192,
-    question=64,
-    decoding=((1, 2048), (32, 2048)),
-    steps_timed=40,
-    group=(48, 1024, 32, 128, 16),
-    runs=7,
-    copied=2 << 30,
-    matmul=8192,
-)
+FULL = Sizes()
 
 COMPILED = replace(
     FULL,

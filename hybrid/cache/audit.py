@@ -9,13 +9,19 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pins
 from hybrid.errors import AuditError
 from hybrid.key import TOKEN_BYTES
+from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Node, StateLock
 from hybrid.tree.tree import Tree
 
 
-def audit(tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins) -> None:
+def audit(
+    tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins, digests: Digests | None = None
+) -> None:
     """Check tree, memory, leases and pins against each other.
+
+    Args:
+        digests: read all that the tree owns, and compare; None: contents are not read.
 
     Raises:
         AuditError: with every violation found, one a line.
@@ -26,6 +32,7 @@ def audit(tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins
         *_pages(tree, memory, leases),
         *_states(tree, memory, leases),
         *_pieces(memory),
+        *_contents(tree, digests),
     ]
     if wrong:
         raise AuditError("the cache is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong))
@@ -89,11 +96,28 @@ def _locks(tree: Tree, leases: Collection[Lease], pins: Pins) -> list[str]:
             wrong.append(f"{name}: a state lock on a tombstone")
     if +page_locks or +state_locks:
         wrong.append("a lease or a pin holds a lock on a node that is not in the tree")
+    held = _held_pages(tree)
+    if held != tree.locks.num_pages:
+        wrong.append(f"the tree counts {tree.locks.num_pages} locked pages and has {held}")
+    checkpoints = sum(node.state_locks > 0 for _, node in tree.nodes())
+    if checkpoints != tree.locks.num_checkpoints:
+        wrong.append(f"the tree counts {tree.locks.num_checkpoints} locked checkpoints and has {checkpoints}")
     for pin in pins:
-        pinned = pin.state_lock.node
-        if pinned is None or pinned.end != pin.num_tokens or pin.page_lock.node is not pinned:
+        pinned = pin.lock.node
+        if pinned is None or pinned.end != pin.num_tokens:
             wrong.append(f"a pin of {pin.num_tokens} tokens does not lock the checkpoint there")
     return wrong
+
+
+def _held_pages(tree: Tree) -> int:
+    """Pages of the nodes that are locked, and of all nodes above them."""
+    held: dict[Node, None] = {}
+    for _, node in tree.nodes():
+        above: Node | None = node if node.page_locks else None
+        while above is not None and above not in held:
+            held[above] = None
+            above = above.parent
+    return sum(len(node.pages) for node in held)
 
 
 def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[str]:
@@ -143,6 +167,19 @@ def _pieces(memory: CacheMemory) -> list[str]:
             if pool.is_unused(piece):
                 wrong.append(f"piece {piece} belongs to {pool.name}, although nothing in it is in use")
     return wrong + _exactly_one("piece", owners, range(arena.num_pieces))
+
+
+def _contents(tree: Tree, digests: Digests | None) -> list[str]:
+    """What the tree owns is never written: it holds what it held when it was committed."""
+    wrong: list[str] = []
+    if digests is None:
+        return wrong
+    for namespace, node in tree.nodes():
+        name = _name(namespace, node)
+        wrong += [f"{name}: page {page} was changed" for page in node.pages if not digests.is_page_intact(page)]
+        if node.slot is not None and not digests.is_checkpoint_intact(node.slot):
+            wrong.append(f"{name}: its checkpoint in slot {node.slot} was changed")
+    return wrong
 
 
 def _exactly_one(what: str, owners: list[tuple[int, str]], existing: Iterable[int]) -> list[str]:

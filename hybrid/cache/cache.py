@@ -35,11 +35,13 @@ from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.key import Key
+from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Checkpoint, Kind, Match, Released
 from hybrid.tree.policies import policy_of
 from hybrid.tree.tree import Tree
+from hybrid.units import ceil_div
 
 GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
 """The tree remembers this many evicted prefixes for each page of the memory, and at least this many: about 15 MB."""
@@ -57,6 +59,9 @@ class HybridCache:
         config: page size, grid, eviction policy and placement. Its `memory`, `state_share` and `state_dtype` have been
             used by whoever made the memory.
         on_evict: called with what is evicted, before it is freed; for tests and metrics. Must not call the cache.
+
+    Raises:
+        ArgumentError: `config.verify_contents`, and the memory has no contents that can be read.
 
     Attributes:
         config: the configuration.
@@ -80,9 +85,10 @@ class HybridCache:
         max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
         policy = policy_of(config.eviction)
         self.tree: Tree = Tree(config.page_size, config.grid, policy, memory.prices, max_ghosts, config.seed)
+        self._digests = _digests(memory) if config.verify_contents else None
         self.leases: set[Lease] = set()
-        self.pins: Pins = Pins(self.tree, memory)
-        self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self.pins, on_evict)
+        self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self._digests, on_evict)
+        self.pins: Pins = Pins(self.tree, memory, self.allocator)
         self._capturer = Capturer(self.tree, memory, self.allocator)
         self._committer = Committer(self.tree, memory, self.allocator)
         self._stats = CacheStats()
@@ -179,13 +185,16 @@ class HybridCache:
         opened = False
         try:
             if found.deepest is not None:
-                lease.page_lock = self.tree.lock_pages(found.deepest)
+                lease.page_lock = self.tree.lock_match(found)
             if found.checkpoint is not None:
                 assert found.checkpoint.slot is not None
-                lease.state_lock, lease.read_slot = self.tree.lock_state(found.checkpoint), found.checkpoint.slot
-            lease.front = self.allocator.allocate_state() or EMPTY_STATE
-            opened = lease.front != EMPTY_STATE and self.reserve(lease, num_tokens)
-            if opened:
+                lease.state_lock, lease.read_slot = self.allocator.lock_state(found.checkpoint), found.checkpoint.slot
+            num_pages = ceil_div(num_tokens, self.config.page_size) - lease.num_shared
+            allocated = self.allocator.allocate_request(max(0, num_pages))
+            if allocated is not None:
+                opened = True
+                lease.front, pages = allocated
+                lease.block_table.extend(pages)
                 if self.memory.stores_smaller:
                     self._restore(lease)
                 self._use(lease, key, limit, found)
@@ -209,7 +218,7 @@ class HybridCache:
         """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it
         cannot."""
         self._refuse_closed(lease)
-        missing = -(-num_tokens // self.config.page_size) - len(lease.block_table)
+        missing = ceil_div(num_tokens, self.config.page_size) - len(lease.block_table)
         if missing > 0:
             pages = self.allocator.allocate_pages(missing)
             if pages is None:
@@ -279,7 +288,7 @@ class HybridCache:
         if lease.front == EMPTY_STATE:
             raise OwnershipError("advance: the front of the lease was donated")
         if lease.state_lock is not None:
-            self.tree.unlock(lease.state_lock)
+            self.allocator.unlock(lease.state_lock)
             lease.state_lock = None
         lease.read_slot = lease.front
         lease.front_tokens = num_tokens
@@ -293,7 +302,7 @@ class HybridCache:
         lease.is_void = True
         slots = [checkpoint.slot for checkpoint in lease.captured]
         lease.captured = []
-        self.memory.states.free(slots)
+        self.allocator.free_states(slots)
 
     def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
         """Hand the pages of `[0, num_tokens)`, and the checkpoints captured there, to the tree.
@@ -335,10 +344,10 @@ class HybridCache:
         self._refuse_closed(lease, even_void=True)
         self.leases.remove(lease)
         for lock in lease.locks:
-            self.tree.unlock(lock)
+            self.allocator.unlock(lock)
         lease.page_lock = lease.state_lock = None
         self.memory.pages.free(lease.private_pages)
-        self.memory.states.free(lease.private_slots())
+        self.allocator.free_states(lease.private_slots())
         lease.block_table = array("i")
         lease.num_shared = 0
         lease.captured = []
@@ -398,13 +407,20 @@ class HybridCache:
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
         return now
 
-    def audit(self) -> None:
+    def audit(self, contents: bool = False) -> None:
         """Prove that every page and every slot is in exactly one place, and that the tree is consistent.
+
+        Args:
+            contents: also read every page and checkpoint of the tree, and compare it with the digest that was taken
+                when it was committed. Needs `CacheConfig(verify_contents=True)`.
 
         Raises:
             AuditError: it is not so; the message names what is wrong.
+            ArgumentError: `contents`, and no digests were taken.
         """
-        audit(self.tree, self.memory, self.leases, self.pins)
+        if contents and self._digests is None:
+            raise ArgumentError("audit: contents can be verified with CacheConfig(verify_contents=True)")
+        audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None)
 
     def _lease(self, key: Key, limit: int, found: Match, priority: int) -> Lease:
         """A lease of what was found, before anything is locked or allocated."""
@@ -443,7 +459,7 @@ class HybridCache:
             assert self.memory.store is not None
             self.memory.store.restore(place, lease.front)
         finally:
-            self.tree.unlock(lock)
+            self.allocator.unlock(lock)
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._refuse_other_threads()
@@ -455,3 +471,12 @@ class HybridCache:
     def _refuse_other_threads(self) -> None:
         self.check_owner()
         self._owner = threading.get_ident()
+
+
+def _digests(memory: CacheMemory) -> Digests:
+    if memory.reader is None:
+        raise ArgumentError(
+            "CacheConfig: verify_contents needs a memory with tensors, or with a mover that has read_page and "
+            "read_checkpoint too"
+        )
+    return Digests(memory.reader)

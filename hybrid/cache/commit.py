@@ -79,8 +79,12 @@ class Committer:
         if captured is not None:
             lease.captured.remove(captured)
             if checkpoint is not captured:
-                self._memory.states.free([captured.slot])
-            if checkpoint is not None and not inserted.adopted:
+                self._allocator.free_states([captured.slot])
+            if checkpoint is not None and inserted.adopted:
+                self._allocator.hand_over_checkpoint(checkpoint.slot, inserted.node)
+            elif checkpoint is captured:
+                self._allocator.free_states([captured.slot])
+            elif checkpoint is not None:
                 self._memory.checkpoints.free([checkpoint.slot])
         self._share_pages(lease, inserted, num_tokens // page_size)
 
@@ -88,7 +92,7 @@ class Committer:
         """The tree owns the lease's first `num_pages` pages now, or had others for them, and the lease's are freed. Map
         the tree's, and lock them."""
         num_existing = inserted.num_existing // self._tree.page_size
-        self._allocator.note_owner(lease.block_table[num_existing:num_pages], inserted.node)
+        self._allocator.hand_over_pages(lease.block_table[num_existing:num_pages], inserted.node)
         if num_existing > lease.num_shared:
             duplicates = lease.block_table[lease.num_shared : num_existing]
             lease.block_table[:num_existing] = self._tree.pages(inserted.node, inserted.num_existing)

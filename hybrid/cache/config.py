@@ -1,4 +1,4 @@
-"""What a user decides about the cache."""
+"""Settings of the prefix cache."""
 
 import math
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from hybrid.tree.policy import Policy
 from hybrid.units import format_bytes, parse_bytes
 
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
-"""Where checkpoints are put."""
+"""Where checkpoints can be placed."""
 
 GPU_MEMORY = 0.9
-"""Part of a GPU's free memory that a cache takes when nothing is said: the rest is for what a pass needs besides."""
+"""The part of a GPU's free memory that a cache allocates by default; the rest is for the temporaries of a pass."""
 
 CPU_MEMORY = 4 * 2**30
-"""Bytes that a cache takes on a CPU when nothing is said."""
+"""Bytes that a cache allocates on a CPU by default."""
 
 STATE_DTYPES = ("float32", "bfloat16", "int8")
-"""How checkpoints are stored."""
+"""How checkpoints can be stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,23 +27,26 @@ class CacheConfig:
     """Settings of the prefix cache.
 
     Args:
-        enabled: keep prefixes of finished and running requests. Without it every request computes its whole prompt.
+        enabled: keep the prefixes of finished and running requests. If not, every request computes its whole prompt.
         page_size: tokens per page of KV.
-        chunk_size: tokens per chunk of the linear layers. Checkpoints lie at multiples of both sizes.
-        memory: bytes for pages and states together: a number of bytes, a text as "512MiB" or "2GB", or a fraction of
-            the memory that is free on the device (0.5). None: 0.9 of what the weights leave free on a GPU, 4 GiB on a
-            CPU.
-        state_share: None: pages and states share `memory`, and it goes to whoever is worth more. A number: the part of
-            it that holds states, once and for all.
+        chunk_size: tokens per chunk of the linear layers. Checkpoints are at multiples of both sizes.
+        memory: memory for pages and states together: a number of bytes, a string such as "512MiB" or "2GB", or a
+            fraction of the memory that is free on the device (0.5). None: 0.9 of what the weights leave free on a GPU,
+            4 GiB on a CPU.
+        state_share: None: pages and states share `memory`, and the eviction policy decides how. A number: the fixed
+            part of it that holds states.
         eviction: what is evicted first: "lhd" (learned hit density), "lru", "lfu", "fifo", "mru", "filo", "priority",
             "flop_aware", or an instance of your own subclass of `hybrid.Policy`.
-        placement: where checkpoints are put beside the positions that a request names: any of "branch" (where a request
-            leaves what is known), "turn_end", "prompt_end", "geometric" (in between, while memory is free).
+        placement: where checkpoints are placed, in addition to the positions that a request names: any of "branch"
+            (where a request leaves what is cached), "turn_end", "prompt_end", "geometric" (in between, while memory is
+            free).
         state_dtype: how checkpoints are stored: "float32" as they are; "bfloat16" or "int8" smaller, which changes
-            results a little, and which deterministic mode does not accept.
+            results slightly, and which deterministic mode does not accept.
         deterministic: make the output of a hit bitwise that of a cold run, whatever else is in the batch.
             None: on for CPU, off for GPU.
         seed: seed of the eviction policy's random samples.
+        verify_contents: take a digest of each page and checkpoint when it is committed, so that `audit(contents=True)`
+            can find what was changed since. Reads everything that is committed once; off, it costs nothing.
 
     Raises:
         ArgumentError: a value is out of range.
@@ -59,6 +62,7 @@ class CacheConfig:
     state_dtype: str = "float32"
     deterministic: bool | None = None
     seed: int = 0
+    verify_contents: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "chunk_size"):
@@ -66,15 +70,15 @@ class CacheConfig:
             if not isinstance(value, int) or not 1 <= value <= 4096 or value & (value - 1):
                 raise ArgumentError(f"CacheConfig: {name} must be a power of two from 1 to 4096, got {value!r}")
         if self.state_share is not None and not 0 < self.state_share < 1:
-            raise ArgumentError(f"CacheConfig: state_share must lie between 0 and 1, got {self.state_share!r}")
+            raise ArgumentError(f"CacheConfig: state_share must be between 0 and 1, got {self.state_share!r}")
         names = self.placement.split(",") if isinstance(self.placement, str) else self.placement
         object.__setattr__(self, "placement", tuple(names))
         unknown = [name for name in self.placement if name not in PLACEMENTS]
         if unknown:
             raise ArgumentError(
-                f"CacheConfig: no placement is named {unknown[0]!r}; there are: {', '.join(PLACEMENTS)}"
+                f"CacheConfig: unknown placement {unknown[0]!r}; the placements are: {', '.join(PLACEMENTS)}"
             )
-        policy_of(self.eviction)  # a wrong one is refused here, before a model is loaded
+        policy_of(self.eviction)  # refuses an unknown one here, before a model is loaded
         if self.state_dtype not in STATE_DTYPES:
             raise ArgumentError(
                 f"CacheConfig: state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}"
@@ -86,25 +90,26 @@ class CacheConfig:
                 )
             if self.state_share is not None:
                 raise ArgumentError(
-                    f"CacheConfig: state_dtype={self.state_dtype!r} needs one budget for everything: state_share=None"
+                    f"CacheConfig: state_dtype={self.state_dtype!r} needs one budget for all: state_share=None"
                 )
         if self.memory is not None:
             self._amount()
 
     @property
     def grid(self) -> int:
-        """Checkpoints lie at multiples of this many tokens."""
+        """Checkpoints are at multiples of this many tokens."""
         return math.lcm(self.page_size, self.chunk_size)
 
     def memory_bytes(self, free: int, on_gpu: bool = False) -> int:
-        """The budget in bytes, on a device with `free` bytes to give.
+        """The budget in bytes.
 
         Args:
-            on_gpu: decides what is taken where `memory` says nothing.
+            free: bytes that are free on the device.
+            on_gpu: whether the device is a GPU: it decides the default.
 
         Raises:
-            ArgumentError: `memory` is no amount.
-            MemoryBudgetError: more is asked for than is free.
+            ArgumentError: `memory` is not an amount.
+            MemoryBudgetError: the budget exceeds `free`.
         """
         amount = (GPU_MEMORY if on_gpu else CPU_MEMORY) if self.memory is None else self._amount()
         if isinstance(amount, float):
@@ -113,15 +118,17 @@ class CacheConfig:
             asked = "the default" if self.memory is None else f"memory={self.memory!r}"
             raise MemoryBudgetError(
                 f"CacheConfig: {asked} is {format_bytes(amount)}, but only {format_bytes(free)} "
-                "is free; give less, or a fraction of what is free as memory=0.5"
+                "is free; choose less, or a fraction of what is free such as memory=0.5"
             )
         return amount
 
     def _amount(self) -> int | float:
-        """`memory` as a number of bytes, or as a fraction (a float, at most 1)."""
+        """`memory` as a number of bytes, or as a fraction (a float up to 1)."""
         amount = self.memory
         if isinstance(amount, str):
             return parse_bytes(amount)
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < math.inf:
-            raise ArgumentError(f"CacheConfig: memory must be bytes, a text as '512MiB' or a fraction, got {amount!r}")
+            raise ArgumentError(
+                f"CacheConfig: memory must be bytes, a string such as '512MiB', or a fraction, got {amount!r}"
+            )
         return amount if isinstance(amount, float) and amount <= 1 else int(amount)

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hybrid.cache.allocator import Allocator
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.node import Lock, PageLock, StateLock
+from hybrid.tree.node import Lock, StateLock
 from hybrid.tree.tree import Tree
 
 MAX_PINNED = 0.5
@@ -31,23 +32,24 @@ class Pin:
 
     num_tokens: int
     expires: float
-    page_lock: PageLock
-    state_lock: StateLock
+    lock: StateLock
 
 
 class Pins:
     """The pins of a cache, in the order in which they were made.
 
-    A pin holds a page lock and a state lock on the node of its checkpoint, from `add` to `remove`.
+    A pin holds a lock on the checkpoint where it ends, and so on its pages, from `add` to `remove`.
 
     Args:
         tree: the locks are on its nodes.
         memory: its capacities limit what can be pinned.
+        allocator: takes and releases the locks.
     """
 
-    def __init__(self, tree: Tree, memory: CacheMemory) -> None:
+    def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator) -> None:
         self._tree = tree
         self._memory = memory
+        self._allocator = allocator
         self._pins: dict[Pin, None] = {}
 
     def __len__(self) -> int:
@@ -72,7 +74,7 @@ class Pins:
         node = self._tree.peek(key, len(key)).checkpoint
         if node is None:
             return None
-        pin = Pin(node.end, time.monotonic() + ttl, self._tree.lock_pages(node), self._tree.lock_state(node))
+        pin = Pin(node.end, time.monotonic() + ttl, self._allocator.pin(node))
         self._pins[pin] = None
         if self._pinned_share() > MAX_PINNED:
             self.remove(pin)
@@ -88,21 +90,19 @@ class Pins:
         node = self._tree.peek(key, len(key)).checkpoint
         if pin not in self._pins or node is None:
             return
-        old = pin.num_tokens, pin.page_lock, pin.state_lock
-        pin.num_tokens, pin.page_lock = node.end, self._tree.lock_pages(node)
-        pin.state_lock = self._tree.lock_state(node)
+        old = pin.num_tokens, pin.lock
+        pin.num_tokens, pin.lock = node.end, self._allocator.pin(node)
         if self._pinned_share() > MAX_PINNED:
-            self._unlock(pin)
-            pin.num_tokens, pin.page_lock, pin.state_lock = old
+            self._allocator.unlock(pin.lock)
+            pin.num_tokens, pin.lock = old
             raise MemoryBudgetError(PINNED_TOO_MUCH)
-        self._tree.unlock(old[1])
-        self._tree.unlock(old[2])
+        self._allocator.unlock(old[1])
 
     def remove(self, pin: Pin) -> None:
         """End a pin. One that has ended stays so."""
         if pin in self._pins:
             del self._pins[pin]
-            self._unlock(pin)
+            self._allocator.unlock(pin.lock)
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""
@@ -120,15 +120,11 @@ class Pins:
 
     def locks(self) -> list[Lock]:
         """The locks that pins hold."""
-        return [lock for pin in self._pins for lock in (pin.page_lock, pin.state_lock)]
+        return [pin.lock for pin in self._pins]
 
     def _pinned_share(self) -> float:
         """The part of the memory that pins protect: of the scarcer kind where pages and states do not share it."""
-        memory, locks = self._memory, self.locks()
-        pages = self._tree.num_locked_pages(locks) / memory.pages.capacity
-        checkpoints = self._tree.num_locked_checkpoints(locks) / memory.checkpoints.capacity
+        memory, locks = self._memory, self._tree.locks
+        pages = locks.num_pinned_pages / memory.pages.capacity
+        checkpoints = locks.num_pinned_checkpoints / memory.checkpoints.capacity
         return max(pages, checkpoints) if memory.arena is None else pages + checkpoints
-
-    def _unlock(self, pin: Pin) -> None:
-        self._tree.unlock(pin.page_lock)
-        self._tree.unlock(pin.state_lock)

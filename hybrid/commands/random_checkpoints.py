@@ -52,6 +52,31 @@ STATE_SPACE: dict[str, Any] = {
     "mamba_chunk_size": 64,
 }
 
+ODD: dict[str, Any] = {
+    "vocab_size": 777,
+    "hidden_size": 150,
+    "intermediate_size": 99,
+    "num_attention_heads": 6,
+    "head_dim": 40,  # a quarter of it is rotated, in pairs
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 13,
+    "linear_value_head_dim": 11,
+}
+"""Sizes that fill no vector and no cache line: rows are at every alignment."""
+
+ODD_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 27, "shared_expert_intermediate_size": 45}
+
+ODD_STATE_SPACE: dict[str, Any] = {
+    "vocab_size": 777,
+    "hidden_size": 132,
+    "intermediate_size": 99,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 11,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -87,6 +112,9 @@ FAMILIES: dict[str, Family] = {
             "mlp_bias": True,
         },
     ),
+    "bamba, odd sizes": Family(
+        "BambaConfig", "BambaForCausalLM", {**STATE_SPACE, **ODD_STATE_SPACE, "tie_word_embeddings": False}
+    ),
     "qwen3_5_text": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**GATED_DELTA, "tie_word_embeddings": True}),
     "qwen3_5_text, untied, sharded": Family(
         "Qwen3_5TextConfig",
@@ -94,12 +122,18 @@ FAMILIES: dict[str, Family] = {
         {**GATED_DELTA, "tie_word_embeddings": False},
         max_shard_size="150KB",
     ),
+    "qwen3_5_text, odd sizes": Family(
+        "Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**GATED_DELTA, **ODD, "tie_word_embeddings": False}
+    ),
     "qwen3_5_moe_text": Family("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**GATED_DELTA, **EXPERTS}),
     "qwen3_5_moe_text, fused, tied": Family(
         "Qwen3_5MoeTextConfig",
         "Qwen3_5MoeForCausalLM",
         {**GATED_DELTA, **EXPERTS, "tie_word_embeddings": True},
         fused=True,
+    ),
+    "qwen3_5_moe_text, odd sizes": Family(
+        "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**GATED_DELTA, **EXPERTS, **ODD, **ODD_EXPERTS}
     ),
     "qwen3_next": Family(
         "Qwen3NextConfig",
@@ -112,6 +146,9 @@ FAMILIES: dict[str, Family] = {
         "Qwen3NextForCausalLM",
         {**GATED_DELTA, **EXPERTS, "norm_topk_prob": False},
         fused=True,
+    ),
+    "qwen3_next, odd sizes": Family(
+        "Qwen3NextConfig", "Qwen3NextForCausalLM", {**GATED_DELTA, **EXPERTS, **ODD, **ODD_EXPERTS}
     ),
 }
 """By name, which begins with the model type of config.json."""

@@ -237,7 +237,7 @@ class Engine:
                 if self.config.audit:
                     self.cache.audit()
             except BaseException as error:
-                if not self._undo(guard.steps, error):
+                if not self._undo(guard, error):
                     raise
             finally:
                 self._is_stepping = False
@@ -248,16 +248,16 @@ class Engine:
                     self._end_aborted(request)
             guard.raise_pending()
 
-    def _undo(self, steps: list[Step], error: BaseException) -> bool:
+    def _undo(self, guard: StepGuard, error: BaseException) -> bool:
         """Undo steps that failed. Returns whether the failure is that of one request, which ends with it."""
         self._is_retried = False
-        if not steps:
+        if not guard.steps:
             return False
         self._ahead = None
-        self.scheduler.roll_back(*steps)
-        if isinstance(error, Exception):
+        self.scheduler.roll_back(*guard.steps)
+        if isinstance(error, Exception) and not guard.was_interrupted:
             self._is_retried = True
-            culprit = self._suspects.failed([part.request for part in steps[0].parts])
+            culprit = self._suspects.failed([part.request for part in guard.steps[0].parts])
             if culprit is not None:
                 self._fail(culprit, error)
                 return True

@@ -30,6 +30,11 @@ class StepGuard:
         """Let signal handlers run: what they raise undoes the step."""
         return self._interrupts.opened()
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the step failed because a signal handler raised: no request is the reason."""
+        return self._interrupts.was_interrupted
+
     def undo_on_failure(self, step: Step) -> Step:
         """From now on a failure undoes this step, too."""
         self.steps.append(step)

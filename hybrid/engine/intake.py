@@ -85,14 +85,18 @@ class Intake:
     def _check_memory(self, prompt_len: int, max_len: int) -> None:
         config, most = self._cache.config, self._cache.largest_request
         needed = ceil_div(max_len, config.page_size)
-        if needed > most:
-            page_bytes, state_bytes = self._cache.unit_bytes
+        if needed <= most:
+            return
+        page_bytes, state_bytes = self._cache.unit_bytes
+        remedy = "lower max_new_tokens"
+        if page_bytes:
             memory = smallest_memory(needed, page_bytes, state_bytes, config.state_share)
-            raise MemoryBudgetError(
-                f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there "
-                f"are {most}; the smallest memory that suffices is {format_bytes(memory)} "
-                f"(CacheConfig(memory={memory})), or lower max_new_tokens"
-            )
+            smallest = f"the smallest memory that suffices is {format_bytes(memory)} (CacheConfig(memory={memory}))"
+            remedy = f"{smallest}, or {remedy}"
+        raise MemoryBudgetError(
+            f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there are "
+            f"{most}; {remedy}"
+        )
 
 
 def _hidden_size(loaded: LoadedModel) -> int:

@@ -312,10 +312,11 @@ class Scheduler:
                 skipped |= busy
 
     def _start_at_any_cost(self, request: Request) -> bool:
-        """Start a request; if that needs more memory, first give up replays, and if none runs, pins."""
+        """Start a request. If that needs more memory, first give up replays, and when nothing runs, what is cached: so
+        that every request starts that fits into an empty cache."""
         if self._start(request) or self._start_after(self._drop_replays, request):
             return True
-        return not self.running and self._start_after(self.cache.give_up_a_pin, request)
+        return not self.running and self._start_after(self._empty_cache, request)
 
     def _start(self, request: Request) -> bool:
         end = request.prompt_len if self.deterministic else len(request.ids)
@@ -388,6 +389,13 @@ class Scheduler:
         for request in replays:
             self._retract(request)
         return bool(replays)
+
+    def _empty_cache(self) -> bool:
+        """Evict all that is not pinned, and if there is nothing, end a pin. False when nothing is cached."""
+        num_pages, num_checkpoints = self.cache.tree.num_pages, self.cache.tree.num_checkpoints
+        self.cache.clear()
+        emptied = self.cache.tree.num_pages < num_pages or self.cache.tree.num_checkpoints < num_checkpoints
+        return emptied or self.cache.give_up_a_pin()
 
     def _retract(self, request: Request) -> None:
         """Take a running request off its memory, to be resumed first. A replay is given up."""

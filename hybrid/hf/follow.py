@@ -8,20 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import GenerationMixin
 
 from hybrid.errors import NonFiniteError
+from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
 from hybrid.interrupts import deferred_interrupts
 
 
-def inner_model(model: Any) -> Any:
-    """The model of transformers inside a wrapper (of PEFT, or `torch.compile`); without one, the model itself."""
-    return next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
-
-
 @contextmanager
-def following(model: Any, past: Past) -> Iterator[None]:
+def following(model: PassModel, past: Past) -> Iterator[None]:
     """Within this context `past`, and its forks, learn the tokens that the model computes with them.
 
     The hooks are on the model and on the model inside it: a wrapper's `generate` calls the latter. A pass that both see
@@ -56,7 +51,7 @@ def following(model: Any, past: Past) -> Iterator[None]:
     handles: list[RemovableHandle] = []
     try:
         with deferred_interrupts():
-            for module in {id(module): module for module in (model, inner_model(model))}.values():
+            for module in {model.outer, model.inner}:
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after, with_kwargs=True))
         yield

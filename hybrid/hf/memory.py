@@ -30,10 +30,13 @@ class PageMemory:
         page_size: tokens per page.
         num_bytes: upper bound of the memory; the piece of the empty state is allocated in addition.
         device: device of the memory.
+
+    Attributes:
+        layout: what the model's cache stores.
     """
 
     def __init__(self, layout: Layout, page_size: int, num_bytes: int, device: torch.device) -> None:
-        self._layout = layout
+        self.layout = layout
         self._page_size = page_size
         pieces = PieceLayout.of(layout.page_bytes(page_size), layout.state_bytes)
         num_pieces = num_bytes // pieces.num_bytes + 1
@@ -71,7 +74,7 @@ class PageMemory:
             NonFiniteError: a key or value is NaN or infinite. Nothing was written.
         """
         size = self._page_size
-        tensors = [token_tensor(layers, part)[row] for part in self._layout.tokens]
+        tensors = [token_tensor(layers, part)[row] for part in self.layout.tokens]
         first = end - len(pages) * size
         helds = [num_seen - tensor.shape[1] for tensor in tensors]  # position of the first token; negative for padding
         written = (tensor[:, max(0, first - held) : end - held] for tensor, held in zip(tensors, helds, strict=True))
@@ -106,7 +109,7 @@ class PageMemory:
         """
         tokens = []
         size = self._page_size
-        for part, memory in zip(self._layout.tokens, self._tokens, strict=True):
+        for part, memory in zip(self.layout.tokens, self._tokens, strict=True):
             kept = length if part.window is None else min(length, part.window - 1)
             first = (length - kept) // size  # the first page that holds a token of the window
             tensor = torch.empty(
@@ -117,11 +120,19 @@ class PageMemory:
                 by_page[at : at + count] = memory[start : start + count]
             tokens.append(tensor[:, :, tensor.shape[2] - kept :])
         states = [memory[slot].unsqueeze(0) for memory in self._states]
-        fill(layers, self._layout, tokens, states, length)
+        fill(layers, self.layout, tokens, states, length)
 
     def move_pages(self, moves: dict[int, int]) -> None:
         """Copy pages to new page ids: `{old: new}`."""
         _move(self._pages, moves)
+
+    def read_page(self, page: int) -> bytes:
+        """The bytes of a page."""
+        return self._pages[page].cpu().numpy().tobytes()
+
+    def read_checkpoint(self, slot: int) -> bytes:
+        """The bytes of a state slot."""
+        return self._slots[slot].cpu().numpy().tobytes()
 
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy state slots likewise."""

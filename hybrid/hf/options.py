@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from hybrid.errors import ArgumentError, PromptError
+from hybrid.hf.past import Past
 
 REFUSED = {
     "inputs_embeds": "prefixes are matched by token ids, and embeddings have none; give input_ids",
-    "past_key_values": "the cache makes it; to bring your own call model.generate, or use session()",
+    "past_key_values": "the cache makes it, or takes one that it has returned; to bring your own call model.generate",
     "cache_implementation": "only transformers' dynamic cache can be saved and restored; leave it out",
     "cache_config": "only transformers' dynamic cache can be saved and restored; leave it out",
     "position_ids": "positions are those of the tokens; leave it out",
@@ -27,6 +28,9 @@ REFUSED = {
     "custom_generate": "its use of the cache is unknown; use session() and call it yourself",
 }
 """Options that are refused when they are set, with the reason."""
+
+PASSED_ON = ("attention_mask", "tokenizer", "logits_to_keep")
+"""Arguments that are not in transformers' generation config, and that `model.generate` gets as they are."""
 
 ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 """Options of assisted decoding."""
@@ -94,14 +98,81 @@ def parse_prompts(input_ids: Any, attention_mask: Any, pad_token: int | None, en
     return Prompts(rows, pads)
 
 
-def refuse_options(model: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options that cannot work with a prefix cache.
+@dataclass(frozen=True)
+class GenerateCall:
+    """A call of `generate`, after its options were checked.
 
-    Raises:
-        ArgumentError: an option is unknown or cannot work; the message says why.
+    Attributes:
+        input_ids: `[batch, tokens]`, with padding.
+        prompts: the prompts in it.
+        options: the options for `model.generate`.
+        pad_tokens, end_tokens: ids of padding and end-of-sequence tokens.
+        repeats: sequences that are computed per prompt: beams, or several answers.
+        num_returned: answers per prompt.
+        max_seconds: time limit of the call, its prefill included; None: no limit.
+        past: a past that an earlier call returned, to be resumed from; None: prefixes are looked up.
     """
+
+    input_ids: Tensor
+    prompts: Prompts
+    options: dict[str, Any]
+    pad_tokens: frozenset[int]
+    end_tokens: frozenset[int]
+    repeats: int
+    num_returned: int
+    max_seconds: float | None
+    past: Past | None
+
+    @classmethod
+    def of(cls, model: Any, inputs: Any, options: Mapping[str, Any]) -> GenerateCall:
+        """Read the arguments of a call.
+
+        Raises:
+            ArgumentError: an option is unknown or cannot work; the message says why.
+            PromptError: there is no prompt, or it is padded on the right.
+        """
+        given = dict(options)
+        input_ids = given.pop("input_ids", None)
+        if inputs is not None and input_ids is not None:
+            raise ArgumentError("generate: the prompts are given twice, as first argument and as input_ids")
+        input_ids = inputs if input_ids is None else input_ids
+        for name in ("past_key_values", "use_cache"):
+            if name in given and given[name] in (None, True):
+                del given[name]
+        past = given.pop("past_key_values") if isinstance(given.get("past_key_values"), Past) else None
+        _refuse_options(model, given)
+        if option(model, given, "cache_implementation") is not None:
+            given["cache_implementation"] = None  # "dynamic": transformers refuses it together with a past
+        pad_tokens, end_tokens = (token_option(model, given, name) for name in ("pad_token_id", "eos_token_id"))
+        num_beams, num_returned = (option(model, given, name) or 1 for name in ("num_beams", "num_return_sequences"))
+        return cls(
+            input_ids,
+            parse_prompts(input_ids, given.get("attention_mask"), next(iter(pad_tokens), None), end_tokens),
+            given,
+            pad_tokens,
+            end_tokens,
+            max(num_beams, num_returned),
+            num_returned,
+            option(model, given, "max_time"),
+            past,
+        )
+
+    def turns(self, sequences: Tensor) -> Iterator[list[int]]:
+        """Per prompt its tokens and those of its answer, without the padding after it: the beginning of a next turn.
+
+        Args:
+            sequences: `[batch, tokens]`, as returned by `model.generate`, with one answer per prompt.
+        """
+        for row, answer in zip(self.prompts.rows, sequences[:, self.prompts.width :].tolist(), strict=True):
+            end = next((at + 1 for at, token in enumerate(answer) if token in self.end_tokens), len(answer))
+            while end and answer[end - 1] in self.pad_tokens - self.end_tokens:
+                end -= 1
+            yield [*row, *answer[:end]]
+
+
+def _refuse_options(model: Any, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
-        if name not in _known_options() and name not in ("attention_mask", *REFUSED):
+        if name not in _known_options() and name not in (*PASSED_ON, *REFUSED):
             raise ArgumentError(
                 f"generate: {name!r} is not an option of transformers' generate; other inputs (images, audio) are "
                 "not part of the token ids by which prefixes are matched"
@@ -141,17 +212,6 @@ def token_option(model: Any, options: Mapping[str, Any], name: str) -> frozenset
     if isinstance(value, Tensor):
         value = value.tolist()
     return frozenset([value] if isinstance(value, int) else value)
-
-
-def turns_of(
-    prompts: Prompts, sequences: Tensor, end_tokens: frozenset[int], pad_tokens: frozenset[int]
-) -> Iterator[list[int]]:
-    """Per sequence its prompt and answer, without the padding after the answer: the beginning of a next turn."""
-    for row, sequence in zip(prompts.rows, sequences[:, prompts.width :].tolist(), strict=True):
-        end = next((at + 1 for at, token in enumerate(sequence) if token in end_tokens), len(sequence))
-        while end and sequence[end - 1] in pad_tokens - end_tokens:
-            end -= 1
-        yield [*row, *sequence[:end]]
 
 
 def _known_options() -> frozenset[str]:

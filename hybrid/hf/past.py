@@ -63,14 +63,14 @@ class Past(DynamicCache):
         layers: the layers of transformers' cache.
         rows, pads, namespace, explanations: the attributes of the same names.
         boundaries: per sequence its last boundary, if it has one.
-        family: the attribute of the same name, for a fork; None: a list with this past alone.
+        family: the attribute of the same name, for a fork; None: a session begins with this past.
 
     Attributes:
         rows: per sequence the tokens that it holds, without padding; None after a pass with unknown tokens.
         pads: per sequence, the number of padding positions before its tokens.
         namespace: the key space of its prompts.
         explanations: per sequence, why its hit was as long as it was.
-        family: this past, and all pasts forked from it or from its forks.
+        family: this past, and all pasts forked from it or from its forks; empty after its session.
     """
 
     def __init__(
@@ -91,14 +91,48 @@ class Past(DynamicCache):
         self.pads: list[int] = list(pads)
         self.namespace = namespace
         self.explanations: tuple[Explanation, ...] = tuple(explanations)
-        self.family: list[Past] = [] if family is None else family
-        self.family.append(self)
+        self.family: list[Past] = [self] if family is None else family
         self._boundaries = list(boundaries)
         self._backend = backend
 
+    def resume(self, prompts: Sequence[Sequence[int]], pads: Sequence[int]) -> None:
+        """Begin a session again, with prompts that continue its tokens.
+
+        Raises:
+            ArgumentError: the prompts do not.
+        """
+        rows = self.known_rows()
+        continues = rows is not None and len(rows) == len(prompts) and self.pads == list(pads)
+        if (
+            rows is None
+            or not continues
+            or any(
+                len(row) >= len(prompt) or row != list(prompt[: len(row)])
+                for row, prompt in zip(rows, prompts, strict=True)
+            )
+        ):
+            raise ArgumentError(
+                "generate: past_key_values: the prompts do not begin with the tokens that this past holds; leave it "
+                "out, and what is cached of them is found"
+            )
+        self.family = [self]
+        reason = "resumed from the past that was given"
+        self.explanations = tuple(
+            Explanation(len(prompt), len(row), len(row), reason) for row, prompt in zip(rows, prompts, strict=True)
+        )
+
+    def belongs_to(self, backend: PastBackend) -> bool:
+        """Whether it was made by this cache."""
+        return self._backend is backend
+
+    def end_session(self) -> None:
+        """It is not followed any more. The pasts of its family no longer refer to each other."""
+        for member in list(self.family):
+            member.family = []
+
     def fork(self) -> Past:
         """A second past after the same tokens, independent of this one. Keys and values are shared until then."""
-        return Past(
+        other = Past(
             self._backend,
             [fork_layer(layer) for layer in self.layers],
             self.rows,
@@ -108,6 +142,9 @@ class Past(DynamicCache):
             self._boundaries,
             self.family,
         )
+        if self.family:
+            self.family.append(other)
+        return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Past:
         return self.fork()

@@ -8,6 +8,7 @@ Invariants:
   cannot change results: whole chunks in deterministic mode, anything that ends on the grid otherwise. The rest is
   computed again, in chunks.
 * A lease is held only while a prefill runs: transformers' cache holds copies.
+* Signal handlers run between the steps of a prefill only inside of the model's passes, where nothing is half changed.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
-from hybrid.errors import NonFiniteError
+from hybrid.errors import NonFiniteError, RequestError
 from hybrid.hf.follow import finite_logits
-from hybrid.hf.layers import Layout, fill, stack_left_padded, states_of
+from hybrid.hf.layers import fill, stack_left_padded, states_of
 from hybrid.hf.memory import PageMemory
+from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
-from hybrid.hf.probe import forward
-from hybrid.interrupts import deferred_interrupts
+from hybrid.interrupts import DeferredInterrupts, deferred_interrupts
 from hybrid.key import Key
 from hybrid.tree.node import Kind
 
@@ -52,36 +53,29 @@ class Prefill:
     is_replay: bool = False
 
     @property
-    def limit(self) -> int:
-        """Tokens that a hit may have. Of a prompt one token is left to compute, for its logits."""
-        return self.end if self.is_replay else len(self.ids) - 1
+    def key(self) -> Key:
+        """The key in the tree."""
+        return Key.of(self.ids, self.namespace)
 
 
 class Prefiller:
     """Computes prompts, between transformers' caches and the memory of a `PrefixCache`.
 
     Args:
-        model: the causal language model.
-        device: device of the model's input.
-        layout: what the model's cache stores.
+        model: what computes the passes.
         memory: the tensors of pages and state slots.
         cache: the bookkeeping of the same memory.
-
-    Attributes:
         lock: held while a prompt is computed, and while the bookkeeping is read or changed.
     """
 
-    def __init__(
-        self, model: Any, device: torch.device, layout: Layout, memory: PageMemory, cache: HybridCache
-    ) -> None:
-        self.lock: threading.RLock = threading.RLock()
+    def __init__(self, model: PassModel, memory: PageMemory, cache: HybridCache, lock: threading.RLock) -> None:
         self._model = model
-        self._device = device
-        self._layout = layout
+        self._layout = memory.layout
         self._memory = memory
         self._cache = cache
+        self._lock = lock
         config = cache.config
-        self._max_pass_tokens = config.grid if config.deterministic else layout.max_pass_tokens(config.grid)
+        self._max_pass_tokens = config.grid if config.deterministic else self._layout.max_pass_tokens(config.grid)
 
     @property
     def grid(self) -> int:
@@ -112,26 +106,32 @@ class Prefiller:
         Raises:
             NonFiniteError: the model computed NaN or infinity. The pass was not committed; those before it may be.
         """
-        with self.lock:
+        with self._lock, deferred_interrupts() as interrupts:
             self._cache.adopt()
-            past = DynamicCache(config=self._model.config)
-            position, explanation = self._prefill_chunks(past, work)
+            past = self._model.empty_cache()
+            position, explanation = self._prefill_chunks(past, work, interrupts)
             if not work.is_replay:
                 self._cache.record(explanation)
             while position < work.end:
                 start = position
                 position = min(work.end, (start + self._max_pass_tokens) // self.grid * self.grid)
-                self._forward(work.ids[start:position], past, start)
+                self._forward(work.ids[start:position], past, start, interrupts)
             return past.layers, explanation
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], namespace: str) -> list[Any]:
-        """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint."""
+        """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint.
+
+        Raises:
+            RequestError: the model has changed since `namespace` was found for it.
+        """
+        if not self._model.versions.current().owns(namespace):
+            raise RequestError("the model has changed since this past was made; start a session again")
         done = [self.prefill(Prefill(row, len(row), namespace, is_replay=True))[0] for row in rows]
         return done[0] if len(rows) == 1 and not pads[0] else self.stack(done, len(rows[0]) + pads[0])
 
     def stack(self, done: Sequence[Sequence[Any]], length: int) -> list[Any]:
         """The layers of several sequences as those of one batch of `length` positions, padded on the left."""
-        layers: list[Any] = DynamicCache(config=self._model.config).layers
+        layers: list[Any] = self._model.empty_cache().layers
         if length:
             tokens, states = stack_left_padded(done, self._layout, length)
             fill(layers, self._layout, tokens, states, length)
@@ -151,7 +151,7 @@ class Prefiller:
             num_tokens: tokens that the layers hold of it.
             num_new: how many of them were computed by the pass.
         """
-        if num_tokens % self.grid or self._layout.has_windows:
+        if num_tokens % self.grid or self._layout.has_windows or num_tokens > self._model.max_tokens:
             return before
         is_chunk = before is not None and before.num_tokens == num_tokens - num_new and num_new == self.grid
         if self._cache.config.deterministic and not is_chunk:
@@ -160,11 +160,12 @@ class Prefiller:
 
     def keep(self, token_ids: Sequence[int], namespace: str) -> None:
         """Compute the whole chunks of these tokens that are not cached, and commit them."""
-        end = len(token_ids) // self.grid * self.grid
-        with self.lock:
+        end = min(len(token_ids), self._model.max_tokens) // self.grid * self.grid
+        work = Prefill(token_ids[:end], end, namespace, is_replay=True)
+        with self._lock:
             self._cache.adopt()
-            if end and self._cache.tree.peek(Key.of(token_ids[:end], namespace), end).num_tokens < end:
-                self.prefill(Prefill(token_ids[:end], end, namespace, is_replay=True))
+            if end and self._cache.tree.peek(work.key, end).num_tokens < end:
+                self.prefill(work)
 
     def keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
         """Commit a turn, unless its prompt could not be committed: all of it would be computed again for nothing.
@@ -177,7 +178,7 @@ class Prefiller:
         """
         num_prompt -= num_prompt % self.grid
         key = Key.of(token_ids[:num_prompt], past.namespace)
-        with self.lock:
+        with self._lock:
             if self._cache.tree.peek(key, num_prompt).num_page_tokens < num_prompt:
                 return
             for row in rows:
@@ -215,39 +216,42 @@ class Prefiller:
 
     # The chunks of a prefill
 
-    def _prefill_chunks(self, past: DynamicCache, work: Prefill) -> tuple[int, Explanation]:
+    def _prefill_chunks(
+        self, past: DynamicCache, work: Prefill, interrupts: DeferredInterrupts
+    ) -> tuple[int, Explanation]:
         """Restore the hit, then compute and commit every whole chunk before `work.end`. Returns the position reached,
         and why the hit was as long as it was."""
-        key = Key.of(work.ids, work.namespace)
-        with deferred_interrupts():
-            cache = self._cache
-            lease = cache.open_whole(key) if work.is_replay else cache.open(key, work.limit, 0)
+        cache, key = self._cache, work.key
+        lease = cache.open_whole(key) if work.is_replay else cache.open(key, len(key) - 1, 0)
         if lease is None:
             return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
         try:
             position, last = lease.num_hit_tokens, work.end // self.grid * self.grid
+            page_size = cache.config.page_size
             wanted = self._checkpoints(lease, work, last)
             if position:
-                pages = lease.block_table[: position // self._cache.config.page_size]
+                pages = lease.block_table[: position // page_size]
                 self._memory.restore(past.layers, pages, lease.read_slot, position)
-            self._cache.advance(lease, position)
+            cache.advance(lease, position)
             is_kept = True
             while position < last:
                 start = position
                 position = min([*(cut for cut in wanted if cut > start), start + self._max_pass_tokens, last])
-                self._forward(work.ids[start:position], past, start)
-                with deferred_interrupts():
-                    is_kept = is_kept and self._keep_chunk(past, lease, key, start, position, wanted)
-                    if is_kept and position == last and lease.num_shared * self._cache.config.page_size < last:
-                        self._cache.commit(lease, key, last)
+                self._forward(work.ids[start:position], past, start, interrupts)
+                is_kept = is_kept and self._keep_chunk(past, lease, start, position, wanted)
+                if is_kept:
+                    cache.advance(lease, position)
+                    if lease.captured or (position == last and lease.num_shared < last // page_size):
+                        cache.commit(lease, key, position)
             return position, lease.explanation
         finally:
-            with deferred_interrupts():
-                self._cache.close(lease)
+            cache.close(lease)
 
-    def _forward(self, tokens: Sequence[int], past: DynamicCache, start: int) -> None:
-        """One forward pass over the tokens from position `start` on."""
-        if not finite_logits(forward(self._model, tokens, past, start, self._device)):
+    def _forward(self, tokens: Sequence[int], past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
+        """One forward pass over the tokens from position `start` on. Only here may signal handlers interrupt."""
+        with interrupts.opened():
+            is_finite = finite_logits(self._model.forward(tokens, past, start))
+        if not is_finite:
             end = start + len(tokens)
             raise NonFiniteError(
                 f"the model gave logits with NaN or infinity for tokens {start} to {end} of the prompt; nothing of "
@@ -278,9 +282,7 @@ class Prefiller:
         )
         return wanted
 
-    def _keep_chunk(
-        self, past: DynamicCache, lease: Lease, key: Key, start: int, end: int, wanted: dict[int, Kind]
-    ) -> bool:
+    def _keep_chunk(self, past: DynamicCache, lease: Lease, start: int, end: int, wanted: dict[int, Kind]) -> bool:
         """Copy the chunk `[start, end)` into pages, and the state into a slot where a checkpoint is wanted. False when
         no page can be allocated."""
         cache, page_size = self._cache, self._cache.config.page_size
@@ -294,7 +296,4 @@ class Prefiller:
             checkpoint = cache.capture_spare(lease, end) if is_spare else cache.capture(lease, end, wanted[end])
             if checkpoint is not None:
                 self._memory.write_state(states_of(past.layers, self._layout, 0), checkpoint.slot)
-        cache.advance(lease, end)
-        if checkpoint is not None:
-            cache.commit(lease, key, end)
         return True

@@ -11,13 +11,18 @@ How prompts are computed, and the invariants of that, are in `hybrid.hf.prefill`
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
@@ -25,14 +30,17 @@ from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
-from hybrid.errors import ArgumentError, NonFiniteError
+from hybrid.errors import ArgumentError, NonFiniteError, PromptError, RequestError
 from hybrid.hf.follow import following
+from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
-from hybrid.hf.options import Prompts, option, parse_prompts, refuse_options, token_option, turns_of
+from hybrid.hf.options import GenerateCall, Prompts, parse_prompts, token_option
+from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
 from hybrid.hf.prefill import Prefill, Prefiller
-from hybrid.hf.probe import probe
+from hybrid.hf.probe import layout_of_model, probe
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
+from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
@@ -48,7 +56,8 @@ class PrefixCache:
     It may be called from any thread; calls wait for each other while they compute a prompt.
 
     Args:
-        model: an `AutoModelForCausalLM`, in evaluation mode. If its weights change, call `clear`.
+        model: an `AutoModelForCausalLM`, in evaluation mode, or a wrapper of one (of PEFT, or `torch.compile`). When
+            its weights, adapters or settings change, prefixes computed before are not used for prompts after that.
         memory: memory for pages and states: bytes, a text such as "512MiB", or a fraction of the free memory.
         device: device of that memory. None: the model's device.
         deterministic: cut every prefill at every multiple of `chunk_size`, so that a hit is bitwise equal to a cold
@@ -56,7 +65,8 @@ class PrefixCache:
             None: on for CPU, off for GPU.
         chunk_size: prefills are cut, and checkpoints captured, at multiples of this many tokens. The tokens after the
             last multiple are computed again. Smaller passes are slower. None: 256 in deterministic mode, 64 otherwise.
-        page_size: tokens per page.
+        page_size: tokens per page. In deterministic mode at least `chunk_size`: with mixtures of experts the bits of a
+            token depend on all tokens of its pass, so that a chunk is shared as a whole or not at all.
         eviction: as in `hybrid.CacheConfig`.
         placement: as in `hybrid.CacheConfig`. Without "turn_end" the answers of `generate` and of sessions are not
             cached. In deterministic mode each answer is computed again in whole chunks when it is cached, since
@@ -84,39 +94,54 @@ class PrefixCache:
         eviction: str | Policy = "lhd",
         placement: Sequence[str] = PLACEMENTS,
     ) -> None:
-        self._model = model
-        self._device: torch.device = model.get_input_embeddings().weight.device
+        self._model = PassModel(model)
         self._refuse_training()
+        on_cpu = self._model.device.type == "cpu"
         if deterministic is None:
-            deterministic = self._device.type == "cpu"
-        config = CacheConfig(
+            deterministic = on_cpu
+        chunk_size = chunk_size or (DETERMINISTIC_CHUNK_SIZE if deterministic else DEFAULT_CHUNK_SIZE)
+        if deterministic:
+            page_size = max(page_size, chunk_size)
+        self._config = CacheConfig(
             memory=memory,
             page_size=page_size,
-            chunk_size=chunk_size or (DETERMINISTIC_CHUNK_SIZE if deterministic else DEFAULT_CHUNK_SIZE),
+            chunk_size=chunk_size,
             eviction=eviction,
             placement=placement,
             deterministic=deterministic,
         )
-        if self._device.type == "cpu":
-            use_torch_functions_on_cpu(model)
-        layout = probe(model, self._device)
-        memory_device = torch.device(device) if device is not None else self._device
-        num_bytes = config.memory_bytes(free_memory(memory_device))
-        self.memory: PageMemory = PageMemory(layout, page_size, num_bytes, memory_device)
-        pools = CacheMemory.of_bytes(num_bytes, layout.page_bytes(page_size), layout.state_bytes, mover=self.memory)
-        self.cache: HybridCache = HybridCache(pools, config)
+        if on_cpu:
+            use_torch_functions_on_cpu(self._model.inner)
+        layout = probe(self._model)
+        self._memory_device: torch.device = torch.device(device) if device is not None else self._model.device
+        self._num_bytes = self._config.memory_bytes(free_memory(self._memory_device))
+        self._lock = threading.RLock()
+        self._version = self._model.versions.current()
         self.explanations: tuple[Explanation, ...] = ()
-        self._prefiller = Prefiller(model, self._device, layout, self.memory, self.cache)
-        self._keeps_turns = "turn_end" in config.placement
+        self._installed: MethodType | None = None
+        self._allocate(layout)
+
+    def _allocate(self, layout: Layout) -> None:
+        """Make memory and bookkeeping for a layout."""
+        page_size = self._config.page_size
+        with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
+            self.memory: PageMemory = PageMemory(layout, page_size, self._num_bytes, self._memory_device)
+        pools = CacheMemory.of_bytes(
+            self._num_bytes, layout.page_bytes(page_size), layout.state_bytes, mover=weakref.proxy(self.memory)
+        )
+        self.cache: HybridCache = HybridCache(pools, self._config)
+        self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock)
 
     # Generating
 
-    @torch.no_grad()
-    def generate(self, inputs: Tensor | None = None, *, namespace: str = "", **options: Any) -> Any:
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: Any = None, *, namespace: str = "", **options: Any
+    ) -> Any:
         """`model.generate`, resumed from cached prefixes; prompts and answers are cached.
 
         Args:
             inputs: the prompts, `[batch, tokens]`, padded on the left. The name `input_ids` works as well.
+            generation_config: a `GenerationConfig` of transformers.
             namespace: prompts in different namespaces share nothing: an adapter, a tenant.
             options: the options of `model.generate`, except those that cannot work with a prefix cache.
 
@@ -125,33 +150,79 @@ class PrefixCache:
 
         Raises:
             ArgumentError: an option cannot work with a prefix cache; the message says why.
-            PromptError: there is no prompt, or it is padded on the right.
+            PromptError: there is no prompt, it is padded on the right, or it is longer than the original context of a
+                model whose rotary frequencies change there.
             NonFiniteError: the model computed NaN or infinity; nothing of that pass is cached.
         """
+        start = time.monotonic()
+        if generation_config is not None:
+            options["generation_config"] = generation_config
+        return self._run(self._read(inputs, options), namespace, start)
+
+    def _read(self, inputs: Any, options: dict[str, Any]) -> GenerateCall:
+        """Check a call of `generate`. Raises ArgumentError when it cannot work with a prefix cache."""
         self._refuse_training()
-        input_ids = options.pop("input_ids", None)
-        if inputs is not None and input_ids is not None:
-            raise ArgumentError("generate: the prompts are given twice, as first argument and as input_ids")
-        input_ids = inputs if input_ids is None else input_ids
-        refuse_options(self._model, options)
-        pad_tokens, end_tokens = (token_option(self._model, options, name) for name in ("pad_token_id", "eos_token_id"))
-        prompts = parse_prompts(input_ids, options.get("attention_mask"), next(iter(pad_tokens), None), end_tokens)
-        past = self._begin(prompts, namespace)
-        num_beams, num_returned = (
-            option(self._model, options, name) or 1 for name in ("num_beams", "num_return_sequences")
-        )
-        repeats = max(num_beams, num_returned)
-        if repeats > 1:
-            past.batch_repeat_interleave(repeats)
-        is_kept = self._keeps_turns and num_returned == 1
-        with following(self._model, past):
-            output = self._model.generate(input_ids, past_key_values=past, **options)
-        if is_kept:
-            sequences = output if isinstance(output, Tensor) else output.sequences
-            turns = turns_of(prompts, sequences, end_tokens, pad_tokens)
-            for at, (row, ids) in enumerate(zip(prompts.rows, turns, strict=True)):
-                self._keep_turn(ids, len(row) - 1, past, range(at * repeats, (at + 1) * repeats))
+        call = GenerateCall.of(self._model.outer, inputs, options)
+        self._refuse_too_long(call.prompts)
+        return call
+
+    @torch.no_grad()
+    def _run(self, call: GenerateCall, namespace: str, start: float) -> Any:
+        """Run a call of `generate` that began at `start`, by `time.monotonic`."""
+        with self._model.rope_deltas.reset():
+            past = self._begin(call.prompts, namespace) if call.past is None else self._resume(call, namespace)
+            num_known = [len(row) - 1 for row in call.prompts.rows]
+            if call.past is not None:
+                num_known = [explanation.usable_hit for explanation in past.explanations]
+            try:
+                if call.repeats > 1:
+                    past.batch_repeat_interleave(call.repeats)
+                if call.max_seconds is not None:
+                    call.options["max_time"] = max(0.0, call.max_seconds - (time.monotonic() - start))
+                with following(self._model, past):
+                    output = self._model.generate(call.input_ids, past_key_values=past, **call.options)
+                if call.num_returned == 1:
+                    turns = call.turns(output if isinstance(output, Tensor) else output.sequences)
+                    for at, ids in enumerate(turns):
+                        self._keep_turn(ids, num_known[at], past, range(at * call.repeats, (at + 1) * call.repeats))
+            finally:
+                past.end_session()
         return output
+
+    def install(self) -> None:
+        """Make the model's own `generate` use this cache, until `uninstall`: pipelines and chat loops then need no
+        change. Calls with options that cannot work with a prefix cache run without it.
+
+        The model refers to this cache meanwhile. A copy of the model does not use it.
+
+        Raises:
+            RequestError: the model's `generate` is replaced already, by this cache or another.
+        """
+        model = self._generate_owner
+        if "generate" in vars(model):
+            raise RequestError("install: the generate of this model has been replaced already; uninstall that first")
+
+        def generate(called: Any, inputs: Any = None, generation_config: Any = None, **options: Any) -> Any:
+            start = time.monotonic()
+            if generation_config is not None:
+                options["generation_config"] = generation_config
+            if called is not model:
+                return type(called).generate(called, inputs, **options)
+            try:
+                call = self._read(inputs, options)
+            except ArgumentError:
+                return self._model.generate(inputs, **options)
+            return self._run(call, "", start)
+
+        model.generate = MethodType(generate, model)
+        self._installed = model.generate
+
+    def uninstall(self) -> None:
+        """Give the model its own `generate` back. Without `install` before, nothing happens."""
+        model = self._generate_owner
+        if self._installed is not None and vars(model).get("generate") is self._installed:
+            del model.generate
+        self._installed = None
 
     @contextmanager
     def session(
@@ -171,15 +242,21 @@ class PrefixCache:
             PromptError: there is no prompt, or it is padded on the right.
         """
         self._refuse_training()
-        pad_tokens, end_tokens = (token_option(self._model, {}, name) for name in ("pad_token_id", "eos_token_id"))
+        model = self._model.outer
+        pad_tokens, end_tokens = (token_option(model, {}, name) for name in ("pad_token_id", "eos_token_id"))
         prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
-        past = self._begin(prompts, namespace)
-        with following(self._model, past):
-            yield past
-        for member in past.family if self._keeps_turns else ():
-            for at, row in enumerate(member.known_rows() or ()):
-                num_prompt = min(len(row), member.explanations[at].asked - 1)
-                self._keep_turn(row, num_prompt, member, [at])
+        self._refuse_too_long(prompts)
+        with self._model.rope_deltas.reset():
+            past = self._begin(prompts, namespace)
+            try:
+                with following(self._model, past):
+                    yield past
+                for member in past.family:
+                    for at, row in enumerate(member.known_rows() or ()):
+                        num_prompt = min(len(row), member.explanations[at].asked - 1)
+                        self._keep_turn(row, num_prompt, member, [at])
+            finally:
+                past.end_session()
 
     def keep(self, token_ids: Sequence[int], namespace: str = "") -> None:
         """Compute the whole chunks of these tokens that are not cached, and cache them: for instance between requests.
@@ -188,28 +265,28 @@ class PrefixCache:
             token_ids: the tokens of one sequence.
             namespace: prompts in different namespaces share nothing.
         """
-        self._prefiller.keep(token_ids, namespace)
+        with self._bookkeeping():
+            key_space = self._key_space(namespace)
+        self._prefiller.keep(token_ids, key_space)
 
     # Bookkeeping
 
     def explain(self, input_ids: Tensor, namespace: str = "") -> Explanation:
         """The hit that a prompt, `[1, tokens]`, would have now, and why it would not be longer. Changes nothing."""
         ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
-        with self._prefiller.lock:
-            key, limit, tree = Key.of(ids, namespace), len(ids) - 1, self.cache.tree
+        with self._bookkeeping():
+            key, limit, tree = Key.of(ids, self._key_space(namespace)), len(ids) - 1, self.cache.tree
             return explain(tree, key, limit, tree.peek(key, limit))
 
     def pin(self, input_ids: Tensor, ttl: float = float("inf"), namespace: str = "") -> Pin | None:
         """Protect the usable prefix of a prompt, `[1, tokens]`, from eviction; see `HybridCache.pin`."""
         ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
-        with self._prefiller.lock:
-            self.cache.adopt()
-            return self.cache.pin(Key.of(ids, namespace), ttl)
+        with self._bookkeeping():
+            return self.cache.pin(Key.of(ids, self._key_space(namespace)), ttl)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin."""
-        with self._prefiller.lock:
-            self.cache.adopt()
+        with self._bookkeeping():
             self.cache.unpin(pin)
 
     def stats(self) -> CacheStats:
@@ -222,30 +299,83 @@ class PrefixCache:
         Raises:
             AuditError: a page or a slot has none or several; the message names it.
         """
-        with self._prefiller.lock:
+        with self._bookkeeping():
             self.cache.audit()
 
     def clear(self) -> None:
-        """Evict everything that is not pinned: for instance because the weights have changed."""
-        with self._prefiller.lock:
-            self.cache.adopt()
+        """Evict everything that is not pinned."""
+        with self._bookkeeping():
             self.cache.clear()
 
+    @property
+    def _generate_owner(self) -> Any:
+        """The module whose `generate` a call of the model's `generate` runs: a wrapper without one passes calls on."""
+        has_generate = isinstance(self._model.outer, GenerationMixin) or "generate" in vars(type(self._model.outer))
+        return self._model.outer if has_generate else self._model.inner
+
     def _refuse_training(self) -> None:
-        if self._model.training:
+        if self._model.outer.training:
             raise ArgumentError(
                 "the model is in training mode, where dropout changes its results: call model.eval() first"
             )
 
     def _keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
         """Cache a turn whose answer has been computed: no failure of it takes the answer away."""
+        if "turn_end" not in self._config.placement or not self._model.versions.current().owns(past.namespace):
+            return  # or the model has changed meanwhile
         try:
             self._prefiller.keep_turn(token_ids, num_prompt, past, rows)
         except NonFiniteError as error:
             warnings.warn(f"an answer is not cached: {error}", RuntimeWarning, stacklevel=4)
 
+    def _refuse_too_long(self, prompts: Prompts) -> None:
+        longest = max(map(len, prompts.rows))
+        if longest > self._model.max_tokens:
+            raise PromptError(
+                f"the prompt has {longest} tokens; beyond {self._model.max_tokens} the rotary embedding of this model "
+                "changes the frequencies of all tokens, so no prefix can be reused: call model.generate instead"
+            )
+
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """Within this context the calling thread owns the cache, and no signal handler interrupts."""
+        with self._lock, deferred_interrupts():
+            self.cache.adopt()
+            yield
+
+    def _key_space(self, namespace: str) -> str:
+        """The namespace of the tree for the version that the model is now. What former weights computed is evicted."""
+        version = self._model.versions.current()
+        if version.weights != self._version.weights:
+            layout = layout_of_model(self._model)
+            if layout == self.memory.layout:
+                self.cache.clear()
+            else:  # of another dtype, or on another device
+                del self.memory, self.cache, self._prefiller
+                self._allocate(layout)
+                self.cache.adopt()
+        self._version = version
+        return version.key_space(namespace)
+
+    def _resume(self, call: GenerateCall, namespace: str) -> Past:
+        """The past that a call gives back, for its prompts."""
+        past = call.past
+        assert past is not None
+        with self._bookkeeping():
+            key_space = self._key_space(namespace)
+        if not past.belongs_to(self._prefiller) or past.namespace != key_space:
+            raise ArgumentError(
+                "generate: past_key_values: this past is of another cache or namespace, or the model has changed "
+                "since; leave it out"
+            )
+        past.resume(call.prompts.rows, call.prompts.pads)
+        self.explanations = past.explanations
+        return past
+
     def _begin(self, prompts: Prompts, namespace: str) -> Past:
         """A past after the prompts: of a single one up to its last boundary, of several up to their last tokens."""
+        with self._bookkeeping():
+            key_space = self._key_space(namespace)
         explanations = []
         ends = [len(row) - 1 for row in prompts.rows]
         is_alone = len(prompts.rows) == 1 and not prompts.is_padded
@@ -253,11 +383,11 @@ class PrefixCache:
             ends = [placement.prompt_end(len(prompts.rows[0]), self._prefiller.grid)]
         done = []
         for row, end in zip(prompts.rows, ends, strict=True):
-            layers, explanation = self._prefiller.prefill(Prefill(row, end, namespace))
+            layers, explanation = self._prefiller.prefill(Prefill(row, end, key_space))
             done.append(layers)
             explanations.append(explanation)
         layers = done[0] if is_alone else self._prefiller.stack(done, prompts.width - 1)
         self.explanations = tuple(explanations)
         rows = [row[:end] for row, end in zip(prompts.rows, ends, strict=True)]
         boundaries = [Boundary(ends[0])] if is_alone else [None] * len(rows)
-        return Past(self._prefiller, layers, rows, prompts.pads, namespace, explanations, boundaries)
+        return Past(self._prefiller, layers, rows, prompts.pads, key_space, explanations, boundaries)

@@ -139,6 +139,13 @@ class ArenaPool:
         return len(self._free_in) * self.per_piece - self._num_free - self.reserved
 
     @property
+    def next_piece(self) -> int | None:
+        """The piece that the next unit is allocated in; None when nothing is free."""
+        if self._open:
+            return next(iter(self._open))
+        return self.arena._free[-1] if self.arena._free else None
+
+    @property
     def pieces(self) -> tuple[int, ...]:
         """The pieces of this kind, for the audit."""
         return tuple(self._free_in)

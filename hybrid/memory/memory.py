@@ -11,6 +11,7 @@ import torch
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
+from hybrid.memory.digests import ContentReader
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
 from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec
@@ -244,6 +245,11 @@ class CacheMemory:
     def stores_smaller(self) -> bool:
         """Whether checkpoints are stored apart from states, and smaller."""
         return self.checkpoints is not self.states
+
+    @property
+    def reader(self) -> ContentReader | None:
+        """Reads the contents: the mover, if it can read them too."""
+        return self.mover if isinstance(self.mover, ContentReader) else None
 
     @property
     def prices(self) -> Prices:

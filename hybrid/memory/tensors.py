@@ -125,6 +125,18 @@ class CacheTensors:
         """Copy each state slot (key) to its new place (value)."""
         _copy(self._states, moves)
 
+    def read_page(self, page: int) -> bytes:
+        """The bytes of a page."""
+        return _bytes(self._pages[page])
+
+    def read_checkpoint(self, slot: int) -> bytes:
+        """The bytes of a checkpoint: of a state slot, or of the place of a stored checkpoint."""
+        return _bytes(self._states[slot] if self.stored is None else self.stored.bytes_of(slot))
+
+
+def _bytes(row: Tensor) -> bytes:
+    return row.cpu().numpy().tobytes()
+
 
 def _copy(rows: Tensor, moves: dict[int, int]) -> None:
     old, new = torch.tensor([[*moves.keys()], [*moves.values()]]).to(rows.device)

@@ -59,6 +59,8 @@ class Node:
         end: tokens from the root to this node's end.
         newest: the child inserted last, if it is still there: the first one to try on a long path of single children.
         slot: state slot of the checkpoint at `end`; None for a tombstone.
+        page_locks, state_locks: locks on this node.
+        holds: page locks on it, plus its children with a positive count: see `hybrid.tree.locks`.
         lost_checkpoint: it had a checkpoint, which was evicted or not admitted; `usage` is that checkpoint's.
         chain: hash of the path from the root, cached by `hybrid.tree.ghosts`; None until it is needed.
     """
@@ -69,6 +71,7 @@ class Node:
         "edge",
         "end",
         "former_parent",
+        "holds",
         "lost_checkpoint",
         "newest",
         "page_locks",
@@ -89,6 +92,7 @@ class Node:
         self.newest: Node | None = None
         self.slot: int | None = None
         self.page_locks: int = 0
+        self.holds: int = 0
         self.state_locks: int = 0
         self.usage: NodeUsage = usage
         self.lost_checkpoint: bool = False
@@ -177,22 +181,29 @@ class Released:
 
 
 class Lock:
-    """Keeps pages, or a checkpoint, from eviction until it is released, once."""
+    """Protects pages, or a checkpoint, from eviction until it is released, once.
 
-    __slots__ = ("node", "owner")
+    Attributes:
+        owner: who made it, and releases it.
+        node: what it is on; None once it was released.
+        is_pin: it is counted among what is pinned.
+    """
+
+    __slots__ = ("is_pin", "node", "owner")
 
     def __init__(self, owner: object, node: Node) -> None:
         self.owner: object = owner
         self.node: Node | None = node
+        self.is_pin: bool = False
 
 
 class PageLock(Lock):
-    """Keeps the pages of a node, and of every node above it."""
+    """Protects the pages of a node, and of every node above it."""
 
     __slots__ = ()
 
 
 class StateLock(Lock):
-    """Keeps the checkpoint of one node, and its pages with it."""
+    """Protects the checkpoint of one node, and its pages with it."""
 
     __slots__ = ()

@@ -12,21 +12,22 @@ Invariants (`hybrid.cache.audit` states them in code):
 * A tombstone that loses its last child is evicted with it, unless it is locked (the cascade).
 
 The tree knows integers only: tokens, page ids, slots, counts. It allocates and frees nothing: it returns what it
-evicts. `match` changes nothing but recency, `peek` changes nothing at all, only `insert` splits.
+evicts. `match` changes nothing but recency, `peek` changes nothing at all, only `insert` and `lock_match` split.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 
-from hybrid.errors import LockError, OwnershipError
+from hybrid.errors import OwnershipError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.evictor import Evictor
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
+from hybrid.tree.locks import Locks
 from hybrid.tree.node import (
     Checkpoint,
     History,
@@ -57,6 +58,7 @@ class Tree:
         seed: seed of the random samples of candidates.
 
     Attributes:
+        locks: what is protected from eviction, and how much.
         ghosts: what is remembered about evicted prefixes.
         forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
@@ -81,6 +83,7 @@ class Tree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self.forest: Forest = Forest(page_size)
+        self.locks: Locks = Locks()
         self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
@@ -311,7 +314,7 @@ class Tree:
             edge = child.edge
             if offset + len(edge) > end or not starts_with(edge, offset):
                 shared = common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
-                return self.forest.split(child, shared), offset + shared
+                return self._split(child, shared), offset + shared
             node = child
             offset += len(edge)
         return node, offset
@@ -373,35 +376,26 @@ class Tree:
 
     # Locks
 
+    def lock_match(self, match: Match) -> PageLock:
+        """Protect the pages of a match that has some. An edge in which it ends is split there, so that what follows can
+        be evicted."""
+        node = match.deepest
+        assert node is not None
+        if node.end > match.num_page_tokens:
+            node = self._split(node, len(node.edge) - (node.end - match.num_page_tokens) * TOKEN_BYTES)
+        return self.locks.lock_pages(node)
+
     def lock_pages(self, node: Node) -> PageLock:
         """Protect the pages from the root to the node's end."""
-        lock = PageLock(self, node)
-        node.page_locks += 1
-        return lock
+        return self.locks.lock_pages(node)
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
-        assert node.slot is not None
-        lock = StateLock(self, node)
-        node.state_locks += 1
-        node.page_locks += 1
-        return lock
+        return self.locks.lock_state(node)
 
-    def num_locked_pages(self, locks: Iterable[Lock]) -> int:
-        """Number of pages that these locks protect."""
-        seen: set[int] = set()
-        total = 0
-        for lock in locks:
-            node = lock.node
-            while node is not None and id(node) not in seen:
-                seen.add(id(node))
-                total += len(node.pages)
-                node = node.parent
-        return total
-
-    def num_locked_checkpoints(self, locks: Iterable[Lock]) -> int:
-        """Number of checkpoints that these locks protect."""
-        return len({id(lock.node) for lock in locks if isinstance(lock, StateLock)})
+    def pin(self, node: Node) -> StateLock:
+        """As `lock_state`, and counted among what is pinned."""
+        return self.locks.pin(node)
 
     def unlock(self, lock: Lock) -> None:
         """Release a lock.
@@ -409,18 +403,17 @@ class Tree:
         Raises:
             LockError: it was released before, or belongs to another tree. Nothing was changed.
         """
-        if lock.owner is not self:
-            raise LockError("this lock belongs to another cache; release it there")
-        if lock.node is None:
-            raise LockError("this lock was released before; a lock is released exactly once")
-        node, lock.node = lock.node, None
-        if isinstance(lock, StateLock):
-            node.state_locks -= 1
-        node.page_locks -= 1
+        node = self.locks.unlock(lock)
         if not node.page_locks or not node.state_locks:
             self.candidates.enter(node)
         if not node.page_locks:
             self.candidates.changed(node)
+
+    def _split(self, node: Node, length: int) -> Node:
+        """Cut an edge after `length` bytes. Returns the upper half."""
+        upper = self.forest.split(node, length)
+        self.locks.split(upper, node)
+        return upper
 
     # Evicting
 

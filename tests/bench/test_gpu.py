@@ -67,7 +67,7 @@ def test_a_rehearsal_runs_every_section(tmp_path: Path) -> None:
     assert all(check["passed"] for check in figures["checks"])
     assert all(line["target"] is None for line in figures["lines"])
     assert {entry["part"] for entry in (*figures["lines"], *figures["checks"])} == set(figures["sections"])
-    assert len(figures["sections"]) == 14
+    assert len(figures["sections"]) == 13
     assert "cold prefill" in printed
 
 

@@ -267,7 +267,7 @@ def test_every_violation_is_named_on_a_line_of_its_own(books: Books) -> None:
     forget_page_lock(books)
     with pytest.raises(AuditError) as raised:
         books.cache.audit()
-    assert len(str(raised.value).splitlines()) == 4
+    assert len(str(raised.value).splitlines()) == 5  # the forgotten lock is missed where it was, and in the count
     assert isinstance(raised.value, HybridError)
 
 

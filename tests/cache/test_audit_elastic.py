@@ -80,7 +80,7 @@ def pin_another_length(books: Books) -> None:
 
 
 def forget_a_pin(books: Books) -> None:
-    books.pins = Pins(books.cache.tree, books.cache.memory)
+    books.pins = Pins(books.cache.tree, books.cache.memory, books.cache.allocator)
 
 
 def forget_the_newest_child(books: Books) -> None:
@@ -107,7 +107,7 @@ CORRUPTIONS = [
     (leak_a_record, r"stored checkpoint \d+ has no owner: leaked"),
     (own_a_record_twice, r"stored checkpoint \d+ is owned by the checkpoint of '' at 8 and by the checkpoint of ''"),
     (pin_another_length, r"a pin of 6 tokens does not lock the checkpoint there"),
-    (forget_a_pin, r"2 page locks are not those of the leases and pins"),
+    (forget_a_pin, r"1 page locks are not those of the leases and pins"),
     (forget_the_newest_child, r"its parent's newest child is not one of its children"),
     (name_a_stranger_the_newest_child, r"its parent's newest child is not one of its children"),
     (overlook_a_candidate, r"may be evicted, and is not a candidate"),

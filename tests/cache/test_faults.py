@@ -51,7 +51,7 @@ def busy_cache(memory: str = "fixed") -> tuple[AuditedCache, RandomWorkload]:
         cache = audited_cache(num_pages=14, num_states=6, page_size=2, chunk_size=4)
     else:
         cache = elastic(10, ONE, chunk_size=4, stored_bytes=64 if memory == "stored smaller" else None)
-    return cache, RandomWorkload(cache, seed=7)
+    return cache, RandomWorkload(cache, seed=7, has_faults=True)
 
 
 MEMORIES = pytest.mark.parametrize("memory", ["fixed", "one budget", "stored smaller"])
@@ -177,9 +177,9 @@ def test_a_first_insert_that_breaks_off_makes_no_namespace(module: ModuleType, n
 def test_a_commit_that_breaks_off_leaves_pages_and_checkpoints_with_the_lease(at: int) -> None:
     """The first checkpoint splits (0) and hangs a leaf (1); the second hangs another (2)."""
     cache = audited_cache(num_pages=16, num_states=8)
-    serve(cache, key_of(cache, "abcd"))
     key = key_of(cache, "abxyz")
     lease = start(cache, key)
+    serve(cache, key_of(cache, "abcd"))
     cache.capture(lease, 6)
     cache.capture(lease, 10)
     cache.advance(lease, 10)

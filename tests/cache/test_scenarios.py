@@ -9,7 +9,7 @@ import pytest
 
 from hybrid.errors import LockError, OwnershipError
 from hybrid.key import Key
-from hybrid.tree.node import Checkpoint, Lock
+from hybrid.tree.node import Checkpoint
 from support.caches import AuditedCache, Memory, TreeCase, audited_cache, key_of, prefill, release, serve, start
 
 
@@ -19,10 +19,7 @@ def cache() -> AuditedCache:
 
 
 def locked_pages(cache: AuditedCache) -> int:
-    locks: list[Lock] = [
-        lock for lease in cache.leases for lock in (lease.page_lock, lease.state_lock) if lock is not None
-    ]
-    return cache.tree.num_locked_pages(locks)
+    return cache.tree.locks.num_pages
 
 
 def test_01_a_split_of_a_locked_node_keeps_both_halves_locked_and_the_state_lock_below(cache: AuditedCache) -> None:
@@ -263,9 +260,9 @@ def test_21_a_commit_broken_off_in_the_middle_leaves_the_books_balanced(
     cache: AuditedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """test_faults.py breaks off every allocation and constructor; here the insert is interrupted, then repeated."""
-    serve(cache, key_of(cache, "abcd"))
     key = key_of(cache, "abxy")
     lease = start(cache, key)
+    serve(cache, key_of(cache, "abcd"))
     cache.capture(lease, 8)
     cache.advance(lease, 8)
     split = cache.tree.forest.split

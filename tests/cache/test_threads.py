@@ -60,7 +60,7 @@ class Owned:
             list(lease.captured),
             lease.state_lock,
             lease.page_lock,
-            (pin.num_tokens, pin.page_lock, pin.state_lock),
+            (pin.num_tokens, pin.lock),
             locks,
             usage,
         )

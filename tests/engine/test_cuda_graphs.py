@@ -12,6 +12,7 @@ from hybrid import Engine, SamplingParams
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner, Pending, Result
 from hybrid.engine.planner import Padding, Plan, plan
+from hybrid.engine.scheduler import Step
 from support.engines import assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 
@@ -169,3 +170,48 @@ def test_tokens_that_never_arrive_are_computed_again(
     for request, prompt in zip(requests, prompts, strict=True):
         assert outputs[request].token_ids == cold(tiny, prompt, greedy(8)).token_ids
     assert_nothing_held(engine)
+
+
+def test_known_tokens_that_are_computed_again_keep_the_layout_of_a_graph(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A retracted request decodes tokens that it knows, and needs no new ones for them: a step of as many rows is laid
+    out alike."""
+    engine, graphs = with_graphs(tiny.with_cache(engine_on(tiny).cache.config, size=(14, 12)))
+    assert engine.deterministic
+    build, layouts, known = engine.runner.plan, {}, []
+
+    def watching(step: Step) -> Plan:
+        plan = build(step)
+        if plan.is_padded:
+            shape = plan.layout["decodes.block_table"][1]
+            assert layouts.setdefault(shape, plan.shape) == plan.shape
+            known.append(not all(plan.samples))
+        return plan
+
+    monkeypatch.setattr(engine.runner, "plan", watching)
+    prompts = [ids(3 * 16, seed=n) for n in range(4)]
+    outputs = engine.generate(prompts, greedy(4 * 16), progress=False)
+    assert engine.scheduler.num_retractions > 0
+    assert any(known)
+    assert len(graphs.graphs) == len(layouts)
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.token_ids == cold(tiny, prompt, greedy(4 * 16)).token_ids
+    assert_nothing_held(engine)
+
+
+def test_a_graph_runs_only_plans_of_its_layout(tiny: Engine) -> None:
+    engine, graphs = with_graphs(engine_on(tiny))
+    for seed in range(3):
+        engine.add_request(ids(30, seed=seed), greedy(8))
+    engine.step()
+    step = engine.scheduler.schedule()
+    plan_ = engine.runner.plan(step)
+    graphs.run(plan_)
+    graphs.run(plan_)
+    assert len(graphs.graphs) == 1
+    shifted = {name: (start + 2 * (start > 0), shape) for name, (start, shape) in plan_.layout.items()}
+    numbers = torch.cat((plan_.numbers[:2], plan_.numbers))
+    graphs.run(replace(plan_, layout=shifted, numbers=numbers))
+    assert len(graphs.graphs) == 2
+    engine.scheduler.roll_back(step)

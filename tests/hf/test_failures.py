@@ -1,7 +1,10 @@
 """`hybrid.hf.PrefixCache` when a pass fails: nothing of it is cached, and the next call computes afresh."""
 
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -103,3 +106,74 @@ def test_a_state_that_is_not_finite_is_not_captured(deterministic: bool) -> None
     hook.remove()
     assert_nothing_held(cache)
     assert cache.explain(ids(70)).usable_hit == 0
+
+
+# Signals
+
+
+class TimeLimitError(Exception):
+    """Raised by a signal handler."""
+
+
+def lines_of_ours(action: Callable[[], object], interrupt_at: int | None = None) -> int:
+    """Run an action, and count the lines of this library that it runs. A signal arrives at line `interrupt_at`."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("hybrid.hf", "hybrid.cache", "hybrid.interrupts", "hybrid.tree.tree")):
+            return None
+        if event == "line":
+            count += 1
+            if count == interrupt_at:
+                signal.raise_signal(signal.SIGALRM)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.fixture
+def alarm_raises() -> Iterator[None]:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise TimeLimitError
+
+    before = signal.signal(signal.SIGALRM, handle)
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_signal_at_any_point_of_a_call_leaves_the_cache_whole(alarm_raises: None, deterministic: bool) -> None:
+    model = tiny_model("qwen3_5_text")
+
+    def turn(cache: Any) -> Any:
+        return cache.generate(torch.cat([ids(40), ids(40, 1)], 1), **greedy())
+
+    def fresh() -> Any:
+        cache = cache_on(model, 100_000, deterministic=deterministic)
+        cache.generate(ids(40), **greedy())
+        return cache
+
+    cache = fresh()
+    total = lines_of_ours(lambda: turn(cache))
+    expected = turn(cache_on(model, deterministic=deterministic))
+    num_interrupted = 0
+    for point in range(1, total, total // 20):
+        try:
+            lines_of_ours(lambda cache=cache: turn(cache), point)
+        except TimeLimitError:
+            num_interrupted += 1
+        assert_nothing_held(cache)
+        assert signal.getsignal(signal.SIGALRM).__qualname__.startswith("alarm_raises")
+        found = turn(cache)
+        if deterministic:
+            assert_same(found, expected)
+        if point % 3 == 0:
+            cache = fresh()
+    assert num_interrupted > 15

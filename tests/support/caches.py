@@ -281,10 +281,14 @@ class Running:
 class RandomWorkload:
     """Requests that arrive, prefill, decode, finish, are aborted and retracted, in an order drawn from a seed.
 
-    Does what an engine does when memory cannot be had: it waits, goes on with less, or retracts.
+    Does what an engine does when memory cannot be allocated: it waits, continues with less, or retracts.
+
+    Args:
+        has_faults: allocations that should succeed are made to fail.
     """
 
-    def __init__(self, cache: HybridCache, seed: int) -> None:
+    def __init__(self, cache: HybridCache, seed: int, has_faults: bool = False) -> None:
+        self.has_faults = has_faults
         self.cache, self.random = cache, Random(seed)
         self.memory = Memory(cache)
         self.running: list[Running] = []
@@ -317,9 +321,16 @@ class RandomWorkload:
         key = Key.of(ids, random.choice(("", "", "other")))
         num_prompt = random.randint(1, len(ids))
         prompt = Key.of(ids[:num_prompt], key.namespace)
+        before = self._evicted()
         lease = self.cache.open(prompt, num_prompt - 1, random.randint(0, num_prompt))
         if lease is not None:
             self.running.append(Running(key, num_prompt, lease))
+        else:
+            assert self.has_faults or self._evicted() == before, "an open that fails evicts nothing"
+
+    def _evicted(self) -> tuple[int, int]:
+        stats = self.cache.stats()
+        return stats.evicted_pages, stats.evicted_checkpoints
 
     def step(self, request: Running) -> None:
         cache, lease, grid = self.cache, request.lease, self.cache.config.grid
@@ -327,7 +338,9 @@ class RandomWorkload:
         end = begin + 1
         if begin < request.num_prompt:
             end = min(request.num_prompt, (begin // grid + self.random.randint(1, 3)) * grid)
+        before = self._evicted()
         if not cache.reserve(lease, end):
+            assert self.has_faults or self._evicted() == before, "a reservation that fails evicts nothing"
             return self.end(request)
         for position in range(begin // grid * grid + grid, end + 1, grid):
             if position == lease.branching_len or self.random.random() < 0.3:

@@ -1,6 +1,7 @@
 """What the tests of the engine share."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
@@ -8,15 +9,18 @@ from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
 GRID = 16
 
 
-def engine_on(tiny: Engine, *, pages: int = 128, states: int = 32, **config: Any) -> Engine:
-    """An engine with an empty cache of its own: pages of 16 tokens, so many pages and state slots."""
-    return tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, **config), size=(pages, states))
+def engine_on(
+    tiny: Engine, *, pages: int = 128, states: int = 32, overlap: bool | None = None, **config: Any
+) -> Engine:
+    """An engine with an empty cache of its own: pages of 16 tokens, numbers of pages and state slots."""
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, **config)
+    return tiny.with_cache(settings, size=(pages, states), config=replace(tiny.config, overlap=overlap))
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
     """Token ids of a prompt. Another seed, another prompt."""
-    dice = random.Random(seed)
-    return [dice.randrange(3, 1024) for _ in range(count)]
+    rng = random.Random(seed)
+    return [rng.randrange(3, 1024) for _ in range(count)]
 
 
 def greedy(count: int = 8, **more: Any) -> SamplingParams:

@@ -77,14 +77,13 @@ def test_what_is_unlocked_can_be_evicted_again(case: TreeCase) -> None:
 
 def test_locked_pages_are_counted_once_however_many_locks_share_them(case: TreeCase) -> None:
     forked(case)
-    locks = [case.tree.lock_pages(case.node(text)) for text in ("ab", "abcd", "abef", "abef")]
-    assert case.tree.num_locked_pages(locks[:1]) == 2
-    assert case.tree.num_locked_pages(locks[:2]) == 4
-    assert case.tree.num_locked_pages(locks) == 6
-    for lock in locks:
+    locks = []
+    for text, num_pages in (("ab", 2), ("abcd", 4), ("abef", 6), ("abef", 6)):
+        locks.append(case.tree.lock_pages(case.node(text)))
+        assert case.tree.locks.num_pages == num_pages
+    for lock, num_pages in zip(locks, (6, 4, 4, 0), strict=True):
         case.tree.unlock(lock)
-    assert case.tree.num_locked_pages(locks) == 0
-    assert case.tree.num_locked_pages([]) == 0
+        assert case.tree.locks.num_pages == num_pages
 
 
 def test_a_split_of_a_locked_node_keeps_both_halves_locked(case: TreeCase) -> None:
@@ -92,7 +91,7 @@ def test_a_split_of_a_locked_node_keeps_both_halves_locked(case: TreeCase) -> No
     locks = [case.tree.lock_pages(case.node("abcd")), case.tree.lock_state(case.node("abcd"))]
     case.put("abx")
     assert case.draw() == ["ab o", "  cd *", "  x o"]
-    assert case.tree.num_locked_pages(locks) == 4
+    assert case.tree.locks.num_pages == 4
     assert case.tree.evict_all().slots == []
     assert case.draw() == ["ab o", "  cd *"]
     for lock in locks:

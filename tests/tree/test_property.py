@@ -303,7 +303,7 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def locks_keep_what_the_model_says(self) -> None:
         held = self.model.held
-        assert self.tree.num_locked_pages([h.lock for h in held]) == len(self.model.kept_pages())
+        assert self.tree.locks.num_pages == len(self.model.kept_pages())
         assert sum(node.page_locks for _, node in self.tree.nodes()) == len(held)
         assert sum(node.state_locks for _, node in self.tree.nodes()) == sum(h.is_state for h in held)
         assert self.model.checkpoints.keys() >= self.model.kept_checkpoints()

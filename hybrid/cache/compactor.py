@@ -1,0 +1,111 @@
+"""Moving units of an elastic memory together, so that a piece of it becomes free."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from hybrid.cache.lease import Lease
+from hybrid.memory.arena import ArenaPool
+from hybrid.memory.digests import Digests
+from hybrid.memory.memory import CacheMemory
+from hybrid.tree.node import Node
+
+
+class Compactor:
+    """Moves pages, and checkpoints of the tree that are not locked. States of requests stay where they are.
+
+    It knows which node owns which unit, so that no move walks the tree.
+
+    Args:
+        memory: the pools, and who moves their contents.
+        leases: their block tables follow the pages that are moved.
+        digests: they follow too; None: there are none.
+
+    Attributes:
+        num_moved: how many units were moved so far.
+    """
+
+    def __init__(self, memory: CacheMemory, leases: Collection[Lease], digests: Digests | None) -> None:
+        self.num_moved: int = 0
+        self._memory = memory
+        self._leases = leases
+        self._digests = digests
+        # Per page, the node that it was inserted with: where to look for its owner.
+        self._inserted_with: list[Node | None] = [None] * memory.pages.size
+        self._checkpoints: dict[int, Node] = {}
+
+    def note_pages(self, pages: Iterable[int], node: Node) -> None:
+        """A node was inserted with these pages."""
+        for page in pages:
+            self._inserted_with[page] = node
+
+    def note_checkpoint(self, slot: int, node: Node) -> None:
+        """A node owns the checkpoint in this slot."""
+        self._checkpoints[slot] = node
+
+    def forget_checkpoints(self, slots: Iterable[int]) -> None:
+        """These checkpoints were evicted."""
+        for slot in slots:
+            self._checkpoints.pop(slot, None)
+
+    def compact(self, pool: ArenaPool) -> bool:
+        """Move units of a pool together so that a piece of it becomes free. False when that cannot be done."""
+        memory = self._memory
+        if pool.num_loose < pool.per_piece:
+            return False
+        if pool is memory.pages:
+            moves = pool.plan_moves(lambda page: True)
+        elif pool is memory.checkpoints:
+            moves = pool.plan_moves(self._may_move)
+        else:
+            return False
+        if not moves:
+            return False
+        self._move_contents(pool, moves)
+        # The contents are copied; what follows cannot fail.
+        if pool is memory.pages:
+            self._repoint_pages(moves)
+            if self._digests is not None:
+                self._digests.move_pages(moves)
+        else:
+            if self._digests is not None:
+                self._digests.move_checkpoints(moves)
+            for old, new in moves.items():
+                node = self._checkpoints[new] = self._checkpoints.pop(old)
+                node.slot = new
+        pool.move(moves)
+        self.num_moved += len(moves)
+        return True
+
+    def _may_move(self, slot: int) -> bool:
+        node = self._checkpoints.get(slot)
+        return node is not None and not node.page_locks
+
+    def _move_contents(self, pool: ArenaPool, moves: dict[int, int]) -> None:
+        memory = self._memory
+        if memory.stores_smaller and pool is memory.checkpoints:
+            assert memory.store is not None
+            memory.store.move_stored(moves)
+        elif memory.mover is not None and pool is memory.pages:
+            memory.mover.move_pages(moves)
+        elif memory.mover is not None:
+            memory.mover.move_states(moves)
+
+    def _repoint_pages(self, moves: dict[int, int]) -> None:
+        """Replace the ids of moved pages, in the tree and in block tables.
+
+        The node that a page was inserted with owns it, or, after splits, one above. Those below may have been removed
+        since.
+        """
+        for old, new in moves.items():
+            node = self._inserted_with[old]
+            while node is not None and (node.parent is None or old not in node.pages):
+                node = node.parent or node.former_parent
+            if node is not None:
+                node.pages[node.pages.index(old)] = new
+            self._inserted_with[new] = node
+        for lease in self._leases:
+            table = lease.block_table
+            if not moves.keys().isdisjoint(table):
+                for index, page in enumerate(table):
+                    table[index] = moves.get(page, page)

@@ -1,0 +1,78 @@
+"""A model of transformers as a prefix cache uses it: single forward passes, its version, and what it remembers."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import DynamicCache
+
+from hybrid.hf.model_version import ModelVersions
+from hybrid.hf.positions import RopeDeltas, rope_limit
+
+
+def inner_model(model: Any) -> Any:
+    """The model of transformers inside a wrapper (of PEFT, or `torch.compile`); without one, the model itself."""
+    return next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+
+
+class PassModel:
+    """Computes forward passes with a model of transformers.
+
+    Args:
+        model: a causal language model, or a wrapper of one.
+
+    Attributes:
+        outer: the model as it was given.
+        generate: its method `generate`, as it was when this object was made.
+        inner: the model of transformers inside it, which computes single passes.
+        versions: tells whether the model has changed.
+        rope_deltas: positions that the model remembers outside of its cache.
+        max_tokens: tokens up to which its rotary frequencies do not change.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.outer = model
+        self.generate: Callable[..., Any] = model.generate
+        self.inner: Any = inner_model(model)
+        self.versions: ModelVersions = ModelVersions(model)
+        self.rope_deltas: RopeDeltas = RopeDeltas(self.inner)
+        self.max_tokens: int = rope_limit(self.inner) or sys.maxsize
+        self._parameters = inspect.signature(self.inner.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model's input."""
+        device: torch.device = self.inner.get_input_embeddings().weight.device
+        return device
+
+    def empty_cache(self) -> DynamicCache:
+        """A cache of transformers for this model, without tokens."""
+        return DynamicCache(config=self.inner.config)
+
+    def forward(self, tokens: Sequence[int], past: Any, start: int) -> Tensor:
+        """One forward pass over tokens of one sequence.
+
+        Args:
+            tokens: the token ids to compute.
+            past: the cache that holds the tokens before; it is extended.
+            start: number of tokens that `past` holds.
+
+        Returns:
+            The logits of the last token, `[vocabulary]`.
+        """
+        device = self.device
+        options: dict[str, Any] = {}
+        if "logits_to_keep" in self._parameters:
+            options["logits_to_keep"] = 1
+        if "position_ids" in self._parameters:
+            options["position_ids"] = torch.arange(start, start + len(tokens), device=device).unsqueeze(0)
+        ids = torch.tensor([tokens], device=device)
+        output = self.inner(input_ids=ids, past_key_values=past, use_cache=True, return_dict=True, **options)
+        logits: Tensor = output.logits[0, -1]
+        return logits

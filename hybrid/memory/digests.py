@@ -1,0 +1,76 @@
+"""Digests of what the tree owns: they prove that contents have not changed since they were committed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+DIGEST_BYTES = 16
+
+
+@runtime_checkable
+class ContentReader(Protocol):
+    """Reads the contents of a memory."""
+
+    def read_page(self, page: int) -> bytes:
+        """The bytes of a page."""
+        ...
+
+    def read_checkpoint(self, slot: int) -> bytes:
+        """The bytes of a checkpoint: of a state slot, or of the place of a stored checkpoint."""
+        ...
+
+
+class Digests:
+    """A digest of each page and checkpoint of the tree, taken when the tree becomes its owner.
+
+    Whoever moves contents moves their digests; a unit that is evicted loses its digest.
+
+    Args:
+        reader: reads the contents.
+    """
+
+    def __init__(self, reader: ContentReader) -> None:
+        self._reader = reader
+        self._pages: dict[int, bytes] = {}
+        self._checkpoints: dict[int, bytes] = {}
+
+    def note_pages(self, pages: Iterable[int]) -> None:
+        """The tree owns these pages from now on."""
+        for page in pages:
+            self._pages[page] = _digest(self._reader.read_page(page))
+
+    def note_checkpoint(self, slot: int) -> None:
+        """The tree owns this checkpoint from now on."""
+        self._checkpoints[slot] = _digest(self._reader.read_checkpoint(slot))
+
+    def forget(self, pages: Iterable[int], slots: Iterable[int]) -> None:
+        """These pages and checkpoints were evicted."""
+        for page in pages:
+            self._pages.pop(page, None)
+        for slot in slots:
+            self._checkpoints.pop(slot, None)
+
+    def move_pages(self, moves: dict[int, int]) -> None:
+        """Pages were moved, from a key to its value."""
+        for old, new in moves.items():
+            if old in self._pages:  # pages of requests have none
+                self._pages[new] = self._pages.pop(old)
+
+    def move_checkpoints(self, moves: dict[int, int]) -> None:
+        """Checkpoints were moved, from a key to its value."""
+        for old, new in moves.items():
+            self._checkpoints[new] = self._checkpoints.pop(old)
+
+    def is_page_intact(self, page: int) -> bool:
+        """Whether a page holds what it held when the tree became its owner."""
+        return self._pages.get(page) == _digest(self._reader.read_page(page))
+
+    def is_checkpoint_intact(self, slot: int) -> bool:
+        """Whether a checkpoint holds what it held when the tree became its owner."""
+        return self._checkpoints.get(slot) == _digest(self._reader.read_checkpoint(slot))
+
+
+def _digest(contents: bytes) -> bytes:
+    return hashlib.blake2b(contents, digest_size=DIGEST_BYTES).digest()

@@ -1,0 +1,233 @@
+"""Threads and signals: another thread is refused before anything changed, and handlers that raise leave the bookkeeping
+whole wherever they come."""
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from hybrid import Engine, OwnershipError, RequestOutput
+from hybrid.interrupts import deferred_interrupts
+from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+
+# Threads
+
+
+def in_a_thread(work: Callable[[], Any]) -> BaseException | None:
+    """What a function raises in another thread."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+def test_another_thread_is_refused_and_nothing_changed(tiny: Engine) -> None:
+    """Scenario 30."""
+    engine = engine_on(tiny)
+    running = engine.add_request(ids(40), greedy(8))
+    engine.step()
+    waiting = engine.add_request(ids(50), greedy(8))
+    for work in (
+        lambda: engine.abort(running),
+        lambda: engine.abort(waiting),
+        lambda: engine.add_request(ids(20), greedy(4)),
+        lambda: engine.generate([ids(20)], greedy(4)),
+        lambda: list(engine.stream("def", greedy(4))),
+        engine.step,
+        lambda: engine.pin(ids(40)),
+    ):
+        assert isinstance(in_a_thread(work), OwnershipError)
+        engine.cache.audit()
+    outputs = run_to_end(engine)
+    assert set(outputs) == {running, waiting}
+    for name, prompt in ((running, ids(40)), (waiting, ids(50))):
+        assert outputs[name].token_ids == cold(tiny, prompt, greedy(8)).token_ids
+    assert_nothing_held(engine)
+
+
+def test_a_thread_that_adopts_the_cache_may_use_the_engine(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    answer(engine, ids(40))
+
+    def work() -> None:
+        engine.cache.adopt()
+        assert answer(engine, ids(40)).usage.cached_tokens > 0
+
+    assert in_a_thread(work) is None
+    with pytest.raises(OwnershipError):
+        engine.add_request(ids(20))
+
+
+# Signals
+
+
+class TimeLimitError(Exception):
+    """Raised by a timer."""
+
+
+@contextmanager
+def handler(number: int, function: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Handle a signal."""
+    before = signal.signal(number, function)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def raising(number: int, frame: FrameType | None) -> None:
+    raise TimeLimitError
+
+
+def within_a_section(number: int, done: list[str]) -> None:
+    with deferred_interrupts():
+        signal.raise_signal(number)
+        done.append("section")
+
+
+def before_it_opens(number: int, done: list[str]) -> None:
+    with deferred_interrupts() as section:
+        signal.raise_signal(number)
+        done.append("closed")
+        with section.opened():
+            done.append("opened")
+
+
+def twice_while_open(number: int, done: list[str]) -> None:
+    with deferred_interrupts() as section, section.opened():
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)  # waits: the first one has closed the section
+            done.append("recovery")
+
+
+def two_in_a_section(number: int, done: list[str]) -> None:
+    with handler(signal.SIGUSR2, lambda *_: done.append("the other")), deferred_interrupts():
+        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("work", "happened"),
+    [
+        (within_a_section, ["section"]),
+        (before_it_opens, ["closed"]),
+        (twice_while_open, ["recovery"]),
+        (two_in_a_section, ["the other"]),
+    ],
+)
+def test_handlers_wait_while_a_section_is_closed_and_all_of_them_run(
+    number: int, work: Callable[[int, list[str]], None], happened: list[str]
+) -> None:
+    done: list[str] = []
+    with handler(number, raising):
+        with pytest.raises(TimeLimitError):
+            work(number, done)
+        assert done == happened
+        assert signal.getsignal(number) is raising
+
+
+def test_a_signal_that_is_handled_in_c_stays_so() -> None:
+    with handler(signal.SIGUSR1, signal.SIG_IGN), deferred_interrupts():
+        signal.raise_signal(signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_timer_that_raises_at_any_moment_leaves_the_bookkeeping_whole(
+    tiny: Engine, overlap: bool, deterministic: bool
+) -> None:
+    """Scenario 31: a real timer at random microseconds, over many steps."""
+    engine = engine_on(tiny, pages=40, states=12, overlap=overlap, deterministic=deterministic)
+    rng = random.Random(7)
+    prompts = {engine.add_request(ids(20 + 11 * n, seed=n), greedy(12)): ids(20 + 11 * n, seed=n) for n in range(8)}
+    outputs: dict[str, RequestOutput] = {}
+    interrupted, start = 0, time.monotonic()
+    with handler(signal.SIGALRM, raising):
+        while engine.has_work:
+            limit = rng.uniform(20e-6, 20e-3) * (1 + (time.monotonic() - start) / 2)  # slow machines end, too
+            try:
+                signal.setitimer(signal.ITIMER_REAL, limit)
+                for output in engine.step():
+                    outputs[output.request_id] = output
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except TimeLimitError:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            engine.cache.audit()
+        assert signal.getsignal(signal.SIGALRM) is raising
+    assert interrupted >= 5
+    for name, prompt in prompts.items():
+        if name in outputs and outputs[name].finish_reason:  # a timer may ring between `return` and the assignment
+            assert outputs[name].token_ids == cold(tiny, prompt, greedy(12)).token_ids
+    assert len(outputs) >= len(prompts) - 1
+    assert_nothing_held(engine)
+    assert engine.cache.stats().policy_failure is None
+
+
+def test_a_handler_that_raises_within_a_policy_does_not_dismiss_it(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(tiny, pages=24)
+    peek = engine.cache.tree.peek
+
+    def ringing(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+        return peek(*arguments)
+
+    with handler(signal.SIGALRM, raising):
+        engine.add_request(ids(60), greedy(4))
+        monkeypatch.setattr(engine.cache.tree, "peek", ringing)
+        with pytest.raises(TimeLimitError):
+            engine.step()
+        monkeypatch.undo()
+        engine.cache.audit()
+        run_to_end(engine)
+    assert engine.cache.stats().policy_failure is None
+    assert_nothing_held(engine)
+
+
+def test_a_handler_may_abort_and_may_not_step(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(tiny)
+    gone, stays = engine.add_request(ids(40), greedy(9)), engine.add_request(ids(50), greedy(9))
+    engine.step()
+    launch, errors = engine.runner.launch, []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        engine.abort(gone)
+        try:
+            engine.step()
+        except Exception as error:
+            errors.append(str(error))
+
+    def ringing(plan: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return launch(plan)
+
+    with handler(signal.SIGUSR1, handle):
+        monkeypatch.setattr(engine.runner, "launch", ringing)
+        moved = {output.request_id: output.finish_reason for output in engine.step()}
+        monkeypatch.undo()
+    assert moved == {gone: "abort", stays: None}
+    assert errors == ["a step is under way: a signal handler cannot start another one"]
+    outputs = run_to_end(engine)
+    assert outputs[stays].token_ids == cold(tiny, ids(50), greedy(9)).token_ids
+    assert_nothing_held(engine)
