@@ -116,7 +116,11 @@ def test_stress_notices_an_answer_that_is_another_request_s(monkeypatch: pytest.
 
     def swapped(runner: ToyRunner, step: Any) -> ToyPending:
         results = launch(runner, step).results
-        return ToyPending([results[-1], *results[1:-1], results[0]] if len(results) > 1 else results)
+        rows = [row for row, result in enumerate(results) if result.token is not None]
+        tokens = [results[row].token for row in rows]
+        for row, token in zip(rows, tokens[1:] + tokens[:1], strict=True):
+            results[row] = results[row]._replace(token=token)
+        return ToyPending(results)
 
     monkeypatch.setattr(ToyRunner, "launch", swapped)
     assert stress.run_stress(None, 0, 0, 300, progress=False, audit_every=100).wrong_answers > 0
