@@ -151,7 +151,7 @@ class HybridTree:
         for node in reversed(nodes):  # children before parents: a lock keeps the pages of everything above it
             if node.page_locks or id(node) in kept:
                 kept |= {id(node), id(node.parent)}
-            pages[id(node) in kept] += len(node.pages)
+            pages[id(node) in kept] += node.num_pages
             if node.slot is not None:
                 states[node.state_locks > 0] += 1
         return {

@@ -57,7 +57,7 @@ class DeferredInterrupts:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Let handlers run, those that have waited first. A handler that raises closes the section again, so that
-        whoever catches its exception is not interrupted."""
+        the code that catches its exception is not interrupted."""
         self._run_handlers()
         try:
             yield

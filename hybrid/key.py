@@ -4,7 +4,10 @@ Ids are stored as the bytes of 32-bit integers. A child of a node is looked up b
 edge is compared with one `bytes.startswith`, which is one memcmp without a copy.
 """
 
+import hashlib
+import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +25,7 @@ class Key:
         ids: the token ids, `TOKEN_BYTES` bytes each.
         namespace: a LoRA adapter, a cache salt, a tenant; a string.
         units: spans `(start, end)` of tokens that are one unit, such as the positions of an image: no match and no
-            checkpoint ends inside one.
+            checkpoint ends inside one. They rise and do not overlap.
     """
 
     ids: bytes
@@ -39,22 +42,23 @@ class Key:
         Args:
             ids: token ids.
             namespace: keys in different namespaces share nothing.
-            units: spans `(start, end)` that no match and no checkpoint may end inside; in any order, not overlapping.
-                Equal ids must mean equal content: give the positions of different images different ids (a hash of the
-                image, not one placeholder).
+            units: spans `(start, end)` that no match and no checkpoint may end inside, in any order. Equal ids must
+                mean equal content, page by page: `PagedUnits` makes such ids from the contents of units.
 
         Raises:
             ArgumentError: the namespace is not a string.
         """
         ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
-        return cls(ids.tobytes(), namespace, tuple(sorted(units)))
+        return cls(ids.tobytes(), namespace, _joined(units))
 
     def whole(self, num_tokens: int, step: int) -> int:
         """The largest multiple of `step`, up to `num_tokens`, that is not inside a unit."""
         num_tokens -= num_tokens % step
-        for start, end in reversed(self.units):
-            if start < num_tokens < end:
-                num_tokens = start - start % step
+        while (at := bisect_left(self.units, (num_tokens,)) - 1) >= 0:
+            start, end = self.units[at]
+            if end <= num_tokens:
+                break
+            num_tokens = start - start % step
         return num_tokens
 
     def __len__(self) -> int:
@@ -85,3 +89,128 @@ def common_prefix(a: bytes, b: bytes, a_start: int, b_start: int, step: int, lim
         else:
             high = middle - 1
     return low * step
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Tokens of a prompt that are one thing, such as the positions of an image.
+
+    Attributes:
+        start, end: its tokens `[start, end)`.
+        content: identifies what it is, as a hash of 16 bytes or more. Token ids within it do not count.
+    """
+
+    start: int
+    end: int
+    content: bytes
+
+
+MIN_UNIT_PAGE = 8
+"""The smallest page in which a unit can be told from others with at least 128 bits: an id holds 31 of them."""
+
+UNSHARED = 2**62
+"""The end of a span after which nothing is shared."""
+
+
+class PagedUnits:
+    """The units of a prompt, and the ids that stand for them in keys.
+
+    The tree shares page by page, and a unit may have a single token in a page. So in a page with a part of a unit every
+    id is a hash: up to the end of the last unit in it, of all that is in the page up to there; after that, of all that
+    is in the page up to the token itself, so that a key stays the beginning of longer ones. These ids are negative,
+    and no text equals them. Pages without a unit are as they are, and are shared as ever.
+
+    In pages of fewer than `MIN_UNIT_PAGE` tokens, which have no room for such a hash, nothing is shared from the first
+    unit on.
+
+    Args:
+        prompt: its token ids; those within units do not count.
+        units: in any order.
+        page_size: of the cache.
+    """
+
+    def __init__(self, prompt: Sequence[int], units: Iterable[Unit], page_size: int) -> None:
+        units = sorted(units, key=lambda unit: (unit.start, unit.end))
+        self.spans: tuple[tuple[int, int], ...] = _joined((unit.start, unit.end) for unit in units)
+        if units and page_size < MIN_UNIT_PAGE:
+            self.spans = ((units[0].start, UNSHARED),)
+        self._page_size = page_size
+        self._runs: list[tuple[int, bytes]] = []  # first token and ids of pages that are hashed, one after the other
+        self._last: tuple[int, bytes] | None = None  # where the prompt ends in such a page: its end, and its hash
+        in_page: dict[int, list[Unit]] = {}
+        for unit in units:
+            for page in range(unit.start // page_size, (unit.end - 1) // page_size + 1):
+                in_page.setdefault(page, []).append(unit)
+        ids = array("i", prompt)
+        for page, own in sorted(in_page.items()):
+            self._add_page(page * page_size, own, ids)
+
+    def key(self, ids: Sequence[int], namespace: str = "") -> Key:
+        """The key of the prompt and the tokens after it.
+
+        Args:
+            ids: the prompt's, and those after it up to now.
+            namespace: keys in different namespaces share nothing.
+        """
+        ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+        data = bytearray(ids.tobytes())
+        for start, words in self._runs:
+            first = start * TOKEN_BYTES
+            data[first : first + len(words)] = words[: max(0, len(data) - first)]
+        if self._last is not None:
+            end, state = self._last
+            start = self._runs[-1][0] + len(self._runs[-1][1]) // TOKEN_BYTES
+            data[start * TOKEN_BYTES : end * TOKEN_BYTES] = _chain(state, ids[start:end])[0]
+        return Key(bytes(data), namespace, self.spans)
+
+    def _add_page(self, start: int, units: list[Unit], ids: "array[int]") -> None:
+        """Hash a page that begins at token `start`."""
+        end = start + self._page_size
+        last = min(end, max(unit.end for unit in units))
+        own = ids[start:last]
+        digest = hashlib.blake2b(digest_size=32, person=b"hybrid page")
+        for unit in units:
+            first, stop = max(unit.start, start), min(unit.end, last)
+            own[first - start : stop - start] = array("i", bytes(TOKEN_BYTES * (stop - first)))
+            digest.update(b"%d %d %d " % (unit.start - start, unit.end - start, len(unit.content)) + unit.content)
+        digest.update(own.tobytes())
+        state = digest.digest()
+        words = _negative(hashlib.shake_256(state).digest(len(own) * TOKEN_BYTES))
+        rest, state = _chain(state, ids[last:end])
+        words += rest
+        if self._runs and self._runs[-1][0] + len(self._runs[-1][1]) // TOKEN_BYTES == start:
+            start, before = self._runs.pop()
+            words = before + words
+        self._runs.append((start, words))
+        if len(ids) < end:
+            self._last = end, state
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Spans in order; those that overlap are one."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start < joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return tuple(joined)
+
+
+def _chain(state: bytes, ids: "array[int]") -> tuple[bytes, bytes]:
+    """An id for each token, a hash of the state and of the tokens up to it; and the state after them."""
+    words = []
+    for token in ids:
+        state = hashlib.blake2b(token.to_bytes(4, "little", signed=True), digest_size=32, key=state).digest()
+        words.append(state[:TOKEN_BYTES])
+    return _negative(b"".join(words)), state
+
+
+def _negative(words: bytes) -> bytes:
+    """Words of a hash as the bytes of negative ids: 31 bits of each are kept."""
+    signs = int.from_bytes(b"\x80\0\0\0" * (len(words) // TOKEN_BYTES), "big")
+    made = int.from_bytes(words, "big") | signs
+    numbers = array("i", made.to_bytes(len(words), "big"))
+    if sys.byteorder == "little":
+        numbers.byteswap()
+    return numbers.tobytes()

@@ -11,17 +11,25 @@ in the batch:
 
 This holds by construction and needs nothing from the BLAS but to repeat itself. To multiply several chunks, or several
 single rows, at once is faster: `choose` tries on a weight which larger products give the same bits on this machine,
-with its number of threads, at every place and beside other rows. On a GPU a kernel of ours has tiles of fixed shape.
+with its number of threads, at every place and beside other rows. Where Numba is installed, single rows in fp32 are
+multiplied by code of ours that is batch invariant for any number of rows (`hybrid.kernels.cpu`). On a GPU a kernel of
+ours has tiles of fixed shape.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from hybrid.kernels import ops
+
+log: logging.Logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Bytes; torch allocates at multiples of it."""
@@ -98,15 +106,18 @@ class Products:
             zeros.
         columns: single rows for which no size is large enough are multiplied one by one with this many outputs after
             another; 0: with all outputs at once.
+        is_compiled: single rows are multiplied by compiled code, whatever their number.
     """
 
     chunk_rows: int = 0
     sizes: tuple[int, ...] = (1,)
     columns: int = 0
+    is_compiled: bool = False
 
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.sizes))
         text = f"single rows in blocks of {rows}" + (f", else by {self.columns} columns" if self.columns else "")
+        text = "single rows compiled" if self.is_compiled else text
         return f"{text}; chunks up to {self.chunk_rows} rows" if self.chunk_rows else text
 
 
@@ -154,6 +165,10 @@ def multiply_single_rows(x: Tensor, matrix: Tensor, products: Products) -> Tenso
         x: `[rows, in]`, contiguous.
         matrix: `[in, out]`.
     """
+    if products.is_compiled:
+        compiled = compiled_products()
+        assert not isinstance(compiled, str)
+        return compiled.multiply_single_rows(x, matrix)
     rows, sizes = x.shape[0], products.sizes
     if rows in sizes:
         return torch.mm(x if x.data_ptr() % ALIGNMENT == 0 else x.clone(), matrix)
@@ -189,7 +204,7 @@ def _by_columns(x: Tensor, matrix: Tensor, width: int, output: Tensor) -> None:
         output[:rows, first : first + width] = product.squeeze(1)
 
 
-def choose(weight: Tensor, chunk: int, takes_chunks: bool = True) -> Products:
+def choose(weight: Tensor, chunk: int, takes_chunks: bool = True, may_compile: bool = True) -> Products:
     """The fastest products for a weight whose rows have the same bits in every batch.
 
     Single rows have the bits of a product of one row, which for one sequence costs a fraction of a block. Types of 16
@@ -200,11 +215,27 @@ def choose(weight: Tensor, chunk: int, takes_chunks: bool = True) -> Products:
         weight: `[out, in]` as it is in memory.
         chunk: rows of a chunk.
         takes_chunks: whether chunks of prompts are multiplied with it.
+        may_compile: use compiled code for single rows where that is possible.
     """
     trial = _Trial(weight, max(MAX_CHUNK_ROWS, chunk) if takes_chunks else MAX_SINGLE_ROWS)
+    chunk_rows = trial.chunk_rows(chunk) if takes_chunks else 0
+    if may_compile and ops.setting() == "auto":
+        compiled = compiled_products()
+        if not isinstance(compiled, str) and compiled.can_multiply(weight):
+            return Products(chunk_rows, is_compiled=True)
     sizes = trial.sizes(MAX_SINGLE_ROWS, prefers_blocks=weight.element_size() < 4)
     columns = COLUMNS if 1 in sizes and sizes[-1] < BLOCK_ROWS and trial.columns_agree(COLUMNS) else 0
-    return Products(trial.chunk_rows(chunk) if takes_chunks else 0, sizes, columns)
+    return Products(chunk_rows, sizes, columns)
+
+
+@lru_cache
+def compiled_products() -> ModuleType | str:
+    """`hybrid.kernels.cpu.matmul`, or why it cannot be used. The first call imports Numba."""
+    try:
+        return import_module("hybrid.kernels.cpu.matmul")
+    except Exception as error:  # a broken installation fails in any way: a missing library, a version of NumPy
+        log.info("products of single rows are not compiled (%s: %s)", type(error).__name__, error)
+        return f"{type(error).__name__}: {error}"
 
 
 def choose_for_experts(weight: Tensor) -> Products:

@@ -6,7 +6,7 @@ The class of a family makes its layers, lists their tensors per token and per se
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import linear
+from hybrid.kernels.batch_invariant import Products, linear
 from hybrid.models.layers import Chosen, Linear, RMSNorm, Rotary
 from hybrid.models.moe import Experts
 from hybrid.models.weights import Layouts, Source
@@ -146,7 +146,7 @@ class CausalLM(nn.Module):
 
     def make_batch_invariant(self) -> None:
         """Choose, per kind of weight, the fastest products whose rows have the same bits in every batch on this
-        machine (`hybrid.kernels.batch_invariant`); kernels of ours are batch invariant by themselves."""
+        machine (`hybrid.kernels.batch_invariant`). The Triton kernels are batch invariant by themselves."""
         if self.is_batch_invariant or kernels.uses_triton(self.lm_head.weight.device):
             return
         self.is_batch_invariant = True
@@ -155,6 +155,23 @@ class CausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear | Experts):
                 module.make_batch_invariant(self.chunk_size, chosen)
-        for (role, dtype, shape, *_), products in chosen.items():
-            log.info("%s %s %s: %s", role, dtype, shape, products)
+        for name, weight, products in self.kinds_of_products():
+            log.info("%s %s %s: %s", name, weight.dtype, list(weight.shape), products)
         log.info("products of %d kinds of weights chosen in %.2f s", len(chosen), time.perf_counter() - started)
+
+    def kinds_of_products(self) -> Iterator[tuple[str, Tensor, Products]]:
+        """Of every kind of weight the first one: its name, the matrix `[outputs, inputs]`, and how rows are multiplied
+        with it where results must not depend on the batch."""
+        seen = set()
+        for name, module in self.named_modules():
+            if isinstance(module, Linear):
+                weights = {f"{name}.weight": module.matrix()}
+            elif isinstance(module, Experts):
+                weights = {f"{name}.gate_up_proj": module.gate_up_proj[0], f"{name}.down_proj": module.down_proj[0]}
+            else:
+                continue
+            for full_name, weight in weights.items():
+                kind = (weight.dtype, weight.shape, weight.stride(), module.products)
+                if kind not in seen:
+                    seen.add(kind)
+                    yield full_name, weight, module.products

@@ -1,6 +1,5 @@
 """From a checkpoint in Hugging Face form to a model, parameter by parameter."""
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
+from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.moe import Experts
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
@@ -75,12 +75,9 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         UnsupportedModelError: its architecture is not supported.
     """
     path = _locate(name)
-    try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        model_type = raw.get("model_type") if isinstance(raw, dict) else None
-    except ValueError as error:
-        raise CheckpointError(f"{path / 'config.json'} is not valid JSON: {error}") from error
-    if model_type not in ARCHITECTURES:
+    raw = read_config(path / "config.json")
+    model_type = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{path} is a {model_type!r} model; supported are: {', '.join(sorted(ARCHITECTURES))}"
         )
@@ -89,11 +86,13 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
     try:
         whole = AutoConfig.from_pretrained(path)
         config = whole.get_text_config()
+        # the vision-language layout has it outside of the text configuration, inside, or both
+        config.tie_word_embeddings = bool(config.tie_word_embeddings or raw.get("tie_word_embeddings"))
+        _refuse_unsupported(config, path)
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # transformers raises many kinds for a malformed configuration
         raise CheckpointError(f"{path / 'config.json'} cannot be read: {error}") from error
-    # the vision-language layout has it outside of the text configuration, inside, or both
-    config.tie_word_embeddings = bool(config.tie_word_embeddings or raw.get("tie_word_embeddings"))
-    _refuse_unsupported(config, path)
     return Checkpoint(path, model_type, config, whole)
 
 
@@ -125,8 +124,11 @@ def load_model(
             tensors[name] = stored
     family = ARCHITECTURES[checkpoint.model_type]
     num_predictors = len({name.split(".")[2] for name in tensors if name.startswith(f"{MTP}layers.")})
-    with torch.device("meta"):
-        model = family(checkpoint.config, chunk_size, num_predictors)
+    try:
+        with torch.device("meta"):
+            model = family(checkpoint.config, chunk_size, num_predictors)
+    except Exception as error:  # sizes that do not fit each other, or no tensor can have
+        raise CheckpointError(f"{checkpoint.path / 'config.json'} does not describe a model: {error}") from error
     shapes = {name: tensor.shape for name, tensor in model.named_parameters() if not (tied and name == HEAD)}
     # a product of few rows is up to 1.7 times as fast on a CPU with a weight stored by columns
     by_columns = frozenset(_products(model)) & shapes.keys() if device.type == "cpu" else frozenset()

@@ -30,6 +30,9 @@ TOWERS = {
 }
 """Module and class of the tower in transformers, by model type."""
 
+MAX_PIXELS = 2**26
+"""The largest image: 8192 x 8192 pixels, 192 MiB when it is decoded."""
+
 MAX_KEPT = 32
 """Embeddings of up to this many images are kept, for the next turn of the same conversation."""
 
@@ -74,19 +77,29 @@ class VisionTower:
         Raises:
             PromptError: the image has another form or an unsupported size, or Pillow is not installed.
         """
-        pixels = np.array(image.convert("RGB") if _is_pillow(image) else image)
-        if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or not min(pixels.shape):
-            raise PromptError(
-                f"an image must be a Pillow image, or [height, width, 3] of uint8; got {pixels.shape} of {pixels.dtype}"
-            )
+        height, width = _size(image)
         try:
-            made = self._preprocess(images=[pixels], input_data_format="channels_last", return_tensors="pt")
-        except ValueError as error:
-            raise PromptError(f"an image of {pixels.shape[0]} x {pixels.shape[1]} cannot be used: {error}") from error
+            pixels = _pixels(image)
+            made = self._preprocessor()(images=[pixels], input_data_format="channels_last", return_tensors="pt")
+        except (ValueError, OSError, SyntaxError) as error:  # what Pillow raises for a damaged file
+            raise PromptError(f"an image of {height} x {width} cannot be used: {error}") from error
         _, rows, columns = made["image_grid_thw"][0].tolist()
         return made["pixel_values"], (rows, columns)
 
-    def _preprocess(self, **options: Any) -> Any:
+    def num_positions(self, image: Any) -> int:
+        """The number of positions of an image, from its size alone: it is not decoded.
+
+        Raises:
+            PromptError: the image has another form or an unsupported size, or Pillow is not installed.
+        """
+        height, width = _size(image)
+        try:
+            patches = self._preprocessor().get_number_of_image_patches(height, width)
+        except ValueError as error:
+            raise PromptError(f"an image of {height} x {width} cannot be used: {error}") from error
+        return int(patches) // self._merge**2
+
+    def _preprocessor(self) -> Any:
         if self._processor is None:
             try:
                 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -102,13 +115,16 @@ class VisionTower:
                 self._processor = Qwen2VLImageProcessorPil.from_pretrained(self._path, **shape)
             else:
                 self._processor = Qwen2VLImageProcessorPil(**shape, image_mean=[0.5] * 3, image_std=[0.5] * 3)
-        return self._processor(**options)
+        return self._processor
 
     def embed(self, image: Any) -> tuple[Tensor, tuple[int, int], bytes]:
         """Embed an image.
 
         Returns:
             `[N, hidden_size]` embeddings, the (rows, columns) of their N positions, and a hash of the image's content.
+
+        Raises:
+            PromptError: the image has another form or an unsupported size, or cannot be decoded.
         """
         patches, (rows, columns) = self.patches(image)
         content = hashlib.sha256(patches.numpy().tobytes() + bytes(f"{rows}x{columns}", "ascii")).digest()
@@ -142,3 +158,36 @@ def _is_pillow(image: Any) -> bool:
     """Whether an object is an image of Pillow. Where Pillow was not imported there is none."""
     module = sys.modules.get("PIL.Image")
     return module is not None and isinstance(image, module.Image)
+
+
+def _size(image: Any) -> tuple[int, int]:
+    """(height, width) of an image, which is not decoded.
+
+    Raises:
+        PromptError: it is not an image, or has no pixels or too many.
+    """
+    if _is_pillow(image):
+        width, height = image.size
+    elif not isinstance(image, np.ndarray | Tensor):
+        raise PromptError(
+            f"an image must be a Pillow image, or [height, width, 3] of uint8; got {type(image).__name__}"
+        )
+    else:
+        shape, dtype = tuple(image.shape), image.dtype
+        if len(shape) != 3 or shape[2] != 3 or dtype not in (np.uint8, torch.uint8) or not min(shape):
+            raise PromptError(
+                f"an image must be a Pillow image, or [height, width, 3] of uint8; got {shape} of {dtype}"
+            )
+        height, width = shape[:2]
+    if not 0 < height * width <= MAX_PIXELS:
+        raise PromptError(
+            f"an image has up to {MAX_PIXELS} pixels; got {height} x {width}. Make it smaller: image.thumbnail(...)"
+        )
+    return height, width
+
+
+def _pixels(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """`[height, width, 3]` uint8."""
+    if isinstance(image, Tensor):
+        return image.detach().cpu().numpy()
+    return np.array(image.convert("RGB") if _is_pillow(image) else image)

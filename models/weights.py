@@ -5,7 +5,6 @@ reads each tensor once, in slices of the mapped file, and releases each slice af
 memory of the model and a few slices, and errors name a missing or unexpected tensor by its name on disk.
 """
 
-import json
 import mmap
 import sys
 from collections import defaultdict
@@ -13,14 +12,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
+from hybrid.models.json_files import MAX_INDEX_BYTES, parse_json, read_json
 
 SLICE_BYTES = 4 * 2**20
 """Bytes of a tensor that are read at a time."""
+
+MAX_HEADER_BYTES = 32 * 2**20
+"""The maximum size of the header of a file of weights: about 250,000 tensors."""
+
+MAX_FILES = 10_000
+"""The maximum number of files of weights."""
+
+MAX_DIMENSIONS = 8
+"""The maximum number of dimensions of a tensor."""
+
+MAX_NAMED = 20
+"""The maximum number of tensors that an error names."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -113,16 +126,26 @@ def _files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{index} is not an index of weights: it needs a weight_map of names to files"
-            ) from error
+        names = _files_of_index(index)
     missing = next((name for name in names if not (path / name).is_file()), None)
     if missing is not None:
         raise CheckpointError(f"{path} has no weights: {missing} is missing")
     return [path / name for name in names]
+
+
+def _files_of_index(index: Path) -> list[str]:
+    """The names of the files in an index of weights."""
+    content = read_json(index, MAX_INDEX_BYTES)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index} is not an index of weights: it needs a weight_map of names to files")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(f"{index}: {name[:100]!r} must be in a file of the same folder, not in {file!r:.100}")
+    names = sorted(set(weight_map.values()))
+    if len(names) > MAX_FILES:
+        raise CheckpointError(f"{index} names {len(names)} files; a checkpoint has up to {MAX_FILES}")
+    return names
 
 
 def _read_header(path: Path) -> Iterator[Stored]:
@@ -130,20 +153,37 @@ def _read_header(path: Path) -> Iterator[Stored]:
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        length = int.from_bytes(mapped[:8], "little")
-        entries = json.loads(mapped[8 : 8 + length])
-        for name, entry in entries.items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in DTYPES:
-                raise CheckpointError(f"{path}: {name} has dtype {entry['dtype']}, which is unknown")
-            start, end = entry["data_offsets"]
-            stored = Stored(mapped, path, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
-            if start < 0 or end - start != stored.num_bytes or 8 + length + end > len(mapped):
-                raise ValueError(f"the data of {name} is not inside the file")
-            yield stored
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
+    length = int.from_bytes(mapped[:8], "little")
+    if length > min(MAX_HEADER_BYTES, len(mapped) - 8):
+        raise CheckpointError(
+            f"{path} is damaged or truncated: its header has {length} bytes, the file {len(mapped)}; at most "
+            f"{MAX_HEADER_BYTES} are supported"
+        )
+    entries = parse_json(mapped[8 : 8 + length], path)
+    if not isinstance(entries, dict):
+        raise CheckpointError(f"{path} is damaged or truncated: its header is not an object")
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            yield _stored(mapped, path, name, entry, 8 + length)
+
+
+def _stored(mapped: mmap.mmap, path: Path, name: str, entry: Any, data: int) -> Stored:
+    """The tensor of an entry of a header, of a file whose tensors begin at byte `data`."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{path}: {name} has dtype {dtype!r:.100}, which is unknown")
+        numbers = (*shape, start, end)
+        if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n <= len(mapped) for n in numbers):
+            raise ValueError("its shape or its offsets are out of bounds")
+        stored = Stored(mapped, path, name, DTYPES[dtype], shape, data + start)
+        if end - start != stored.num_bytes or data + end > len(mapped):
+            raise ValueError("its data is not inside the file")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged or truncated: {name[:100]!r}: {error}") from error
+    return stored
 
 
 @dataclass
@@ -188,8 +228,7 @@ class Loader:
         unexpected = [name for name in tensors if name not in uses]
         if missing or unexpected:
             raise CheckpointError(
-                f"{self.path} does not fit its config.json: missing {sorted(set(missing)) or 'nothing'}, "
-                f"unexpected {sorted(unexpected) or 'nothing'}"
+                f"{self.path} does not fit its config.json: missing {_named(missing)}, unexpected {_named(unexpected)}"
             )
         for name, stored in tensors.items():
             self._check(stored, uses[name])
@@ -245,3 +284,10 @@ class Loader:
         for start in range(0, len(read), max(1, step)):
             rows = slice(start, start + step) if step else start
             self._copy(target[rows], read[rows], stored, on_read)
+
+
+def _named(names: list[str]) -> str:
+    """Names of tensors for an error."""
+    found = sorted({name[:200] for name in names})
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return f"{found[:MAX_NAMED] or 'nothing'}{more}"

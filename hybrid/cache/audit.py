@@ -65,14 +65,32 @@ def _node(tree: Tree, node: Node) -> list[str]:
         wrong.append(f"an edge of {len(node.edge) // TOKEN_BYTES} tokens owns {len(node.pages)} pages")
     if parent.children.get(node.edge[:page_bytes]) is not node:
         wrong.append("its parent does not find it by its first page")
-    if parent.newest is None or parent.children.get(parent.newest.edge[:page_bytes]) is not parent.newest:
-        wrong.append("its parent's newest child is not one of its children")
     if node.end != parent.end + len(node.edge) // TOKEN_BYTES:
         wrong.append("does not end where its edge ends")
+    wrong += _run(node, parent)
     if node.slot is not None and node.end % tree.grid:
         wrong.append(f"a checkpoint off the grid of {tree.grid}")
     if tree.overlooks(node):
         wrong.append("may be evicted, and is not a candidate")
+    return wrong
+
+
+def _run(node: Node, parent: Node) -> list[str]:
+    """A run holds consecutive nodes, and nothing after its last one; a cut that nothing needs does not stay."""
+    run, wrong = node.run, []
+    if node not in run.nodes:
+        return ["is not a node of its run"]
+    position = run.nodes.index(node)
+    if (run.nodes[position - 1] is not parent) if position else (run.start != parent.end or node.start != run.start):
+        wrong.append("its run does not continue its parent")
+    if run.nodes[-1] is node:
+        num_tokens = node.end - run.start
+        if len(run.ids) != num_tokens * TOKEN_BYTES or len(run.pages) * run.page_size != num_tokens:
+            wrong.append(f"its run ends after it, with {len(run.pages)} pages")
+        if [other for other in run.nodes if other.slot is not None] != run.stored:
+            wrong.append("its run does not list the checkpoints of its nodes")
+    if len(node.children) == 1 and node.slot is None and not node.page_locks and not node.lost_checkpoint:
+        wrong.append("a tombstone with one child that no lock and no lost checkpoint keeps apart")
     return wrong
 
 
@@ -117,7 +135,7 @@ def _held_pages(tree: Tree) -> int:
         while above is not None and above not in held:
             held[above] = None
             above = above.parent
-    return sum(len(node.pages) for node in held)
+    return sum(node.num_pages for node in held)
 
 
 def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[str]:
@@ -128,6 +146,8 @@ def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[s
     for lease in leases:
         owners += [(page, "a lease") for page in lease.private_pages]
         locked = lease.page_lock.node if lease.page_lock is not None else None
+        if locked is not None and locked.end != lease.num_shared * tree.page_size:
+            wrong.append(f"a lease shares {lease.num_shared} pages, and locks those of {locked.end} tokens")
         if lease.block_table[: lease.num_shared] != tree.pages(locked, lease.num_shared * tree.page_size):
             wrong.append("a lease maps shared pages that its lock does not protect")
     return wrong + _exactly_one("page", owners, memory.pages.indices())

@@ -186,6 +186,7 @@ class HybridCache:
         try:
             if found.deepest is not None:
                 lease.page_lock = self.tree.lock_match(found)
+                found = found._replace(deepest=lease.page_lock.node)  # what follows the match can be evicted
             if found.checkpoint is not None:
                 assert found.checkpoint.slot is not None
                 lease.state_lock, lease.read_slot = self.allocator.lock_state(found.checkpoint), found.checkpoint.slot

@@ -90,8 +90,10 @@ class Capturer:
         usage.priority = max(usage.priority, lease.priority)
         above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
         node = lease.page_lock.node if lease.page_lock is not None else None
-        while node is not None and (node.slot is None or node.end >= num_tokens):
-            node = node.parent
+        if node is not None and (node.slot is None or node.end >= num_tokens):
+            node = node.checkpoint_above()
+        while node is not None and node.end >= num_tokens:
+            node = node.checkpoint_above()
         above.append(node.end if node is not None else 0)
         return self._tree.admits(usage, num_tokens, max(above), kind == Kind.TURN_END, self._memory.arena is not None)
 

@@ -44,6 +44,7 @@ class Committer:
         if num_tokens > len(key):
             raise OwnershipError(f"commit: {num_tokens} tokens of a key of {len(key)}")
         self._follow_key(lease, key, num_tokens)
+        num_tokens = key.whole(num_tokens, page_size)  # a unit of which a part is computed stays the lease's
         captured = {checkpoint.num_tokens: checkpoint for checkpoint in lease.captured}
         for position in sorted({*captured, *lease.lost}):
             if position <= num_tokens:
@@ -67,8 +68,6 @@ class Committer:
         checkpoint = self._store(key, captured) if captured is not None else None
         try:
             start = lease.page_lock.node if lease.page_lock is not None else None
-            if start is not None and start.end > lease.num_shared * page_size:
-                start = None  # its edge continues beyond what the key has in common with it
             pages = lease.block_table[: num_tokens // page_size]
             inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, lease.lost.get(num_tokens))
         except BaseException:
@@ -91,16 +90,19 @@ class Committer:
     def _share_pages(self, lease: Lease, inserted: Inserted, num_pages: int) -> None:
         """The tree owns the lease's first `num_pages` pages now, or had others for them, and the lease's are freed. Map
         the tree's, and lock them."""
-        num_existing = inserted.num_existing // self._tree.page_size
+        page_size, lock = self._tree.page_size, None
+        if num_pages >= lease.num_shared:
+            lock = self._tree.lock_pages(inserted.node, num_pages * page_size)
+        num_existing = inserted.num_existing // page_size
         self._allocator.hand_over_pages(lease.block_table[num_existing:num_pages], inserted.node)
         if num_existing > lease.num_shared:
             duplicates = lease.block_table[lease.num_shared : num_existing]
             lease.block_table[:num_existing] = self._tree.pages(inserted.node, inserted.num_existing)
             lease.num_shared = num_existing
             self._memory.pages.free(duplicates)
-        if num_pages >= lease.num_shared:
+        if lock is not None:
             lease.num_shared = num_pages
-            old, lease.page_lock = lease.page_lock, self._tree.lock_pages(inserted.node)
+            old, lease.page_lock = lease.page_lock, lock
             if old is not None:
                 self._tree.unlock(old)
 

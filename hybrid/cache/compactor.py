@@ -94,16 +94,12 @@ class Compactor:
     def _repoint_pages(self, moves: dict[int, int]) -> None:
         """Replace the ids of moved pages, in the tree and in block tables.
 
-        The node that a page was inserted with owns it, or, after splits, one above. Those below may have been removed
-        since.
+        The node that a page was inserted with may have been split, joined or removed since; its run knows the page.
         """
         for old, new in moves.items():
             node = self._inserted_with[old]
-            while node is not None and (node.parent is None or old not in node.pages):
-                node = node.parent or node.former_parent
-            if node is not None:
-                node.pages[node.pages.index(old)] = new
-            self._inserted_with[new] = node
+            if node is not None and node.run.move_page(old, new):
+                self._inserted_with[new] = node
         for lease in self._leases:
             table = lease.block_table
             if not moves.keys().isdisjoint(table):

@@ -26,6 +26,7 @@ from hybrid.engine.planner import plan
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Part, Step
+from hybrid.kernels.batch_invariant import seconds_of
 from hybrid.models.loading import open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
 
@@ -161,7 +162,8 @@ def memory_pressure(judge: Judge) -> Check:
     """
     page_size = judge.engine.cache.config.page_size
     longest = -(-(6 * judge.grid + 24) // page_size)
-    shared, outputs, evicted, retracted = judge.ids(4 * judge.grid), [], False, False
+    shared, evicted, retracted = judge.ids(4 * judge.grid), False, False
+    outputs: list[RequestOutput] = []
     for percent in (300, 250, 225, 200, 175, 150):
         warm = judge.warm(pages=longest * percent // 100, states=5)
         outputs = []
@@ -221,7 +223,7 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
     """`[len(ids), vocab]` logits of every token, computed in prompt parts of `share` tokens; the remainder token by
     token if it does not fill a chunk."""
-    request = Request("parity", EncodedPrompt(ids, ids), SamplingParams(), len(ids) + 1)
+    request = Request("parity", EncodedPrompt(ids), SamplingParams(), len(ids) + 1)
     lease = engine.cache.open(request.key(), 0, len(ids))
     assert lease is not None
     config, logits, start = engine.cache.config, [], 0
@@ -250,7 +252,62 @@ def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check
     return Check(name, worst <= bound and same, None, detail)
 
 
-def run_parity(model: str | Path, seed: int = 0) -> list[Check]:
+@dataclass(frozen=True)
+class ProductCost:
+    """How the rows of a batch are multiplied with weights of one kind, and the cost of their independence.
+
+    Attributes:
+        weight: name of the first weight of the kind.
+        dtype, shape: of the weight.
+        products: what was chosen on this machine.
+        milliseconds: of that many single rows, as chosen and as one product of torch.
+    """
+
+    weight: str
+    dtype: str
+    shape: tuple[int, ...]
+    products: str
+    milliseconds: dict[int, tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The result for one checkpoint.
+
+    Attributes:
+        checks: the lines of the table.
+        products: of every kind of weight.
+    """
+
+    checks: list[Check]
+    products: list[ProductCost]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return all(check.passed for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result for machines."""
+        return {"passed": self.passed, **asdict(self)}
+
+
+def product_costs(engine: Engine) -> list[ProductCost]:
+    """What was chosen for every kind of weight, measured. Empty on a GPU, whose kernels need no choice."""
+    if engine.device.type != "cpu":
+        return []
+    costs = []
+    for name, weight, products in engine.model.kinds_of_products():
+        milliseconds = {}
+        for rows in (1, 8):
+            ours, plain = seconds_of(weight, products, rows)
+            milliseconds[rows] = (round(1000 * ours, 4), round(1000 * plain, 4))
+        dtype = str(weight.dtype).removeprefix("torch.")
+        costs.append(ProductCost(name, dtype, tuple(weight.shape), str(products), milliseconds))
+    return costs
+
+
+def run_parity(model: str | Path, seed: int = 0) -> Parity:
     """Run every check on a checkpoint, in fp32.
 
     Raises:
@@ -259,21 +316,16 @@ def run_parity(model: str | Path, seed: int = 0) -> list[Check]:
     engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
     judge = Judge(engine, seed)
     checks = against_transformers(engine, open_checkpoint(model).path, judge)
-    return checks + [scenario(judge) for scenario in SCENARIOS]
+    return Parity(checks + [scenario(judge) for scenario in SCENARIOS], product_costs(engine))
 
 
-def run_all_families(seed: int = 0) -> dict[str, list[Check]]:
+def run_all_families(seed: int = 0) -> dict[str, Parity]:
     """Run every check on a small random checkpoint of every family, in fp32."""
-    checks = {}
+    results = {}
     with TemporaryDirectory() as folder:
         for at, name in enumerate(FAMILIES):
-            checks[name] = run_parity(write_random_checkpoint(Path(folder) / str(at), name, seed), seed)
-    return checks
-
-
-def as_json(checks: list[Check]) -> dict[str, Any]:
-    """The table for machines."""
-    return {"passed": all(check.passed for check in checks), "checks": [asdict(check) for check in checks]}
+            results[name] = run_parity(write_random_checkpoint(Path(folder) / str(at), name, seed), seed)
+    return results
 
 
 # The command
@@ -291,14 +343,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
     families = run_all_families(args.seed) if args.all_families else {args.model: run_parity(args.model, args.seed)}
-    for model, checks in families.items():
+    for model, result in families.items():
         table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
-        for check in checks:
+        for check in result.checks:
             mark = "[green]ok[/green]" if check.passed else "[red]MISS[/red]"
             table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
         console.print(table)
-    results = {model: as_json(checks) for model, checks in families.items()}
-    passed = all(result["passed"] for result in results.values())
+    results = {model: result.as_json() for model, result in families.items()}
+    passed = all(result.passed for result in families.values())
     return Outcome(passed, {"passed": passed, "families": results} if args.all_families else results[args.model])
 
 

@@ -13,7 +13,7 @@ from hybrid.errors import MemoryBudgetError, PromptError
 from hybrid.key import check_namespace
 from hybrid.memory.memory import smallest_memory
 from hybrid.prompts.detokenizer import TextStream
-from hybrid.prompts.encode import EncodedPrompt, Prompt, encode_prompt
+from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits
 from hybrid.units import ceil_div, format_bytes
 
 
@@ -29,15 +29,25 @@ class Intake:
         self._loaded = loaded
         self._cache = cache
         self._numbers = count()
+        model, config = loaded.model.config, cache.config
+        limits = PromptLimits.of(
+            model.max_position_embeddings, model.vocab_size, cache.largest_request * config.page_size
+        )
+        self._encoder = PromptEncoder(
+            loaded.tokenizer,
+            loaded.image_encoder,
+            hidden_size=model.hidden_size,
+            page_size=config.page_size,
+            limits=limits,
+        )
 
     def encode(self, prompt: Prompt) -> EncodedPrompt:
         """The token ids and images of a prompt.
 
         Raises:
-            PromptError: the prompt has an unsupported form.
+            PromptError: the prompt has an unsupported form, or is too large.
         """
-        loaded = self._loaded
-        return encode_prompt(prompt, loaded.tokenizer, loaded.image_encoder, _hidden_size(loaded))
+        return self._encoder.encode(prompt)
 
     def request(self, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs) -> Request:
         """A request that can run.
@@ -57,7 +67,8 @@ class Intake:
         params = params or self._loaded.default_params
         encoded = self.encode(prompt)
         num_tokens, limit = len(encoded.ids), self._loaded.model.config.max_position_embeddings
-        self._check_ids(encoded.ids, limit)
+        if not encoded.ids:
+            raise PromptError("the prompt is empty; give at least one token")
         tokenizer = self._loaded.tokenizer
         if params.stop and tokenizer is None:
             raise PromptError("stop texts need a tokenizer, and this checkpoint has none; use stop_token_ids")
@@ -69,18 +80,6 @@ class Intake:
         text = TextStream(tokenizer, tuple(params.stop)) if tokenizer is not None else None
         name = f"request-{next(self._numbers)}"
         return Request(name, encoded, params, max_len, namespace=namespace, text=text, outputs=outputs)
-
-    def _check_ids(self, ids: list[int], limit: int) -> None:
-        vocab_size = self._loaded.model.config.vocab_size
-        if not ids:
-            raise PromptError("the prompt is empty; give at least one token")
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise PromptError(f"token id {wrong} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
-        if len(ids) >= limit:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens; this model takes {limit}, the answer included: shorten the prompt"
-            )
 
     def _check_memory(self, prompt_len: int, max_len: int) -> None:
         config, most = self._cache.config, self._cache.largest_request
@@ -97,7 +96,3 @@ class Intake:
             f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there are "
             f"{most}; {remedy}"
         )
-
-
-def _hidden_size(loaded: LoadedModel) -> int:
-    return int(loaded.model.config.hidden_size)

@@ -1,6 +1,6 @@
-"""From a step to its plan: the one place where a step's tensors are born.
+"""From a step to its plan: the only place where the tensors of a step are created.
 
-All numbers of a step lie in one tensor, so that they reach a GPU in one copy; the plan's tensors are views of it.
+All numbers of a step are in one tensor, so that they reach a GPU in one copy; the plan's tensors are views of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
 
 BATCH_INVARIANT_SPLITS = 16
-"""Into how many pieces the keys of a decoded token are cut when results must not depend on the batch."""
+"""Number of pieces into which the keys of a decoded token are split when results must not depend on the batch."""
 
 SAMPLING = "sampling"
 """The last piece of a layout, where there is one: how tokens are sampled."""
@@ -31,14 +31,14 @@ Layout = tuple[tuple[str, tuple[int, tuple[int, ...]]], ...]
 """(name, (start, shape)) of every piece."""
 
 ALIGNMENT = 2
-"""Every view begins at a multiple of so many numbers, 16 bytes: kernels are compiled for that once and for all."""
+"""Every view starts at a multiple of this many numbers, 16 bytes: kernels are compiled for that alignment only."""
 
 MIN_WIDTH = 16
-"""The narrowest block table of a padded plan, in pages."""
+"""Width of the narrowest block table of a padded plan, in pages."""
 
 
 class Padding(NamedTuple):
-    """What a plan of decoding requests is filled up to, so that few shapes occur.
+    """The shape that a plan of decoding requests is padded to, so that few shapes occur.
 
     Attributes:
         rows: requests.
@@ -57,7 +57,7 @@ class Padding(NamedTuple):
 
 @dataclass
 class _Pieces:
-    """Numbers that will lie in one tensor, and where each piece of them begins."""
+    """Numbers that become one tensor, and where each piece of them starts."""
 
     numbers: list[np.ndarray] = field(default_factory=list)
     layout: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
@@ -77,14 +77,14 @@ class Plan:
 
     Attributes:
         numbers: `[N]` int64, all of them.
-        layout: for every tensor of the batch its place and shape.
-        splits: `num_splits` of the groups there are.
+        layout: for every tensor of the batch its start and shape.
+        splits: `num_splits` of each group that the step has.
         num_prefill_tokens: tokens of prompt parts.
         blocks: as in the batch.
         embeddings: of the rows of images, in pieces.
         samples: for each part, without padding, whether its last token is followed by a new one.
         num_logprobs: for each part the number of log-probabilities that are requested; None: none.
-        is_padded: it is filled up to one of few shapes.
+        is_padded: it is padded to one of few shapes.
     """
 
     numbers: Tensor
@@ -182,7 +182,7 @@ def plan(
         page_size: tokens of a page.
         chunk_size: tokens of a chunk.
         deterministic: results must not depend on the rest of the batch.
-        padding: for a step without prompt parts: the shape that the plan is filled up to.
+        padding: for a step without prompt parts: the shape that the plan is padded to.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
 
     Raises:
@@ -243,7 +243,7 @@ def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_s
                 f"plan: {part.request.request_id} has {len(known)} tokens and {len(own)} slots for positions "
                 f"[{part.start}, {part.end}) of a {'prompt part' if part.is_prefill else 'decode step'}"
             )
-        token_ids += [max(token, 0) for token in known]  # below 0: of an image
+        token_ids += known
         slots += own
         checkpoints += [
             (row, c.num_tokens - part.start, c.slot)
@@ -258,7 +258,7 @@ def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_s
 
 
 def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions: list[int]) -> tuple[Tensor, ...]:
-    """Rotary positions of a step with images in it, and the rows of images; returns what stands in them."""
+    """Rotary positions of a step with images in it, and the rows of images. Returns their embeddings."""
     rotary = np.tile(np.asarray(positions, np.int64), (3, 1))
     rows: list[int] = []
     embeddings: list[Tensor] = []
@@ -277,7 +277,7 @@ def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions:
 def _add_group(
     pieces: _Pieces, kind: str, parts: list[Part], starts: list[int] | range, filler: int, width: int
 ) -> None:
-    """The numbers of a group, filled up with requests that are none."""
+    """The numbers of a group, and of its padding."""
     count = len(parts) + filler
     width = max(width, *(len(part.lease.block_table) for part in parts), 1)
     table = np.zeros((count, width), np.int64)
@@ -292,7 +292,7 @@ def _add_group(
 
 
 def _slots(part: Part, page_size: int) -> list[int]:
-    """Where the part's K and V go: nowhere on pages that the tree owns, which have them already."""
+    """The slots of the part's K and V; -1 on pages that the tree owns, which hold them already."""
     table, private = part.lease.block_table, part.lease.num_shared * page_size
     first = min(max(part.start, private), part.end)
     return [-1] * (first - part.start) + [

@@ -51,7 +51,7 @@ class Request:
         kind: an answer, or a replay of one.
 
     Attributes:
-        ids: prompt and answer, as the cache compares them; the positions of images have negative ids.
+        ids: prompt and answer, with a placeholder at every position of an image.
         media: the images of the prompt.
         prompt_len: number of tokens of the prompt.
         num_computed: number of tokens whose K, V and state have been computed, by passes that may still be running.
@@ -86,7 +86,7 @@ class Request:
         self.outputs: Outputs = outputs if outputs is not None else Outputs()
         self.kind = kind
         self.prompt_token_ids: list[int] = list(prompt.ids)
-        self.ids: array[int] = array("i", prompt.key_ids)
+        self.ids: array[int] = array("i", prompt.ids)
         self.media: Media | None = prompt.media
         self.prompt_len: int = len(self.ids)
         self.seed: int = new_seed() if params.seed is None else params.seed
@@ -114,7 +114,7 @@ class Request:
         ids = self.ids[:num_tokens].tolist()
         replay = Request(
             f"{self.request_id}/replay",
-            EncodedPrompt(ids, ids, self.media),
+            EncodedPrompt(ids, self.media),
             self.params,
             num_tokens,
             namespace=self.namespace,
@@ -151,7 +151,7 @@ class Request:
 
     def key(self) -> Key:
         """Its tokens up to now, as the cache compares them."""
-        return Key.of(self.ids, self.namespace, self.media.units if self.media is not None else ())
+        return Key.of(self.ids, self.namespace) if self.media is None else self.media.key(self.ids, self.namespace)
 
     def append(self, token: int, logprobs: dict[int, float] | None, end_tokens: frozenset[int]) -> None:
         """Add a token to the answer, and set `finish_reason` if that ends it.

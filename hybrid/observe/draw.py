@@ -51,11 +51,11 @@ def draw_tree(cache: HybridCache, decode: Callable[[list[int]], str]) -> str:
 
 
 def _describe(node: Node, page_size: int, stats: CacheStats, decode: Callable[[list[int]], str]) -> str:
-    start = node.end - len(node.pages) * page_size
+    start = node.start
     text = repr(decode(memoryview(node.edge).cast("i").tolist()[:SNIPPET]))[1 : SNIPPET + 1]
-    owned = f"{len(node.pages)} pages"
+    owned = f"{node.num_pages} pages"
     if stats.page_bytes:
-        owned += f" {format_bytes(len(node.pages) * stats.page_bytes)}"
+        owned += f" {format_bytes(node.num_pages * stats.page_bytes)}"
     if node.slot is not None:
         owned += " + state" + (f" {format_bytes(stats.checkpoint_bytes)}" if stats.checkpoint_bytes else "")
     mark = "●" if node.slot is not None else "○"

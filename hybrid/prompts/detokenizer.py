@@ -7,6 +7,8 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from hybrid.prompts.stop_texts import stop_texts
+
 
 class TextStream:
     """The text of an answer, updated token by token, and cut at the first stop text.
@@ -27,7 +29,8 @@ class TextStream:
         self.num_kept: int = 0
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop = stop
+        self._stop = stop_texts(stop)
+        self._state = 0
         self._ids: list[int] = []
         self._ends: list[int] = []  # length of the decoded text after each token
         self._decoded = ""
@@ -39,36 +42,30 @@ class TextStream:
             Whether it completed a stop text.
         """
         self._ids.append(token)
-        before = len(self._decoded)
-        self._decoded += self._stream.step(self._backend, token) or ""
-        self._ends.append(len(self._decoded))
-        return self._update(before)
+        piece = self._stream.step(self._backend, token) or ""
+        self._ends.append(len(self._decoded) + len(piece))
+        return self._extend(piece)
 
     def finish(self) -> None:
         """End the answer: text that was held back, as the beginning of a stop text or of a character, is part of it."""
         if self.stopped:
             return
         whole = self._backend.decode(self._ids, skip_special_tokens=True)  # with an incomplete last character
-        before = len(self._decoded)
-        self._decoded = whole if whole.startswith(self._decoded) else self._decoded
-        if not self._update(before):
+        rest = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
+        if not self._extend(rest):
             self.text = self._decoded
 
-    def _update(self, before: int) -> bool:
-        """Look for a stop text that ends after the first `before` characters; else extend `text` as far as is
-        certain."""
-        longest = max((len(stop) for stop in self._stop), default=0)
-        first = max(0, before - longest)
-        found = [(at + len(stop), at) for stop in self._stop if (at := self._decoded.find(stop, first)) >= 0]
-        if found:  # the one that is complete first, character by character: a token may complete several at once
-            self.text = self._decoded[: min(found)[1]]
-            self.stopped = True
-            # a token without text of its own is the beginning of a character, and counts to the token that ends it
-            ends = enumerate(pairwise([0, *self._ends]), start=1)
-            self.num_kept = max((n for n, (start, end) in ends if start < end <= len(self.text)), default=0)
-            return True
-        held = max(
-            (n for stop in self._stop for n in range(1, len(stop)) if self._decoded.endswith(stop[:n])), default=0
-        )
-        self.text = self._decoded[: len(self._decoded) - held]
-        return False
+    def _extend(self, piece: str) -> bool:
+        """Add decoded text. Returns whether it completed a stop text; else `text` is extended as far as is certain."""
+        before = len(self._decoded)
+        self._decoded += piece
+        self._state, found = self._stop.find(piece, self._state)
+        if found is None:
+            self.text = self._decoded[: len(self._decoded) - self._stop.num_held(self._state)]
+            return False
+        self.text = self._decoded[: before + found.start]
+        self.stopped = True
+        # a token without text of its own is the beginning of a character, and counts to the token that ends it
+        ends = enumerate(pairwise([0, *self._ends]), start=1)
+        self.num_kept = max((n for n, (start, end) in ends if start < end <= len(self.text)), default=0)
+        return True

@@ -1,9 +1,14 @@
-"""From texts, chat messages and images to token ids."""
+"""From texts, chat messages and images to token ids.
+
+A prompt may come from anybody. Its size is looked at before anything is computed from it: a text's before it is
+tokenized, the number of ids before their values, the size of images before they are decoded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -13,13 +18,17 @@ from torch import Tensor
 
 from hybrid.errors import CheckpointError, PromptError
 from hybrid.key import Key
-from hybrid.prompts.images import Image, ImagePrompt, Media
+from hybrid.prompts.images import Image, ImagePrompt, Media, PixelHash
 
 Message = dict[str, Any]
 """A chat message, as `{"role": "user", "content": "..."}`."""
 
 Prompt = str | list[int] | list[Message] | dict[str, list[Message]] | ImagePrompt
 """A text, token ids, chat messages (also as `{"messages": [...]}`), or token ids with images."""
+
+BYTES_PER_TOKEN = 32
+"""The mean number of bytes per token, in UTF-8, that a text may have. In natural language and code it is 1 to 8; only
+long runs of spaces or of one sign have more."""
 
 
 class ImageEncoder(Protocol):
@@ -32,11 +41,22 @@ class ImageEncoder(Protocol):
     @property
     def placeholder(self) -> int: ...
 
+    def num_positions(self, image: Any) -> int:
+        """The number of positions of an image, from its size alone: it is not decoded.
+
+        Raises:
+            PromptError: it is not an image, or of an unsupported size.
+        """
+        ...
+
     def embed(self, image: Any) -> tuple[Tensor, tuple[int, int], bytes]:
         """Embed an image.
 
         Returns:
             `[N, hidden_size]` embeddings, the (rows, columns) of their N positions, and a hash of the image's content.
+
+        Raises:
+            PromptError: it is not an image, of an unsupported size, or cannot be decoded.
         """
         ...
 
@@ -46,135 +66,226 @@ class EncodedPrompt:
     """A prompt as token ids.
 
     Attributes:
-        ids: its token ids.
-        key_ids: its ids as the cache compares them: those of images differ from `ids`.
+        ids: its token ids, with a placeholder at every position of an image.
         media: its images; None: it has none.
     """
 
     ids: list[int]
-    key_ids: list[int]
     media: Media | None = None
 
     def key(self, namespace: str) -> Key:
         """The key of the prompt in a namespace of the cache."""
-        return Key.of(self.key_ids, namespace, self.media.units if self.media is not None else ())
+        return Key.of(self.ids, namespace) if self.media is None else self.media.key(self.ids, namespace)
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, from one or several. A list of ids and a list of messages are one prompt each."""
-    if isinstance(prompts, str | dict | ImagePrompt):
-        return [prompts]
-    many: list[Any] = prompts.tolist() if isinstance(prompts, np.ndarray | torch.Tensor) else list(prompts)
-    if many and (all(isinstance(item, int) for item in many) or all(_is_message(item) for item in many)):
-        return [many]
-    return many
+@dataclass(frozen=True, kw_only=True)
+class PromptLimits:
+    """The sizes up to which prompts are encoded.
+
+    Attributes:
+        max_tokens: a prompt has fewer tokens than this: that of the model, the answer included.
+        vocab_size: token ids are smaller than this.
+        max_text_bytes: bytes of a text, in UTF-8.
+    """
+
+    max_tokens: int = 2**31 - 1
+    vocab_size: int = 2**31 - 1
+    max_text_bytes: int = 2**31 - 1
+
+    @classmethod
+    def of(cls, max_tokens: int, vocab_size: int, max_request: int) -> PromptLimits:
+        """The limits of an engine. A text has up to `BYTES_PER_TOKEN` bytes for each token of the largest request.
+
+        Args:
+            max_tokens: of prompt and answer, for the model.
+            vocab_size: of the model.
+            max_request: tokens of the largest request that the cache can hold.
+        """
+        max_text_bytes = BYTES_PER_TOKEN * min(max_tokens, max_request)
+        return cls(max_tokens=max_tokens, vocab_size=vocab_size, max_text_bytes=max_text_bytes)
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Refuse a prompt by its number of tokens."""
+        if num_tokens >= self.max_tokens:
+            raise PromptError(
+                f"the prompt has {num_tokens} tokens; this model takes {self.max_tokens}, the answer included: shorten "
+                "the prompt"
+            )
+
+    def check_ids(self, ids: list[int]) -> list[int]:
+        """Refuse token ids by their number, and then by their values; returns them."""
+        self.check_tokens(len(ids))
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            wrong = next(token for token in ids if not 0 <= token < self.vocab_size)
+            shown = wrong if abs(wrong) < 10**20 else f"of {wrong.bit_length()} bits"
+            raise PromptError(f"token id {shown} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")
+        return ids
+
+    def check_text(self, num_bytes: int) -> None:
+        """Refuse a text by its size."""
+        if num_bytes > self.max_text_bytes:
+            raise PromptError(
+                f"the text has {num_bytes} bytes or more, and this engine takes up to {self.max_text_bytes}: the "
+                f"largest request that it can hold has {self.max_text_bytes // BYTES_PER_TOKEN} tokens, of "
+                f"{BYTES_PER_TOKEN} bytes each at most; shorten the text, or give the cache more memory "
+                "(CacheConfig(memory=...)) as far as the model's own limit of tokens allows"
+            )
 
 
-def encode_prompt(
-    prompt: Prompt, tokenizer: Any | None, image_encoder: ImageEncoder | None, hidden_size: int
-) -> EncodedPrompt:
-    """Encode a prompt and the images in it.
+NO_LIMITS = PromptLimits()
+"""Limits only of the types."""
+
+
+class PromptEncoder:
+    """Encodes the prompts of one engine.
 
     Args:
         tokenizer: of transformers; None: only token ids can be encoded.
         image_encoder: None: chat messages with images are refused.
         hidden_size: the model's; embeddings of images have this size.
-
-    Raises:
-        PromptError: the prompt has an unsupported form, or it has images and there is no image encoder.
+        page_size: of the cache.
+        limits: the sizes up to which prompts are encoded.
     """
-    if not isinstance(prompt, ImagePrompt):
-        if not images_of(prompt):
-            ids = encode(tokenizer, prompt)
-            return EncodedPrompt(ids, ids)
-        if image_encoder is None:
-            raise PromptError("this checkpoint has no vision tower; give ImagePrompt with embeddings, or text alone")
-        prompt = embed_images(prompt, tokenizer, image_encoder)
-    media, key_ids = Media.of(prompt, hidden_size)
-    return EncodedPrompt(list(prompt.token_ids), key_ids, media)
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        image_encoder: ImageEncoder | None,
+        *,
+        hidden_size: int,
+        page_size: int,
+        limits: PromptLimits,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._image_encoder = image_encoder
+        self._hidden_size = hidden_size
+        self._page_size = page_size
+        self._limits = limits
+
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """Encode a prompt and the images in it.
+
+        Raises:
+            PromptError: the prompt has an unsupported form, is too large, or has images and there is no image encoder.
+        """
+        if not isinstance(prompt, ImagePrompt):
+            images = images_of(prompt, self._limits)
+            if images and self._image_encoder is None:
+                raise PromptError(
+                    "this checkpoint has no vision tower; give ImagePrompt with embeddings, or text alone"
+                )
+            ids = encode(self._tokenizer, prompt, self._limits)
+            if not images or self._image_encoder is None:
+                return EncodedPrompt(ids)
+            prompt = embed_images(ids, images, self._image_encoder, self._limits)
+        self._limits.check_tokens(len(prompt.token_ids))
+        whole = _integers(prompt.token_ids)
+        if whole is None:
+            raise PromptError("the token_ids of an ImagePrompt must be integers")
+        self._limits.check_ids(whole)
+        prompt = ImagePrompt(whole, prompt.images, prompt.positions)
+        return EncodedPrompt(whole, Media.of(prompt, self._hidden_size, self._page_size))
 
 
-def embed_images(prompt: Prompt, tokenizer: Any | None, image_encoder: ImageEncoder) -> ImagePrompt:
-    """Encode chat messages with images: each placeholder becomes the positions of its image.
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, from one or several.
+
+    A list of ids and a list of messages are one prompt each, as their first item shows, and so is an array of one
+    dimension.
+    """
+    if isinstance(prompts, str | bytes | dict | ImagePrompt):
+        return [cast("Prompt", prompts)]
+    if isinstance(prompts, np.ndarray | Tensor):
+        return [cast("Prompt", prompts)] if prompts.ndim == 1 else list(cast("Any", prompts))
+    many: list[Any] = list(prompts)
+    return [many] if many and (_is_integer(many[0]) or _is_message(many[0])) else many
+
+
+def embed_images(ids: list[int], images: list[Any], image_encoder: ImageEncoder, limits: PromptLimits) -> ImagePrompt:
+    """Embed images: each placeholder in the ids becomes the positions of its image.
 
     Rotary positions are those of Qwen's models: a text counts up in all three rows. All positions of an image have the
     same time; its rows and columns count up from where it begins, and the text after it continues after the larger of
     the two.
 
     Raises:
-        PromptError: the template does not make one placeholder per image, or an image has an unsupported form.
+        PromptError: the ids do not have one placeholder per image, there are too many positions, or an image has an
+            unsupported form.
     """
-    ids, pixels = encode(tokenizer, prompt), images_of(prompt)
     placeholder = image_encoder.placeholder
-    if ids.count(placeholder) != len(pixels):
+    if ids.count(placeholder) != len(images):
         raise PromptError(
-            f"the chat template makes {ids.count(placeholder)} placeholders (token {placeholder}) for {len(pixels)} "
+            f"the chat template makes {ids.count(placeholder)} placeholders (token {placeholder}) for {len(images)} "
             "images; it must make one for each"
         )
-    remaining = iter(pixels)
+    limits.check_tokens(len(ids) - len(images) + sum(image_encoder.num_positions(image) for image in images))
     tokens: list[int] = []
-    images: list[Image] = []
+    embedded: list[Image] = []
     positions: list[Tensor] = []
-    next_position = 0
-    for token in ids:
-        if token != placeholder:
-            tokens.append(token)
-            positions.append(torch.full((3, 1), next_position))
-            next_position += 1
-            continue
-        embeddings, (rows, columns), content = image_encoder.embed(next(remaining))
-        images.append(Image(len(tokens), embeddings, content))
-        tokens += [token] * (rows * columns)
-        row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-        positions.append(next_position + torch.stack((torch.zeros_like(row), row, column)).flatten(1))
-        next_position += max(rows, columns)
-    return ImagePrompt(tokens, images, torch.cat(positions, dim=1))
+    read, next_position = 0, 0
+    for image in (*images, None):
+        end = ids.index(placeholder, read) if image is not None else len(ids)
+        tokens += ids[read:end]
+        positions.append(torch.arange(next_position, next_position + end - read).expand(3, -1))
+        next_position, read = next_position + end - read, end + 1
+        if image is not None:
+            embeddings, (rows, columns), content = image_encoder.embed(image)
+            embedded.append(Image(len(tokens), embeddings, PixelHash(content)))
+            tokens += [placeholder] * (rows * columns)
+            row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+            positions.append(next_position + torch.stack((torch.zeros_like(row), row, column)).flatten(1))
+            next_position += max(rows, columns)
+    return ImagePrompt(tokens, embedded, torch.cat(positions, dim=1))
 
 
-def encode(tokenizer: Any | None, prompt: Prompt) -> list[int]:
+def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMITS) -> list[int]:
     """Token ids of a prompt: a text, token ids as they are, or chat messages through the chat template.
 
     Raises:
-        PromptError: the prompt has another form, or there is no tokenizer or no chat template for it.
+        PromptError: the prompt has another form or is too large, or there is no tokenizer or no chat template for it.
     """
-    if isinstance(prompt, dict) and isinstance(prompt.get("messages"), list):
-        prompt = prompt["messages"]
-    if isinstance(prompt, list):
-        ids = [token for token in prompt if isinstance(token, int) and not isinstance(token, bool)]
-        if len(ids) == len(prompt):
-            return ids
-    is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-    if not is_chat and not isinstance(prompt, str):
-        raise PromptError(
-            f"a prompt is a text, a list of token ids, or a list of chat messages; got {type(prompt).__name__}"
-        )
+    messages = _messages_of(prompt)
+    if messages is None and not isinstance(prompt, str):
+        ids = None
+        if isinstance(prompt, list) or (isinstance(prompt, np.ndarray | Tensor) and prompt.ndim == 1):
+            limits.check_tokens(len(prompt))
+            ids = _integers(cast("list[int]", prompt))
+        if ids is None:
+            raise PromptError(
+                f"a prompt is a text, a list of token ids, or a list of chat messages; got {type(prompt).__name__}"
+            )
+        return limits.check_ids(ids)
     if tokenizer is None:
         raise PromptError("this checkpoint has no tokenizer; give the prompt as a list of token ids")
     if isinstance(prompt, str):
-        return list(tokenizer(prompt).input_ids)
+        return _tokenize(tokenizer, prompt, limits, add_special_tokens=True)
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
+    limits.check_text(_num_characters(messages, limits.max_text_bytes))
     try:
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything for messages it does not support
         raise PromptError(f"the chat template refuses these messages: {error}") from error
-    return list(tokenizer(text, add_special_tokens=False).input_ids)
+    return _tokenize(tokenizer, text, limits, add_special_tokens=False)
 
 
-def images_of(prompt: Prompt) -> list[Any]:
+def images_of(prompt: Prompt, limits: PromptLimits = NO_LIMITS) -> list[Any]:
     """The images in chat messages, in order: parts `{"type": "image", "image": ...}` of their contents.
 
     Raises:
         PromptError: an image is an address or a path. Nothing here opens addresses or files that are named in a prompt,
-            which may come from an untrusted client.
+            which may come from an untrusted client. Or there are more messages than a prompt has tokens.
     """
-    contents = [message.get("content") for message in _messages_of(prompt) or ()]
+    messages = _messages_of(prompt) or []
+    limits.check_tokens(len(messages))  # each becomes a token or more
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    limits.check_tokens(sum(len(content) for content in contents if isinstance(content, list)))
     parts = [part for content in contents if isinstance(content, list) for part in content]
     images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
     for part in images:
         if isinstance(part.get("image"), str | Path | None):
             raise PromptError(
-                f'an image part holds the image itself, under "image", not an address or a path ({sorted(part)}); load '
+                f'an image part holds the image itself, under "image", not an address or a path ({_names(part)}); load '
                 "it first: transformers.image_utils.load_image(...)"
             )
     return [part["image"] for part in images]
@@ -192,11 +303,65 @@ def load_tokenizer(path: Path) -> Any | None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # transformers raises many kinds for a malformed tokenizer
+    except BaseException as error:  # transformers raises many kinds for a malformed tokenizer
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error}") from error
     if not tokenizer.is_fast:
         raise CheckpointError(f"{path} has no tokenizer.json; save it with a fast tokenizer of transformers first")
     return tokenizer
+
+
+def _tokenize(tokenizer: Any, text: str, limits: PromptLimits, *, add_special_tokens: bool) -> list[int]:
+    limits.check_text(len(text))  # characters: each has a byte or more
+    limits.check_text(len(text.encode("utf-8", "surrogatepass")))
+    try:
+        ids = list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        raise PromptError(f"the tokenizer refuses this text: {error!s:.500}") from error
+    return limits.check_ids(ids)
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether an error is a failed assertion of code in Rust, which is not an `Exception` in Python."""
+    return type(error).__name__ == "PanicException"
+
+
+def _is_integer(item: Any) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
+
+
+def _integers(values: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> list[int] | None:
+    """Values as a list of integers that a key can hold; None: some are not."""
+    if isinstance(values, np.ndarray | Tensor):
+        values = cast("list[int]", values.tolist())
+    if not all(type(value) is int for value in values):
+        if not all(_is_integer(value) for value in values):
+            return None
+        values = [int(value) for value in values]
+    return list(values)
+
+
+def _num_characters(value: Any, limit: int) -> int:
+    """Characters of all texts in lists and dicts, or more than `limit`; each other value counts as one."""
+    counted, values = 0, [value]
+    while values and counted <= limit:
+        item = values.pop()
+        counted += len(item) if isinstance(item, str) else 1
+        if isinstance(item, dict):
+            counted += len(item)
+            values += item.values() if counted <= limit else ()
+        elif isinstance(item, list | tuple):
+            counted += len(item)
+            values += item if counted <= limit else ()
+    return counted
+
+
+def _names(part: dict[Any, Any]) -> str:
+    """The first keys of a part, for an error."""
+    return ", ".join(f"{key!r:.40}" for key in list(part)[:8])
 
 
 def _is_message(item: Any) -> bool:
@@ -207,6 +372,6 @@ def _is_message(item: Any) -> bool:
 def _messages_of(prompt: Prompt) -> list[Message] | None:
     """The chat messages of a prompt; None: it is not a chat."""
     if isinstance(prompt, dict):
-        return prompt.get("messages")
-    is_chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-    return cast("list[Message]", prompt) if is_chat else None
+        messages = prompt.get("messages")
+        return messages if isinstance(messages, list) else None
+    return cast("list[Message]", prompt) if isinstance(prompt, list) and prompt and _is_message(prompt[0]) else None

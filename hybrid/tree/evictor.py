@@ -65,10 +65,13 @@ class Evictor:
         try:
             if num_pages == 0:
                 self._drop_checkpoint(node, released)
-                self._candidates.enter(node, renewed=True)  # a leaf's pages may still be evicted
-            elif num_pages < len(node.pages):
+                if node.children:
+                    self._forest.join(node)
+                else:
+                    self._candidates.enter(node, renewed=True)  # its pages may still be evicted
+            elif num_pages < node.num_pages:
                 self._drop_checkpoint(node, released)
-                self._remember(node, len(node.pages) - num_pages)
+                self._remember(node, node.num_pages - num_pages)
                 released.pages.extend(self._forest.cut(node, num_pages))
                 self._candidates.enter(node, renewed=True)
             else:
@@ -85,6 +88,7 @@ class Evictor:
             released.pages.extend(node.pages)
             parent = self._forest.remove(node)
             if parent.children:
+                self._forest.join(parent)
                 return
             self._candidates.changed(parent)
             if isinstance(parent, Root):
@@ -96,7 +100,7 @@ class Evictor:
 
     def _remember(self, node: Node, num_kept: int) -> None:
         with suppress(Exception):  # eviction continues without this ghost
-            self._ghosts.remember(node, num_kept * self._forest.page_bytes)
+            self._ghosts.remember(node, num_kept * self._forest.page_size)
 
     def _drop_checkpoint(self, node: Node, released: Released) -> None:
         if node.slot is not None:

@@ -1,15 +1,18 @@
-"""The structure of the tree: nodes by namespace, and how they are made, cut and removed.
+"""The structure of the tree: nodes by namespace, and how they are made, cut, joined and removed.
 
-Every method either completes or, when memory runs out in the middle, changes nothing that can be seen.
+Every method either completes or, when memory runs out in the middle, changes nothing that can be seen. The counts of
+pages, checkpoints, slots and of what locks protect are kept up to date here.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from hybrid.key import TOKEN_BYTES
-from hybrid.tree.node import Kind, Node, NodeUsage, Root
+from hybrid.tree.cover import Cover
+from hybrid.tree.node import DIGEST_BYTES, Kind, Node, NodeUsage, Root, Run, end_of
 
 
 class Forest:
@@ -17,6 +20,8 @@ class Forest:
 
     Args:
         page_size: tokens per page.
+        grid: tokens between two positions at which prefixes are hashed.
+        covers: unions of paths that are told how nodes change.
 
     Attributes:
         roots: the root of each namespace that holds something.
@@ -24,12 +29,14 @@ class Forest:
         num_pages, num_checkpoints: what the nodes own.
     """
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, grid: int, covers: Sequence[Cover]) -> None:
+        self.page_size: int = page_size
+        self._grid = grid
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
         self.num_checkpoints: int = 0
         self.roots: dict[str, Root] = {}
+        self._covers = covers
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """Every node except the roots, parents first, with its namespace."""
@@ -40,67 +47,162 @@ class Forest:
                 yield namespace, node
                 stack.extend(reversed(node.children.values()))
 
-    def add_leaf(self, parent: Node, edge: bytes, pages: Sequence[int], usage: NodeUsage) -> Node:
-        """A new child of `parent`, which owns `pages`."""
-        leaf = Node(parent, edge, array("i", pages), parent.end + len(edge) // TOKEN_BYTES, usage)
-        parent.children[edge[: self.page_bytes]] = parent.newest = leaf
-        self.num_pages += len(leaf.pages)
+    # Growing
+
+    def extend(self, leaf: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> None:
+        """Make the edge of a leaf without a checkpoint longer."""
+        run = leaf.run
+        self._append(run, ids, pages)
+        # Nothing can fail from here on.
+        leaf.end += len(ids) // TOKEN_BYTES
+        leaf.usage = usage
+        self.num_pages += len(pages)
+        for cover in self._covers:
+            cover.extended(leaf, len(pages))
+
+    def add_leaf(self, parent: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> Node:
+        """A new child of `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
+        run = parent.run
+        end = parent.end + len(ids) // TOKEN_BYTES
+        if parent.children or parent.parent is None:
+            run = Run(parent.end, self.page_size, ids, array("i", pages))
+            leaf = Node(parent, run, parent.end, end, usage)
+        else:
+            leaf = Node(parent, run, parent.end, end, usage)
+            self._append(run, ids, pages)
+        run.nodes.append(leaf)
+        parent.children[ids[: self.page_bytes]] = leaf
+        self.num_pages += len(pages)
         return leaf
 
-    def split(self, lower: Node, length: int) -> Node:
-        """Cut an edge after `length` bytes. Returns the upper half, a tombstone; checkpoint, children and locks stay
-        with the lower half."""
-        upper_parent, num_pages = lower.parent, length // self.page_bytes
-        assert upper_parent is not None and 0 < length < len(lower.edge)
-        usage = pages_usage(lower.usage)
-        end = lower.end - (len(lower.edge) - length) // TOKEN_BYTES
-        upper = Node(upper_parent, lower.edge[:length], lower.pages[:num_pages], end, usage)
-        edge, pages = lower.edge[length:], lower.pages[num_pages:]
-        upper.children[edge[: self.page_bytes]] = upper.newest = lower
+    def _append(self, run: Run, ids: bytes, pages: Sequence[int]) -> None:
+        num_bytes, num_pages = len(run.ids), len(run.pages)
+        try:
+            run.ids += ids
+            run.pages.extend(pages)
+        except BaseException:
+            del run.ids[num_bytes:]
+            del run.pages[num_pages:]
+            raise
+
+    # Cutting and joining edges
+
+    def split(self, lower: Node, num_tokens: int) -> Node:
+        """Cut an edge at a position. Returns the upper part, a tombstone; checkpoint, children and locks stay with the
+        lower part."""
+        parent, run = lower.parent, lower.run
+        assert parent is not None and lower.start < num_tokens < lower.end
+        upper = Node(parent, run, lower.start, num_tokens, pages_usage(lower.usage))
+        first = self._first_page(upper)
+        upper.children[self._page_at(run, num_tokens)] = lower
+        run.nodes.insert(run.index(lower), upper)
         # Nothing can fail from here on.
-        upper_parent.children[upper.edge[: self.page_bytes]] = upper
-        if upper_parent.newest is lower:
-            upper_parent.newest = upper
-        lower.parent, lower.edge, lower.pages = upper, edge, pages
+        parent.children[first] = upper
+        lower.parent, lower.start = upper, num_tokens
+        num_bytes = (num_tokens // self._grid - upper.start // self._grid) * DIGEST_BYTES
+        upper.digests, lower.digests = lower.digests[:num_bytes], lower.digests[num_bytes:]
+        for cover in self._covers:
+            cover.split(lower, upper)
         return upper
+
+    def join(self, upper: Node) -> bool:
+        """Join a node to its only child, if nothing needs the cut between them: no checkpoint, present or lost, no
+        branch, no lock. From outside the two are one node, which was the child. Returns whether they were joined."""
+        parent = upper.parent
+        if (
+            parent is None
+            or len(upper.children) != 1
+            or upper.slot is not None
+            or upper.page_locks
+            or upper.lost_checkpoint
+        ):
+            return False
+        (lower,) = upper.children.values()
+        if lower.run is not upper.run:
+            self._join_runs(upper.run, lower.run)
+        run, first = upper.run, self._first_page(upper)
+        for cover in self._covers:
+            cover.leaving(upper)
+        del run.nodes[run.index(upper)]
+        lower.start, lower.parent = upper.start, parent
+        num_bytes = (upper.end // self._grid - upper.start // self._grid) * DIGEST_BYTES
+        lower.digests = upper.digests + lower.digests if len(upper.digests) == num_bytes else upper.digests
+        parent.children[first] = lower
+        upper.parent = None
+        upper.children = {}
+        return True
+
+    def _join_runs(self, run: Run, below: Run) -> None:
+        """Append a run to the one whose last node it continues."""
+        self._append(run, bytes(below.ids), below.pages)
+        # Nothing can fail from here on.
+        run.nodes += below.nodes
+        run.stored += below.stored
+        for node in below.nodes:
+            node.run = run
+        below.joined = run
+        below.nodes, below.stored = [], []
+
+    # Evicting
 
     def cut(self, leaf: Node, num_pages: int) -> array[int]:
         """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint."""
-        keep = len(leaf.pages) - num_pages
+        run = leaf.run
         usage = pages_usage(leaf.usage)
-        edge, pages, cut = leaf.edge[: keep * self.page_bytes], leaf.pages[:keep], leaf.pages[keep:]
+        for cover in self._covers:
+            cover.leaving(leaf)
+        cut = run.pages[-num_pages:]
         # Nothing can fail from here on.
-        leaf.usage, leaf.edge, leaf.pages = usage, edge, pages
+        del run.pages[-num_pages:]
+        del run.ids[-num_pages * self.page_bytes :]
+        leaf.usage = usage
         leaf.lost_checkpoint = False  # its position is cut off too
-        leaf.chain = None
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
         return cut
 
     def remove(self, leaf: Node) -> Node:
         """Remove a leaf. Returns its former parent; a root without children is removed from `roots`."""
-        parent = leaf.parent
+        parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.page_locks
-        self.num_pages -= len(leaf.pages)
-        del parent.children[leaf.edge[: self.page_bytes]]
-        if parent.newest is leaf:
-            parent.newest = next(reversed(parent.children.values()), None)
-        leaf.parent, leaf.former_parent = None, parent
+        for cover in self._covers:
+            cover.leaving(leaf)
+        num_pages = leaf.num_pages
+        del parent.children[self._first_page(leaf)]
+        run.nodes.pop()
+        del run.pages[-num_pages:]
+        del run.ids[-num_pages * self.page_bytes :]
+        self.num_pages -= num_pages
+        leaf.parent = None
         if isinstance(parent, Root) and not parent.children:
             del self.roots[parent.namespace]
         return parent
 
+    # Checkpoints
+
     def put_checkpoint(self, node: Node, slot: int) -> None:
         """Make a node the owner of a checkpoint."""
+        stored = node.run.stored
+        stored.insert(bisect_left(stored, node.end, key=end_of), node)
         node.slot = slot
         node.lost_checkpoint = False
         self.num_checkpoints += 1
 
     def drop_checkpoint(self, node: Node) -> None:
         """Take the checkpoint from a node. A spare one that no request has used is not remembered as lost."""
+        assert node.slot is not None
+        stored = node.run.stored
+        del stored[bisect_left(stored, node.end, key=end_of)]
         node.slot = None
         node.lost_checkpoint = node.usage.last_used > 0
         self.num_checkpoints -= 1
+
+    def _first_page(self, node: Node) -> bytes:
+        return self._page_at(node.run, node.start)
+
+    def _page_at(self, run: Run, num_tokens: int) -> bytes:
+        first = (num_tokens - run.start) * TOKEN_BYTES
+        return bytes(run.ids[first : first + self.page_bytes])
 
 
 def pages_usage(usage: NodeUsage) -> NodeUsage:

@@ -1,50 +1,60 @@
-"""Locks on nodes, and how much they protect: counts that are kept as locks come and go."""
+"""Locks on nodes, and how much they protect: counts that are kept up to date as locks come and go."""
 
 from __future__ import annotations
 
 from hybrid.errors import LockError
+from hybrid.tree.cover import Cover
 from hybrid.tree.node import Lock, Node, PageLock, StateLock
 
 
 class Locks:
     """The locks of a tree.
 
-    A lock on the pages of a node protects every page above it too. `Node.holds` is the number of page locks on a node,
-    plus the number of its children with a positive count: the pages of nodes with a positive count are protected. A
-    lock costs a step for each node whose count becomes positive, or zero.
-
-    Locks of pins are counted among all locks, and once more by themselves.
+    A lock on the pages of a node protects every page above it too. Locks of pins are counted among all locks, and once
+    more by themselves.
 
     Attributes:
-        num_pages: pages that locks protect.
         num_checkpoints: checkpoints that locks protect.
-        num_pinned_pages, num_pinned_checkpoints: those that locks of pins protect.
+        covers: the unions of paths that are counted; the tree reports to them how its nodes change.
     """
 
     def __init__(self) -> None:
-        self.num_pages = 0
-        self.num_checkpoints = 0
-        self.num_pinned_pages = 0
-        self._pin_holds: dict[Node, int] = {}  # as `Node.holds`, of locks of pins alone
+        self.num_checkpoints: int = 0
         self._pinned: dict[Node, int] = {}  # nodes whose checkpoints are pinned, and by how many locks
+        self._pages = Cover(is_locked)
+        self._pinned_pages = Cover(self._pinned.__contains__)
+        self.covers: tuple[Cover, Cover] = (self._pages, self._pinned_pages)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that locks protect."""
+        return self._pages.num_pages
+
+    @property
+    def num_pinned_pages(self) -> int:
+        """Pages that locks of pins protect."""
+        return self._pinned_pages.num_pages
 
     @property
     def num_pinned_checkpoints(self) -> int:
+        """Checkpoints that locks of pins protect."""
         return len(self._pinned)
 
     def lock_pages(self, node: Node) -> PageLock:
         """Protect the pages from the root to the node's end."""
         lock = PageLock(self, node)
-        self._hold(node)
+        node.page_locks += 1
+        self._pages.changed(node)
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
         assert node.slot is not None
         lock = StateLock(self, node)
-        self._hold(node)
+        node.page_locks += 1
         self.num_checkpoints += not node.state_locks
         node.state_locks += 1
+        self._pages.changed(node)
         return lock
 
     def pin(self, node: Node) -> StateLock:
@@ -52,14 +62,7 @@ class Locks:
         lock = self.lock_state(node)
         lock.is_pin = True
         self._pinned[node] = self._pinned.get(node, 0) + 1
-        held: Node | None = node
-        while held is not None:
-            count = self._pin_holds.get(held, 0)
-            self._pin_holds[held] = count + 1
-            if count:
-                break
-            self.num_pinned_pages += len(held.pages)
-            held = held.parent
+        self._pinned_pages.changed(node)
         return lock
 
     def unlock(self, lock: Lock) -> Node:
@@ -79,41 +82,17 @@ class Locks:
             if lock.is_pin:
                 self._unpin(node)
         node.page_locks -= 1
-        held: Node | None = node
-        while held is not None:
-            held.holds -= 1
-            if held.holds:
-                break
-            self.num_pages -= len(held.pages)
-            held = held.parent
+        if not node.page_locks:
+            self._pages.changed(node)
         return node
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """A node was split: its locks stay with its lower half, and protect the upper half too."""
-        if lower.holds:
-            upper.holds = 1
-        if lower in self._pin_holds:
-            self._pin_holds[upper] = 1
-
-    def _hold(self, node: Node) -> None:
-        node.page_locks += 1
-        held: Node | None = node
-        while held is not None:
-            held.holds += 1
-            if held.holds > 1:
-                break
-            self.num_pages += len(held.pages)
-            held = held.parent
 
     def _unpin(self, node: Node) -> None:
         count = self._pinned.pop(node) - 1
         if count:
             self._pinned[node] = count
-        held: Node | None = node
-        while held is not None:
-            count = self._pin_holds.pop(held) - 1
-            if count:
-                self._pin_holds[held] = count
-                break
-            self.num_pinned_pages -= len(held.pages)
-            held = held.parent
+        self._pinned_pages.changed(node)
+
+
+def is_locked(node: Node) -> bool:
+    """Whether a page lock is on the node itself."""
+    return node.page_locks > 0

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
+
+from hybrid.key import TOKEN_BYTES
 
 
 class Kind(StrEnum):
@@ -48,55 +52,132 @@ class NodeUsage:
     notes: Any = None
 
 
+DIGEST_BYTES = 8
+"""Size of the hash of a prefix."""
+
+
+class Run:
+    """Consecutive nodes, each but the first the child of the one before, with the ids and pages of all their edges.
+
+    A run grows and shrinks at its end only. Cutting an edge in two, or joining two edges of a run, therefore moves no
+    ids and no pages, and a path of many nodes is compared with a key in one step.
+
+    Attributes:
+        start: tokens from the root to where the run begins.
+        page_size: tokens per page.
+        ids: bytes of the token ids of all edges.
+        pages: page ids of all edges.
+        nodes: the nodes in order.
+        stored: those of the nodes that own a checkpoint, in order.
+        joined: the run that took over this one's nodes; None while it has its own.
+    """
+
+    __slots__ = ("ids", "joined", "nodes", "page_size", "pages", "start", "stored")
+
+    def __init__(self, start: int, page_size: int, ids: bytes | bytearray, pages: array[int]) -> None:
+        self.start: int = start
+        self.page_size: int = page_size
+        self.ids: bytearray = bytearray(ids)
+        self.pages: array[int] = pages
+        self.nodes: list[Node] = []
+        self.stored: list[Node] = []
+        self.joined: Run | None = None
+
+    def node_at(self, num_tokens: int) -> Node:
+        """The node whose edge holds the token before position `num_tokens`."""
+        nodes = self.nodes
+        return nodes[0] if nodes[0].end >= num_tokens else nodes[bisect_left(nodes, num_tokens, key=end_of)]
+
+    def move_page(self, page: int, to: int) -> bool:
+        """Replace a page id. False when the run, or the one that it was joined to, does not have the page."""
+        run = self
+        while run.joined is not None:
+            run = run.joined
+        if page not in run.pages:
+            return False
+        run.pages[run.pages.index(page)] = to
+        return True
+
+    def index(self, node: Node) -> int:
+        """Which of the nodes a node is."""
+        return len(self.nodes) - 1 if self.nodes[-1] is node else bisect_left(self.nodes, node.end, key=end_of)
+
+
 class Node:
-    """An edge, its pages, and perhaps the checkpoint at its end.
+    """An edge with its pages, and possibly the checkpoint at its end.
 
     Attributes:
         parent: None for the root of a namespace, and for a node that was removed.
-        former_parent: the parent of a node that was removed.
-        edge: the bytes of the edge's token ids.
-        pages: page ids of the edge, one per page.
-        end: tokens from the root to this node's end.
-        newest: the child inserted last, if it is still there: the first one to try on a long path of single children.
+        run: holds the edge's ids and pages.
+        start, end: tokens from the root to where the edge begins and ends.
+        children: by the bytes of the first page of their edges.
         slot: state slot of the checkpoint at `end`; None for a tombstone.
-        page_locks, state_locks: locks on this node.
-        holds: page locks on it, plus its children with a positive count: see `hybrid.tree.locks`.
-        lost_checkpoint: it had a checkpoint, which was evicted or not admitted; `usage` is that checkpoint's.
-        chain: hash of the path from the root, cached by `hybrid.tree.ghosts`; None until it is needed.
+        lost_checkpoint: its checkpoint was evicted or not admitted; `usage` is that checkpoint's.
+        page_locks: locks on the pages from the root to `end`, those of `state_locks` included.
+        state_locks: locks on the checkpoint.
+        digests: hashes of the path at the end of each block that ends inside the edge, as far as `hybrid.tree.ghosts`
+            has needed them.
     """
 
     __slots__ = (
-        "chain",
         "children",
-        "edge",
+        "digests",
         "end",
-        "former_parent",
-        "holds",
         "lost_checkpoint",
-        "newest",
         "page_locks",
-        "pages",
         "parent",
+        "run",
         "slot",
+        "start",
         "state_locks",
         "usage",
     )  # fmt: skip
 
-    def __init__(self, parent: Node | None, edge: bytes, pages: array[int], end: int, usage: NodeUsage) -> None:
+    def __init__(self, parent: Node | None, run: Run, start: int, end: int, usage: NodeUsage) -> None:
         self.parent: Node | None = parent
-        self.former_parent: Node | None = None
-        self.edge: bytes = edge
-        self.pages: array[int] = pages
+        self.run: Run = run
+        self.start: int = start
         self.end: int = end
         self.children: dict[bytes, Node] = {}
-        self.newest: Node | None = None
         self.slot: int | None = None
         self.page_locks: int = 0
-        self.holds: int = 0
         self.state_locks: int = 0
         self.usage: NodeUsage = usage
         self.lost_checkpoint: bool = False
-        self.chain: tuple[bytes, bytes] | None = None
+        self.digests: bytearray = bytearray()
+
+    @property
+    def edge(self) -> bytes:
+        """The bytes of the edge's token ids."""
+        first = self.run.start
+        return bytes(self.run.ids[(self.start - first) * TOKEN_BYTES : (self.end - first) * TOKEN_BYTES])
+
+    @property
+    def pages(self) -> array[int]:
+        """Page ids of the edge: a copy."""
+        first, page_size = self.run.start, self.run.page_size
+        return self.run.pages[(self.start - first) // page_size : (self.end - first) // page_size]
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the edge."""
+        return (self.end - self.start) // self.run.page_size
+
+    def checkpoint_above(self) -> Node | None:
+        """The nearest node above this one that owns a checkpoint."""
+        node: Node | None = self
+        end = self.end
+        while node is not None and node.parent is not None:
+            stored = node.run.stored
+            if stored and stored[0].end < end:
+                last = stored[-1]
+                return last if last.end < end else stored[bisect_left(stored, end, key=end_of) - 1]
+            node = node.run.nodes[0].parent
+            end = node.end + 1 if node is not None else 0  # from here on its own checkpoint counts
+        return None
+
+
+end_of = attrgetter("end")
 
 
 class Match(NamedTuple):
@@ -152,7 +233,7 @@ class Inserted(NamedTuple):
     """The outcome of an insert.
 
     Attributes:
-        node: the node that ends at the inserted length.
+        node: the node of the last inserted token. It ends there, unless all pages were there and no checkpoint came.
         num_existing: tokens whose pages the tree had already; the pages offered for them stay the caller's.
         adopted: the tree now owns the checkpoint's slot. Otherwise the slot stays the caller's.
     """
@@ -168,8 +249,8 @@ class Root(Node):
     __slots__ = ("namespace",)
 
     def __init__(self, namespace: str, usage: NodeUsage) -> None:
-        super().__init__(None, b"", array("i"), 0, usage)
-        self.namespace: str = namespace
+        super().__init__(None, Run(0, 1, b"", array("i")), 0, 0, usage)
+        self.namespace = namespace
 
 
 @dataclass(slots=True)

@@ -122,9 +122,7 @@ class Facts:
             return self._tokens_saved
         if node.slot is None:
             return 0
-        above = node.parent
-        while above is not None and above.slot is None:
-            above = above.parent
+        above = node.checkpoint_above()
         return node.end - (above.end if above is not None else 0)
 
     @property
@@ -136,12 +134,9 @@ class Facts:
             total = self._prices.checkpoint
         top = node.parent
         if top is not None and not node.children and not node.page_locks:
-            page_tokens = (node.end - top.end) // len(node.pages)
-            while (
-                top.parent is not None and top.slot is None and len(top.children) == 1 and not top.page_locks
-            ):  # a tombstone that nothing else needs is evicted with it
-                top = top.parent
-            total += (node.end - top.end) // page_tokens * self._prices.page
+            while top.parent is not None and top.slot is None and len(top.children) == 1 and not top.page_locks:
+                top = top.parent  # a tombstone that nothing else needs is evicted with it
+            total += (node.end - top.end) // node.run.page_size * self._prices.page
         return total
 
     @property

@@ -82,8 +82,8 @@ class Tree:
         self.candidates: Candidates = Candidates(policy, prices, seed)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
-        self.forest: Forest = Forest(page_size)
         self.locks: Locks = Locks()
+        self.forest: Forest = Forest(page_size, grid, self.locks.covers)
         self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
@@ -134,35 +134,19 @@ class Tree:
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, without counting it as a use: changes nothing."""
-        node: Node | None = self.forest.roots.get(key.namespace)
-        if node is None:
+        root = self.forest.roots.get(key.namespace)
+        if root is None:
             return Match(0, 0, None, None, None)
         ids, page_bytes = key.ids, self._page_bytes
         end = min(limit * TOKEN_BYTES, len(ids)) // page_bytes * page_bytes
-        starts_with = ids.startswith
-        offset = 0
-        checkpoint: Node | None = None
-        while offset < end:
-            child = node.newest
-            if child is None or not starts_with(child.edge, offset):
-                child = node.children.get(ids[offset : offset + page_bytes])
-                if child is None:
-                    break
-                if not starts_with(child.edge, offset):
-                    node = child
-                    offset += common_prefix(ids, child.edge, offset, 0, page_bytes, end - offset)
-                    break
-            node = child
-            stop = offset + len(child.edge)
-            if stop > end:
-                offset = end
-                break
-            offset = stop
-            if child.slot is not None:
-                checkpoint = child
-        if key.units:
-            return self._whole(key, offset // TOKEN_BYTES, node if offset else None, checkpoint)
+        node, offset = self._descend(ids, root, 0, end)
         num_page_tokens = offset // TOKEN_BYTES
+        if node.slot is not None and node.end <= num_page_tokens:
+            checkpoint: Node | None = node
+        else:
+            checkpoint = node.checkpoint_above()
+        if key.units:
+            return self._whole(key, num_page_tokens, node if offset else None, checkpoint)
         num_tokens = checkpoint.end if checkpoint is not None else 0
         branching_len = num_page_tokens // self.grid * self.grid
         return Match(
@@ -172,6 +156,33 @@ class Tree:
             checkpoint,
             node if offset else None,
         )
+
+    def _descend(self, ids: bytes, node: Node, offset: int, end: int) -> tuple[Node, int]:
+        """Follow ids from `offset`, the end of a node, up to `end`: as far as the tree has their pages. Returns the
+        node of the last page, and the offset after it, which may be inside the node's edge."""
+        page_bytes, starts_with = self._page_bytes, ids.startswith
+        run = node.run
+        start = (node.end - run.start) * TOKEN_BYTES
+        is_inside = start < len(run.ids)  # the run continues after the node
+        while offset < end:
+            if not is_inside:
+                child = node.children.get(ids[offset : offset + page_bytes])
+                if child is None:
+                    break
+                run, start = child.run, 0
+                stop = offset + len(run.ids)
+                if stop <= end and starts_with(run.ids, offset):
+                    node, offset = run.nodes[-1], stop
+                    continue
+            shared = common_prefix(ids, run.ids, offset, start, page_bytes, end - offset)
+            if shared:
+                offset += shared
+                num_tokens = run.start + (start + shared) // TOKEN_BYTES
+                node = run.node_at(num_tokens)
+                if node.end != num_tokens:
+                    break
+            is_inside = False  # where a run was left only another child can continue
+        return node, offset
 
     def _whole(self, key: Key, num_page_tokens: int, node: Node | None, checkpoint: Node | None) -> Match:
         """A match that ends inside none of the key's units."""
@@ -218,17 +229,15 @@ class Tree:
         return self._beyond(key, match, end)[0] > match.num_page_tokens
 
     def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, list[tuple[NodeUsage, int]]]:
-        node = match.deepest
-        if node is not None and node.end != match.num_page_tokens:
-            return match.num_page_tokens, []  # the match ends inside an edge: nothing is evicted there
-        return self.ghosts.follow(key, node, match.num_page_tokens, limit)
+        return self.ghosts.follow(key, match.deepest, match.num_page_tokens, limit)
 
     def pages(self, node: Node | None, num_tokens: int) -> array[int]:
         """Page ids of the first `num_tokens` tokens on the path from the root to `node`."""
         parts = []
         while node is not None and node.parent is not None:
-            parts.append(node.pages)
-            node = node.parent
+            run = node.run
+            parts.append(run.pages[: (node.end - run.start) // self.page_size])
+            node = run.nodes[0].parent
         pages = array("i")
         for part in reversed(parts):
             pages.extend(part)
@@ -281,43 +290,47 @@ class Tree:
             node, offset = below, below.end * TOKEN_BYTES
         node, offset = self._descend(key.ids, node, offset, end)
         num_existing = offset // TOKEN_BYTES
-        if offset < end:
-            first_child = not node.children
-            leaf = self.forest.add_leaf(
-                node, key.ids[offset:end], pages[offset // self._page_bytes :], self._usage(tick)
-            )
-            self.forest.roots[key.namespace] = root
-            if first_child:
-                self.candidates.changed(node)
-            node = leaf
-        adopted = checkpoint is not None and node.slot is None
-        if checkpoint is not None and usage is not None:
-            if adopted:
-                self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
-            node.usage.priority = max(node.usage.priority, checkpoint.priority)
-        elif past is not None and node.slot is None and not node.lost_checkpoint:
-            node.usage, node.lost_checkpoint = past, True
-            self.candidates.entered(node)
-        self.candidates.enter(node, renewed=adopted or past is not None)
+        if offset == end and checkpoint is None and past is None:
+            return Inserted(node, num_existing, False)
+        lower = node if num_existing < node.end else None
+        try:
+            if lower is not None:
+                node = self.forest.split(lower, num_existing)
+            if offset < end:
+                ids, own_pages = key.ids[offset:end], pages[offset // self._page_bytes :]
+                node = self._grow(node, ids, own_pages, self._usage(tick), below)
+                self.forest.roots[key.namespace] = root
+            adopted = checkpoint is not None and node.slot is None
+            if checkpoint is not None and usage is not None:
+                if adopted:
+                    self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
+                node.usage.priority = max(node.usage.priority, checkpoint.priority)
+            elif past is not None and node.slot is None and not node.lost_checkpoint:
+                node.usage, node.lost_checkpoint = past, True
+                self.candidates.entered(node)
+        except BaseException:
+            if lower is not None and lower.parent is not None:
+                self.forest.join(lower.parent)
+            raise
+        self.candidates.enter(node, renewed=adopted or past is not None or offset < end)
         return Inserted(node, num_existing, adopted)
 
-    def _descend(self, ids: bytes, node: Node, offset: int, end: int) -> tuple[Node, int]:
-        """Follow the ids from `offset`, where `node` ends, up to `end`; the edge on which they part is split. Returns
-        the node where they end and the offset of its end."""
-        page_bytes, starts_with = self._page_bytes, ids.startswith
-        while offset < end:
-            child = node.newest
-            if child is None or not starts_with(child.edge, offset):
-                child = node.children.get(ids[offset : offset + page_bytes])
-                if child is None:
-                    break
-            edge = child.edge
-            if offset + len(edge) > end or not starts_with(edge, offset):
-                shared = common_prefix(ids, edge, offset, 0, page_bytes, end - offset)
-                return self._split(child, shared), offset + shared
-            node = child
-            offset += len(edge)
-        return node, offset
+    def _grow(self, node: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage, below: Node | None) -> Node:
+        """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
+        if (
+            node.parent is not None
+            and not node.children
+            and node.slot is None
+            and not node.lost_checkpoint
+            and node.page_locks == (node is below)  # no lock but the caller's own
+        ):
+            self.forest.extend(node, ids, pages, usage)
+            return node
+        first_child = not node.children
+        leaf = self.forest.add_leaf(node, ids, pages, usage)
+        if first_child:
+            self.candidates.changed(node)
+        return leaf
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
@@ -379,14 +392,18 @@ class Tree:
     def lock_match(self, match: Match) -> PageLock:
         """Protect the pages of a match that has some. An edge in which it ends is split there, so that what follows can
         be evicted."""
-        node = match.deepest
-        assert node is not None
-        if node.end > match.num_page_tokens:
-            node = self._split(node, len(node.edge) - (node.end - match.num_page_tokens) * TOKEN_BYTES)
-        return self.locks.lock_pages(node)
+        assert match.deepest is not None
+        return self.lock_pages(match.deepest, match.num_page_tokens)
 
-    def lock_pages(self, node: Node) -> PageLock:
-        """Protect the pages from the root to the node's end."""
+    def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
+        """Protect the pages from the root to the node's end.
+
+        Args:
+            num_tokens: a position inside the node's edge, at a multiple of the page size: only the pages before it are
+                protected, the rest of the edge can be evicted. None: the node's end.
+        """
+        if num_tokens is not None and num_tokens < node.end:
+            node = self.forest.split(node, num_tokens)
         return self.locks.lock_pages(node)
 
     def lock_state(self, node: Node) -> StateLock:
@@ -408,12 +425,8 @@ class Tree:
             self.candidates.enter(node)
         if not node.page_locks:
             self.candidates.changed(node)
-
-    def _split(self, node: Node, length: int) -> Node:
-        """Cut an edge after `length` bytes. Returns the upper half."""
-        upper = self.forest.split(node, length)
-        self.locks.split(upper, node)
-        return upper
+            if node.slot is None:
+                self.forest.join(node)
 
     # Evicting
 

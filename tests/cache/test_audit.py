@@ -11,7 +11,7 @@ from hybrid.cache.lease import Lease
 from hybrid.errors import AuditError, HybridError
 from hybrid.key import TOKEN_BYTES
 from hybrid.memory.memory import CacheMemory, Pool
-from hybrid.tree.node import Node, NodeUsage
+from hybrid.tree.node import Node, NodeUsage, Run
 from support.caches import key_of, serve, start
 
 
@@ -58,7 +58,7 @@ def swap_children(books: Books) -> None:
 
 def shift_page(books: Books) -> None:
     """A page of ab goes to ef, whose edge stays as it is."""
-    books.node("abef").pages.append(books.node("ab").pages.pop())
+    books.node("abef").run.pages.append(books.node("ab").run.pages.pop())
 
 
 def hang_on_nothing(books: Books) -> None:
@@ -71,13 +71,13 @@ def move_end(books: Books) -> None:
 
 def add_empty_node(books: Books) -> None:
     parent = books.node("abef")
-    parent.children[b""] = Node(parent, b"", array("i"), parent.end, NodeUsage(1, 1))
+    parent.children[b""] = Node(parent, Run(parent.end, 2, b"", array("i")), parent.end, parent.end, NodeUsage(1, 1))
 
 
 def take_checkpoint_off_grid(books: Books) -> None:
     """The checkpoint of ef goes to a node that ends after six tokens."""
     tree, end = books.cache.tree, books.node("abef")
-    tree.insert(key_of(books.cache, "abc"), 6, [0, 0, 0])  # the tree has these pages: it only splits
+    tree.forest.split(books.node("abcd"), 6)
     books.node("abc").slot, end.slot = end.slot, None
 
 
@@ -151,7 +151,7 @@ def free_page_twice(books: Books) -> None:
 
 
 def own_page_twice(books: Books) -> None:
-    books.node("abef").pages[0] = books.node("ab").pages[0]
+    books.node("abef").run.pages[0] = books.node("ab").run.pages[0]
 
 
 def own_page_that_is_not_there(books: Books) -> None:
@@ -211,8 +211,8 @@ def lose_lease(books: Books) -> None:
 
 CORRUPTIONS: list[tuple[Callable[[Books], None], str]] = [
     (hang_on_nothing, r"node of '' ending at 8: reachable, but has no parent"),
-    (shift_page, r"node of '' ending at 8: an edge of 4 tokens owns 3 pages"),
-    (shift_page, r"node of '' ending at 4: an edge of 4 tokens owns 1 pages"),
+    (shift_page, r"node of '' ending at 8: its run ends after it, with 3 pages"),
+    (shift_page, r"node of '' ending at 8: an edge of 4 tokens owns 1 pages"),
     (add_empty_node, r"node of '' ending at 8: an edge of 0 tokens owns 0 pages"),
     (swap_children, r"its parent does not find it by its first page"),
     (move_end, r"node of '' ending at 12: does not end where its edge ends"),

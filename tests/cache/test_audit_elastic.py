@@ -83,16 +83,17 @@ def forget_a_pin(books: Books) -> None:
     books.pins = Pins(books.cache.tree, books.cache.memory, books.cache.allocator)
 
 
-def forget_the_newest_child(books: Books) -> None:
-    parent = books.node("abcd").parent
-    assert parent is not None
-    parent.newest = None
+def forget_a_stored_checkpoint(books: Books) -> None:
+    books.node("abcd").run.stored.clear()
 
 
-def name_a_stranger_the_newest_child(books: Books) -> None:
-    parent = books.node("abcd").parent
-    assert parent is not None
-    parent.newest = books.node("efgh")
+def take_a_node_from_its_run(books: Books) -> None:
+    node = books.node("abcd")
+    node.run.nodes.remove(node)
+
+
+def keep_a_cut_that_nothing_needs(books: Books) -> None:
+    books.cache.tree.forest.split(books.node("efgh"), 4)
 
 
 def overlook_a_candidate(books: Books) -> None:
@@ -108,8 +109,9 @@ CORRUPTIONS = [
     (own_a_record_twice, r"stored checkpoint \d+ is owned by the checkpoint of '' at 8 and by the checkpoint of ''"),
     (pin_another_length, r"a pin of 6 tokens does not lock the checkpoint there"),
     (forget_a_pin, r"1 page locks are not those of the leases and pins"),
-    (forget_the_newest_child, r"its parent's newest child is not one of its children"),
-    (name_a_stranger_the_newest_child, r"its parent's newest child is not one of its children"),
+    (forget_a_stored_checkpoint, r"its run does not list the checkpoints of its nodes"),
+    (take_a_node_from_its_run, r"is not a node of its run"),
+    (keep_a_cut_that_nothing_needs, r"a tombstone with one child that no lock and no lost checkpoint keeps apart"),
     (overlook_a_candidate, r"may be evicted, and is not a candidate"),
 ]
 

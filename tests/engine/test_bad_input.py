@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that says what to do, nothing leaks, and the engine goes on."""
+"""Bad input gets a clear error that says what to do, nothing leaks, and the engine continues."""
 
 from typing import Any
 

@@ -94,24 +94,24 @@ def test_generate_leaves_other_requests_their_outputs(tiny: Engine) -> None:
 
 def test_an_answer_ends_for_a_reason(tiny: Engine) -> None:
     prompt = ids(33)
-    dice: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-    free = answer(engine_on(tiny), prompt, greedy(12, **dice))
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    free = answer(engine_on(tiny), prompt, greedy(12, **sampled))
     assert free.finish_reason == "length"
     stop_token = next(token for at, token in enumerate(free.token_ids) if token not in free.token_ids[:at] and at >= 3)
-    cut = answer(engine_on(tiny), prompt, greedy(12, stop_token_ids=[stop_token], **dice))
+    cut = answer(engine_on(tiny), prompt, greedy(12, stop_token_ids=[stop_token], **sampled))
     assert cut.finish_reason == "stop"
     assert cut.token_ids == free.token_ids[: free.token_ids.index(stop_token) + 1]
 
 
 def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(tiny: Engine) -> None:
     engine, prompt = engine_on(tiny), "The for statement"
-    dice: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-    whole = answer(engine, prompt, greedy(30, **dice)).text
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    whole = answer(engine, prompt, greedy(30, **sampled)).text
     stop = whole[len(whole) // 2 :][:3]
-    cut = answer(engine, prompt, greedy(30, stop=[stop], **dice))
+    cut = answer(engine, prompt, greedy(30, stop=[stop], **sampled))
     assert cut.finish_reason == "stop"
     assert cut.text == whole[: whole.index(stop)]
-    assert "".join(engine.stream(prompt, greedy(30, stop=stop, **dice))) == cut.text
+    assert "".join(engine.stream(prompt, greedy(30, stop=stop, **sampled))) == cut.text
 
 
 def test_the_end_token_ends_an_answer_unless_it_is_ignored(tiny: Engine) -> None:
@@ -273,7 +273,7 @@ def test_engines_on_the_same_weights_keep_their_caches_apart(tiny: Engine) -> No
     assert one.cache.stats().requests == other.cache.stats().requests == 1
 
 
-def test_clear_forgets_what_nobody_needs(tiny: Engine) -> None:
+def test_clear_evicts_what_no_request_needs(tiny: Engine) -> None:
     engine = engine_on(tiny)
     answer(engine, ids(64))
     engine.add_request(ids(64), greedy(4))

@@ -285,7 +285,7 @@ def test_embeddings_of_nan_are_an_error_of_their_request(tiny: Engine) -> None:
     assert_nothing_held(engine)
 
 
-def test_prompts_with_images_over_several_steps_hold_nobody_up(tiny: Engine) -> None:
+def test_prompts_with_images_over_several_steps_hold_no_other_up(tiny: Engine) -> None:
     """Scenario 32: a budget of 256 tokens, and images on both sides of each boundary."""
     engine = engine_on(tiny)
     size = engine.model.config.hidden_size

@@ -12,7 +12,7 @@ from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, 
 
 
 def in_one_budget(tiny: Engine, pieces: int, **config: Any) -> Engine:
-    """An engine whose pages and states share so many pieces."""
+    """An engine whose pages and states share this many pieces."""
     page_bytes, state_bytes = engine_on(tiny).cache.unit_bytes
     config = {"page_size": GRID, "chunk_size": GRID, **config}
     memory = pieces * (-(-state_bytes // page_bytes) * page_bytes)
@@ -27,12 +27,12 @@ def test_memory_changes_hands_and_moves_while_answers_stay_those_of_a_cold_run(
     tiny: Engine, eviction: str, deterministic: bool
 ) -> None:
     engine = in_one_budget(tiny, 14, eviction=eviction, deterministic=deterministic)
-    dice = random.Random(3)
+    rng = random.Random(3)
     history: list[list[int]] = []
     params = greedy(GRID + 3)
     for turn in range(14):
-        start = dice.choice(history) if history and dice.random() < 0.6 else ids(dice.randrange(20, 160), seed=turn)
-        prompts = [start[: dice.randrange(10, len(start) + 1)] + ids(7, seed=100 + 2 * turn + n) for n in range(2)]
+        start = rng.choice(history) if history and rng.random() < 0.6 else ids(rng.randrange(20, 160), seed=turn)
+        prompts = [start[: rng.randrange(10, len(start) + 1)] + ids(7, seed=100 + 2 * turn + n) for n in range(2)]
         outputs = engine.generate(prompts, params, progress=False)
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.token_ids == cold(tiny, prompt, params).token_ids

@@ -154,7 +154,7 @@ class Load:
         self.due.add(name)
 
     def step(self) -> None:
-        """A step, after which nobody is overdue."""
+        """A step, after which no request is overdue."""
         self.steps += 1
         try:
             outputs = self.engine.step()

@@ -152,7 +152,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert [type(value) for value in vars(params).values()] == [type(value) for value in vars(expected).values()]
 
 
-def test_the_default_is_greedy_and_the_likeliest_token_alone_is_greedy_too() -> None:
+def test_the_default_is_greedy_and_the_most_likely_token_alone_is_greedy_too() -> None:
     assert SamplingParams() == SamplingParams(temperature=0, top_k=0, top_p=1, min_p=0, seed=None)
     assert SamplingParams(top_k=1).temperature == 0
 
@@ -165,7 +165,7 @@ def test_stops_are_kept_as_tuples_however_they_are_given() -> None:
 
 
 def sampled(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
-    """So many tokens of one request, all from the same logits."""
+    """`count` tokens of one request, all from the same logits."""
     seed = new_seed() if params.seed is None else params.seed
     numbers = sampling_numbers([(params, uniform(seed, index)) for index in range(count)])
     rows = None if numbers is None else SamplingRows(*torch.tensor(numbers, dtype=torch.float64))
@@ -244,7 +244,7 @@ def test_tokens_are_sampled_as_often_as_they_should_be(setting: dict[str, Any]) 
         assert abs(counts[token] - count * probability) <= 4.5 * deviation + 1e-9
 
 
-def test_greedy_takes_the_likeliest_token() -> None:
+def test_greedy_takes_the_most_likely_token() -> None:
     assert sample(torch.tensor([LOGITS]), None).tolist() == [2]
     assert sampled(torch.tensor(LOGITS), SamplingParams(), 3) == [2, 2, 2]
 
@@ -288,13 +288,13 @@ def test_sampling_does_not_touch_the_random_numbers_of_torch() -> None:
 # Log-probabilities
 
 
-def test_logprobs_are_those_of_the_likeliest_tokens_and_of_the_chosen_one() -> None:
+def test_logprobs_are_those_of_the_most_likely_tokens_and_of_the_chosen_one() -> None:
     total = math.log(sum(map(math.exp, LOGITS)))
-    told = token_logprobs(torch.tensor([LOGITS, LOGITS]), torch.tensor([5, 2]), 3)
-    assert told.tokens.tolist() == [[2, 4, 0]] * 2
+    found = token_logprobs(torch.tensor([LOGITS, LOGITS]), torch.tensor([5, 2]), 3)
+    assert found.tokens.tolist() == [[2, 4, 0]] * 2
     expected = torch.tensor([[LOGITS[token] - total for token in (2, 4, 0)]] * 2)
-    torch.testing.assert_close(told.values, expected)
-    torch.testing.assert_close(told.chosen, torch.tensor([LOGITS[5] - total, LOGITS[2] - total]))
+    torch.testing.assert_close(found.values, expected)
+    torch.testing.assert_close(found.chosen, torch.tensor([LOGITS[5] - total, LOGITS[2] - total]))
 
 
 @pytest.mark.parametrize(("count", "tokens"), [(0, {4}), (1, {2, 4}), (2, {2, 4}), (100, set(range(8)))])

@@ -122,7 +122,7 @@ def test_requests_launched_together_compute_their_common_prefix_once(tiny: Engin
     assert 5 * GRID in ends  # the checkpoint at the end of what they share
 
 
-def test_waiting_for_a_shared_prefix_holds_back_nobody_else(tiny: Engine) -> None:
+def test_waiting_for_a_shared_prefix_holds_back_no_other(tiny: Engine) -> None:
     engine = engine_on(tiny)
     shared = ids(20 * GRID)  # longer than one step's budget
     leader = engine.add_request(shared + ids(3, seed=1), greedy(2))
@@ -177,7 +177,7 @@ def test_a_first_branch_resumes_close_by_and_gets_a_checkpoint_at_its_branching_
     assert_nothing_held(engine)
 
 
-def test_spare_checkpoints_take_no_memory_that_somebody_wants(tiny: Engine) -> None:
+def test_spare_checkpoints_take_no_memory_that_is_needed(tiny: Engine) -> None:
     engine = engine_on(tiny, states=12)
     for seed in range(6):
         answer(engine, ids(14 * GRID, seed=seed))
@@ -185,7 +185,7 @@ def test_spare_checkpoints_take_no_memory_that_somebody_wants(tiny: Engine) -> N
     assert last.usage.cached_tokens == 13 * GRID  # its own checkpoint is there, whatever was spare
 
 
-def test_a_long_prompt_is_computed_over_several_steps_beside_those_that_decode(tiny: Engine) -> None:
+def test_a_long_prompt_is_computed_over_several_steps_while_others_decode(tiny: Engine) -> None:
     engine = engine_on(tiny)
     short = engine.add_request(ids(10, seed=1), greedy(30))
     engine.step()
@@ -211,7 +211,7 @@ def test_when_pages_run_out_the_youngest_gives_way_and_ends_all_the_same(tiny: E
     assert_nothing_held(engine)
 
 
-def test_running_out_of_state_slots_stops_nobody(tiny: Engine) -> None:
+def test_running_out_of_state_slots_stops_no_request(tiny: Engine) -> None:
     """Three slots: the empty prefix, one front, one checkpoint. Requests go one after another."""
     engine = engine_on(tiny, states=3)
     prompts = [ids(5 * GRID, seed=n) for n in (1, 1, 2, 1)]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hybrid.kernels import batch_invariant
 from hybrid.kernels.batch_invariant import (
     ALIGNMENT,
     BLOCK_ROWS,
@@ -91,12 +92,14 @@ def test_without_blocks_it_is_the_product_of_torch() -> None:
     assert same_bits(linear(x, weight), torch.nn.functional.linear(x, weight))
 
 
-KINDS = pytest.mark.parametrize("products", ["chosen", "one by one"])
+KINDS = pytest.mark.parametrize("products", ["chosen", "chosen of torch", "one by one"])
 
 
 def products_of(weight: Tensor, products: str) -> Products:
     """What is chosen on this machine, or what needs no choice."""
-    return choose(weight, CHUNK) if products == "chosen" else Products()
+    if products == "one by one":
+        return Products()
+    return choose(weight, CHUNK, may_compile=products == "chosen")
 
 
 @KINDS
@@ -232,3 +235,36 @@ def test_what_was_chosen_can_be_read_and_its_cost_measured() -> None:
     ours, plain = seconds_of(by_columns(50, 33), products, 8)
     assert ours > 0
     assert plain > 0
+
+
+# Compiled products
+
+
+def test_compiled_products_are_the_products_whatever_the_number_of_threads() -> None:
+    compiled = pytest.importorskip("hybrid.kernels.cpu.matmul", reason="Numba is not installed")
+    threads = torch.get_num_threads()
+    for outputs, inputs in [(6, 160), (777, 161), (1100, 1030), (1, 7)]:
+        weight, x = by_columns(outputs, inputs), torch.randn(21, inputs)
+        assert compiled.can_multiply(weight)
+        together = compiled.multiply_single_rows(x, weight.t())
+        exact = x.double() @ weight.double().t()
+        torch.testing.assert_close(together.double(), exact, rtol=1e-5, atol=1e-5 * inputs**0.5)
+        try:
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                assert same_bits(compiled.multiply_single_rows(x, weight.t()), together)
+                assert same_bits(compiled.multiply_single_rows(x[7:8], weight.t()), together[7:8])
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_weights_that_cannot_be_compiled_for_are_multiplied_by_torch() -> None:
+    compiled = pytest.importorskip("hybrid.kernels.cpu.matmul", reason="Numba is not installed")
+    for weight in (by_columns(50, 33, torch.bfloat16), by_columns(50, 33).contiguous()):
+        assert not compiled.can_multiply(weight)
+        assert not choose(weight, CHUNK).is_compiled
+
+
+def test_without_numba_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_invariant, "compiled_products", lambda: "ModuleNotFoundError: No module named 'numba'")
+    assert not choose(by_columns(50, 33), CHUNK).is_compiled

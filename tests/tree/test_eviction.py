@@ -77,13 +77,16 @@ def test_what_is_unlocked_can_be_evicted_again(case: TreeCase) -> None:
 
 def test_locked_pages_are_counted_once_however_many_locks_share_them(case: TreeCase) -> None:
     forked(case)
-    locks = []
-    for text, num_pages in (("ab", 2), ("abcd", 4), ("abef", 6), ("abef", 6)):
+    locks, counts = [], []
+    for text in ("ab", "abcd", "abef", "abef"):
         locks.append(case.tree.lock_pages(case.node(text)))
-        assert case.tree.locks.num_pages == num_pages
-    for lock, num_pages in zip(locks, (6, 4, 4, 0), strict=True):
+        counts.append(case.tree.locks.num_pages)
+    assert counts == [2, 4, 6, 6]
+    counts = []
+    for lock in locks:
         case.tree.unlock(lock)
-        assert case.tree.locks.num_pages == num_pages
+        counts.append(case.tree.locks.num_pages)
+    assert counts == [6, 4, 4, 0]
 
 
 def test_a_split_of_a_locked_node_keeps_both_halves_locked(case: TreeCase) -> None:
@@ -93,7 +96,8 @@ def test_a_split_of_a_locked_node_keeps_both_halves_locked(case: TreeCase) -> No
     assert case.draw() == ["ab o", "  cd *", "  x o"]
     assert case.tree.locks.num_pages == 4
     assert case.tree.evict_all().slots == []
-    assert case.draw() == ["ab o", "  cd *"]
+    assert case.draw() == ["abcd *"]
+    assert case.tree.locks.num_pages == 4
     for lock in locks:
         case.tree.unlock(lock)
     assert len(case.tree.evict_all().pages) == 4
@@ -137,7 +141,7 @@ def test_a_cut_leaf_can_be_cut_again_and_grows_again(case: TreeCase) -> None:
     assert case.tree.evict_pages(1).pages == [4]
     assert case.tree.evict_pages(1).pages == [3]
     assert case.put("abcde*").num_existing == 6
-    assert case.draw() == ["abc o", "  de *"]
+    assert case.draw() == ["abcde *"]
 
 
 def test_as_many_pages_go_as_are_asked_for(case: TreeCase) -> None:
@@ -157,18 +161,86 @@ def test_the_least_recently_used_leaf_goes_first(case: TreeCase) -> None:
 
 
 def test_childless_tombstones_go_with_their_last_child(case: TreeCase) -> None:
-    case.put("ab")
-    case.put("abc")
-    case.put("abcd")
+    """What was known of their checkpoints keeps the cuts."""
+    case.put("ab*")
+    case.put("abc*")
+    case.put("abcd*")
+    case.tree.evict_checkpoints(3)
     assert case.draw() == ["ab o", "  c o", "    d o"]
     assert case.tree.evict_pages(1).pages == [8, 4, 0, 1]
     assert case.draw() == []
 
 
-def test_the_cascade_ends_at_a_checkpoint_and_its_node_is_a_leaf_then(case: TreeCase) -> None:
-    case.put("ab*")
+def test_what_comes_after_a_tombstone_that_nothing_else_needs_is_one_node_with_it(case: TreeCase) -> None:
+    case.put("ab")
     case.put("abc")
     case.put("abcd*")
+    case.put("abcdef")
+    assert case.draw() == ["abcd *", "  ef o"]
+    assert case.tree.evict_pages(1).pages == [14]
+
+
+def test_a_tombstone_whose_last_branch_goes_is_one_node_with_what_is_left(case: TreeCase) -> None:
+    """Whichever of the two came first."""
+    for first, second in (("abcd*", "abxy*"), ("abxy*", "abcd*")):
+        case.put(first)
+        case.put(second)
+        assert case.draw() == ["ab o", "  cd *", "  xy *"]
+        case.use("abcd")
+        assert len(case.tree.evict_pages(2).pages) == 2
+        assert case.draw() == ["abcd *"]
+        assert list(case.tree.pages(case.node("abcd"), 8)) == list(case.node("abcd").pages)
+        assert case.peek("abcd").num_tokens == 8
+        case.tree.evict_all()
+
+
+def test_a_spare_checkpoint_that_goes_unused_leaves_no_cut(case: TreeCase) -> None:
+    case.put("ab*", spare=True)
+    case.put("abcd*")
+    assert case.draw() == ["ab *", "  cd *"]
+    case.tree.evict_checkpoints(1)
+    assert case.draw() == ["abcd *"]
+
+
+def test_a_lock_on_the_first_pages_of_an_edge_lets_the_rest_of_it_go(case: TreeCase) -> None:
+    case.put("abcdef*")
+    lock = case.tree.lock_pages(case.node("abcdef"), 4)
+    assert case.draw() == ["ab o", "  cdef *"]
+    assert case.tree.locks.num_pages == 2
+    case.tree.unlock(lock)
+    assert case.draw() == ["abcdef *"]
+    lock = case.tree.lock_pages(case.node("abcdef"), 4)
+    assert case.tree.evict_all().pages == [2, 3, 4, 5]
+    assert case.draw() == ["ab o"]
+    case.tree.unlock(lock)
+    assert case.tree.evict_all().pages == [0, 1]
+
+
+def test_a_locked_leaf_grows_in_place_for_its_only_holder_and_not_for_others(case: TreeCase) -> None:
+    case.put("ab")
+    lock = case.tree.lock_pages(case.node("ab"))
+    key = case.key("abcd")
+    case.tree.insert(key, 8, [10, 11, 12, 13], below=lock.node)
+    assert case.draw() == ["abcd o"]
+    assert case.tree.locks.num_pages == 4
+    other = case.tree.lock_pages(case.node("abcd"))
+    key = case.key("abcdef")
+    case.tree.insert(key, 12, [20, 21, 22, 23, 24, 25], below=lock.node)
+    assert case.draw() == ["abcd o", "  ef o"]
+    assert case.tree.locks.num_pages == 4
+    case.tree.unlock(lock)
+    case.tree.unlock(other)
+    assert case.draw() == ["abcdef o"]
+    assert case.tree.locks.num_pages == 0
+
+
+def test_the_cascade_ends_at_a_checkpoint_and_its_node_is_a_leaf_then(case: TreeCase) -> None:
+    case.put("ab*")
+    case.put("abc*")
+    case.put("abcd*")
+    case.use("ab")
+    case.tree.evict_checkpoints(1)
+    assert case.draw() == ["ab *", "  c o", "    d *"]
     case.tree.evict_pages(1)
     assert case.draw() == ["ab *"]
     assert case.tree.evict_pages(1).pages == [1]
@@ -177,8 +249,10 @@ def test_the_cascade_ends_at_a_checkpoint_and_its_node_is_a_leaf_then(case: Tree
 def test_the_cascade_ends_at_a_locked_tombstone(case: TreeCase) -> None:
     case.put("ab")
     lock = case.tree.lock_pages(case.node("ab"))
-    case.put("abc")
+    case.put("abc*")
     case.put("abcd")
+    case.tree.evict_checkpoints(1)
+    assert case.draw() == ["ab o", "  c o", "    d o"]
     case.tree.evict_pages(1)
     assert case.draw() == ["ab o"]
     case.tree.unlock(lock)

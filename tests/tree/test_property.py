@@ -113,7 +113,7 @@ class TreeMachine(RuleBasedStateMachine):
         inserted = self.tree.insert(Key.of((*prefix[1], *[1] * more), namespace), num_tokens, offered, checkpoint)
 
         assert inserted.num_existing == existing
-        assert inserted.node.end == num_tokens
+        assert inserted.node.end == num_tokens or (existing == num_tokens < inserted.node.end and checkpoint is None)
         assert inserted.adopted == (state and prefix not in self.model.checkpoints)
         for end in self.model.ends(prefix):
             self.model.pages.setdefault(end, offered[len(end[1]) // page_size - 1])

@@ -1,0 +1,99 @@
+"""The promised bits on other CPUs than the one at hand: libraries are asked to take the code that they have for those.
+
+Which settings change something depends on the machine. Those that do not are not counted.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid.commands.random_checkpoints import write_random_checkpoint
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "tests" / "support" / "imitated.py"
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "no vectors in torch": {"ATEN_CPU_CAPABILITY": "default"},
+    "AVX2 in torch": {"ATEN_CPU_CAPABILITY": "avx2"},
+    "MKL for any CPU": {"MKL_CBWR": "COMPATIBLE"},
+    "MKL for AVX2": {"MKL_CBWR": "AVX2"},
+    "MKL with SSE": {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    "MKL with AVX2": {"MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+    "oneDNN with SSE": {"ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "OpenBLAS for Prescott": {"OPENBLAS_CORETYPE": "Prescott"},
+    "OpenBLAS for Nehalem": {"OPENBLAS_CORETYPE": "Nehalem"},
+    "an old CPU": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OPENBLAS_CORETYPE": "Prescott"},
+    "a newer CPU": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "OPENBLAS_CORETYPE": "Sandybridge"},
+}
+FAMILIES = {1: "qwen3_5_text, odd sizes", 2: "qwen3_next, odd sizes"}
+"""The checkpoint by number of threads."""
+
+KERNELS = {1: "auto", 2: "reference"}
+"""With compiled products where Numba is installed, and without, by number of threads."""
+
+MIN_DIFFERENT = 6
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {threads: str(write_random_checkpoint(folder / str(threads), name)) for threads, name in FAMILIES.items()}
+
+
+VARIABLES = {variable for settings in SETTINGS.values() for variable in settings}
+HERE = "this CPU"
+
+
+def run(settings: Mapping[str, str], threads: int, *arguments: str) -> dict[str, Any]:
+    """What the program finds under these settings."""
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    environment |= {
+        **settings,
+        "OMP_NUM_THREADS": str(threads),
+        "HYBRID_KERNELS": KERNELS[threads],
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
+    }
+    command = [sys.executable, "-W", "ignore", str(PROGRAM), *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
+Results = Callable[[str, int], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints: dict[int, str]) -> Results:
+    """What was found, by settings and threads; each is run once."""
+
+    @cache
+    def found(name: str, threads: int) -> dict[str, Any]:
+        here = () if name == HERE else (found(HERE, threads)["plain"],)
+        return run(SETTINGS.get(name, {}), threads, checkpoints[threads], *here)
+
+    return found
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("name", [HERE, *SETTINGS])
+def test_bits_do_not_depend_on_the_batch(name: str, threads: int, results: Results) -> None:
+    found = results(name, threads)
+    if name != HERE and found["plain"] == results(HERE, threads)["plain"]:
+        return  # the code that runs is that of this CPU
+    assert found["broken"] == []
+    assert found["wrong"] == []
+    assert found["is_dot_invariant"]
+
+
+def test_enough_settings_change_the_code_that_runs(results: Results) -> None:
+    here = results(HERE, 1)["plain"]
+    different = [name for name in SETTINGS if results(name, 1)["plain"] != here]
+    assert len(different) >= MIN_DIFFERENT, different
