@@ -1,6 +1,6 @@
 """A model of arithmetic: its states and pages have contents that can be checked, and it computes nothing else.
 
-The state of a sequence is the CRC-32 of its tokens, and a page holds the tokens themselves. So the state depends on
+The state of a sequence is the CRC-32 of its key, and a page holds its part of the key. So the state depends on
 every token of the prefix, as that of linear attention does; a pass that reads a wrong page or a wrong state slot is
 noticed; and the right answer to a prompt is known without running it.
 """
@@ -8,7 +8,6 @@ noticed; and the right answer to a prompt is known without running it.
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models
 
 from hybrid.engine.model_runner import Result
 from hybrid.engine.scheduler import Part, Step
-from hybrid.key import TOKEN_BYTES
+from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.pool import EMPTY_STATE
+from hybrid.prompts.images import ImagePrompt, Media
 from hybrid.units import ceil_div
 
 VOCAB_SIZE = 50
@@ -39,12 +39,17 @@ def toy_tokenizer() -> Any:
     return SimpleNamespace(backend_tokenizer=tokenizer)
 
 
-def answer_to(key_ids: list[int], count: int) -> list[int]:
+def answer_to(prompt: list[int] | ImagePrompt, count: int, page_size: int) -> list[int]:
     """The first `count` tokens of the right answer to a prompt."""
-    state, tokens = zlib.crc32(array("i", key_ids).tobytes()), []
+    if isinstance(prompt, ImagePrompt):
+        media, ids = Media.of(prompt, CONFIG.hidden_size, page_size), list(prompt.token_ids)
+        for _ in range(count):
+            ids.append(zlib.crc32(media.key(ids, "").ids) % VOCAB_SIZE)
+        return ids[len(prompt.token_ids) :]
+    state, tokens = zlib.crc32(Key.of(prompt).ids), []
     for _ in range(count):
         tokens.append(state % VOCAB_SIZE)
-        state = zlib.crc32(array("i", tokens[-1:]).tobytes(), state)
+        state = zlib.crc32(Key.of(tokens[-1:]).ids, state)
     return tokens
 
 
@@ -88,7 +93,7 @@ class ToyRunner:
 
     def _compute(self, part: Part) -> Result:
         lease, start = part.lease, part.start * TOKEN_BYTES
-        ids = part.request.ids[: part.end].tobytes()
+        ids = part.request.key().ids[: part.end * TOKEN_BYTES]
         state = self.states.get(lease.read_slot)
         is_broken = self._is_broken()
         self._write_pages(part, ids)

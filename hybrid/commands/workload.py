@@ -21,7 +21,6 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import HybridError, RequestError
 from hybrid.interrupts import deferred_interrupts
-from hybrid.prompts.encode import encode_prompt
 from hybrid.prompts.images import Image, ImagePrompt
 
 MAX_TOKENS = 320
@@ -350,8 +349,7 @@ class Stress:
 
     def _answer(self, asked: Asked, count: int) -> list[int]:
         """The right answer to a request, of the toy model."""
-        hidden_size = self.engine.model.config.hidden_size
-        return answer_to(encode_prompt(asked.prompt.prompt, None, None, hidden_size).key_ids, count)
+        return answer_to(asked.prompt.prompt, count, self.engine.cache.config.page_size)
 
     def _end(self, output: RequestOutput, asked: Asked) -> None:
         """Check and count the last output of a request."""
