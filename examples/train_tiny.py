@@ -1,12 +1,12 @@
-"""Train the small Qwen3.5 checkpoint that the package carries (`models/tiny/`).
+"""Train the small Qwen3.5 checkpoint inside the package (`models/tiny/`).
 
     python examples/train_tiny.py --out models/tiny --minutes 60
     python examples/train_tiny.py --out models/tiny --minutes 30 --resume models/tiny --rate 0.5
 
-The text is what ships with Python (PSF license): the language reference (`pydoc_data.topics`), the docstrings of the
+The text is distributed with Python (PSF license): the language reference (`pydoc_data.topics`), the docstrings of the
 standard library, partly written as chats that ask for a docstring, and its source. Whole topics and modules are held
-out; the loss on them, in nats per token, is printed at the end and written into the checkpoint's README. The model that
-is trained is transformers' own, so that the checkpoint is a checkpoint of that library before it is one of ours.
+out; the loss on them, in nats per token, is printed at the end and written to the checkpoint's README. The model is
+that of transformers, so that any program that reads its checkpoints reads this one.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def documents() -> Iterator[tuple[str, str, str]]:
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
         except (SyntaxError, UnicodeDecodeError, ValueError):
-            continue  # test data that is meant to be broken
+            continue  # test data with deliberate errors
         entries = list(docstrings(tree, ".".join(module.with_suffix("").parts).removesuffix(".__init__")))
         if entries:
             yield "prose", f"module:{module}", render(entries, seed=str(module))
@@ -100,8 +100,7 @@ def render(entries: list[tuple[str, str, str]], seed: str) -> str:
 
 
 def held_out(name: str) -> bool:
-    """Whether a topic or a module is kept from training: 5 % of them. A module's docstrings and source stay
-    together."""
+    """Whether a topic or a module is not trained on: 5 % of them. A module's docstrings and source stay together."""
     return hashlib.sha256(name.encode()).digest()[0] < 13
 
 
@@ -265,8 +264,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("models/tiny"), help="folder to write (default: models/tiny)")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall time to train for (default: 60)")
-    parser.add_argument("--resume", type=Path, help="go on from this checkpoint, with its tokenizer")
-    parser.add_argument("--rate", type=float, default=1.0, help="of the learning rate of a fresh model (default: 1)")
+    parser.add_argument("--resume", type=Path, help="continue from this checkpoint, with its tokenizer")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of the learning rate (default: 1)")
     args = parser.parse_args()
     torch.manual_seed(0)
     texts: dict[tuple[str, bool], list[str]] = {}

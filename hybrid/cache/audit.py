@@ -146,6 +146,8 @@ def _pages(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[s
     for lease in leases:
         owners += [(page, "a lease") for page in lease.private_pages]
         locked = lease.page_lock.node if lease.page_lock is not None else None
+        if locked is not None and locked.end != lease.num_shared * tree.page_size:
+            wrong.append(f"a lease shares {lease.num_shared} pages, and locks those of {locked.end} tokens")
         if lease.block_table[: lease.num_shared] != tree.pages(locked, lease.num_shared * tree.page_size):
             wrong.append("a lease maps shared pages that its lock does not protect")
     return wrong + _exactly_one("page", owners, memory.pages.indices())

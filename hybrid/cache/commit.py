@@ -68,8 +68,6 @@ class Committer:
         checkpoint = self._store(key, captured) if captured is not None else None
         try:
             start = lease.page_lock.node if lease.page_lock is not None else None
-            if start is not None and start.end > lease.num_shared * page_size:
-                start = None  # its edge continues beyond what the key has in common with it
             pages = lease.block_table[: num_tokens // page_size]
             inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, lease.lost.get(num_tokens))
         except BaseException:

@@ -1,21 +1,22 @@
-"""Where to put checkpoints along a prompt. All positions are multiples of the grid."""
+"""Where to place checkpoints along a prompt. All positions are multiples of the grid."""
 
 from collections.abc import Collection, Iterator
 
+from hybrid.key import Key
 from hybrid.tree.node import Kind
 
 SPACING = 2**0.5
-"""Spare checkpoints lie this factor apart: a first branch anywhere computes at most the last 30 % of its way again."""
+"""Spare checkpoints are this factor apart: a first branch anywhere recomputes at most the last 30 % of its prefix."""
 
 FIRST_SPARE = 4
-"""The first spare checkpoint lies after so many grid steps: before it there is little to spare."""
+"""The first spare checkpoint is after this many grid steps: before it there is little to save."""
 
 DENSE_ABOVE = 0.5
 """While more than this part of the memory is free, there is a spare checkpoint at every multiple of the grid."""
 
 
 def prompt_end(num_tokens: int, grid: int) -> int:
-    """The last position that the same prompt, asked again, can use: at least one token is left to compute."""
+    """The last position that the same prompt can use when it is repeated: at least one token is left to compute."""
     return (num_tokens - 1) // grid * grid
 
 
@@ -28,33 +29,37 @@ def of_prompt(
     shared: Collection[int],
     declared: Collection[int],
     is_replay: bool,
+    key: Key | None = None,
 ) -> dict[int, Kind]:
     """Positions of a prompt at which a checkpoint is worth evicting another for, and why, in order.
 
     Args:
-        names: the placements that are wanted (`CacheConfig.placement`).
+        names: the placements to use (`CacheConfig.placement`).
         prefill_end: end of what is computed as prompt.
-        branching_len: where the request leaves what is known, beyond its hit.
-        shared: where others wait for this request.
-        declared: what the request itself asks for; negative positions count from the prompt's end.
-        is_replay: it is a finished turn that is computed again, to be shared.
+        branching_len: where the request leaves what is cached, beyond its hit; None: nowhere.
+        shared: positions that waiting requests share with this one.
+        declared: positions that the request itself names; negative ones count from the prompt's end.
+        is_replay: the prompt is a finished turn that is computed again, to be shared.
+        key: a position inside one of its units moves to the grid before the unit; None: there are no units.
     """
     wanted: dict[int, Kind] = {}
     if "prompt_end" in names and not is_replay:
         wanted[prompt_end(prefill_end, grid)] = Kind.PROMPT_END
     if prefill_end % grid == 0 and ("turn_end" if is_replay else "prompt_end") in names:
-        wanted[prefill_end] = Kind.TURN_END if is_replay else Kind.PROMPT_END  # where a next turn goes on
+        wanted[prefill_end] = Kind.TURN_END if is_replay else Kind.PROMPT_END  # where the next turn continues
     if branching_len is not None and "branch" in names:
         wanted[branching_len] = Kind.BRANCH
     wanted.update(dict.fromkeys(shared, Kind.BRANCH))
     for position in declared:
         wanted[(position if position >= 0 else prefill_end + position) // grid * grid] = Kind.USER
+    if key is not None and key.units:
+        wanted = {key.whole(position, grid): kind for position, kind in wanted.items()}
     return {position: wanted[position] for position in sorted(wanted) if position > 0}
 
 
 def spare(start: int, end: int, grid: int, free: float) -> Iterator[int]:
-    """Positions in `(start, end]` for branches that nobody has seen yet: at every multiple of the grid while most of
-    the memory is free, then ever further apart.
+    """Positions in `(start, end]` for branches to come: at every multiple of the grid while most of the memory is free,
+    then at growing distances.
 
     Args:
         free: the part of the memory that is free.
@@ -70,8 +75,8 @@ def spare(start: int, end: int, grid: int, free: float) -> Iterator[int]:
 
 
 def sparse(start: int, end: int, grid: int) -> Iterator[int]:
-    """Spare positions where each costs a pass of its own: at doubling distances, in the first half of the way. A branch
-    computes at most half of its way again, and a few passes more are not felt."""
+    """Spare positions where each costs a pass of its own: at doubling distances, in the first half of the prompt. A
+    branch recomputes at most half of its prefix, and a few more passes cost little."""
     position = FIRST_SPARE * grid
     while position <= end // 2:
         if position > start:

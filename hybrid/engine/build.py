@@ -12,9 +12,10 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.errors import ArgumentError
+from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
+from hybrid.models.json_files import read_config
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
@@ -93,20 +94,27 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
     """End tokens and default sampling of a checkpoint, from generation_config.json, else from config.json."""
     from transformers import GenerationConfig
 
-    has_file = (path / "generation_config.json").is_file()
-    generation = (
-        GenerationConfig.from_pretrained(path) if has_file else GenerationConfig(eos_token_id=config.eos_token_id)
-    )
-    end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
-    end_tokens = frozenset([end] if isinstance(end, int) else end or ())
-    if not generation.do_sample:
-        return end_tokens, SamplingParams()
-    return end_tokens, SamplingParams(
-        temperature=1.0 if generation.temperature is None else generation.temperature,
-        top_k=generation.top_k or 0,
-        top_p=1.0 if generation.top_p is None else generation.top_p,
-        min_p=generation.min_p or 0.0,
-    )
+    file = path / "generation_config.json"
+    try:
+        if file.is_file():
+            read_config(file)  # within limits
+            generation = GenerationConfig.from_pretrained(path)
+        else:
+            generation = GenerationConfig(eos_token_id=config.eos_token_id)
+        end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
+        end_tokens = frozenset([end] if isinstance(end, int) else end or ())
+        if not generation.do_sample:
+            return end_tokens, SamplingParams()
+        return end_tokens, SamplingParams(
+            temperature=1.0 if generation.temperature is None else generation.temperature,
+            top_k=generation.top_k or 0,
+            top_p=1.0 if generation.top_p is None else generation.top_p,
+            min_p=generation.min_p or 0.0,
+        )
+    except CheckpointError:
+        raise
+    except Exception as error:  # transformers raises many kinds for malformed values; ours are SamplingErrors
+        raise CheckpointError(f"{file} cannot be used: {error}") from error
 
 
 def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] | None = None) -> HybridCache:

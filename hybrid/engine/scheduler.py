@@ -268,7 +268,9 @@ class Scheduler:
         if "geometric" in config.placement and not request.is_replay:
             taken = {checkpoint.num_tokens for checkpoint in lease.captured}
             for position in placement.spare(start, end, config.grid, self.cache.spare_share):
-                if position not in taken and self.cache.capture_spare(lease, position) is None:
+                if position in taken or lease.key.whole(position, 1) != position:
+                    continue
+                if self.cache.capture_spare(lease, position) is None:
                     break
         return Part(request, lease, start, end, is_prefill=True)
 
@@ -282,6 +284,7 @@ class Scheduler:
             shared=request.wanted,
             declared=() if request.is_replay else request.params.checkpoint_at,
             is_replay=request.is_replay,
+            key=lease.key,
         )
 
     # Starting

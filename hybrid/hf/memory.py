@@ -21,6 +21,9 @@ from hybrid.errors import NonFiniteError
 from hybrid.hf.layers import Layout, align, fill, is_finite, token_tensor
 from hybrid.memory.arena import PieceLayout
 
+MAX_SLICES = 16
+"""Runs of consecutive pages up to which they are copied one by one."""
+
 
 class PageMemory:
     """The tensors of pages and state slots. It is also the mover of their contents (`hybrid.Mover`).
@@ -81,11 +84,15 @@ class PageMemory:
         if not is_finite(written):
             raise NonFiniteError("the model computed keys or values with NaN or infinity; nothing of them is cached")
         for tensor, held, memory in zip(tensors, helds, self._tokens, strict=True):
-            for at, page in enumerate(pages):
-                begin = first + at * size
-                start = max(begin, held)
-                if start < begin + size:
-                    memory[page, :, start - begin :] = tensor[:, start - held : begin + size - held]
+            missing = max(0, held - first)  # tokens that have left the window
+            skipped, part = divmod(missing, size)
+            if part and skipped < len(pages):  # of the first page in the window, only the last tokens are there
+                memory[pages[skipped], :, part:] = tensor[:, : size - part]
+                skipped += 1
+            if skipped < len(pages):
+                start = first + skipped * size - held
+                by_page = tensor[:, start : end - held].unflatten(1, (-1, size)).transpose(0, 1)
+                _write(memory, pages[skipped:], by_page)
 
     def write_state(self, states: Sequence[Tensor], slot: int) -> None:
         """Copy the states of one sequence into a slot.
@@ -116,8 +123,7 @@ class PageMemory:
                 1, part.heads, length - first * size, part.head_dim, dtype=part.dtype, device=part.device
             )
             by_page = tensor[0].unflatten(1, (-1, size)).transpose(0, 1)  # [pages, heads, page_size, head_dim]
-            for at, start, count in _runs(pages[first:]):
-                by_page[at : at + count] = memory[start : start + count]
+            _read(memory, pages[first:], by_page)
             tokens.append(tensor[:, :, tensor.shape[2] - kept :])
         states = [memory[slot].unsqueeze(0) for memory in self._states]
         fill(layers, self.layout, tokens, states, length)
@@ -137,6 +143,26 @@ class PageMemory:
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy state slots likewise."""
         _move(self._slots, moves)
+
+
+def _read(memory: Tensor, pages: Sequence[int], by_page: Tensor) -> None:
+    """Copy pages of `memory` to `by_page`, in order: in slices, or by a gather where they would be many."""
+    runs = _runs(pages)
+    if len(runs) > MAX_SLICES:
+        by_page.copy_(memory[torch.tensor([*pages], device=memory.device)])
+        return
+    for at, start, count in runs:
+        by_page[at : at + count] = memory[start : start + count]
+
+
+def _write(memory: Tensor, pages: Sequence[int], by_page: Tensor) -> None:
+    """Copy `by_page` to pages of `memory` likewise."""
+    runs = _runs(pages)
+    if len(runs) > MAX_SLICES:
+        memory[torch.tensor([*pages], device=memory.device)] = by_page.to(memory.device)
+        return
+    for at, start, count in runs:
+        memory[start : start + count] = by_page[at : at + count]
 
 
 def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:

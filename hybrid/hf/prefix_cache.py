@@ -46,7 +46,7 @@ from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policy import Policy
 
-DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 64, 256
+DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 16, 256
 """Tokens of a chunk. In deterministic mode every chunk is a pass of its own, so chunks are longer."""
 
 
@@ -64,9 +64,9 @@ class PrefixCache:
             run. Otherwise a prefill is cut only where a checkpoint is captured, and results agree within rounding.
             None: on for CPU, off for GPU.
         chunk_size: prefills are cut, and checkpoints captured, at multiples of this many tokens. The tokens after the
-            last multiple are computed again. Smaller passes are slower. None: 256 in deterministic mode, 64 otherwise.
-        page_size: tokens per page. In deterministic mode at least `chunk_size`: with mixtures of experts the bits of a
-            token depend on all tokens of its pass, so that a chunk is shared as a whole or not at all.
+            last multiple are computed again. Smaller passes are slower. None: 256 in deterministic mode, 16 otherwise.
+        page_size: tokens per page. None: `chunk_size`. In deterministic mode at least `chunk_size`: with mixtures of
+            experts the bits of a token depend on all tokens of its pass, so a chunk is shared as a whole or not at all.
         eviction: as in `hybrid.CacheConfig`.
         placement: as in `hybrid.CacheConfig`. Without "turn_end" the answers of `generate` and of sessions are not
             cached. In deterministic mode each answer is computed again in whole chunks when it is cached, since
@@ -90,7 +90,7 @@ class PrefixCache:
         device: str | torch.device | None = None,
         deterministic: bool | None = None,
         chunk_size: int | None = None,
-        page_size: int = 64,
+        page_size: int | None = None,
         eviction: str | Policy = "lhd",
         placement: Sequence[str] = PLACEMENTS,
     ) -> None:
@@ -101,10 +101,10 @@ class PrefixCache:
             deterministic = on_cpu
         chunk_size = chunk_size or (DETERMINISTIC_CHUNK_SIZE if deterministic else DEFAULT_CHUNK_SIZE)
         if deterministic:
-            page_size = max(page_size, chunk_size)
+            page_size = max(page_size or 0, chunk_size)
         self._config = CacheConfig(
             memory=memory,
-            page_size=page_size,
+            page_size=page_size or chunk_size,
             chunk_size=chunk_size,
             eviction=eviction,
             placement=placement,

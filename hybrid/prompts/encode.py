@@ -249,7 +249,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
         ids = None
         if isinstance(prompt, list) or (isinstance(prompt, np.ndarray | Tensor) and prompt.ndim == 1):
             limits.check_tokens(len(prompt))
-            ids = _integers(prompt)
+            ids = _integers(cast("list[int]", prompt))
         if ids is None:
             raise PromptError(
                 f"a prompt is a text, a list of token ids, or a list of chat messages; got {type(prompt).__name__}"

@@ -6,6 +6,7 @@ import pytest
 
 from hybrid.cache.config import PLACEMENTS
 from hybrid.cache.placement import of_prompt, spare, sparse
+from hybrid.key import Key
 from hybrid.tree.node import Kind
 
 GRID = 16
@@ -44,6 +45,14 @@ def test_only_the_placements_that_are_wanted() -> None:
         16: Kind.USER,
         48: Kind.BRANCH,
     }  # who waits, and who asks, gets one
+
+
+def test_a_position_inside_a_unit_moves_before_the_unit() -> None:
+    """An image in tokens [20, 90): nothing inside it could be used."""
+    key = Key.of(range(100), units=[(20, 90)])
+    assert positions(key=key) == {96: Kind.PROMPT_END}
+    assert positions(end=88, key=key) == {16: Kind.PROMPT_END}
+    assert positions(end=88, declared=(70,), branching_len=48, key=key) == {16: Kind.USER}
 
 
 @pytest.mark.parametrize("declared", [-100, -90, 0, 15])

@@ -167,3 +167,25 @@ def test_an_index_of_many_files_is_refused(copy: Path) -> None:
     weight_map = {f"tensor.{at}": f"{at}.safetensors" for at in range(10_001)}
     (copy / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     refused(copy, INDEX, "10001 files")
+
+
+# Defaults of sampling
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"do_sample": true, "temperature": 1e400}',
+        '{"do_sample": true, "temperature": NaN}',
+        '{"do_sample": true, "top_k": ' + "9" * 30 + "}",
+        '{"do_sample": true, "top_p": "all"}',
+        '{"eos_token_id": {"a": 1}, "x": ' + "9" * 5000 + "}",
+        "[]",
+    ],
+)
+def test_defaults_of_sampling_that_are_out_of_range_are_refused(text: str, copy: Path) -> None:
+    (copy / "generation_config.json").write_text(text)
+    with pytest.raises(hybrid.CheckpointError, match=r"generation_config\.json") as raised:
+        hybrid.Engine.from_pretrained(copy, device="cpu", cache=hybrid.CacheConfig(memory="8MiB", page_size=16))
+    assert len(str(raised.value)) < 6000
