@@ -287,9 +287,7 @@ class Tree:
         end = num_tokens * TOKEN_BYTES
         tick = next(self._ticks)
         usage = self._usage(tick, checkpoint.kind) if checkpoint is not None else None
-        root = self.forest.roots.get(key.namespace)
-        if root is None:
-            root = Root(key.namespace, self._usage(tick), Priorities(self._priority_cap))
+        root = self._root(key.namespace, tick)
         node: Node = root
         offset = 0
         if below is not None and below.end <= num_tokens:
@@ -306,17 +304,7 @@ class Tree:
                 ids, own_pages = key.ids[offset:end], pages[offset // self._page_bytes :]
                 node = self._grow(node, ids, own_pages, self._usage(tick), below)
                 self.forest.roots[key.namespace] = root
-            adopted = checkpoint is not None and node.slot is None
-            if checkpoint is not None and usage is not None:
-                if adopted:
-                    self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
-                node.usage.priorities = root.priorities
-                node.usage.raise_priority(checkpoint.priority)
-            elif past is not None and node.slot is None and not node.lost_checkpoint:
-                node.usage, node.lost_checkpoint = past, True
-                past.priorities = root.priorities
-                past.raise_priority(past.priority)
-                self.candidates.entered(node)
+            adopted = self._enter(node, root, checkpoint, usage, past)
         except BaseException:
             if lower is not None and lower.parent is not None:
                 self.forest.join(lower.parent)
@@ -340,6 +328,27 @@ class Tree:
         if first_child:
             self.candidates.changed(node)
         return leaf
+
+    def _root(self, namespace: str, tick: int) -> Root:
+        root = self.forest.roots.get(namespace)
+        return root or Root(namespace, self._usage(tick), Priorities(self._priority_cap))
+
+    def _enter(
+        self, node: Node, root: Root, checkpoint: Checkpoint | None, usage: NodeUsage | None, past: NodeUsage | None
+    ) -> bool:
+        """Give a node what an insert brought for it. Returns whether the checkpoint was adopted."""
+        adopted = checkpoint is not None and node.slot is None
+        if checkpoint is not None and usage is not None:
+            if adopted:
+                self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
+            node.usage.priorities = root.priorities
+            node.usage.raise_priority(checkpoint.priority)
+        elif past is not None and node.slot is None and not node.lost_checkpoint:
+            node.usage, node.lost_checkpoint = past, True
+            past.priorities = root.priorities
+            past.raise_priority(past.priority)
+            self.candidates.entered(node)
+        return adopted
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
