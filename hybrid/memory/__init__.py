@@ -1,1 +1,1 @@
-"""Pages and state slots: which are free, and the tensors that they are."""
+"""The memory of a cache: which pages and state slots are free, and the tensors behind them."""

@@ -1,11 +1,11 @@
 """One budget of memory for pages and states: pieces that hold one kind or the other.
 
 A piece is as large as a state slot, rounded up to whole pages. It is free, or belongs to one kind, and is then divided
-into units of that kind: pages, state slots, stored checkpoints. A piece whose last unit comes free is free
+into units of that kind: pages, state slots, stored checkpoints. A piece whose last unit is freed is free
 again, for any kind. Units of a kind are numbered through all pieces, so that a page has one address for its whole life.
 
-When a kind needs a piece and none is free although enough units of another kind are, those are in the way in several
-pieces: `plan_moves` says which units to move together, so that a piece comes free.
+When a kind needs a piece and none is free although enough units of another kind are, those occupy several
+pieces: `plan_moves` selects units to move together, so that a piece becomes free.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hybrid.errors import OwnershipError
 ALIGNMENT = 64
 """State slots start at multiples of this many bytes."""
 
-MOST_WASTE = 0.03
+MAX_WASTE = 0.03
 """A piece holds several states where one alone would leave more than this part of it empty."""
 
-MOST_STATES = 4
-"""But not more states than this: a piece comes free only when all its states have gone, or have been moved."""
+MAX_STATES = 4
+"""But not more states than this: a piece becomes free only when all its states are freed or moved."""
 
 
 class PieceLayout(NamedTuple):
@@ -47,9 +47,9 @@ class PieceLayout(NamedTuple):
         are stored smaller, most of what is kept are those: a piece may be up to an eighth larger to hold them well.
         """
         best: tuple[float, PieceLayout] | None = None
-        for states in (1, *range(2, MOST_STATES + 1), *(2**n for n in range(3, 40))):
+        for states in (1, *range(2, MAX_STATES + 1), *(2**n for n in range(3, 40))):
             least = -(-states * state_bytes // page_bytes)
-            if states > MOST_STATES and least > 1:
+            if states > MAX_STATES and least > 1:
                 break
             for pages in range(least, least + least // 8 + 1) if stored_bytes else (least,):
                 num_bytes = pages * page_bytes
@@ -59,7 +59,7 @@ class PieceLayout(NamedTuple):
                 waste = 1 - states * state_bytes / num_bytes
                 if stored_bytes:
                     waste = 1 - layout.stored * stored_bytes / num_bytes + waste / 4
-                elif waste <= MOST_WASTE and pages > 1:
+                elif waste <= MAX_WASTE and pages > 1:
                     return layout
                 if best is None or waste < best[0] - 1e-9:
                     best = waste, layout
@@ -78,7 +78,7 @@ class Arena:
 
     def __init__(self, num_pieces: int) -> None:
         self.num_pieces = num_pieces
-        self._free = list(range(num_pieces - 1, -1, -1))  # handed out from the lowest
+        self._free = list(range(num_pieces - 1, -1, -1))  # taken from the lowest
         self.pools: list[ArenaPool] = []
 
     @property
@@ -91,12 +91,29 @@ class Arena:
 
         Args:
             per_piece: units in a piece.
-            reserved: the first so many units are never handed out; they lie in pieces that stay with this kind.
+            reserved: the first `reserved` units are never allocated; their pieces stay with this kind.
             name: what the units are, for messages ("page").
         """
         pool = ArenaPool(self, per_piece, reserved, name)
         self.pools.append(pool)
         return pool
+
+    @property
+    def next_free(self) -> int | None:
+        """The piece that would be taken next; None when none is free."""
+        return self._free[-1] if self._free else None
+
+    def take(self) -> int:
+        """Take a free piece. There must be one."""
+        return self._free.pop()
+
+    def reserve(self, piece: int) -> None:
+        """Take this free piece."""
+        self._free.remove(piece)
+
+    def give_back(self, piece: int) -> None:
+        """A piece is free again."""
+        self._free.append(piece)
 
     def free_pieces(self) -> tuple[int, ...]:
         """All free pieces, for the audit."""
@@ -117,7 +134,7 @@ class ArenaPool:
         self._open: dict[int, None] = {}  # pieces with a free unit, in the order in which they are filled
         self._num_free = 0
         for piece in range(-(-reserved // per_piece)):
-            arena._free.remove(piece)
+            arena.reserve(piece)
             first = piece * per_piece
             self._add(piece, [unit for unit in range(first, first + per_piece) if unit >= reserved])
         # Units there would be if every piece that other kinds have not reserved were of this kind.
@@ -125,8 +142,8 @@ class ArenaPool:
 
     @property
     def num_free(self) -> int:
-        """Units that can be had without evicting anything: those of free pieces count for every kind."""
-        return self._num_free + len(self.arena._free) * self.per_piece
+        """Units that can be allocated without evicting anything: those of free pieces count for every kind."""
+        return self._num_free + self.arena.num_free * self.per_piece
 
     @property
     def num_loose(self) -> int:
@@ -135,7 +152,7 @@ class ArenaPool:
 
     @property
     def num_used(self) -> int:
-        """Units that are handed out."""
+        """Units that are allocated."""
         return len(self._free_in) * self.per_piece - self._num_free - self.reserved
 
     @property
@@ -143,7 +160,7 @@ class ArenaPool:
         """The piece that the next unit is allocated in; None when nothing is free."""
         if self._open:
             return next(iter(self._open))
-        return self.arena._free[-1] if self.arena._free else None
+        return self.arena.next_free
 
     @property
     def pieces(self) -> tuple[int, ...]:
@@ -151,7 +168,7 @@ class ArenaPool:
         return tuple(self._free_in)
 
     def indices(self) -> Iterable[int]:
-        """The units that exist now, but for the reserved ones."""
+        """The units that exist now, except the reserved ones."""
         for piece in self._free_in:
             for unit in range(piece * self.per_piece, (piece + 1) * self.per_piece):
                 if unit >= self.reserved:
@@ -166,13 +183,13 @@ class ArenaPool:
         return len(self._free_in[piece]) == self.per_piece
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` units; None, and nothing taken, when there are not so many."""
+        """Take `count` units; None, and nothing is taken, when fewer are free."""
         if count > self.num_free:
             return None
         taken: list[int] = []
         while len(taken) < count:
             if not self._open:
-                piece = self.arena._free.pop()
+                piece = self.arena.take()
                 first = piece * self.per_piece
                 self._add(piece, list(range(first, first + self.per_piece)))
             piece = next(iter(self._open))
@@ -191,7 +208,7 @@ class ArenaPool:
         """Give units back.
 
         Raises:
-            OwnershipError: one is free already or was never handed out. None of them was freed.
+            OwnershipError: one is free already or was never allocated. None of them was freed.
         """
         back = list(indices)
         for unit in back:
@@ -215,7 +232,7 @@ class ArenaPool:
             self._num_free -= self.per_piece
             for other in units:
                 self._is_free[other] = 0
-            self.arena._free.append(piece)
+            self.arena.give_back(piece)
         else:
             self._open[piece] = None
 
@@ -228,7 +245,7 @@ class ArenaPool:
             self._open[piece] = None
 
     def plan_moves(self, may_move: Callable[[int], bool]) -> dict[int, int] | None:
-        """Which units to move where, so that a piece comes free: of the emptiest piece that can be emptied.
+        """Which units to move where, so that a piece becomes free: those of the emptiest piece that can be emptied.
 
         Changes nothing. None when no piece can be emptied.
 
@@ -244,7 +261,7 @@ class ArenaPool:
                 unit for unit in range(piece * self.per_piece, (piece + 1) * self.per_piece) if not self._is_free[unit]
             ]
             if len(used) > self._num_free - len(free_here):
-                return None  # and so it is for the fuller ones
+                return None  # and the fuller ones cannot be emptied either
             if not all(map(may_move, used)):
                 continue
             fullest_first = [other for other in reversed(pieces) if other != piece]
@@ -254,7 +271,7 @@ class ArenaPool:
         return None
 
     def move(self, moves: dict[int, int]) -> None:
-        """The units have been moved: the old places are free, the new ones are not."""
+        """The contents of units were moved: the old places are free, the new ones are in use."""
         for target in moves.values():
             piece = target // self.per_piece
             self._free_in[piece].remove(target)

@@ -1,4 +1,4 @@
-"""What a device can give."""
+"""The memory of a device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a device can give."""
+    """Bytes that are free on a device."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
-    torch.cuda.empty_cache()  # what loading the weights left behind is free too
+    torch.cuda.empty_cache()  # memory that loading the weights left cached is free too
     return torch.cuda.mem_get_info(device)[0]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hybrid.errors import OwnershipError
 
 EMPTY_STATE = 0
-"""The state slot of the empty prefix: zeros, read by every cold request, never written, owned by nobody."""
+"""The state slot of the empty prefix: zeros, read by every cold request, never written, owned by no request."""
 
 
 class IndexPool:
@@ -13,7 +13,7 @@ class IndexPool:
 
     Args:
         size: indices 0 .. size - 1.
-        reserved: the first so many are never handed out.
+        reserved: the first `reserved` indices are never allocated.
         name: what the indices are, for messages ("page").
     """
 
@@ -21,20 +21,21 @@ class IndexPool:
         self.size = size
         self.reserved = reserved
         self._name = name
-        self._free = list(range(size - 1, reserved - 1, -1))  # handed out from the lowest
+        self._free = list(range(size - 1, reserved - 1, -1))  # allocated from the lowest
         self._is_free = bytearray(reserved) + bytearray(b"\x01") * (size - reserved)
 
     @property
     def num_free(self) -> int:
+        """Number of free indices."""
         return len(self._free)
 
     @property
     def capacity(self) -> int:
-        """How many indices there are to hand out."""
+        """Number of indices that can be allocated."""
         return self.size - self.reserved
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` indices; None, and nothing taken, when there are not so many."""
+        """Take `count` indices; None, and nothing is taken, when fewer are free."""
         if count > len(self._free):
             return None
         if count == 0:
@@ -49,7 +50,7 @@ class IndexPool:
         """Give indices back.
 
         Raises:
-            OwnershipError: one is free already or was never handed out. None of them was freed.
+            OwnershipError: one is free already or was never allocated. None of them was freed.
         """
         back = list(indices)
         for index in back:
@@ -62,7 +63,7 @@ class IndexPool:
         self._free.extend(reversed(back))
 
     def indices(self) -> Iterable[int]:
-        """All indices that are ever handed out."""
+        """All indices that can be allocated."""
         return range(self.reserved, self.size)
 
     def free_indices(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid.errors import OwnershipError
-from hybrid.memory.arena import ALIGNMENT, MOST_STATES, MOST_WASTE, Arena, ArenaPool, PieceLayout
+from hybrid.memory.arena import ALIGNMENT, MAX_STATES, MAX_WASTE, Arena, ArenaPool, PieceLayout
 
 MIB = 2**20
 
@@ -51,14 +51,14 @@ def test_states_fit_into_their_piece_at_aligned_places(page_bytes: int, state_by
     assert layout.num_bytes == layout.pages * page_bytes
     assert layout.states * state_bytes <= layout.num_bytes
     assert layout.num_bytes % (layout.states * ALIGNMENT) == 0
-    assert layout.states <= MOST_STATES or layout.pages == 1
+    assert layout.states <= MAX_STATES or layout.pages == 1
 
 
 @pytest.mark.parametrize("page_bytes", [16 * 1024, 64 * 1024, 256 * 1024])
 @pytest.mark.parametrize("state_bytes", [26_787_840, 51_511_296, 13_000_000 // 64 * 64])
 def test_little_is_wasted_where_pages_are_much_smaller_than_states(page_bytes: int, state_bytes: int) -> None:
     layout = PieceLayout.of(page_bytes, state_bytes)
-    assert 1 - layout.states * state_bytes / layout.num_bytes <= MOST_WASTE
+    assert 1 - layout.states * state_bytes / layout.num_bytes <= MAX_WASTE
 
 
 # Allocating
