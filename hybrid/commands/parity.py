@@ -167,7 +167,7 @@ def memory_pressure(judge: Judge) -> Check:
     for percent in (300, 250, 225, 200, 175, 150):
         warm = judge.warm(pages=longest * percent // 100, states=5)
         outputs = []
-        for _ in range(3):
+        for _ in range(2):
             prompts = [shared + judge.ids(judge.grid - missing) for missing in (20, 15, 10, 5)]
             outputs += warm.generate([*prompts, judge.ids(6 * judge.grid - 8)], ANSWER, progress=False)
         stats = warm.cache.stats()

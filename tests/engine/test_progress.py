@@ -30,11 +30,10 @@ from support.scheduling import Counting, engine_without_model
 # Thrashing
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("deterministic", "overlap"), [(True, False), (False, True)])
 @pytest.mark.parametrize(
     ("pages", "requests", "prompt", "new"),
-    [(130, 8, 64, 1900), (60, 12, 16, 500), (40, 5, 200, 300), (200, 32, 33, 700), (33, 4, 300, 200)],
+    [(130, 8, 64, 1900), (60, 12, 16, 300), (40, 5, 200, 200), (33, 4, 300, 200)],
 )
 def test_at_most_twice_the_useful_tokens_are_computed(
     pages: int, requests: int, prompt: int, new: int, deterministic: bool, overlap: bool
@@ -188,12 +187,12 @@ class Load:
         assert set(self.ended) == self.due
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_every_request_that_fits_ends_within_a_stated_number_of_steps(seed: int) -> None:
     load = Load(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # pins that are too large
-        load.run(400)
+        load.run(250)
     assert_nothing_held(load.engine)
     if not load.runner.fails and not load.runner.spoils:
         assert {output.finish_reason for output in load.ended.values()} <= {"length", "abort"}

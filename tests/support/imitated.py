@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hybrid import CacheConfig, Engine
-from hybrid.commands.parity import Judge, branch, busy_batch, launched_together, second_turn
+from hybrid.commands.parity import Judge, branch, busy_batch, second_turn
 from hybrid.kernels.batch_invariant import Products, RowBlocks, choose, choose_for_experts, linear, multiply_single_rows
 from hybrid.kernels.triton.common.interpreter import fixed_order_matmul
 
@@ -25,7 +25,7 @@ CHUNK = 16
 SHAPES = [(6, 160), (777, 160), (160, 288), (50, 33), (1, 45), (99, 150)]
 """(out, in) of weights: narrow ones, and ones whose rows are at every alignment."""
 
-SCENARIOS = (second_turn, branch, busy_batch, launched_together)
+SCENARIOS = (second_turn, branch, busy_batch)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
