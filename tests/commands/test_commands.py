@@ -11,7 +11,10 @@ import torch
 
 from hybrid import Engine, HybridCache
 from hybrid.commands import parity, stress
+from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.commands.main import main
+from hybrid.commands.toy_model import ToyPending, ToyRunner
+from hybrid.commands.workload import Report, Stress
 from hybrid.models.loading import TINY
 
 
@@ -66,9 +69,12 @@ def test_logits_that_are_off_are_noticed() -> None:
     assert not parity.compare_logits("off", off, theirs).passed
 
 
+STRESS = ("stress", "--no-model", "--no-signals", "--operations", "1500")
+
+
 def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytest.CaptureFixture[str]) -> None:
-    first = run_json(capsys, "stress", "--no-model", "--operations", "1500", "--seed", "4")
-    second = run_json(capsys, "stress", "--no-model", "--operations", "1500", "--seed", "4")
+    first = run_json(capsys, *STRESS, "--seed", "4")
+    second = run_json(capsys, *STRESS, "--seed", "4")
     assert first == second
     status, report = first
     assert status == 0
@@ -78,11 +84,52 @@ def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytes
         "evicted_pages",
         "evicted_checkpoints",
         "retractions",
+        "streams",
+        "images",
+        "pins",
+        "failed",
         "failed_allocations",
         "failed_passes",
+        "nan_passes",
+        "intrusions",
+        "checked_checkpoints",
     ):
         assert report[happened] > 0, happened
-    assert run_json(capsys, "stress", "--no-model", "--operations", "1500", "--seed", "5")[1] != report
+    assert run_json(capsys, *STRESS, "--seed", "5")[1] != report
+
+
+def test_stress_survives_signals() -> None:
+    report = stress.run_stress(None, 1, 0, 1500, progress=False, audit_every=10, signals=True)
+    assert report.passed, report
+    assert report.faults.interrupts > 0
+
+
+def test_stress_notices_contents_that_were_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyRunner, "move_pages", lambda *_: None)
+    report = stress.run_stress(None, 0, 0, 1500, progress=False, audit_every=100)
+    assert not report.passed
+    assert report.wrong_contents > 0
+
+
+def test_stress_notices_an_answer_that_is_another_request_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = ToyRunner.launch
+
+    def swapped(runner: ToyRunner, step: Any) -> ToyPending:
+        results = launch(runner, step).results
+        rows = [row for row, result in enumerate(results) if result.token is not None]
+        tokens = [results[row].token for row in rows]
+        for row, token in zip(rows, tokens[1:] + tokens[:1], strict=True):
+            results[row] = results[row]._replace(token=token)
+        return ToyPending(results)
+
+    monkeypatch.setattr(ToyRunner, "launch", swapped)
+    assert stress.run_stress(None, 0, 0, 300, progress=False, audit_every=100).wrong_answers > 0
+
+
+def test_stress_notices_outputs_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: step(engine)[:2])
+    assert stress.run_stress(None, 0, 0, 500, progress=False, audit_every=100).lost > 0
 
 
 @pytest.mark.parametrize("seed", [2, 3])  # even: deterministic mode; odd: the other
@@ -93,14 +140,14 @@ def test_stress_on_the_model_finds_every_checkpoint_exact(seed: int) -> None:
 
 
 def test_stress_counts_what_leaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    finish = stress.Stress.finish
+    finish = Stress.finish
 
-    def leaking(run: stress.Stress) -> stress.Report:
+    def leaking(run: Stress) -> Report:
         report = finish(run)
         report.leaked += 1
         return report
 
-    monkeypatch.setattr(stress.Stress, "finish", leaking)
+    monkeypatch.setattr(Stress, "finish", leaking)
     assert main(["stress", "--no-model", "--operations", "10"]) == 1
     assert "leaked: 1" in capsys.readouterr().out
 
@@ -110,10 +157,10 @@ def test_stress_notices_a_checkpoint_that_is_not_the_state_of_its_key(tiny: Engi
 
     engine = engine_on(tiny)
     answer(engine, ids(100))
-    assert stress.check_checkpoints(engine)[1] == 0
+    assert check_checkpoints(engine)[1] == 0
     slot = next(node.slot for _, node in engine.cache.tree.nodes() if node.slot is not None)
     engine.cache.state_tensors["recurrent"][slot].view(-1)[5] += 1e-3
-    assert stress.check_checkpoints(engine)[1] == 1
+    assert check_checkpoints(engine)[1] == 1
 
 
 def test_the_demo_shows_hits_and_the_answers_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hybrid import ArgumentError, CacheConfig, Engine, MemoryBudgetError, PromptError, SamplingError, SamplingParams
-from hybrid.commands.stress import check_checkpoints
+from hybrid.commands.checkpoints import check_checkpoints
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 

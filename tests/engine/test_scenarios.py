@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid import Engine
-from hybrid.commands.stress import check_checkpoints
+from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.engine.request import Status
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 

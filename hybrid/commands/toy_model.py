@@ -1,0 +1,137 @@
+"""A model of arithmetic: its states and pages have contents that can be checked, and it computes nothing else.
+
+The state of a sequence is the CRC-32 of its key, and a page holds its part of the key. So the state depends on
+every token of the prefix, as that of linear attention does; a pass that reads a wrong page or a wrong state slot is
+noticed; and the right answer to a prompt is known without running it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models
+
+from hybrid.engine.model_runner import Result
+from hybrid.engine.scheduler import Part, Step
+from hybrid.key import TOKEN_BYTES, Key
+from hybrid.memory.pool import EMPTY_STATE
+from hybrid.prompts.images import ImagePrompt, Media
+from hybrid.units import ceil_div
+
+VOCAB_SIZE = 50
+CONFIG = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=100_000, hidden_size=1)
+
+
+def text_of(token: int) -> str:
+    """The text of a token: one character."""
+    return chr(ord("A") + token)
+
+
+def toy_tokenizer() -> Any:
+    """As much of a tokenizer of transformers as the text of an answer needs."""
+    vocab = {text_of(token): token for token in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=text_of(0)))
+    tokenizer.decoder = decoders.Fuse()
+    return SimpleNamespace(backend_tokenizer=tokenizer)
+
+
+def answer_to(prompt: list[int] | ImagePrompt, count: int, page_size: int) -> list[int]:
+    """The first `count` tokens of the right answer to a prompt."""
+    if isinstance(prompt, ImagePrompt):
+        media, ids = Media.of(prompt, CONFIG.hidden_size, page_size), list(prompt.token_ids)
+        for _ in range(count):
+            ids.append(zlib.crc32(media.key(ids, "").ids) % VOCAB_SIZE)
+        return ids[len(prompt.token_ids) :]
+    state, tokens = zlib.crc32(Key.of(prompt).ids), []
+    for _ in range(count):
+        tokens.append(state % VOCAB_SIZE)
+        state = zlib.crc32(Key.of(tokens[-1:]).ids, state)
+    return tokens
+
+
+@dataclass(frozen=True)
+class ToyPending:
+    """A pass whose results are known."""
+
+    results: list[Result]
+
+    def wait(self) -> list[Result]:
+        """One result per part."""
+        return self.results
+
+
+class ToyRunner:
+    """Computes steps with the toy model, and moves the contents of its memory: a `Runner` and a `Mover`.
+
+    Args:
+        page_size: tokens per page.
+        is_broken: called for every part; True: its pass yields NaN.
+
+    Attributes:
+        states: the contents of the state slots that were written; None: NaN.
+        wrong_contents: number of parts that read a page or a state with other contents than those of their tokens.
+    """
+
+    def __init__(self, page_size: int, is_broken: Callable[[], bool]) -> None:
+        self.states: dict[int, int | None] = {EMPTY_STATE: 0}
+        self.wrong_contents: int = 0
+        self._pages: dict[int, bytes] = {}
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._is_broken = is_broken
+
+    def plan(self, step: Step) -> Step:
+        """The step itself."""
+        return step
+
+    def launch(self, plan: Step) -> ToyPending:
+        """Compute a step."""
+        return ToyPending([self._compute(part) for part in plan.parts])
+
+    def _compute(self, part: Part) -> Result:
+        lease, start = part.lease, part.start * TOKEN_BYTES
+        ids = part.request.key().ids[: part.end * TOKEN_BYTES]
+        state = self.states.get(lease.read_slot)
+        is_broken = self._is_broken()
+        self._write_pages(part, ids)
+        self.wrong_contents += self._read_pages(part) != ids or state != zlib.crc32(ids[:start])
+        for checkpoint in lease.captured:
+            if part.start < checkpoint.num_tokens <= part.end:
+                piece = ids[start : checkpoint.num_tokens * TOKEN_BYTES]
+                self.states[checkpoint.slot] = None if is_broken else _advance(state, piece)
+        after = None if is_broken else _advance(state, ids[start:])
+        slot = lease.back if part.swaps else lease.front
+        assert slot is not None
+        self.states[slot] = after
+        token = after % VOCAB_SIZE if part.samples and after is not None else None
+        return Result(after is not None, token, None)
+
+    def _write_pages(self, part: Part, ids: bytes) -> None:
+        """Write the tokens of a part to the pages that are its lease's own."""
+        size, table = self._page_bytes, part.lease.block_table
+        for at in range(max(part.start * TOKEN_BYTES // size, part.lease.num_shared), ceil_div(len(ids), size)):
+            begin = max(part.start * TOKEN_BYTES - at * size, 0)
+            self._pages[table[at]] = self._pages.get(table[at], b"")[:begin] + ids[at * size + begin : (at + 1) * size]
+
+    def _read_pages(self, part: Part) -> bytes:
+        pages = part.lease.block_table[: ceil_div(part.end * TOKEN_BYTES, self._page_bytes)]
+        return b"".join([self._pages.get(page, b"") for page in pages])[: part.end * TOKEN_BYTES]
+
+    # The mover
+
+    def move_pages(self, moves: dict[int, int]) -> None:
+        """Copy each page (key) to its new place (value). No place is both."""
+        for source, target in moves.items():
+            self._pages[target] = self._pages.get(source, b"")
+
+    def move_states(self, moves: dict[int, int]) -> None:
+        """Copy each state slot (key) to its new place (value). No place is both."""
+        for source, target in moves.items():
+            self.states[target] = self.states.get(source)
+
+
+def _advance(state: int | None, ids: bytes) -> int | None:
+    return None if state is None else zlib.crc32(ids, state)
