@@ -6,8 +6,8 @@ that its columns need; all programs of a key head do the same convolution.
 
 What must stay true:
 * q's and k's windows are read by all programs of a key head, and a request usually writes the slot that it reads. So
-  nobody writes them before all have read: each program counts itself in when it has, and the last to do so writes
-  them. Nobody waits. v's windows and the state's columns belong to one program.
+  none writes them before all have read: each program counts itself in when it has, and the last to do so writes
+  them. No program waits. v's windows and the state's columns belong to one program.
 * A program writes no window before it has read all that its tokens need. Where the inputs before a token lie is
   therefore looked up as of before the launch: in `mixed` where a token of the launch wrote the slot, else in the slot.
 * A tile's shape and arithmetic do not depend on the batch, only how many of them a program has. So a request's bits do
