@@ -28,7 +28,7 @@ ALIGNMENT = 64
 """Every part of a record, and so the next record, starts at a multiple of this many bytes."""
 
 RECURRENT_DIMS = 4
-"""A state tensor with at least so many dimensions is quantised where the state is stored as int8."""
+"""State tensors with at least this number of dimensions are quantised where states are stored as int8."""
 
 STORED_AS = ("float32", "bfloat16", "int8")
 """What a state can be stored as."""
@@ -37,7 +37,7 @@ LEVELS = 127
 """The largest code; the smallest is its negative."""
 
 PIECE_BYTES = 8 << 20
-"""Layers are quantised together up to so many bytes of float32, the size of the temporary."""
+"""Layers are quantised together up to this number of bytes of float32, the size of the temporary."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def dequantize_rows(codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def _stored_dtype(dims: int, dtype: torch.dtype, stored_as: str) -> torch.dtype:
-    """What a tensor of so many dimensions is in a record."""
+    """What a tensor with this number of dimensions is in a record."""
     if stored_as == "float32" or not dtype.is_floating_point or dtype.itemsize == 1:
         return dtype
     if stored_as == "int8" and dims >= RECURRENT_DIMS:

@@ -57,7 +57,7 @@ class HybridCache:
     Args:
         memory: the pages and state slots to manage; see `CacheMemory`. A memory belongs to one cache.
         config: page size, grid, eviction policy and placement. Its `memory`, `state_share` and `state_dtype` have been
-            used by whoever made the memory.
+            used by the caller that made the memory.
         on_evict: called with what is evicted, before it is freed; for tests and metrics. Must not call the cache.
 
     Raises:
@@ -297,7 +297,7 @@ class HybridCache:
     def discard(self, lease: Lease) -> None:
         """Void a lease whose pass failed, or yielded numbers that are not finite: the slots that were captured and not
         committed are freed, and nothing else of it can be committed, captured or advanced. What was committed before
-        stays. Close the lease when its request has been told.
+        stays. Close the lease when its request has ended.
         """
         self._refuse_closed(lease)
         lease.is_void = True

@@ -23,7 +23,7 @@ def causal_conv1d(
         state: one layer's windows, `[slots, width - 1, channels]`: the last inputs of a sequence, oldest first;
             written.
         state_read, state_write: `[R]` slots.
-        captures: `[C, 3]` rows of (request, new tokens, slot): the window after so many of its new tokens goes to the
+        captures: `[C, 3]` rows of (request, n, slot): the window after the first n of its new tokens goes to the
             slot too.
 
     Returns:

@@ -33,7 +33,7 @@ def chunk_gated_delta_rule(
         beta: `[T, value_heads]`, how much of the old value is replaced.
         state: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
         state_read, state_write: `[R]` slots.
-        captures: `[C, 3]` rows of (request, new tokens, slot): the state after so many of its new tokens, a multiple of
+        captures: `[C, 3]` rows of (request, n, slot): the state after the first n of its new tokens, a multiple of
             `chunk_size`, goes to the slot too.
 
     Returns:

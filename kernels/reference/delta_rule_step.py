@@ -59,7 +59,7 @@ def gated_delta_step(
         conv: one layer's windows, `[slots, width - 1, channels]`; written.
         recurrent: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
         cu_seqlens: `[R + 1]` where each request's tokens begin.
-        state_read: `[T]` the slot that a token goes on from; -1: from the token before it.
+        state_read: `[T]` the slot that a token continues from; -1: from the token before it.
         state_write: `[T]` the slot that holds what is after it; -1: it is not kept.
 
     Returns:

@@ -37,7 +37,7 @@ LEAST_CHUNK = 16
 """Tokens of the smallest chunk: tensor cores multiply no less."""
 
 LEAST_BATCH = 32
-"""Up to so many requests, and captures, all batches run the same compiled code."""
+"""Up to this number of requests, and of captures, all batches run the same compiled code."""
 
 
 class Tiles(NamedTuple):
