@@ -9,6 +9,9 @@ from tokenizers.decoders import DecodeStream
 
 from hybrid.prompts.stop_texts import stop_texts
 
+MAX_PENDING = 32
+"""Tokens without text of their own after which the first of them are decoded: a character has up to four."""
+
 
 class TextStream:
     """The text of an answer, updated token by token, and cut at the first stop text.
@@ -32,6 +35,7 @@ class TextStream:
         self._stop = stop_texts(stop)
         self._state = 0
         self._ids: list[int] = []
+        self._pending: list[int] = []  # the last tokens, while they have no text
         self._ends: list[int] = []  # length of the decoded text after each token
         self._decoded = ""
 
@@ -42,7 +46,9 @@ class TextStream:
             Whether it completed a stop text.
         """
         self._ids.append(token)
-        piece = self._stream.step(self._backend, token) or ""
+        piece = self._step(token)
+        if len(self._pending) >= MAX_PENDING:
+            piece = self._decode_pending()
         self._ends.append(len(self._decoded) + len(piece))
         return self._extend(piece)
 
@@ -50,10 +56,32 @@ class TextStream:
         """End the answer: text that was held back, as the beginning of a stop text or of a character, is part of it."""
         if self.stopped:
             return
-        whole = self._backend.decode(self._ids, skip_special_tokens=True)  # with an incomplete last character
+        whole = self._decode(self._ids)  # with an incomplete last character
         rest = whole[len(self._decoded) :] if whole.startswith(self._decoded) else ""
         if not self._extend(rest):
             self.text = self._decoded
+
+    def _decode_pending(self) -> str:
+        """Decode the first of the pending tokens. The stream decodes all of them with every token: bytes that never
+        become a character would cost ever more."""
+        pending = self._pending
+        for cut in range(len(pending) - 4, len(pending) - 8, -1):
+            first, rest = self._decode(pending[:cut]), pending[cut:]
+            if first + self._decode(rest) == self._decode(pending):
+                self._pending, self._stream = [], DecodeStream(skip_special_tokens=True)
+                return first + "".join(map(self._step, rest))
+        return ""
+
+    def _step(self, token: int) -> str:
+        self._pending.append(token)
+        piece: str = self._stream.step(self._backend, token) or ""
+        if piece:
+            self._pending.clear()
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=True)
+        return text
 
     def _extend(self, piece: str) -> bool:
         """Add decoded text. Returns whether it completed a stop text; else `text` is extended as far as is certain."""
