@@ -1,7 +1,7 @@
-"""States that rest: smaller in memory than while they are used.
+"""Stored states: state slots packed into less memory than they take while they are used.
 
-A *record* is one state slot packed into contiguous bytes, so that one piece of memory holds several of them. How a
-tensor lies in it depends on what the state is stored as:
+A *stored state* is one state slot packed into contiguous bytes, so that one piece of memory holds several of them.
+How a tensor is laid out in it depends on the type that the state is stored as:
 
 | stored as  | recurrent tensors                         | other tensors (the window of a convolution)   |
 |------------|-------------------------------------------|-----------------------------------------------|
@@ -13,8 +13,8 @@ Bytes are few at two per value or less. *Recurrent* is a tensor of floats with a
 `[layers, heads, key, value]`: it has rows of its own for every key channel of every head. A name decides nothing. A
 *row* is the last dimension.
 
-Plain torch, on any device. Slot and record lie on the same one: between devices, move the record, which is the smaller
-and one piece.
+Plain torch, on any device. A slot and its stored state are on the same one: between devices, move the stored state,
+which is smaller and one piece.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Every part of a record, and so the next record, starts at a multiple of this many bytes."""
+"""Every part of a stored state, and so the next one, starts at a multiple of this many bytes."""
 
 RECURRENT_DIMS = 4
-"""State tensors with at least this number of dimensions are quantised where states are stored as int8."""
+"""A state tensor with at least this number of dimensions is quantised where the state is stored as int8."""
 
 STORED_AS = ("float32", "bfloat16", "int8")
 """What a state can be stored as."""
@@ -42,13 +42,13 @@ PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a slot, and where it lies in a record.
+    """One tensor of a slot, and its place in a stored state.
 
     Attributes:
         name: how the slot's tensors are asked for it.
         shape: its shape in the slot, the layers first.
         dtype: its type in the slot.
-        stored_dtype: its type in the record; `torch.int8`: codes.
+        stored_dtype: its type in the stored state; `torch.int8`: codes.
         offset: where its values, or codes, start, in bytes.
         scales_offset: where the float32 scales of its rows, `shape[:-1]`, start, in bytes; None: it has none.
     """
@@ -60,24 +60,25 @@ class StoredTensor:
     offset: int
     scales_offset: int | None
 
-    def values(self, record: Tensor) -> Tensor:
-        """Its values, or codes, in a record: a view, `shape` in `stored_dtype`."""
-        return _view(record, self.offset, self.shape, self.stored_dtype)
+    def values(self, stored: Tensor) -> Tensor:
+        """Its values, or codes, in a stored state: a view, `shape` in `stored_dtype`."""
+        return _view(stored, self.offset, self.shape, self.stored_dtype)
 
-    def scales(self, record: Tensor) -> Tensor | None:
-        """The scales of its rows in a record: a view, `shape[:-1]` float32; None: it has none."""
+    def scales(self, stored: Tensor) -> Tensor | None:
+        """The scales of its rows in a stored state: a view, `shape[:-1]` float32; None: it has none."""
         if self.scales_offset is None:
             return None
-        return _view(record, self.scales_offset, self.shape[:-1], torch.float32)
+        return _view(stored, self.scales_offset, self.shape[:-1], torch.float32)
 
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """How a state slot lies in a record.
+    """The layout of a state slot in a stored state.
 
     Attributes:
         tensors: the slot's tensors, in order.
-        num_bytes: bytes of a record, a multiple of `ALIGNMENT`. What lies between the parts is never read or written.
+        num_bytes: bytes of a stored state, a multiple of `ALIGNMENT`. Bytes between the parts are
+            never read or written.
     """
 
     tensors: tuple[StoredTensor, ...]
@@ -85,11 +86,11 @@ class StoredLayout:
 
 
 def stored_layout(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], stored_as: str) -> StoredLayout:
-    """How a slot of these tensors lies in a record.
+    """The layout of a slot of these tensors in a stored state.
 
     Args:
         tensors: (name, shape, dtype) of each tensor of a slot, the layers first in the shape.
-        stored_as: one of `STORED_AS`. With "float32" the record is, tensor for tensor, what the slot is.
+        stored_as: one of `STORED_AS`. With "float32" the stored state is, tensor for tensor, what the slot is.
 
     Raises:
         ValueError: `stored_as` is none of them.
@@ -108,19 +109,19 @@ def stored_layout(tensors: Iterable[tuple[str, Sequence[int], torch.dtype]], sto
     return StoredLayout(tuple(parts), end)
 
 
-def store(layout: StoredLayout, source: Mapping[str, Tensor], record: Tensor) -> None:
-    """Pack a slot into a record.
+def store(layout: StoredLayout, source: Mapping[str, Tensor], stored: Tensor) -> None:
+    """Pack a slot into a stored state.
 
     Args:
         source: the tensors of one slot by name, as the layout has them; any strides.
-        record: `[layout.num_bytes]` uint8, contiguous; written.
+        stored: `[layout.num_bytes]` uint8, contiguous; written.
 
     Raises:
-        ValueError: the tensors, or the record, are not those of the layout. Nothing is written.
+        ValueError: the tensors, or the stored state, are not those of the layout. Nothing is written.
     """
-    _refuse_mismatch(layout, source, record)
+    _refuse_mismatch(layout, source, stored)
     for part in layout.tensors:
-        tensor, values, scales = source[part.name], part.values(record), part.scales(record)
+        tensor, values, scales = source[part.name], part.values(stored), part.scales(stored)
         if scales is None:
             values.copy_(tensor)
             continue
@@ -131,19 +132,19 @@ def store(layout: StoredLayout, source: Mapping[str, Tensor], record: Tensor) ->
             values[piece], scales[piece] = codes, steps
 
 
-def restore(layout: StoredLayout, record: Tensor, target: Mapping[str, Tensor]) -> None:
-    """Unpack a record into a slot.
+def restore(layout: StoredLayout, stored: Tensor, target: Mapping[str, Tensor]) -> None:
+    """Unpack a stored state into a slot.
 
     Args:
-        record: `[layout.num_bytes]` uint8, contiguous, written by `store` with the same layout.
+        stored: `[layout.num_bytes]` uint8, contiguous, written by `store` with the same layout.
         target: the tensors of one slot by name, as the layout has them; any strides; written.
 
     Raises:
-        ValueError: the tensors, or the record, are not those of the layout. Nothing is written.
+        ValueError: the tensors, or the stored state, are not those of the layout. Nothing is written.
     """
-    _refuse_mismatch(layout, target, record)
+    _refuse_mismatch(layout, target, stored)
     for part in layout.tensors:
-        tensor, values, scales = target[part.name], part.values(record), part.scales(record)
+        tensor, values, scales = target[part.name], part.values(stored), part.scales(stored)
         if scales is None:
             tensor.copy_(values)
         else:
@@ -186,7 +187,7 @@ def dequantize_rows(codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 def _stored_dtype(dims: int, dtype: torch.dtype, stored_as: str) -> torch.dtype:
-    """What a tensor with this number of dimensions is in a record."""
+    """The type of a tensor with `dims` dimensions in a stored state."""
     if stored_as == "float32" or not dtype.is_floating_point or dtype.itemsize == 1:
         return dtype
     if stored_as == "int8" and dims >= RECURRENT_DIMS:
@@ -198,17 +199,17 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _view(record: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The bytes of a record from `offset` on, as a tensor."""
-    return record[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+def _view(stored: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The bytes of a stored state from `offset` on, as a tensor."""
+    return stored[offset : offset + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _refuse_mismatch(layout: StoredLayout, slot: Mapping[str, Tensor], record: Tensor) -> None:
-    """Raise where a slot or a record is not what the layout says."""
-    if record.dtype != torch.uint8 or record.shape != (layout.num_bytes,) or not record.is_contiguous():
+def _refuse_mismatch(layout: StoredLayout, slot: Mapping[str, Tensor], stored: Tensor) -> None:
+    """Raise where a slot or a stored state is not what the layout says."""
+    if stored.dtype != torch.uint8 or stored.shape != (layout.num_bytes,) or not stored.is_contiguous():
         raise ValueError(
-            f"a record of this layout is [{layout.num_bytes}] torch.uint8, contiguous; got {list(record.shape)} "
-            f"{record.dtype}, strides {record.stride()}"
+            f"a stored state of this layout is [{layout.num_bytes}] torch.uint8, contiguous; got {list(stored.shape)} "
+            f"{stored.dtype}, strides {stored.stride()}"
         )
     expected = [part.name for part in layout.tensors]
     if set(slot) != set(expected):

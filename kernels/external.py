@@ -9,7 +9,7 @@ What must stay true:
 * Importing this module imports neither package. One that is installed but cannot be imported counts as not there.
 * Numbers are kept for tensors in the same memory and of the same version. The version counts what torch writes; it
   does not see what a kernel or the replay of a CUDA graph writes. Inference tensors have none, so nothing is kept for
-  them: a caller that makes a step's tensors inside `torch.inference_mode` waits in every layer.
+  them: a step whose tensors are made inside `torch.inference_mode` waits in every layer.
 * The bits of a result may depend on the batch, and on what the package's autotuner found.
 """
 
@@ -167,7 +167,7 @@ def external_causal_conv1d(
 
 
 class _Wave(NamedTuple):
-    """One segment of every request that has that many.
+    """One segment of every request that has that number of them.
 
     Attributes:
         tokens: the tokens of the segments; None: all there are, in order.

@@ -84,7 +84,15 @@ class HybridCache:
         self.memory: CacheMemory = memory
         max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
         policy = policy_of(config.eviction)
-        self.tree: Tree = Tree(config.page_size, config.grid, policy, memory.prices, max_ghosts, config.seed)
+        self.tree: Tree = Tree(
+            config.page_size,
+            config.grid,
+            policy,
+            memory.prices,
+            max_ghosts=max_ghosts,
+            seed=config.seed,
+            priority_cap=config.priority_cap,
+        )
         self._digests = _digests(memory) if config.verify_contents else None
         self.leases: set[Lease] = set()
         self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self._digests, on_evict)

@@ -86,8 +86,8 @@ class Capturer:
     def _is_admitted(self, lease: Lease, num_tokens: int, kind: Kind) -> bool:
         """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
         it missed."""
-        usage = lease.lost.setdefault(num_tokens, self._tree.new_usage(kind, lease.turn))
-        usage.priority = max(usage.priority, lease.priority)
+        usage = lease.lost.setdefault(num_tokens, self._tree.new_usage(kind, lease.turn, lease.key.namespace))
+        usage.raise_priority(lease.priority)
         above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
         node = lease.page_lock.node if lease.page_lock is not None else None
         if node is not None and (node.slot is None or node.end >= num_tokens):

@@ -45,6 +45,8 @@ class CacheConfig:
         deterministic: make the output of a hit bitwise that of a cold run, whatever else is in the batch.
             None: on for CPU, off for GPU.
         seed: seed of the eviction policy's random samples.
+        priority_cap: how far the priorities of one namespace reach across to others, in steps that each double what a
+            checkpoint is worth to "lhd". 0: a request's priority weighs against requests of its own namespace only.
         verify_contents: take a digest of each page and checkpoint when it is committed, so that `audit(contents=True)`
             can find what was changed since. Reads everything that is committed once; off, it costs nothing.
 
@@ -62,6 +64,7 @@ class CacheConfig:
     state_dtype: str = "float32"
     deterministic: bool | None = None
     seed: int = 0
+    priority_cap: int = 0
     verify_contents: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +72,9 @@ class CacheConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= 4096 or value & (value - 1):
                 raise ArgumentError(f"CacheConfig: {name} must be a power of two from 1 to 4096, got {value!r}")
+        cap = self.priority_cap
+        if isinstance(cap, bool) or not isinstance(cap, int) or not 0 <= cap <= 100:
+            raise ArgumentError(f"CacheConfig: priority_cap must be an integer from 0 to 100, got {cap!r}")
         if self.state_share is not None and not 0 < self.state_share < 1:
             raise ArgumentError(f"CacheConfig: state_share must be between 0 and 1, got {self.state_share!r}")
         names = self.placement.split(",") if isinstance(self.placement, str) else self.placement

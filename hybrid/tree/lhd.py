@@ -147,7 +147,7 @@ class LearnedHitDensity(Policy):
         age = facts.age
         density = table[BIN_OF[age] if age < LAST_AGE else BINS - 1]
         value = density * facts.tokens_saved / facts.bytes_freed
-        return value * 2.0**facts.priority if facts.priority else value
+        return value * facts.priority_weight
 
     # What happens
 

@@ -28,6 +28,19 @@ class Kind(StrEnum):
 
 
 @dataclass(slots=True)
+class Priorities:
+    """The priorities of a namespace.
+
+    Attributes:
+        cap: steps of priority by which its checkpoints may outweigh those of other namespaces.
+        highest: the highest that a request of the namespace gave, 0 at least.
+    """
+
+    cap: int
+    highest: int = 0
+
+
+@dataclass(slots=True)
 class NodeUsage:
     """How a node has been used.
 
@@ -38,6 +51,7 @@ class NodeUsage:
         kind: why its checkpoint was put there.
         used_at: number of requests that had come when it was last used.
         priority: the highest that a request gave it.
+        priorities: those of its namespace; None: it is compared with no other.
         turn: number of turn ends before it on its path.
         notes: the policy's own data.
     """
@@ -50,6 +64,13 @@ class NodeUsage:
     priority: int = 0
     turn: int = 0
     notes: Any = None
+    priorities: Priorities | None = None
+
+    def raise_priority(self, priority: int) -> None:
+        """A request gives the checkpoint a priority."""
+        self.priority = max(self.priority, priority)
+        if self.priorities is not None:
+            self.priorities.highest = max(self.priorities.highest, priority)
 
 
 DIGEST_BYTES = 8
@@ -244,13 +265,18 @@ class Inserted(NamedTuple):
 
 
 class Root(Node):
-    """The empty prefix of a namespace. Owns nothing."""
+    """The empty prefix of a namespace. Owns nothing.
 
-    __slots__ = ("namespace",)
+    Attributes:
+        priorities: of the namespace, for as long as it holds something.
+    """
 
-    def __init__(self, namespace: str, usage: NodeUsage) -> None:
+    __slots__ = ("namespace", "priorities")
+
+    def __init__(self, namespace: str, usage: NodeUsage, priorities: Priorities) -> None:
         super().__init__(None, Run(0, 1, b"", array("i")), 0, 0, usage)
-        self.namespace = namespace
+        self.namespace: str = namespace
+        self.priorities: Priorities = priorities
 
 
 @dataclass(slots=True)

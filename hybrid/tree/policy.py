@@ -16,6 +16,10 @@ Order = Literal["rising", "any"]
 """How a use of a candidate changes its rank: "rising" never lowers it, "any" may."""
 
 
+MAX_STEPS = 1000
+"""Powers of two of a priority's weight, as far as a float has them."""
+
+
 class PolicyWarning(UserWarning):
     """An eviction policy raised or returned something that is not a number, and LRU took over."""
 
@@ -31,6 +35,8 @@ class Facts:
         hits: number of requests that resumed from it.
         turn: number of turn ends before it on its path: the number of its turn in a conversation.
         priority: the highest that a request gave it; 0 by default.
+        priority_weight: how many times as much it is worth for its priority: twice as much for each step within its
+            namespace, and up to `CacheConfig.priority_cap` steps in comparison with other namespaces.
         created, last_used: ticks of a clock that advances with every insert and use; `last_used` is 0 for a spare
             checkpoint that no request has used yet.
         num_tokens: number of tokens from the start of the prompt to the checkpoint.
@@ -94,6 +100,16 @@ class Facts:
     @property
     def priority(self) -> int:
         return self._usage.priority
+
+    @property
+    def priority_weight(self) -> float:
+        """The most important checkpoints of a namespace weigh as much as those of others, or up to the cap more; the
+        rest of the namespace weighs less by as many steps as its priority is lower."""
+        usage = self._usage
+        steps, priorities = usage.priority, usage.priorities
+        if priorities is not None and priorities.highest:
+            steps += min(priorities.highest, priorities.cap) - priorities.highest
+        return 2.0 ** max(-MAX_STEPS, min(MAX_STEPS, steps)) if steps else 1.0
 
     @property
     def created(self) -> int:

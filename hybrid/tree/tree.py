@@ -38,6 +38,7 @@ from hybrid.tree.node import (
     Node,
     NodeUsage,
     PageLock,
+    Priorities,
     Released,
     Root,
     StateLock,
@@ -56,6 +57,7 @@ class Tree:
         prices: bytes of a page and of a checkpoint, for policies that use them.
         max_ghosts: maximum number of evicted prefixes to remember, in blocks of the grid.
         seed: seed of the random samples of candidates.
+        priority_cap: steps of priority by which checkpoints may outweigh those of other namespaces.
 
     Attributes:
         locks: what is protected from eviction, and how much.
@@ -74,6 +76,7 @@ class Tree:
         prices: Prices = Prices(),  # noqa: B008 - it is frozen
         max_ghosts: int = 1 << 16,
         seed: int = 0,
+        priority_cap: int = 0,
     ) -> None:
         assert grid % page_size == 0
         self.page_size = page_size
@@ -82,6 +85,7 @@ class Tree:
         self.candidates: Candidates = Candidates(policy, prices, seed)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
+        self._priority_cap = priority_cap
         self.locks: Locks = Locks()
         self.forest: Forest = Forest(page_size, grid, self.locks.covers)
         self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
@@ -283,7 +287,7 @@ class Tree:
         end = num_tokens * TOKEN_BYTES
         tick = next(self._ticks)
         usage = self._usage(tick, checkpoint.kind) if checkpoint is not None else None
-        root = self.forest.roots.get(key.namespace) or Root(key.namespace, self._usage(tick))
+        root = self._root(key.namespace, tick)
         node: Node = root
         offset = 0
         if below is not None and below.end <= num_tokens:
@@ -300,14 +304,7 @@ class Tree:
                 ids, own_pages = key.ids[offset:end], pages[offset // self._page_bytes :]
                 node = self._grow(node, ids, own_pages, self._usage(tick), below)
                 self.forest.roots[key.namespace] = root
-            adopted = checkpoint is not None and node.slot is None
-            if checkpoint is not None and usage is not None:
-                if adopted:
-                    self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
-                node.usage.priority = max(node.usage.priority, checkpoint.priority)
-            elif past is not None and node.slot is None and not node.lost_checkpoint:
-                node.usage, node.lost_checkpoint = past, True
-                self.candidates.entered(node)
+            adopted = self._enter(node, root, checkpoint, usage, past)
         except BaseException:
             if lower is not None and lower.parent is not None:
                 self.forest.join(lower.parent)
@@ -332,6 +329,27 @@ class Tree:
             self.candidates.changed(node)
         return leaf
 
+    def _root(self, namespace: str, tick: int) -> Root:
+        root = self.forest.roots.get(namespace)
+        return root or Root(namespace, self._usage(tick), Priorities(self._priority_cap))
+
+    def _enter(
+        self, node: Node, root: Root, checkpoint: Checkpoint | None, usage: NodeUsage | None, past: NodeUsage | None
+    ) -> bool:
+        """Give a node what an insert brought for it. Returns whether the checkpoint was adopted."""
+        adopted = checkpoint is not None and node.slot is None
+        if checkpoint is not None and usage is not None:
+            if adopted:
+                self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
+            node.usage.priorities = root.priorities
+            node.usage.raise_priority(checkpoint.priority)
+        elif past is not None and node.slot is None and not node.lost_checkpoint:
+            node.usage, node.lost_checkpoint = past, True
+            past.priorities = root.priorities
+            past.raise_priority(past.priority)
+            self.candidates.entered(node)
+        return adopted
+
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
         tick = usage.created
@@ -347,10 +365,11 @@ class Tree:
     def _usage(self, tick: int, kind: Kind = Kind.PAGES) -> NodeUsage:
         return NodeUsage(tick, tick, 0, kind, self.candidates.now)
 
-    def new_usage(self, kind: Kind, turn: int) -> NodeUsage:
+    def new_usage(self, kind: Kind, turn: int, namespace: str) -> NodeUsage:
         """The usage of a checkpoint that is not stored yet."""
-        now = self.candidates.now
-        return NodeUsage(0, 1, 0, kind, now, turn=turn)
+        root = self.forest.roots.get(namespace)
+        priorities = root.priorities if root is not None else Priorities(self._priority_cap)
+        return NodeUsage(0, 1, 0, kind, self.candidates.now, turn=turn, priorities=priorities)
 
     def admits(self, usage: NodeUsage, num_tokens: int, above: int, only_its_own: bool, tails_help: bool) -> bool:
         """Whether a checkpoint that is not stored yet is worth more than what would be evicted for it.

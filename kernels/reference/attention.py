@@ -31,8 +31,8 @@ def paged_attention(
         block_table: `[R, max_pages]` page ids of each request in order.
         cu_seqlens: `[R + 1]` where each request's new tokens begin.
         seq_lens: `[R]` tokens of each request, new ones included; 0: the request is none, its output zeros.
-        num_splits: number of pieces of the keys of a request, which a GPU computes in parallel; None: as many
-            as keep it busy, and then the last bits depend on the batch. Here there are no pieces.
+        num_splits: number of pieces in which the keys of a request are taken, which a GPU computes side by side; None:
+            as many as keep it busy, and then the last bits depend on the batch. Here there are no pieces.
         visible: `[T, N]` bool, whether a new token sees the n-th new token of its own request, for drafts that form a
             tree; None: it sees those up to itself. The prefix before them it sees in any case.
 

@@ -15,7 +15,7 @@ def causal_conv1d(
     state_write: Tensor,
     captures: Tensor,
 ) -> Tensor:
-    """Depthwise causal convolution with silu over a packed batch, each request going on from its window.
+    """Depthwise causal convolution with silu over a packed batch, each request continuing from its window.
 
     Args:
         x: `[T, channels]`.
@@ -23,7 +23,7 @@ def causal_conv1d(
         state: one layer's windows, `[slots, width - 1, channels]`: the last inputs of a sequence, oldest first;
             written.
         state_read, state_write: `[R]` slots.
-        captures: `[C, 3]` rows of (request, n, slot): the window after the first n of its new tokens goes to the
+        captures: `[C, 3]` rows of (request, new tokens, slot): the window after `new tokens` goes to the
             slot too.
 
     Returns:

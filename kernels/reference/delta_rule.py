@@ -20,7 +20,7 @@ def chunk_gated_delta_rule(
     captures: Tensor,
     chunk_size: int,
 ) -> Tensor:
-    """The gated delta rule over a packed batch, chunk by chunk, each request going on from its state.
+    """The gated delta rule over a packed batch, chunk by chunk, each request continuing from its state.
 
     S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T and o_t = S_t q_t / sqrt(key_dim), with q and k
     l2-normalised, in the chunked form of Yang et al., "Gated Delta Networks" (2024). Every request's tokens begin at a
@@ -33,7 +33,7 @@ def chunk_gated_delta_rule(
         beta: `[T, value_heads]`, how much of the old value is replaced.
         state: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
         state_read, state_write: `[R]` slots.
-        captures: `[C, 3]` rows of (request, n, slot): the state after the first n of its new tokens, a multiple of
+        captures: `[C, 3]` rows of (request, new tokens, slot): the state after `new tokens`, a multiple of
             `chunk_size`, goes to the slot too.
 
     Returns:

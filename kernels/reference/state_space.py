@@ -48,7 +48,7 @@ def chunk_state_space(
     captures: Tensor,
     chunk_size: int,
 ) -> Tensor:
-    """The rule over a packed batch, chunk by chunk, each request going on from its state. All arithmetic is fp32.
+    """The rule over a packed batch, chunk by chunk, each request continuing from its state. All arithmetic is fp32.
 
     Args:
         x: `[T, heads, head_dim]`.

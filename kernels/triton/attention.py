@@ -19,15 +19,15 @@ from torch import Tensor
 
 from hybrid.kernels.triton.common.attention_tiles import (
     HOPPER_SHARED_MEMORY,
-    LEAST_PIECE,
-    MOST_DRAFTS,
-    MOST_SPLITS,
+    MAX_DRAFTS,
+    MAX_SPLITS,
+    MIN_PIECE,
     choose_splits,
     choose_tile,
 )
 from hybrid.kernels.triton.common.ragged import find_tile, max_tiles
 
-MOST_VISIBLE = 64
+MAX_VISIBLE = 64
 """New tokens of a request that `visible` may tell apart."""
 
 _MERGE_ELEMENTS = 4096
@@ -53,7 +53,7 @@ def paged_attention(
     `num_splits` also says what a token's bits may depend on:
         1: nothing but its own keys. Any batch takes the tile for prompts, so a piece of one token gives what it gives
             within a longer piece. This is for prompts.
-        more: its own keys and the length of its request. Up to `MOST_DRAFTS` tokens per request take the tile for
+        more: its own keys and the length of its request. Up to `MAX_DRAFTS` tokens per request take the tile for
             decoding. This is for decoding and drafts.
         None: the tile and the number of pieces follow from the size of the batch.
 
@@ -75,7 +75,7 @@ def paged_attention(
         tiles * kv_heads,
         _multiprocessors(query.device) * tile.resident,
         block_table.shape[1] * page_size,
-        num_tokens <= MOST_DRAFTS * num_requests,
+        num_tokens <= MAX_DRAFTS * num_requests,
     )
     pieces, weights = output, output
     if splits > 1:
@@ -109,11 +109,11 @@ def paged_attention(
         PAGE_SIZE=page_size,
         ROWS=tile.rows,
         KEYS=tile.keys,
-        LEAST_PIECE=LEAST_PIECE,
+        MIN_PIECE=MIN_PIECE,
         REQUESTS=1 if single else triton.next_power_of_2(num_requests),
         SINGLE=single,
         SPLIT=splits > 1,
-        TREE=MOST_VISIBLE if visible is not None else 0,
+        TREE=MAX_VISIBLE if visible is not None else 0,
         PRECISION="ieee" if query.dtype == torch.float32 else None,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -151,11 +151,11 @@ def _check(query: Tensor, cache: Tensor, scale: float, num_splits: int | None, v
         )
     if scale <= 0:
         raise ValueError(f"scale must be positive, not {scale}")
-    if num_splits is not None and not 1 <= num_splits <= MOST_SPLITS:
-        raise ValueError(f"num_splits must be None or from 1 to {MOST_SPLITS}, not {num_splits}")
-    if visible is not None and (visible.shape[1] > MOST_VISIBLE or visible.stride(1) != 1):
+    if num_splits is not None and not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"num_splits must be None or from 1 to {MAX_SPLITS}, not {num_splits}")
+    if visible is not None and (visible.shape[1] > MAX_VISIBLE or visible.stride(1) != 1):
         raise ValueError(
-            f"visible must be [T, N] with N at most {MOST_VISIBLE} and contiguous rows, not {tuple(visible.shape)} "
+            f"visible must be [T, N] with N at most {MAX_VISIBLE} and contiguous rows, not {tuple(visible.shape)} "
             f"with strides {visible.stride()}"
         )
 
@@ -226,7 +226,7 @@ def _attention(
     PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    LEAST_PIECE: tl.constexpr,
+    MIN_PIECE: tl.constexpr,
     REQUESTS: tl.constexpr,
     SINGLE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -258,7 +258,7 @@ def _attention(
     if TREE == 0:
         end = tl.minimum(length, prefix + (tile * ROWS + ROWS - 1) // GROUP + 1)
     if SPLIT:
-        piece = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), KEYS) * KEYS, LEAST_PIECE)
+        piece = tl.maximum(tl.cdiv(tl.cdiv(length, num_splits), KEYS) * KEYS, MIN_PIECE)
         first = split * piece
         end = tl.minimum(end, first + piece)
         output += split.to(tl.int64) * num_tokens * HEADS * HEAD_DIM

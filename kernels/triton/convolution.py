@@ -1,4 +1,4 @@
-"""The causal convolution of prefill: a ragged batch of new tokens, each request going on from its window.
+"""The causal convolution of prefill: a ragged batch of new tokens, each request continuing from its window.
 
 Two launches. The first computes the outputs and only reads windows; the second writes windows. A request may write the
 slot that it reads, and the windows that it leaves may reach back into that one. So nothing is written while outputs are

@@ -33,10 +33,10 @@ from torch import Tensor
 from hybrid.kernels.triton.common.ragged import find_tile, max_tiles
 from hybrid.kernels.triton.common.split import dot_halves, dot_narrow, dot_wide, halves
 
-LEAST_CHUNK = 16
+MIN_CHUNK = 16
 """Tokens of the smallest chunk: tensor cores multiply no less."""
 
-LEAST_BATCH = 32
+MIN_BATCH = 32
 """Up to this number of requests, and of captures, all batches run the same compiled code."""
 
 
@@ -85,9 +85,9 @@ def chunk_gated_delta_rule(
     """
     tiles = TILES.get(q.dtype, FP32_TILES)
     chunk = min(chunk_size & -chunk_size, tiles.chunk)  # the largest power of two that divides it
-    if chunk < LEAST_CHUNK:
+    if chunk < MIN_CHUNK:
         raise ValueError(
-            f"chunk_size must be a multiple of {LEAST_CHUNK}, got {chunk_size}; use 64, or set "
+            f"chunk_size must be a multiple of {MIN_CHUNK}, got {chunk_size}; use 64, or set "
             "HYBRID_KERNELS=reference for chunks of any size"
         )
     tokens, value_heads, value_dim = v.shape
@@ -106,7 +106,7 @@ def chunk_gated_delta_rule(
         "KEY_DIM": key_dim,
         "KEYS": max(triton.next_power_of_2(key_dim), 16),
         "CHUNK": chunk,
-        "REQUESTS": max(triton.next_power_of_2(requests), LEAST_BATCH),
+        "REQUESTS": max(triton.next_power_of_2(requests), MIN_BATCH),
         "SPLIT": tiles.split,
     }
     _within_chunks[(chunks * value_heads,)](
@@ -127,7 +127,7 @@ def chunk_gated_delta_rule(
         *g.stride(),
         *beta.stride(),
         *captures.stride(),
-        CAPTURES=max(triton.next_power_of_2(num_captures), LEAST_BATCH),
+        CAPTURES=max(triton.next_power_of_2(num_captures), MIN_BATCH),
         **common,
         num_warps=4,
     )

@@ -7,7 +7,7 @@ that its columns need; all programs of a key head do the same convolution.
 What must stay true:
 * q's and k's windows are read by all programs of a key head, and a request usually writes the slot that it reads. So
   none writes them before all have read: each program counts itself in when it has, and the last to do so writes
-  them. Nobody waits. v's windows and the state's columns belong to one program.
+  them. No program waits. v's windows and the state's columns belong to one program.
 * A program writes no window before it has read all that its tokens need. Where the inputs before a token lie is
   therefore looked up as of before the launch: in `mixed` where a token of the launch wrote the slot, else in the slot.
 * A tile's shape and arithmetic do not depend on the batch, only how many of them a program has. So a request's bits do
@@ -102,7 +102,7 @@ def gated_delta_step(
 
 @cache  # never let go: captured graphs hold the address
 def _arrivals(device: torch.device, pool: int, count: int) -> Tensor:
-    """Zeros, one per slot and key head: how many programs have read the windows that continue in the slot. Every launch
+    """Zeros, one per slot and key head: how many programs have read the windows that go on in the slot. Every launch
     leaves zeros. Each pool has its own, so that launches which may run side by side share none."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("gated_delta_step must run once with these pools before a CUDA graph captures it")

@@ -36,7 +36,7 @@ MIN_SPAN = 4096
 
 
 class Tile(NamedTuple):
-    """Rows, columns and inner elements of a program's step, and options of the compiler."""
+    """Rows, columns and inner elements of a program's step, and the options of the compiler."""
 
     rows: int
     columns: int
@@ -132,8 +132,8 @@ def _decoded_rows(x: Tensor, weight: Tensor, output: Tensor) -> None:
 
 @lru_cache(maxsize=256)
 def prompt_tile(columns: int, element_size: int) -> Tile:
-    """The tile of prompt rows for a weight with this number of outputs. A wide one saves L2 traffic, narrow ones spread
-    a weight with fewer outputs over the device."""
+    """The tile of prompt rows for a weight of this number of outputs. A wide one spares L2, narrow ones spread a weight
+    with fewer outputs over the device."""
     if element_size == 4:
         return Tile(64, 64, 32, 8, 3)
     if columns >= 8192:
@@ -143,7 +143,7 @@ def prompt_tile(columns: int, element_size: int) -> Tile:
 
 @lru_cache(maxsize=256)
 def decode_tile(rows: int, columns: int, element_size: int) -> Tile:
-    """The tile of a number of decoded rows for a weight with a number of outputs.
+    """The tile of this number of decoded rows for a weight of this number of outputs.
 
     `inner` decides bits and depends on the type alone. More rows go with more columns: what a program reads of `x`
     comes out of L2, whose speed is the limit there.

@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrid.kernels import reference
 from hybrid.kernels.triton import attention
 from hybrid.kernels.triton.common import attention_tiles
-from hybrid.kernels.triton.common.attention_tiles import HOPPER_SHARED_MEMORY, LEAST_PIECE, choose_splits, choose_tile
+from hybrid.kernels.triton.common.attention_tiles import HOPPER_SHARED_MEMORY, MIN_PIECE, choose_splits, choose_tile
 from support.tensors import ints, same_bits, starts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,7 +205,7 @@ def test_no_tokens_give_nothing() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "requests",
-    [[(LEAST_PIECE - 1, 1), (LEAST_PIECE, 1), (1100, 1)], [(600, 3), (20, 2)], [(530, 9)]],
+    [[(MIN_PIECE - 1, 1), (MIN_PIECE, 1), (1100, 1)], [(600, 3), (20, 2)], [(530, 9)]],
     ids=["decodes", "drafts", "prompts"],
 )
 def test_keys_in_several_pieces_give_the_same(
@@ -279,7 +279,7 @@ def test_large_scores_do_not_overflow() -> None:
     ("change", "message"),
     [
         (lambda batch: {"num_splits": 0}, "num_splits must be"),
-        (lambda batch: {"num_splits": attention_tiles.MOST_SPLITS + 1}, "num_splits must be"),
+        (lambda batch: {"num_splits": attention_tiles.MAX_SPLITS + 1}, "num_splits must be"),
         (lambda batch: {"scale": -1.0}, "scale must be positive"),
         (lambda batch: {"query": batch.query.half()}, "head_dim and dtype must be equal"),
         (lambda batch: {"query": batch.query[:, :3]}, "heads a multiple of kv_heads"),
@@ -302,7 +302,7 @@ def test_what_it_cannot_take_is_refused(change, message: str) -> None:  # type: 
 def test_a_tile_that_a_number_of_splits_fixes_does_not_depend_on_the_batch(head_dim: int, dtype: torch.dtype) -> None:
     def tiles(batches: list[tuple[int, int]], num_splits: int) -> int:
         found = {choose_tile(*sizes, 4, head_dim, dtype, num_splits, HOPPER_SHARED_MEMORY) for sizes in batches}
-        assert all(LEAST_PIECE % tile.keys == 0 for tile in found)
+        assert all(MIN_PIECE % tile.keys == 0 for tile in found)
         return len(found)
 
     assert tiles([(1, 1), (64, 64), (8, 1), (100, 64)], num_splits=8) == 1

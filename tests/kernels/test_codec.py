@@ -46,7 +46,7 @@ def random_slots() -> list[dict[str, Tensor]]:
     return slots
 
 
-def record_of(layout: StoredLayout, slot: dict[str, Tensor]) -> Tensor:
+def stored_state_of(layout: StoredLayout, slot: dict[str, Tensor]) -> Tensor:
     record = torch.full((layout.num_bytes,), 0xAB, dtype=torch.uint8)
     store(layout, slot, record)
     return record
@@ -55,7 +55,7 @@ def record_of(layout: StoredLayout, slot: dict[str, Tensor]) -> Tensor:
 def there_and_back(layout: StoredLayout, slot: dict[str, Tensor]) -> dict[str, Tensor]:
     """What a slot is after it was stored and restored."""
     target = {name: torch.full_like(tensor, NAN) for name, tensor in slot.items()}
-    restore(layout, record_of(layout, slot), target)
+    restore(layout, stored_state_of(layout, slot), target)
     return target
 
 
@@ -147,7 +147,7 @@ def test_an_int8_record_quantises_what_is_recurrent_and_rounds_the_rest() -> Non
 @every_kind
 def test_what_was_restored_once_is_stored_again_bit_by_bit(stored_as: str) -> None:
     layout, slot = layout_of(stored_as), random_slots()[2]
-    assert same_bits(record_of(layout, there_and_back(layout, slot)), record_of(layout, slot))
+    assert same_bits(stored_state_of(layout, there_and_back(layout, slot)), stored_state_of(layout, slot))
 
 
 @every_kind
@@ -167,7 +167,7 @@ def test_a_slot_may_have_any_strides(stored_as: str) -> None:
     layout, slot = layout_of(stored_as), random_slots()[2]
     wide = {name: torch.stack((tensor, torch.full_like(tensor, NAN)), dim=-1) for name, tensor in slot.items()}
     strided = {name: tensor[..., 0] for name, tensor in wide.items()}
-    record, expected = record_of(layout, strided), there_and_back(layout, slot)
+    record, expected = stored_state_of(layout, strided), there_and_back(layout, slot)
     for tensor in strided.values():
         tensor.fill_(NAN)
     restore(layout, record, strided)
@@ -178,9 +178,9 @@ def test_a_slot_may_have_any_strides(stored_as: str) -> None:
 @pytest.mark.parametrize("num_bytes", [1, 2 * 4 * 10 * 17 * 4])
 def test_layers_are_quantised_alike_however_many_go_together(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, slot = layout_of("int8"), random_slots()[2]
-    expected = record_of(layout, slot)
+    expected = stored_state_of(layout, slot)
     monkeypatch.setattr(codec, "PIECE_BYTES", num_bytes)
-    assert same_bits(record_of(layout, slot), expected)
+    assert same_bits(stored_state_of(layout, slot), expected)
 
 
 @every_kind
@@ -215,7 +215,7 @@ def test_what_does_not_fit_the_layout_is_refused_before_anything_is_written() ->
     with pytest.raises(ValueError, match=r"one of 'float32', 'bfloat16', 'int8'; got 'int4'"):
         layout_of("int4")
     for wrong in (record[1:], record.view(2, -1), record.view(torch.int8), torch.zeros(2 * len(record)).byte()[::2]):
-        with pytest.raises(ValueError, match="a record of this layout is"):
+        with pytest.raises(ValueError, match="a stored state of this layout is"):
             store(layout, slot, wrong)
     with pytest.raises(ValueError, match=r"has the tensors \['conv', 'recurrent'\]; got \['recurrent'\]"):
         store(layout, {"recurrent": slot["recurrent"]}, record)
@@ -240,7 +240,7 @@ def test_a_model_that_goes_on_from_a_stored_state_says_almost_the_same(tiny: Any
     layout = layout_of(stored_as, engine.model.spec(engine.model.config, torch.float32))
     for slot in [node.slot for _, node in engine.cache.tree.nodes() if node.slot is not None]:
         state = {name: tensor[slot] for name, tensor in engine.cache.state_tensors.items()}
-        restore(layout, record_of(layout, state), state)
+        restore(layout, stored_state_of(layout, state), state)
     exact, near = cold(tiny, tokens[: end + 1], params), answer(engine, tokens[: end + 1], params)
     assert (near.usage.cached_tokens, near.token_ids) == (end, exact.token_ids)
     assert exact.logprobs is not None and near.logprobs is not None

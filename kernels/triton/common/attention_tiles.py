@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-LEAST_PIECE = 256
+MIN_PIECE = 256
 """Keys below which another piece costs more than it gives; a multiple of every tile's keys."""
-MOST_SPLITS = 128
-MOST_DRAFTS = 8
+MAX_SPLITS = 128
+MAX_DRAFTS = 8
 """New tokens per request up to which a batch counts as decoding."""
 HOPPER_SHARED_MEMORY = 232448
 """Bytes of shared memory that a program may have on an H100 or H200."""
@@ -54,7 +54,7 @@ def choose_tile(
         group: query heads per KV head.
         shared_memory: bytes that a program may have.
     """
-    decoding = num_splits != 1 and num_tokens <= MOST_DRAFTS * num_requests
+    decoding = num_splits != 1 and num_tokens <= MAX_DRAFTS * num_requests
     rows = triton.cdiv(num_tokens, num_requests) * group
     if decoding and (rows <= 16 or num_splits is not None or num_tokens == num_requests):
         return _decode_tile(group, head_dim, dtype.itemsize)
@@ -96,4 +96,4 @@ def choose_splits(programs: int, slots: int, width: int, decoding: bool) -> int:
         wanted = max(2 * slots // programs, min(_LONG_SPLITS, width // _LONG_PIECE))
     else:
         wanted = 2 * slots // programs if programs < slots else 1
-    return max(1, min(wanted, width // LEAST_PIECE, MOST_SPLITS))
+    return max(1, min(wanted, width // MIN_PIECE, MAX_SPLITS))

@@ -1,7 +1,7 @@
 """How a grid of programs covers a packed batch: which request, and which tile of it, is a program's.
 
 The number of tiles of each request is known on the device only. A grid of `max_tiles` programs is large enough for any
-batch of that number of tokens and requests; programs that are left over find no request and end.
+batch of that number of tokens and requests; surplus programs find no request and end.
 """
 
 import triton
