@@ -34,6 +34,7 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, OwnershipError
+from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
@@ -401,7 +402,8 @@ class HybridCache:
     def clear(self) -> None:
         """Evict everything that no running request needs and no pin protects."""
         self._refuse_other_threads()
-        self.allocator.evict(self.tree.evict_all)
+        with deferred_interrupts():
+            self.allocator.evict(self.tree.evict_all)
 
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""
