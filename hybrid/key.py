@@ -106,7 +106,7 @@ class Unit:
 
 
 MIN_UNIT_PAGE = 8
-"""The smallest page in which a unit can be told from others with at least 128 bits: an id holds 31 of them."""
+"""The smallest page in which a unit is distinguished from others by at least 128 bits: an id holds 31 of them."""
 
 UNSHARED = 2**62
 """The end of a span after which nothing is shared."""
