@@ -76,7 +76,7 @@ def check_namespace(namespace: object) -> None:
         raise ArgumentError(f"a namespace must be a string, got {namespace!r}; use str() or leave it out")
 
 
-def common_prefix(a: bytes, b: bytes, a_start: int, b_start: int, step: int, limit: int) -> int:
+def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, step: int, limit: int) -> int:
     """Length in bytes of the common prefix of `a[a_start:]` and `b[b_start:]`: a multiple of `step`, up to `limit`.
 
     A binary search with memcmp: 128k tokens take a few microseconds.
