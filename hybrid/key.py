@@ -76,7 +76,7 @@ def check_namespace(namespace: object) -> None:
         raise ArgumentError(f"a namespace must be a string, got {namespace!r}; use str() or leave it out")
 
 
-def common_prefix(a: bytes, b: bytes, a_start: int, b_start: int, step: int, limit: int) -> int:
+def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, step: int, limit: int) -> int:
     """Length in bytes of the common prefix of `a[a_start:]` and `b[b_start:]`: a multiple of `step`, up to `limit`.
 
     A binary search with memcmp: 128k tokens take a few microseconds.
@@ -106,7 +106,7 @@ class Unit:
 
 
 MIN_UNIT_PAGE = 8
-"""The smallest page in which a unit can be told from others with at least 128 bits: an id holds 31 of them."""
+"""The smallest page in which a unit is distinguished from others by at least 128 bits: an id holds 31 of them."""
 
 UNSHARED = 2**62
 """The end of a span after which nothing is shared."""

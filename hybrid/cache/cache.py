@@ -34,6 +34,7 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, OwnershipError
+from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
@@ -57,7 +58,7 @@ class HybridCache:
     Args:
         memory: the pages and state slots to manage; see `CacheMemory`. A memory belongs to one cache.
         config: page size, grid, eviction policy and placement. Its `memory`, `state_share` and `state_dtype` have been
-            used by whoever made the memory.
+            used by the caller that made the memory.
         on_evict: called with what is evicted, before it is freed; for tests and metrics. Must not call the cache.
 
     Raises:
@@ -305,7 +306,7 @@ class HybridCache:
     def discard(self, lease: Lease) -> None:
         """Void a lease whose pass failed, or yielded numbers that are not finite: the slots that were captured and not
         committed are freed, and nothing else of it can be committed, captured or advanced. What was committed before
-        stays. Close the lease when its request has been told.
+        stays. Close the lease when its request has ended.
         """
         self._refuse_closed(lease)
         lease.is_void = True
@@ -401,7 +402,8 @@ class HybridCache:
     def clear(self) -> None:
         """Evict everything that no running request needs and no pin protects."""
         self._refuse_other_threads()
-        self.allocator.evict(self.tree.evict_all)
+        with deferred_interrupts():
+            self.allocator.evict(self.tree.evict_all)
 
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""

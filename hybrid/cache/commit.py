@@ -21,7 +21,7 @@ class Committer:
     Args:
         tree: the new owner.
         memory: the pools.
-        allocator: allocates places of stored checkpoints; is told which node owns which pages.
+        allocator: allocates places of stored checkpoints; tracks which node owns which pages.
     """
 
     def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator) -> None:

@@ -31,7 +31,7 @@ class PassModel:
         outer: the model as it was given.
         generate: its method `generate`, as it was when this object was made.
         inner: the model of transformers inside it, which computes single passes.
-        versions: tells whether the model has changed.
+        versions: reports whether the model has changed.
         rope_deltas: positions that the model remembers outside of its cache.
         max_tokens: tokens up to which its rotary frequencies do not change.
     """

@@ -25,7 +25,7 @@ class ContentReader(Protocol):
 class Digests:
     """A digest of each page and checkpoint of the tree, taken when the tree becomes its owner.
 
-    Whoever moves contents moves their digests; a unit that is evicted loses its digest.
+    A caller that moves contents moves their digests; a unit that is evicted loses its digest.
 
     Args:
         reader: reads the contents.

@@ -21,7 +21,7 @@ class Forest:
     Args:
         page_size: tokens per page.
         grid: tokens between two positions at which prefixes are hashed.
-        covers: unions of paths that are told how nodes change.
+        covers: unions of paths that follow the changes of nodes.
 
     Attributes:
         roots: the root of each namespace that holds something.

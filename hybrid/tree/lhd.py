@@ -1,12 +1,12 @@
 """Learned hit density: the default policy.
 
 What a checkpoint is worth is the number of hits to come for the room and the time that it takes. Both are learned from
-what happens, for classes of checkpoints: why it was put there, whether something goes on below it, how often it was
+what happens, for classes of checkpoints: why it was put there, whether it has descendants, how often it was
 hit, how many turns lie before it. Time counts requests.
 
 * For each class and age (in half octaves) are counted the hits and the *exposure*: the requests that came while
   checkpoints of that class had that age. Their ratio is the hazard of a hit.
-* A checkpoint that was evicted, or not admitted, goes on being watched: its exposure counts, and so do the hits that it
+* A checkpoint that was evicted, or not admitted, is still watched: its exposure counts, and so do the hits that it
   would have had (`missed`). What is learned is therefore how prefixes are reused, not what this cache happened to keep,
   and a class that is always evicted can come back.
 * A class seldom seen borrows from the coarser one, down to a prior of 1 / (age + 10).
@@ -29,7 +29,7 @@ BINS = 27
 """Half octaves of age + 1: the last begins at about 8000 requests."""
 
 EXACT_HITS = 3
-"""So many hits are told apart exactly; more in half octaves."""
+"""Numbers of hits up to this one are distinguished exactly; larger ones in half octaves."""
 
 DISCOUNT = 0.01
 """Per request: what happens more than about a hundred requests from now counts little."""
@@ -41,7 +41,7 @@ NEIGHBOURS = 0.5
 """Weight of the bins on both sides of an age: ages are noisy."""
 
 FADING, REFIT = 0.9, 50
-"""Counts fade by this factor each time the tables are made anew, every so many requests."""
+"""Counts fade by this factor each time the tables are rebuilt."""
 
 EXPOSED_AT_ONCE = 96
 """Records whose exposure is brought up to date with each request: all of some thousands within a refit."""
@@ -121,7 +121,7 @@ class Counts:
 
 
 class LearnedHitDensity(Policy):
-    """The least hits to come for its room goes first, as learned from what was hit."""
+    """Evict the fewest expected hits per byte, as learned from past hits."""
 
     def __init__(self) -> None:
         self._now = 0
@@ -137,7 +137,7 @@ class LearnedHitDensity(Policy):
         return len(self._watched)
 
     def rank(self, facts: Facts) -> float:
-        if facts.last_used == 0:  # spare, and nobody has used it yet: before all others, the least useful first
+        if facts.last_used == 0:  # spare and not used yet: evicted before all others, the least useful first
             return -1.0 / (1 + facts.tokens_saved)
         record = facts.notes or self._record(facts)
         densities = self._densities
@@ -163,7 +163,7 @@ class LearnedHitDensity(Policy):
         self._change(record, facts)
 
     def changed(self, facts: Facts) -> None:
-        """Something goes on below it, or does not any more; or it is of another kind."""
+        """Whether it has descendants, or its kind, has changed."""
         record = facts.notes
         if record is not None:
             self._expose(record)

@@ -210,7 +210,7 @@ class Match(NamedTuple):
         branching_len: the deepest position on the grid, beyond `num_tokens`, that has pages and no checkpoint; None if
             there is none.
         checkpoint: the node whose checkpoint it is; None for the empty prefix.
-        deepest: the node of the last matched page; None when no page matched. Its edge may go on beyond the match.
+        deepest: the node of the last matched page; None when no page matched. Its edge may continue beyond the match.
     """
 
     num_tokens: int

@@ -2,7 +2,7 @@
 to.
 
 Each row and each of its experts make a *pair*. Pairs are sorted by expert, those of prompt rows before those of decoded
-rows; where a pair comes to lie is its *place*. An expert that somebody is routed to multiplies its pairs in one go, the
+rows; where a pair comes to lie is its *place*. An expert with pairs multiplies them in one go, the
 others' weights are not touched.
 
 How many pairs an expert has depends on everything else in the batch, and a BLAS picks its algorithm by the number of

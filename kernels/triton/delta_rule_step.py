@@ -102,7 +102,7 @@ def gated_delta_step(
 
 @cache  # never let go: captured graphs hold the address
 def _arrivals(device: torch.device, pool: int, count: int) -> Tensor:
-    """Zeros, one per slot and key head: how many programs have read the windows that go on in the slot. Every launch
+    """Zeros, one per slot and key head: how many programs have read the windows that continue in the slot. Every launch
     leaves zeros. Each pool has its own, so that launches which may run side by side share none."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("gated_delta_step must run once with these pools before a CUDA graph captures it")

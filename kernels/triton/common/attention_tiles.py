@@ -63,7 +63,7 @@ def choose_tile(
 
 
 def _decode_tile(group: int, head_dim: int, size: int) -> Tile:
-    """Few rows: the time goes into reading keys and values, so many bytes must be on their way at any time."""
+    """Few rows: the time goes into reading keys and values, so enough bytes must be on their way at any time."""
     rows = max(16, triton.next_power_of_2(group))
     width = head_dim * size
     if width <= 256:
