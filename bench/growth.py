@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from random import Random
 
-from common import Line, arguments, finish, machine
+from common import Line, arguments, finish, machine, timed
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
@@ -33,12 +32,7 @@ Work = Callable[[], object]
 
 def fastest(works: Iterator[Work], times: int = 30) -> float:
     """Microseconds of the fastest of some operations; making one ready is not counted."""
-    best = math.inf
-    for work, _ in zip(works, range(times), strict=False):
-        start = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - start)
-    return best * 1e6
+    return 1e6 * min(timed(work) for work, _ in zip(works, range(times), strict=False))
 
 
 def cache_of(num_pages: int, num_states: int, policy: str = "lru") -> HybridCache:
