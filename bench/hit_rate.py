@@ -203,9 +203,9 @@ def run(
     evicted = {what: getattr(stats, what) for what in ("evicted_checkpoints", "evicted_pages", "moved_pages")}
     micros = round(1e6 * spent / max(len(requests), 1), 1)
     details = {"requests": len(requests), **shares, "us_per_request": micros, **evicted}
-    losses = {what.replace("lost_", "lost: "): share for what, share in shares.items() if what.startswith("lost_")}
+    losses = {what: share for what, share in shares.items() if what.startswith("lost_")}
     title = f"{name}, endless memory" if math.isinf(budget_gb) else f"{name}, {budget_gb:g} GB"
-    medians = {**(known or {}), **losses}
+    medians = {**(known or {}), **{what.replace("lost_", "lost: ").replace("_", " "): x for what, x in losses.items()}}
     return Line(title, shares["hit"], target, part=geometry, medians=medians, unit="%", details=details)
 
 
