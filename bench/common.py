@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("numpy", "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d", "flashinfer-python")
+PACKAGES = ("numpy", "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d")
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,3 @@ def machine(**more: Any) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **more,
     }
-
-
-if __name__ == "__main__":  # what another Python of this machine has
-    print(json.dumps(machine()))

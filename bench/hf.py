@@ -1,11 +1,10 @@
 #!/usr/bin/env python
 """`hybrid.hf.PrefixCache` against transformers' plain `generate`, on the random Qwen3.5 of `bench/prefix_reuse.py`.
 
-    python bench/hf.py [--runs 5] [--threads 1] [--clock wall] [--json]
+    python bench/hf.py [--runs 5] [--threads 1] [--json]
 
 fp32, runs that alternate between the sides: medians, and for new prompts means over lengths that are spread evenly over
-a chunk. Each line is a ratio with the target it should reach. With `--clock cpu` seconds are those of this process, for
-a machine that other processes use too. Exit status 1 when a target is missed.
+a chunk. Each line is a ratio with the target it should reach. Exit status 1 when a target is missed.
 """
 
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Line, alternate, arguments, finish, machine
+from common import Line, alternate, arguments, finish, machine, timed
 from prefix_reuse import VOCAB, save_random_model
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
@@ -35,19 +34,16 @@ CHUNK = 256
 COLD = (1024, 4096)
 """Tokens of new prompts, and up to a chunk more."""
 
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-
 
 class Tokens(BaseStreamer):
     """Records when tokens came: `generate` puts the prompt, then one token after another."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._start = clock()
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
         self.seconds: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        self.seconds.append(self._clock() - self._start)
+        self.seconds.append(time.perf_counter() - self._start)
 
     def end(self) -> None:
         pass
@@ -56,25 +52,22 @@ class Tokens(BaseStreamer):
 class Sides:
     """transformers, and our cache in both modes."""
 
-    def __init__(self, model: Any, clock: Callable[[], float]) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.ours = PrefixCache(model, "512MiB")
         self.fine = PrefixCache(model, "512MiB", deterministic=False)
-        self._clock = clock
         self._generator = torch.Generator().manual_seed(1)
 
     def ids(self, count: int) -> Tensor:
         return torch.randint(3, VOCAB, (1, count), generator=self._generator)
 
     def first_token(self, generate: Callable[..., Any], prompt: Tensor) -> float:
-        streamer = Tokens(self._clock)
+        streamer = Tokens()
         generate(prompt, max_new_tokens=1, do_sample=False, streamer=streamer)
         return streamer.seconds[1]
 
     def answered(self, generate: Callable[..., Any], prompt: Tensor) -> float:
-        start = self._clock()
-        generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
-        return self._clock() - start
+        return timed(lambda: generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False))
 
     def two_turns(self) -> Tensor:
         """A chat of two turns, answered through both caches (the answers are the same within rounding)."""
@@ -123,14 +116,12 @@ def measure(sides: Sides, runs: int) -> list[Line]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, runs=5, threads=True)
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="which seconds are counted (default: wall)")
-    args = parser.parse_args()
+    args = arguments(__doc__, runs=5, threads=True).parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         model = save_random_model(Path(folder))
-    lines = measure(Sides(model, CLOCKS[args.clock]), args.runs)
-    return finish(lines, machine(), args.json, clock=args.clock)
+    lines = measure(Sides(model), args.runs)
+    return finish(lines, machine(), args.json)
 
 
 if __name__ == "__main__":

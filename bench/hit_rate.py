@@ -15,16 +15,14 @@ line is the token hit rate in percent. Exit status 1 when a target is missed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
-import pickle
 import sys
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import Line, arguments, finish, machine
@@ -64,39 +62,8 @@ Request = tuple[array, int]
 """Token ids of input and output, and how many of them are input."""
 
 
-@dataclass
-class Result:
-    """What a run saved, in percent of all input tokens, and what it lost of the tokens seen before.
-
-    Attributes:
-        hit: need not be computed.
-        lost_evicted: pages or a checkpoint were there and have been evicted.
-        lost_no_checkpoint: pages were there, and no checkpoint ever was.
-        lost_alignment: after the last multiple of the grid.
-        first_sight: never seen before.
-        us_per_request: microseconds of bookkeeping per request.
-    """
-
-    requests: int
-    hit: float
-    lost_evicted: float
-    lost_no_checkpoint: float
-    lost_alignment: float
-    first_sight: float
-    us_per_request: float
-    evicted_checkpoints: int
-    evicted_pages: int
-    moved_pages: int
-
-    def line(self, name: str, geometry: str, target: float | None, known: dict[str, float]) -> Line:
-        losses = ("evicted", "no_checkpoint", "alignment")
-        lost = {f"lost: {loss.replace('_', ' ')}": getattr(self, f"lost_{loss}") for loss in losses}
-        return Line(name, self.hit, target, part=geometry, medians={**known, **lost}, unit="%", details=asdict(self))
-
-
 def load_trace(name: str, folder: Path | None) -> list[Request]:
-    """The requests of a trace, by file or by name. A parsed copy is kept next to the file: parsing takes longer than a
-    run."""
+    """The requests of a trace, by file or by name."""
     path = Path(name)
     if not path.is_file():
         if folder is None:
@@ -104,9 +71,6 @@ def load_trace(name: str, folder: Path | None) -> list[Request]:
         path = folder / f"{name}.jsonl"
         if not path.is_file():
             sys.exit(f"no trace {path.name} in {folder}; generate it there, or give a file")
-    parsed = path.with_suffix(".parsed")
-    if parsed.is_file() and parsed.stat().st_mtime >= path.stat().st_mtime:
-        return pickle.loads(parsed.read_bytes())
     requests = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(tqdm(file, desc=f"reading {path.name}", unit="request", disable=None), 1):
@@ -116,8 +80,6 @@ def load_trace(name: str, folder: Path | None) -> list[Request]:
                 requests.append((ids + array("i", fields["output_tokens"]), len(ids)))
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 sys.exit(f"{path}, line {number}: not a request with input_tokens and output_tokens ({error!r})")
-    with contextlib.suppress(OSError):  # a folder that cannot be written: the trace is parsed again next time
-        parsed.write_bytes(pickle.dumps(requests))
     return requests
 
 
@@ -150,37 +112,23 @@ class NoStore:
         pass
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The cache that a trace is run on.
-
-    Attributes:
-        audit: run the cache's audit after every request.
-    """
-
-    kv_bytes: int
-    state_bytes: int
-    policy: str
-    placement: str
-    state_dtype: str
-    seed: int
-    audit: bool
-
-    def cache(self, budget_gb: float) -> HybridCache:
-        share = STORED_SHARE[self.state_dtype]
-        config = CacheConfig(
-            page_size=PAGE,
-            chunk_size=PAGE,
-            eviction=self.policy,
-            placement=self.placement,
-            state_dtype=self.state_dtype,
-            seed=self.seed,
-        )
-        if math.isinf(budget_gb):
-            return HybridCache(CacheMemory.of_indices(1 << 21, 1 << 19), config)
-        store = None if share is None else NoStore(int(share * self.state_bytes))
-        memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * self.kv_bytes, self.state_bytes, store=store)
-        return HybridCache(memory, config)
+def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> HybridCache:
+    """The cache that a trace is run on."""
+    config = CacheConfig(
+        page_size=PAGE,
+        chunk_size=PAGE,
+        eviction=args.policy,
+        placement=args.placement,
+        state_dtype=args.state_dtype,
+        seed=args.seed,
+    )
+    if math.isinf(budget_gb):
+        return HybridCache(CacheMemory.of_indices(1 << 21, 1 << 19), config)
+    kv_bytes, state_bytes = (args.kv_bytes, args.state_bytes) if geometry == "custom" else GEOMETRIES[geometry]
+    share = STORED_SHARE[args.state_dtype]
+    store = None if share is None else NoStore(int(share * state_bytes))
+    memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * kv_bytes, state_bytes, store=store)
+    return HybridCache(memory, config)
 
 
 def serve(cache: HybridCache, key: Key, num_input: int) -> int:
@@ -214,11 +162,25 @@ def serve(cache: HybridCache, key: Key, num_input: int) -> int:
     return hit
 
 
-def run(setting: Setting, name: str, requests: Sequence[Request], budget_gb: float) -> Result:
-    """Run a trace through the bookkeeping."""
-    cache, known = setting.cache(budget_gb), Known()
-    asked = hits = evicted = missing = unaligned = new = 0
-    spent = 0.0
+def run(
+    args: argparse.Namespace,
+    name: str,
+    requests: Sequence[Request],
+    geometry: str,
+    budget_gb: float,
+    target: float | None = None,
+    known: dict[str, float] | None = None,
+) -> Line:
+    """Run a trace through the bookkeeping.
+
+    Returns:
+        What it saved, in percent of all input tokens. The details say what was lost of the tokens seen before: to
+        pages or a checkpoint that have been evicted, to pages that never had a checkpoint, and after the last multiple
+        of the grid; what was never seen before; and microseconds of bookkeeping per request.
+    """
+    cache, everything = cache_of(args, geometry, budget_gb), Known()
+    tokens = dict.fromkeys(("hit", "lost_evicted", "lost_no_checkpoint", "lost_alignment", "first_sight"), 0)
+    asked, spent = 0, 0.0
     for ids, num_input in tqdm(requests, desc=f"{name} {budget_gb:g} GB", unit="request", disable=None, leave=False):
         key, limit = Key.of(ids), num_input - 1
         found = cache.tree.peek(key, limit)
@@ -226,20 +188,25 @@ def run(setting: Setting, name: str, requests: Sequence[Request], budget_gb: flo
         start = time.perf_counter()
         hit = serve(cache, Key.of(ids), num_input)
         spent += time.perf_counter() - start
-        seen = known.add(key, limit)
+        seen = everything.add(key, limit)
         whole = seen // cache.config.grid * cache.config.grid
         asked += num_input
-        hits += hit
-        evicted += max(0, whole - max(pages, hit)) + (pages - hit if lost and pages > hit else 0)
-        missing += pages - hit if not lost and pages > hit else 0
-        unaligned += seen - whole
-        new += num_input - seen
-        if setting.audit:
+        tokens["hit"] += hit
+        tokens["lost_evicted"] += max(0, whole - max(pages, hit))
+        tokens["lost_evicted" if lost else "lost_no_checkpoint"] += max(0, pages - hit)
+        tokens["lost_alignment"] += seen - whole
+        tokens["first_sight"] += num_input - seen
+        if args.audit:
             cache.audit()
     stats = cache.stats()
-    shares = (round(100 * tokens / max(asked, 1), 2) for tokens in (hits, evicted, missing, unaligned, new))
+    shares = {what: round(100 * count / max(asked, 1), 2) for what, count in tokens.items()}
+    evicted = {what: getattr(stats, what) for what in ("evicted_checkpoints", "evicted_pages", "moved_pages")}
     micros = round(1e6 * spent / max(len(requests), 1), 1)
-    return Result(len(requests), *shares, micros, stats.evicted_checkpoints, stats.evicted_pages, stats.moved_pages)
+    details = {"requests": len(requests), **shares, "us_per_request": micros, **evicted}
+    losses = {what: share for what, share in shares.items() if what.startswith("lost_")}
+    title = f"{name}, endless memory" if math.isinf(budget_gb) else f"{name}, {budget_gb:g} GB"
+    medians = {**(known or {}), **{what.replace("lost_", "lost: ").replace("_", " "): x for what, x in losses.items()}}
+    return Line(title, shares["hit"], target, part=geometry, medians=medians, unit="%", details=details)
 
 
 def run_reference(args: argparse.Namespace) -> list[Line]:
@@ -251,9 +218,7 @@ def run_reference(args: argparse.Namespace) -> list[Line]:
     def cell(name: str, geometry: str, budget_gb: float, target: float, known: dict[str, float]) -> None:
         if name not in traces:
             traces[name] = load_trace(name, args.traces)
-        result = run(setting_of(args, geometry), name, traces[name], budget_gb)
-        memory = "endless memory" if math.isinf(budget_gb) else f"{budget_gb:g} GB"
-        lines.append(result.line(f"{name}, {memory}", geometry, round(target, 1), known))
+        lines.append(run(args, name, traces[name], geometry, budget_gb, round(target, 1), known))
 
     names = args.trace.split(",") if args.trace else None
     for row in reference["cells"]:
@@ -268,11 +233,6 @@ def run_reference(args: argparse.Namespace) -> list[Line]:
             known = {title: row[key] for key, title in KNOWN_INFINITE.items()}
             cell(name, "qwen35_4b", math.inf, row["checkpoint_every_64"] - 0.5, known)
     return lines
-
-
-def setting_of(args: argparse.Namespace, geometry: str) -> Setting:
-    sizes = (args.kv_bytes, args.state_bytes) if geometry == "custom" else GEOMETRIES[geometry]
-    return Setting(*sizes, args.policy, args.placement, args.state_dtype, args.seed, args.audit)
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -311,9 +271,8 @@ def main(given: Sequence[str] | None = None) -> int:
         if args.reference is not None:
             lines = run_reference(args)
         else:
-            name, requests = Path(args.trace).stem, load_trace(args.trace, args.traces)
-            result = run(setting_of(args, args.geometry), name, requests, args.budget_gb)
-            lines = [result.line(f"{name}, {args.budget_gb:g} GB", args.geometry, None, {})]
+            requests = load_trace(args.trace, args.traces)
+            lines = [run(args, Path(args.trace).stem, requests, args.geometry, args.budget_gb)]
     except HybridError as error:
         sys.exit(str(error))
     asked = {"policy": args.policy, "placement": args.placement, "state_dtype": args.state_dtype, "seed": args.seed}

@@ -1,21 +1,24 @@
 """Our tree behind the interface of the peers' `tree_bench.py`, whose docstring says what each call does.
 
-    PYTHONPATH=bench python tree_bench.py tree_adapter:HybridTree     # evicts the least recently used, as its peers do
-    PYTHONPATH=bench python tree_bench.py tree_adapter:LearnedTree    # evicts by the default policy of a cache
+    PYTHONPATH=bench python tree_bench.py tree_adapter:HybridTree
 
-`bench/tree.py` runs it next to a peer. KV indices are page ids here: one entry of an index array stands for a page.
+It evicts the least recently used, as its peers do. KV indices are page ids here: one entry of an index array stands for
+a page.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from typing import Any
 
 import numpy as np
 from allocs import StateAlloc  # next to tree_bench.py
 
-from hybrid.key import TOKEN_BYTES, Key
+from hybrid.cache.allocator import Allocator
+from hybrid.cache.audit import audit
+from hybrid.cache.pins import Pins
+from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Lock, Node, Released
 from hybrid.tree.policies import policy_of
 from hybrid.tree.tree import Tree
@@ -70,15 +73,14 @@ class HybridTree:
         page_size: tokens per page.
         kv_slots: tokens that fit into the pages.
         state_slots: how many states fit.
-        policy: name of the eviction policy.
     """
 
-    def __init__(self, page_size: int, kv_slots: int, state_slots: int, policy: str = "lru") -> None:
-        self.name = f"hybrid-{policy}"
+    def __init__(self, page_size: int, kv_slots: int, state_slots: int) -> None:
+        self.name = "hybrid-lru"
         self.page = self.unit = page_size
         self.kv = PageAlloc(kv_slots, page_size)
         self.st: Any = StateAlloc(state_slots)
-        self.tree = Tree(page_size, max(page_size, GRID), policy_of(policy))
+        self.tree = Tree(page_size, max(page_size, GRID), policy_of("lru"))
 
     # Reading
 
@@ -125,75 +127,37 @@ class HybridTree:
 
     def evict(self, num_tokens: int, num_states: int) -> tuple[int, int]:
         """Free at least `num_tokens` tokens, then `num_states` states. Returns how many of each were freed in all."""
-        tokens = states = 0
+        released = Released()
         if num_tokens:
-            tokens, states = self._free(self.tree.evict_pages(-(-num_tokens // self.page)))
+            self.tree.evict_pages(-(-num_tokens // self.page), released)
         if num_states:
-            more_tokens, more_states = self._free(self.tree.evict_checkpoints(num_states))
-            tokens, states = tokens + more_tokens, states + more_states
-        return tokens, states
-
-    evict_for_alloc = evict  # what is evicted can be allocated at once
-
-    def _free(self, released: Released) -> tuple[int, int]:
+            self.tree.evict_checkpoints(num_states, released)
         self.kv.free(released.pages)
         self.st.free(np.array(released.slots, dtype=np.int64))
         return len(released.pages) * self.page, len(released.slots)
 
+    evict_for_alloc = evict  # what is evicted can be allocated at once
+
     # Checking
 
     def sizes(self) -> dict[str, int]:
-        """Tokens and states that could be evicted, and those that a lock keeps, counted node by node."""
-        kept: set[int] = set()
-        pages: Counter[bool] = Counter()
-        states: Counter[bool] = Counter()
-        nodes = [node for _, node in self.tree.nodes()]
-        for node in reversed(nodes):  # children before parents: a lock keeps the pages of everything above it
-            if node.page_locks or id(node) in kept:
-                kept |= {id(node), id(node.parent)}
-            pages[id(node) in kept] += node.num_pages
-            if node.slot is not None:
-                states[node.state_locks > 0] += 1
+        """Tokens and states that could be evicted, and those that a lock keeps, as the tree counts them."""
+        tree, locks = self.tree, self.tree.locks
         return {
-            "kv_evictable": pages[False] * self.page,
-            "kv_protected": pages[True] * self.page,
-            "st_evictable": states[False],
-            "st_protected": states[True],
+            "kv_evictable": (tree.num_pages - locks.num_pages) * self.page,
+            "kv_protected": locks.num_pages * self.page,
+            "st_evictable": tree.num_checkpoints - locks.num_checkpoints,
+            "st_protected": locks.num_checkpoints,
         }
 
     def check(self) -> None:
-        """Walk the tree.
+        """The cache's own audit, on a memory in which is free what is free here. Nothing may be locked.
 
         Raises:
-            AssertionError: something is inconsistent; names everything that is.
+            AuditError: something is inconsistent; names everything that is.
         """
-        wrong: list[str] = []
-        page_bytes = self.page * TOKEN_BYTES
-        pages: list[int] = []
-        slots: list[int] = []
-        for _, node in self.tree.nodes():
-            name, parent = f"node ending at {node.end}", node.parent
-            if parent is None or parent.children.get(node.edge[:page_bytes]) is not node:
-                wrong.append(f"{name}: its parent does not find it by the first page of its edge")
-            if not node.pages or len(node.edge) != len(node.pages) * page_bytes:
-                wrong.append(f"{name}: an edge of {len(node.edge)} bytes owns {len(node.pages)} pages")
-            if parent is not None and node.end != parent.end + len(node.pages) * self.page:
-                wrong.append(f"{name}: starts at {parent.end} and does not end where its edge does")
-            if not 0 <= node.state_locks <= node.page_locks or (node.state_locks and node.slot is None):
-                wrong.append(f"{name}: {node.state_locks} locks on state {node.slot}, {node.page_locks} on pages")
-            pages += node.pages
-            slots += [] if node.slot is None else [node.slot]
-        counted = self.tree.num_pages, self.tree.num_checkpoints
-        if (len(pages), len(slots)) != counted:
-            wrong.append(f"the tree counts {counted} pages and checkpoints, and has {len(pages)} and {len(slots)}")
-        free = {"page": self.kv.free_indices() + pages, "state slot": self.st.stack[: self.st.top].tolist() + slots}
-        for unit, indices in free.items():
-            wrong += [f"{unit} {index} has two owners" for index, times in Counter(indices).items() if times > 1]
-        assert not wrong, "the tree is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong)
-
-
-class LearnedTree(HybridTree):
-    """The same with the default policy of a cache: learned hit density."""
-
-    def __init__(self, page_size: int, kv_slots: int, state_slots: int) -> None:
-        super().__init__(page_size, kv_slots, state_slots, "lhd")
+        memory = CacheMemory.of_indices(self.kv.size // self.page, self.st.size)
+        for pool, free in ((memory.pages, self.kv.free_indices()), (memory.states, self.st.stack[: self.st.top])):
+            pool.allocate(pool.capacity)
+            pool.free([int(index) for index in free])
+        audit(self.tree, memory, [], Pins(self.tree, memory, Allocator(self.tree, memory, [])))

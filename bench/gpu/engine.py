@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from common import Check, Line, Result
+from common import Check, Line, Result, timed
 from gpu.harness import Bench, Timing
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
 from hybrid.engine.build import LoadedModel, build_cache
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.cuda_graphs import CudaCapture, DecodeGraphs
-from hybrid.engine.model_runner import ModelRunner
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 
 WARM_STEPS = 4
@@ -38,86 +36,41 @@ def random_model(bench: Bench) -> Any:
         model.tie_head()
     generator = torch.Generator(bench.device.device).manual_seed(1)
     for name, parameter in model.named_parameters():
-        _fill(name, parameter, generator)
+        _fill(name, parameter.data, generator)
     return model.eval()
 
 
-def _fill(name: str, parameter: nn.Parameter, generator: torch.Generator) -> None:
+def _fill(name: str, values: Tensor, generator: torch.Generator) -> None:
     """Numbers of the size that trained ones have: activations neither vanish nor overflow in any number of layers."""
-    values = parameter.data
     if name.endswith("A_log"):
         values.uniform_(0, math.log(16), generator=generator)
     elif name.endswith("dt_bias"):
         values.uniform_(-6, -2, generator=generator)  # softplus of it: steps of 0.002 to 0.13
-    elif name.endswith("linear_attn.norm.weight"):
-        values.normal_(1, 0.02, generator=generator)
     elif "norm" in name:
-        values.normal_(0, 0.02, generator=generator)
-    elif name.endswith("embed_tokens.weight"):
-        values.normal_(0, 1, generator=generator)
+        mean = 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
+        values.normal_(mean, 0.02, generator=generator)
     else:  # matrices, and the taps of the convolution: outputs are as large as inputs
-        values.normal_(0, values.shape[-1] ** -0.5, generator=generator)
+        scale = 1.0 if name.endswith("embed_tokens.weight") else values.shape[-1] ** -0.5
+        values.normal_(0, scale, generator=generator)
 
 
-class Replays:
-    """Captures graphs for an engine; a CPU has none, and runs again.
-
-    Attributes:
-        latest: replays the graph that was captured last; None: there is none.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.latest: Callable[[], None] | None = None
-        self._capture = CudaCapture(device) if device.type == "cuda" else _runs_again
-
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        self.latest, logits = self._capture(run)
-        return self.latest, logits
-
-
-def _runs_again(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    logits = run().clone()
-
-    def replay() -> None:
-        logits.copy_(run())
-
-    return replay, logits
-
-
-def make_engine(
-    bench: Bench, *, deterministic: bool = False, enabled: bool = True, replays: Replays | None = None
-) -> Engine:
-    """An engine on the random model, with a cache of its own.
-
-    Args:
-        replays: captures its graphs; None: steps are launched kernel by kernel.
-    """
-    s, device = bench.sizes, bench.device.device
-    model = bench.keep("model", lambda: random_model(bench))
+def make_engine(bench: Bench, *, deterministic: bool = False, enabled: bool = True, graphs: bool = False) -> Engine:
+    """An engine on the random model, with a cache of its own; where not `graphs`, steps are launched kernel by
+    kernel."""
+    s = bench.sizes
+    loaded = LoadedModel(model=bench.keep("model", lambda: random_model(bench)), device=bench.device.device)
     config = CacheConfig(
         enabled=enabled, page_size=s.page_size, chunk_size=s.page_size, memory=s.memory, deterministic=deterministic
     )
-    loaded = LoadedModel(model=model, device=device)
-    cache = build_cache(loaded, config)
     seats = SEATS if not bench.rehearsal else 8
-    limits = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=s.batched_tokens, enforce_eager=True)
-    if replays is None:
-        return Engine(loaded, cache, limits)
-    if deterministic:
-        model.make_batch_invariant()
-    graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device, replays)
-    return Engine(loaded, cache, limits, runner=ModelRunner(model, cache, device, deterministic, graphs))
+    limits = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=s.batched_tokens, enforce_eager=not graphs)
+    return Engine(loaded, build_cache(loaded, config), limits)
 
 
-class Prompts:
-    """Random prompts: two of them share nothing."""
-
-    def __init__(self, bench: Bench, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._vocab = bench.sizes.config["vocab_size"]
-
-    def __call__(self, count: int) -> list[int]:
-        return [self._random.randrange(self._vocab) for _ in range(count)]
+def prompts_of(bench: Bench, seed: int) -> Callable[[int], list[int]]:
+    """Makes random prompts of a length: two of them share nothing."""
+    rng, vocab = random.Random(seed), bench.sizes.config["vocab_size"]
+    return lambda count: [rng.randrange(vocab) for _ in range(count)]
 
 
 def first_token(engine: Engine, prompt: list[int]) -> RequestOutput:
@@ -132,7 +85,7 @@ def seconds_of(outputs: Sequence[RequestOutput]) -> list[float]:
 
 def hit(bench: Bench) -> Iterator[Result]:
     """The first token after a long cached document, against that of the question alone."""
-    s, ids = bench.sizes, Prompts(bench, 2)
+    s, ids = bench.sizes, prompts_of(bench, 2)
     for mode, deterministic in (("fast", False), ("deterministic", True)):
         if not bench.has(45, f"hits, {mode}"):
             continue
@@ -159,57 +112,50 @@ def hit(bench: Bench) -> Iterator[Result]:
         bench.device.release()
 
 
-class Steps:
-    """Requests that decode together, step by step.
+def decode_steps(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> tuple[Timing, int]:
+    """Decode requests together, step by step.
 
-    Attributes:
-        timing: of `Engine.step`, by the host's clock: the time between two tokens of a request.
-        tokens: of all requests together, in the middle of the measured steps.
+    Returns:
+        The timing of `Engine.step` by the host's clock: the time between two tokens of a request; and the tokens of
+        all requests together, in the middle of the measured steps.
     """
+    s, requests = bench.sizes, len(prompts)
+    before = sum(len(prompt) for prompt in prompts) // max(1, s.batched_tokens - requests) + requests
+    params = SamplingParams(max_new_tokens=2 * before + WARM_STEPS + s.steps_timed + 16, ignore_eos=True)
+    mine = [engine.add_request(prompt, params) for prompt in prompts]
+    latest: dict[str, RequestOutput] = {}
 
-    def __init__(self, bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> None:
-        s, requests = bench.sizes, len(prompts)
-        before = sum(len(prompt) for prompt in prompts) // max(1, s.batched_tokens - requests) + requests
-        params = SamplingParams(max_new_tokens=2 * before + WARM_STEPS + s.steps_timed + 16, ignore_eos=True)
-        mine = [engine.add_request(prompt, params) for prompt in prompts]
-        latest: dict[str, RequestOutput] = {}
+    def step() -> None:
+        latest.update({output.request_id: output for output in engine.step()})
 
-        def step() -> float:
-            start = time.perf_counter()
-            outputs = engine.step()
-            spent = time.perf_counter() - start
-            latest.update({output.request_id: output for output in outputs})
-            return spent
-
-        while len(latest) < requests:
-            step()
-        for _ in range(WARM_STEPS):  # the first captures the graph
-            step()
-        bench.device.synchronize()
-        self.timing = Timing.of([step() for _ in range(s.steps_timed)], "clock")
-        lengths = [output.usage.prompt_tokens + output.usage.completion_tokens for output in latest.values()]
-        self.tokens = sum(lengths) - requests * s.steps_timed // 2
-        assert all(output.finish_reason is None for output in latest.values())
-        for name in mine:
-            engine.abort(name)
-        engine.step()  # returns the outputs of the aborted requests
-        engine.cache.clear()
+    while len(latest) < requests:
+        step()
+    for _ in range(WARM_STEPS):  # the first captures the graph
+        step()
+    bench.device.synchronize()
+    timing = Timing.of([timed(step) for _ in range(s.steps_timed)], "clock")
+    tokens = sum(output.usage.prompt_tokens + output.usage.completion_tokens for output in latest.values())
+    assert all(output.finish_reason is None for output in latest.values())
+    for name in mine:
+        engine.abort(name)
+    engine.step()  # returns the outputs of the aborted requests
+    engine.cache.clear()
+    return timing, tokens - requests * s.steps_timed // 2
 
 
 def decode(bench: Bench) -> Iterator[Result]:
     """Steps in which all requests decode, against the time that the copy bandwidth takes for what they must read."""
-    s, ids = bench.sizes, Prompts(bench, 3)
+    s, ids = bench.sizes, prompts_of(bench, 3)
     prompts = {shape: [ids(shape[1]) for _ in range(shape[0])] for shape in s.decoding}
     fast: dict[tuple[int, int], float] = {}
     for mode in ("fast", "deterministic", "eager"):
         if not bench.has(40, f"decode steps, {mode}"):
             continue
-        replays = None if mode == "eager" else Replays(bench.device.device)
-        engine = make_engine(bench, deterministic=mode == "deterministic", replays=replays)
+        engine = make_engine(bench, deterministic=mode == "deterministic", graphs=mode != "eager")
         for shape in s.decoding:
-            steps = Steps(bench, engine, prompts[shape])
-            seconds = steps.timing.seconds
-            yield _over_reading(bench, f"decode step of {shape[0]}, {mode}", engine, steps, shape[0], replays)
+            timing, tokens = decode_steps(bench, engine, prompts[shape])
+            seconds = timing.seconds
+            yield _over_reading(bench, f"decode step of {shape[0]}, {mode}", timing, tokens, shape[0])
             if mode == "fast":
                 fast[shape] = seconds
             elif shape in fast:
@@ -221,9 +167,7 @@ def decode(bench: Bench) -> Iterator[Result]:
         bench.device.release()
 
 
-def _over_reading(
-    bench: Bench, name: str, engine: Engine, steps: Steps, requests: int, replays: Replays | None
-) -> Line:
+def _over_reading(bench: Bench, name: str, timing: Timing, tokens: int, requests: int) -> Line:
     """A line: a step over what reading takes."""
     model = bench.keep("model", lambda: random_model(bench))
     spec = model.spec(model.config, bench.sizes.dtype)
@@ -231,12 +175,9 @@ def _over_reading(
     embedding = model.model.embed_tokens.weight.data_ptr()
     if model.lm_head.weight.data_ptr() != embedding:  # of an embedding that is not the head too a few rows are read
         del parameters[embedding]
-    kv = steps.tokens * spec.page_bytes(1)
+    kv = tokens * spec.page_bytes(1)
     read = {"weights": sum(parameters.values()), "kv": kv, "states": requests * spec.state_bytes}
-    timing = steps.timing
     medians = {"step": timing.seconds, "floor": sum(read.values()) / bench.roofline.bandwidth}
-    if replays is not None and replays.latest is not None:
-        medians["graph"] = bench.device.time_launched(replays.latest).seconds
     details = {"bytes": read, "low": timing.low, "high": timing.high, "states are written too": True}
     target = bench.asked(1.25 if name.endswith("fast") else None)
     name = f"{name}, over reading weights, KV and states"
@@ -252,11 +193,10 @@ def _alone_or_together(bench: Bench, engine: Engine, prompts: Sequence[list[int]
     alone = engine.generate([chosen[-1]], params, progress=False)[0]
     again = engine.generate([chosen[-1]], params, progress=False)[0]
     engine.cache.clear()
-    same = together[-1].token_ids == alone.token_ids and together[-1].logprobs == alone.logprobs
-    yield Check(f"alone or among {len(chosen)}", same, "the same bits" if same else "OTHER LOG-PROBABILITIES")
-    same = again.token_ids == alone.token_ids and again.logprobs == alone.logprobs and again.usage.cached_tokens > 0
-    detail = f"{again.usage.cached_tokens} cached tokens; {'the same bits' if same else 'OTHER LOG-PROBABILITIES'}"
-    yield Check("a hit or cold", same, detail)
+    yield Check("the second is a hit", again.usage.cached_tokens > 0, f"{again.usage.cached_tokens} cached tokens")
+    for name, other in ((f"alone or among {len(chosen)}", together[-1]), ("a hit or cold", again)):
+        same = other.token_ids == alone.token_ids and other.logprobs == alone.logprobs
+        yield Check(name, same, "the same bits" if same else "OTHER LOG-PROBABILITIES")
 
 
 def sharing(bench: Bench) -> Iterator[Result]:
@@ -267,7 +207,7 @@ def sharing(bench: Bench) -> Iterator[Result]:
     whole: dict[str, list[float]] = {"on": [], "off": []}
     cached = 0
     for side in times:
-        ids, rng = Prompts(bench, 4), random.Random(5)  # both sides get the same prompts
+        ids, rng = prompts_of(bench, 4), random.Random(5)  # both sides get the same prompts
         engine = make_engine(bench, enabled=side == "on")
         for run in range(min(s.runs, 3) + 1):  # the first warms up
             if not bench.has(20, f"sharing with the cache {side}, run {run}"):

@@ -4,10 +4,11 @@ import gc
 import json
 import math
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from gpu.sizes import Sizes
 from torch import Tensor
 
 from hybrid.kernels import ops
+from hybrid.kernels.ops import OPS
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 """Largest norm of the error over norm of the truth, by the type of inputs and output.
@@ -30,6 +32,9 @@ Something wrong in one tile, head or page shows as 1e-2 and more."""
 STATE_TOLERANCE = 1e-3
 """The same for states, which are fp32: what may differ is whether a few q, k, v fall on the other side when rounded."""
 
+MOVED = {("causal_conv1d", "state"), ("copy_states", "rows"), ("gated_delta_step", "conv")}
+"""Arguments that get values of others as they are: the twin's bits."""
+
 OTHER_RESULT = 0.1
 """A peer whose result is further from ours computes something else: its time is reported, and not compared with."""
 
@@ -38,8 +43,6 @@ GRAPH_SECONDS = 2e-3
 
 MAX_ROUNDS = 50
 MIN_REPEATS, MAX_REPEATS = 7, 60
-QUERY = "name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
-"""What nvidia-smi is asked for. Nothing is ever set."""
 
 Call = Callable[[], object]
 Peers = dict[str, Callable[[], Sequence[Call]]]
@@ -146,17 +149,7 @@ class Gpu:
             "memory": int(found.total_memory),
             "l2": self.cache_bytes,
             "cuda": torch.version.cuda,
-            "state": self.state(),
         }
-
-    def state(self) -> dict[str, str]:
-        """Driver, clocks, power and temperature, as nvidia-smi reports them now."""
-        command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader", "--id=0"]
-        try:
-            answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        except (OSError, subprocess.SubprocessError) as error:
-            return {"nvidia-smi": f"{type(error).__name__}: {error}"}
-        return dict(zip(QUERY.split(","), (value.strip() for value in answer.split(",")), strict=False))
 
 
 class Cpu:
@@ -183,10 +176,7 @@ class Cpu:
         gc.collect()
 
     def describe(self) -> dict[str, Any]:
-        return {"device": "cpu", "state": self.state()}
-
-    def state(self) -> dict[str, str]:
-        return {}
+        return {"device": "cpu"}
 
 
 Device = Gpu | Cpu
@@ -260,10 +250,24 @@ def compare(name: str, found: Tensor, truth: Tensor, tolerance: float | None = N
     return Check(name, error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}")
 
 
-def same_bits(name: str, *pairs: tuple[Tensor, Tensor]) -> Check:
-    """Whether tensors are bitwise equal."""
-    same = all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in pairs)
+def same_bits(name: str, found: Tensor, truth: Tensor) -> Check:
+    """Whether two tensors are bitwise equal."""
+    same = torch.equal(*(x.contiguous().view(torch.uint8) for x in (found, truth)))
     return Check(name, same, "the same bits" if same else "OTHER BITS")
+
+
+def _outputs(result: Any) -> tuple[Tensor, ...]:
+    return () if result is None else result if isinstance(result, tuple) else (result,)
+
+
+def _judged(name: str, found: Tensor, truth: Tensor) -> Check:
+    """Numbers are near enough, indices the same."""
+    return compare(name, found, truth) if found.is_floating_point() else same_bits(name, found, truth)
+
+
+def each_with(function: Callable[..., object], sets: Iterable[tuple[Any, ...]]) -> list[Call]:
+    """A call for every set of arguments."""
+    return [partial(function, *arguments) for arguments in sets]
 
 
 @dataclass
@@ -328,9 +332,43 @@ class Bench:
             return 1 if self.is_blank else 2
         return max(1, min(64, math.ceil(3 * self.device.cache_bytes / num_bytes)))
 
-    def poison(self, *shape: int) -> None:
+    # Checking
+
+    def poison(self, output: Tensor) -> None:
         """Leave NaN in the memory that an output of this shape gets next: what is not written shows."""
-        torch.full(shape, float("nan"), dtype=self.sizes.dtype, device=self.device.device)
+        if output.is_floating_point():
+            torch.full_like(output, float("nan"), dtype=self.sizes.dtype)
+
+    def twins(self, name: str, operation: str, *arguments: Any, fp64: bool = False) -> Iterator[Check]:
+        """An operation against its twin: what it returns, and the arguments that it writes; rows of them that the twin
+        leaves as they are keep their bits.
+
+        Args:
+            arguments: of the operation, which writes some of them; the twin gets copies of those.
+            fp64: the twin computes in fp64.
+        """
+        op = OPS[operation]
+        names = [*signature(op.twin).parameters]
+        written = {names.index(argument): argument for argument in op.writes}
+        theirs = [x.clone() if at in written else x for at, x in enumerate(arguments)]
+        before = {at: arguments[at].clone() for at in written}
+        if fp64:
+            theirs = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in theirs]
+        truths = _outputs(op.twin(*theirs))
+        for truth in truths:
+            self.poison(truth)
+        run = getattr(self.ops, operation)
+        founds = _outputs(run(*arguments, batch_invariant=True) if op.external else run(*arguments))
+        for number, (found, truth) in enumerate(zip(founds, truths, strict=True)):
+            yield _judged(f"{name}, output {number}" if number else name, found, truth)
+        for at, argument in written.items():
+            kept = (theirs[at] == before[at]).all(-1)
+            changed = arguments[at][~kept], theirs[at][~kept]
+            same = (operation, argument) in MOVED
+            tolerance = STATE_TOLERANCE if arguments[at].dtype == torch.float32 else None
+            title = f"{name}, {argument}"
+            yield same_bits(title, *changed) if same else compare(title, *changed, tolerance)
+            yield same_bits(f"{name}, the rest of {argument}", arguments[at][kept], before[at][kept])
 
     # Measuring
 
@@ -435,28 +473,21 @@ class Report:
         unmeasured = any(section["status"] != "done" or section["skipped"] for section in self.sections.values())
         return status(self.results) or int(unmeasured)
 
-    def unmeasured(self) -> list[tuple[str, str, str]]:
-        """(mark, section, reason) of everything that gave no result."""
-        found = []
-        for name, entry in self.sections.items():
-            if entry["status"] != "done":
-                found.append((entry["status"].upper(), name, entry.get("error", "").strip()[-200:]))
-            found += [("SKIPPED", name, what[:100]) for what in entry["skipped"]]
-        return found
-
     def show(self) -> None:
         """Print everything, then what was asked, a short line each."""
         print_table(COLUMNS, [result.row() for result in self.results], self.summary())
 
     def summary(self) -> list[str]:
         """Every target, every check that failed, everything that was not measured, and the number of checks."""
-        said, checks = [], 0
+        said = []
         for result in self.results:
-            where = f"{result.part}: {result.name}"
-            if isinstance(result, Check):
-                checks += 1
-                said += [] if result.passed else [f"WRONG   {where}: {result.detail[-300:]}"]
-            elif result.target is not None and result.value is not None:
-                said.append(f"{result.mark:7} {result.value:.3f} {result.goal}  {where}")
-        said += [f"{mark:7} {name}: {reason}" for mark, name, reason in self.unmeasured()]
-        return [*said, f"{checks} checks"]
+            mark, part, name, value, goal, measured = result.row()
+            if mark == "WRONG":
+                said.append(f"{mark:7} {part}: {name}: {measured[-300:]}")
+            elif goal and value:
+                said.append(f"{mark:7} {value} {goal}  {part}: {name}")
+        for name, entry in self.sections.items():
+            if entry["status"] != "done":
+                said.append(f"{entry['status'].upper():7} {name}: {entry.get('error', '').strip()[-200:]}")
+            said += [f"SKIPPED {name}: {what[:100]}" for what in entry["skipped"]]
+        return [*said, f"{sum(isinstance(result, Check) for result in self.results)} checks"]

@@ -21,23 +21,18 @@ def _only(backend: str) -> Any:
     return sdpa_kernel(asked if torch.cuda.is_available() else SDPBackend.MATH)
 
 
-def sdpa_decode(sets: Sequence[Contiguous], scale: float, backend: str) -> list[Call]:
-    """torch's SDPA on one token of each request; `backend` is a name of `torch.nn.attention.SDPBackend`."""
+def sdpa_decode(sets: Sequence[Contiguous], scale: float, backend: str, grouped: bool) -> list[Call]:
+    """torch's SDPA on one token of each request.
+
+    Args:
+        backend: a name of `torch.nn.attention.SDPBackend`.
+        grouped: heads that share keys are given as tokens, which reads every key once.
+    """
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        asked = q.view(q.shape[0], k.shape[1], -1, q.shape[-1]) if grouped else q
         with _only(backend):
-            return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-
-    return [lambda x=x: call(*x) for x in sets]
-
-
-def sdpa_decode_grouped(sets: Sequence[Contiguous], scale: float, backend: str) -> list[Call]:
-    """The same with the heads that share keys given as tokens, which reads every key once."""
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with _only(backend):
-            grouped = q.view(q.shape[0], k.shape[1], -1, q.shape[-1])
-            return F.scaled_dot_product_attention(grouped, k, v, scale=scale).view(q.shape)
+            return F.scaled_dot_product_attention(asked, k, v, scale=scale, enable_gqa=not grouped).view(q.shape)
 
     return [lambda x=x: call(*x) for x in sets]
 
@@ -61,35 +56,6 @@ def sdpa_extend(sets: Sequence[Contiguous], scale: float) -> list[Call]:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
 
     return [lambda x=x: call(*x) for x in sets]
-
-
-def flex_decode(sets: Sequence[Contiguous], scale: float) -> list[Call]:
-    """torch's flex_attention, compiled for these shapes; uncompiled on a CPU."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    if torch.cuda.is_available():
-        torch.compiler.reset()  # it compiles one function for a few shapes only
-    run: Any = torch.compile(flex_attention, dynamic=False) if torch.cuda.is_available() else flex_attention
-    return [lambda x=x: run(*x, scale=scale, enable_gqa=True) for x in sets]
-
-
-def flashinfer_decode(sets: Sequence[tuple[Tensor, Tensor, Tensor]], length: int, scale: float) -> list[Call]:
-    """flashinfer's decode over pages, on sets of queries, one layer's pages, and block tables that are in use entirely.
-    Every set has a plan, which is made beforehand."""
-    flashinfer: Any = import_module("flashinfer")
-    calls: list[Call] = []
-    for query, cache, table in sets:
-        requests, pages = table.shape
-        page_size, kv_heads, head_dim = cache.shape[2:]
-        workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=query.device)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        starts = torch.arange(0, (requests + 1) * pages, pages, dtype=torch.int32, device=query.device)
-        last = torch.full((requests,), length - (pages - 1) * page_size, dtype=torch.int32, device=query.device)
-        shape = (query.shape[1], kv_heads, head_dim, page_size)
-        types = {"q_data_type": query.dtype, "kv_data_type": cache.dtype}
-        wrapper.plan(starts, table.flatten().int(), last, *shape, sm_scale=scale, **types)
-        calls.append(lambda run=wrapper.run, query=query, cache=cache: run(query, cache))
-    return calls
 
 
 def fla_step(

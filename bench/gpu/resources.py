@@ -2,7 +2,6 @@
 """What each Triton kernel takes of a GPU that need not be there: registers, spills, shared memory, tensor cores.
 
     python bench/gpu/resources.py                           # every kernel at the sizes of Qwen3.5-9B, for an H100
-    python bench/gpu/resources.py --capability 80           # for an A100
     python bench/gpu/resources.py --only matmul,attention   # operations whose name or file contains one of these
     python bench/gpu/resources.py --json resources.json
 
@@ -24,7 +23,6 @@ import sys
 import tempfile
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,28 +31,19 @@ if __name__ == "__main__":  # not this folder: what is found as `kernels` is tak
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from common import print_table
-from gpu import kernels
+from gpu import attention, kernels
 from gpu.harness import Bench, Cpu, Roofline
 from gpu.sizes import BRIEF, COMPILED
 
 from hybrid.kernels.ops import OPS
 
-SECTIONS = (kernels.elementwise, kernels.state_copies, kernels.products, kernels.experts, kernels.decode_attention)
-SECTIONS += (kernels.extend_attention, kernels.convolution, kernels.chunk_rule, kernels.delta_step)
+SECTIONS = (kernels.elementwise, kernels.state_copies, kernels.products, kernels.experts, attention.decode_attention)
+SECTIONS += (attention.extend_attention, kernels.convolution, kernels.chunk_rule, kernels.delta_step)
 
+CAPABILITY = 90
+SHARED_MEMORY, SHARED_MEMORY_OF_PROGRAM, REGISTERS, WARPS = 228 << 10, 227 << 10, 65536, 64
+"""Of an H100 or H200: what a multiprocessor has, and how many bytes of it one program may take."""
 
-@dataclass(frozen=True)
-class Device:
-    """What a multiprocessor has, and how much of it one program may take, in bytes."""
-
-    names: str
-    shared_memory: int
-    shared_memory_of_program: int
-    registers: int = 65536
-    warps: int = 64
-
-
-DEVICES = {80: Device("A100", 164 << 10, 163 << 10), 90: Device("H100, H200", 228 << 10, 227 << 10)}
 RESERVED = 1 << 10
 """Bytes of shared memory that the driver takes of each program."""
 
@@ -69,16 +58,13 @@ COLUMNS += ("hgmma", "hmma", "async_copies", "fits")
 class AbsentGpu:
     """In the place of Triton's driver: names the GPU to compile for, and has none."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self.capability, 32)
+        return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
-        return self.capability  # Triton keeps compiled kernels by device
+        return CAPABILITY  # Triton keeps compiled kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -119,7 +105,7 @@ class Compiler:
         return compile_only
 
 
-def resources_of(operation: str, case: str, name: str, kernel: Any, device: Device) -> Row:
+def resources_of(operation: str, case: str, name: str, kernel: Any) -> Row:
     """Read a compiled kernel's machine code."""
     from triton import knobs
 
@@ -135,29 +121,29 @@ def resources_of(operation: str, case: str, name: str, kernel: Any, device: Devi
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     limits = {
         32: "programs",
-        device.registers // (-(-used["REG"] * 32 // 256) * 256 * warps): "registers",
-        device.shared_memory // (shared + RESERVED): "shared",
-        device.warps // warps: "warps",
+        REGISTERS // (-(-used["REG"] * 32 // 256) * 256 * warps): "registers",
+        SHARED_MEMORY // (shared + RESERVED): "shared",
+        WARPS // warps: "warps",
     }
     resident = min(limits)
-    fits = shared <= device.shared_memory_of_program and resident > 0
+    fits = shared <= SHARED_MEMORY_OF_PROGRAM and resident > 0
     memory = (used["REG"], used["STACK"], count["LDL"] + count["STL"], shared, resident, limits[resident])
     values = (operation, case, name, warps, *memory, count["HGMMA"], count["HMMA"], count["LDGSTS"], fits)
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def compile_all(capability: int, names: list[str], brief: bool) -> Iterator[Row | str]:
+def compile_all(names: list[str], brief: bool) -> Iterator[Row | str]:
     """Every kernel once, with the first case that launches it; or what does not compile."""
     import triton
     from triton.runtime.jit import JITFunction
 
-    triton.runtime.driver.set_active(AbsentGpu(capability))
-    compiler, device = Compiler(names), DEVICES[capability]
+    triton.runtime.driver.set_active(AbsentGpu())
+    compiler = Compiler(names)
     bench = Bench(Cpu(), BRIEF if brief else COMPILED, Roofline(1, 1), 0, True, compiler, is_blank=True)
-    memory = device.shared_memory_of_program
     with (
         patch.object(JITFunction, "run", compiler.launched(JITFunction.run)),
-        patch("hybrid.kernels.triton.attention._shared_memory", lambda device: memory),  # its tiles depend on this
+        # the tiles of attention depend on this
+        patch("hybrid.kernels.triton.attention._shared_memory", lambda device: SHARED_MEMORY_OF_PROGRAM),
     ):
         for planned in (planned for section in SECTIONS for planned in section(bench)):
             try:
@@ -168,15 +154,12 @@ def compile_all(capability: int, names: list[str], brief: bool) -> Iterator[Row 
             except Exception as error:  # anything that the compiler raises: the others are still worth knowing
                 yield f"{planned.name} does not compile: {type(error).__name__}: {error}"
             for found in compiler.found:
-                yield resources_of(found[0], planned.name, *found[1:], device)
+                yield resources_of(found[0], planned.name, *found[1:])
             compiler.found.clear()
 
 
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--capability", type=int, default=90, choices=sorted(DEVICES), help="compute capability times ten (default: 90)"
-    )
     parser.add_argument("--only", metavar="NAMES", default="", help="operations whose name contains one of these")
     parser.add_argument("--brief", action="store_true", help="only the few cases that reach every kernel")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to a file too")
@@ -186,12 +169,13 @@ def main() -> int:
     names, known = args.only.split(","), sorted(f"{op.file}.{op.name}" for op in OPS.values())
     if not any(name in operation for name in names for operation in known):
         parser.error(f"no operation's name contains any of {args.only!r}; there are {', '.join(known)}")
-    results = [*compile_all(args.capability, names, args.brief)]
-    found = [result for result in results if not isinstance(result, str)]
-    failed = [result for result in results if isinstance(result, str)]
+    found: list[Row] = []
+    failed: list[str] = []
+    for result in compile_all(names, args.brief):
+        failed.append(result) if isinstance(result, str) else found.append(result)
     print_table(COLUMNS, [row.values() for row in found], failed)
     if args.json:
-        result = {"capability": args.capability, "dtype": "bfloat16", "kernels": found, "failed": failed}
+        result = {"capability": CAPABILITY, "dtype": "bfloat16", "kernels": found, "failed": failed}
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if failed or not all(row["fits"] for row in found) else 0
 

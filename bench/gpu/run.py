@@ -5,8 +5,8 @@
     python bench/gpu/run.py --rehearse
 
 Sizes are those of Qwen3.5-9B with random weights; no checkpoint and no network is needed. Each figure is printed with
-the target that it should reach and the peers that run here: torch's SDPA and flex_attention, flash-linear-attention,
-causal-conv1d, flashinfer. The roofline is measured first, and counted bytes and operations are compared with it.
+the target that it should reach and the peers that run here: torch's SDPA, flash-linear-attention, causal-conv1d.
+The roofline is measured first, and counted bytes and operations are compared with it.
 
 Figures are written to a file after every one of them. What the budget of seconds does not hold is skipped and reported.
 
@@ -31,15 +31,15 @@ if __name__ == "__main__":  # not this folder: what is found as `kernels` is tak
 
 import torch
 from common import Result, machine
-from gpu import engine, kernels
+from gpu import attention, engine, kernels
 from gpu.harness import Bench, Cpu, Gpu, Planned, Report, Roofline
 from gpu.sizes import FULL, TOY
 
 Section = Callable[[Bench], Iterator[Planned | Result]]
 
 SECTIONS: dict[str, tuple[Section, float]] = {
-    "attention": (kernels.decode_attention, 30),
-    "extend": (kernels.extend_attention, 20),
+    "attention": (attention.decode_attention, 30),
+    "extend": (attention.extend_attention, 20),
     "delta": (kernels.delta_step, 20),
     "states": (kernels.state_copies, 10),
     "hit": (engine.hit, 45),
@@ -50,7 +50,6 @@ SECTIONS: dict[str, tuple[Section, float]] = {
     "experts": (kernels.experts, 15),
     "chunks": (kernels.chunk_rule, 30),
     "convolution": (kernels.convolution, 15),
-    "others": (kernels.slow_peers, 45),
 }
 """In the order in which they run, what the targets are about first, with the seconds that must be left to begin."""
 
@@ -109,7 +108,6 @@ def main(arguments: list[str] | None = None) -> int:
         for name in (name for name in SECTIONS if name in names):
             run_section(name, *SECTIONS[name], bench, report)
     report.head["seconds"] = round(time.perf_counter() - begin, 1)
-    report.head["state after"] = device.state()
     report.write()
     report.show()
     print(f"{report.head['seconds']} s; figures in {args.json}; status {report.status}")

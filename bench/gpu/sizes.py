@@ -1,45 +1,12 @@
 """How large everything in `bench/gpu` is: as in Qwen3.5-9B, or tiny for a rehearsal."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-
-def model_config(
-    vocab: int, hidden: int, inner: int, layers: int, attention: tuple[int, int, int], linear: tuple[int, int, int, int]
-) -> dict[str, Any]:
-    """The class defaults of transformers 5.23, stated here since other versions may have others. `attention` and
-    `linear` are as `Sizes.heads` and `Sizes.linear_heads`."""
-    heads, kv_heads, head_dim = attention
-    key_heads, value_heads, key_dim, value_dim = linear
-    return {
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (layers // 4),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "linear_num_key_heads": key_heads,
-        "linear_num_value_heads": value_heads,
-        "linear_key_head_dim": key_dim,
-        "linear_value_head_dim": value_dim,
-        "linear_conv_kernel_dim": 4,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": False,
-    }
-
-
 GATE, DOWN, HEAD = (12288, 4096, "gate_proj"), (4096, 12288, "down_proj"), (248320, 4096, "lm_head")
 SMALL = ((1024, 4096, "k_proj"), (256, 12288, "few outputs"))
-
-
-def qwen() -> dict[str, Any]:
-    """Qwen3.5-9B."""
-    return model_config(248320, 4096, 12288, 32, (16, 4, 256), (16, 32, 128, 128))
 
 
 @dataclass(frozen=True)
@@ -47,7 +14,10 @@ class Sizes:
     """How large everything is: by default as in Qwen3.5-9B, experts as in Qwen3.5-35B-A3B."""
 
     dtype: torch.dtype = torch.bfloat16  # of weights, inputs, keys and values
-    config: dict[str, Any] = field(default_factory=qwen)
+    model: tuple[int, int, int, int] = (248320, 4096, 12288, 32)  # vocabulary, hidden size, inner size, layers
+    heads: tuple[int, int, int] = (16, 4, 256)  # of attention: query heads, KV heads, size of a head
+    linear_heads: tuple[int, int, int, int] = (16, 32, 128, 128)  # key heads, value heads, size of a key, of a value
+    width: int = 4  # of the convolution
     layers: int = 2  # of the pools that kernels are measured on; one of them is used at a time
     page_size: int = 64
     decode: tuple[tuple[int, int], ...] = (  # (requests, tokens of each) of attention
@@ -78,20 +48,21 @@ class Sizes:
     matmul: int = 8192  # rows and columns of its matrices
 
     @property
-    def heads(self) -> tuple[int, int, int]:
-        """Attention: query heads, KV heads, size of a head."""
-        return self.config["num_attention_heads"], self.config["num_key_value_heads"], self.config["head_dim"]
-
-    @property
-    def linear_heads(self) -> tuple[int, int, int, int]:
-        """Linear attention: key heads, value heads, size of a key, size of a value."""
+    def config(self) -> dict[str, Any]:
+        """Of the model: the class defaults of transformers 5.23, since other versions may have others."""
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-        key_heads, value_heads, key_dim, value_dim = (self.config[f"linear_{name}"] for name in names)
-        return key_heads, value_heads, key_dim, value_dim
-
-    @property
-    def width(self) -> int:
-        return int(self.config["linear_conv_kernel_dim"])
+        return {
+            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (self.model[3] // 4),
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+            **dict(
+                zip(("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"), self.model, strict=True)
+            ),
+            **dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), self.heads, strict=True)),
+            **{f"linear_{name}": value for name, value in zip(names, self.linear_heads, strict=True)},
+            "linear_conv_kernel_dim": self.width,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": False,
+        }
 
     @property
     def channels(self) -> int:
@@ -145,7 +116,9 @@ BRIEF = replace(
 
 TOY = Sizes(
     dtype=torch.float32,
-    config=model_config(128, 32, 48, 4, (4, 2, 16), (1, 2, 16, 16)),
+    model=(128, 32, 48, 4),
+    heads=(4, 2, 16),
+    linear_heads=(1, 2, 16, 16),
     layers=2,
     page_size=16,
     decode=((1, 32), (2, 48)),

@@ -8,6 +8,7 @@ noticed; and the right answer to a prompt is known without running it.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,6 +24,9 @@ from hybrid.prompts.images import ImagePrompt, Media
 from hybrid.units import ceil_div
 
 VOCAB_SIZE = 50
+TOKENS = [Key.of([token]).ids for token in range(VOCAB_SIZE)]
+"""Each token as a part of a key."""
+
 CONFIG = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=100_000, hidden_size=1)
 
 
@@ -42,14 +46,15 @@ def toy_tokenizer() -> Any:
 def answer_to(prompt: list[int] | ImagePrompt, count: int, page_size: int) -> list[int]:
     """The first `count` tokens of the right answer to a prompt."""
     if isinstance(prompt, ImagePrompt):
-        media, ids = Media.of(prompt, CONFIG.hidden_size, page_size), list(prompt.token_ids)
+        media, ids = Media.of(prompt, CONFIG.hidden_size, page_size), array("i", prompt.token_ids)
         for _ in range(count):
             ids.append(zlib.crc32(media.key(ids, "").ids) % VOCAB_SIZE)
-        return ids[len(prompt.token_ids) :]
+        return ids[len(prompt.token_ids) :].tolist()
     state, tokens = zlib.crc32(Key.of(prompt).ids), []
     for _ in range(count):
-        tokens.append(state % VOCAB_SIZE)
-        state = zlib.crc32(Key.of(tokens[-1:]).ids, state)
+        token = state % VOCAB_SIZE
+        tokens.append(token)
+        state = zlib.crc32(TOKENS[token], state)
     return tokens
 
 
@@ -93,7 +98,9 @@ class ToyRunner:
 
     def _compute(self, part: Part) -> Result:
         lease, start = part.lease, part.start * TOKEN_BYTES
-        ids = part.request.key().ids[: part.end * TOKEN_BYTES]
+        request = part.request
+        ids = request.ids.tobytes() if request.media is None else request.key().ids
+        ids = ids[: part.end * TOKEN_BYTES]
         state = self.states.get(lease.read_slot)
         is_broken = self._is_broken()
         self._write_pages(part, ids)

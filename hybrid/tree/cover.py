@@ -23,13 +23,13 @@ class Cover:
     def __init__(self, is_end: Callable[[Node], bool]) -> None:
         self._is_end = is_end
         self._num_pages = 0
-        self._changed: dict[Node, None] = {}
+        self._changed: list[Node] = []
         self._ends: set[Node] = set()  # nodes whose paths are counted
         self._reasons: dict[Node, int] = {}  # why a node is counted: its path is, and each counted child
 
     def changed(self, node: Node) -> None:
         """What `is_end` says of a node may have changed."""
-        self._changed[node] = None
+        self._changed.append(node)
         if len(self._changed) > MAX_CHANGED:
             self._settle()
 
@@ -42,7 +42,7 @@ class Cover:
 
     def _settle(self) -> None:
         while self._changed:
-            node, _ = self._changed.popitem()
+            node = self._changed.pop()
             if self._is_end(node):
                 if node not in self._ends:
                     self._ends.add(node)

@@ -216,8 +216,12 @@ class LearnedHitDensity(Policy):
             return
         age, end = record.counted - record.last, now - record.last
         record.counted = now
-        exposure = self._of(record).exposure
+        counts = self._counts.get(record.of)
+        exposure = counts.exposure if counts is not None else self._of(record).exposure
         at = BIN_OF[age] if age < LAST_AGE else BINS - 1
+        if at == BINS - 1 or end <= EDGES[at + 1]:
+            exposure[at] += end - age
+            return
         while at < BINS - 1 and end > EDGES[at + 1]:
             exposure[at] += EDGES[at + 1] - age
             age = EDGES[at + 1]
@@ -229,10 +233,11 @@ class LearnedHitDensity(Policy):
     def _advance(self, now: int) -> None:
         if now == self._now:
             return
-        watched = self._watched
-        for _ in range(min(len(watched), EXPOSED_AT_ONCE * (now - self._now))):
+        watched, since = self._watched, self._now
+        for _ in range(min(len(watched), EXPOSED_AT_ONCE * (now - since))):
             record = watched.popleft()
-            self._expose(record)
+            if record.counted < since:
+                self._expose(record)
             if record.live or len(watched) < MAX_WATCHED:
                 watched.append(record)
         self._now = now

@@ -44,7 +44,8 @@ class Locks:
         """Protect the pages from the root to the node's end."""
         lock = PageLock(self, node)
         node.page_locks += 1
-        self._pages.changed(node)
+        if node.page_locks == 1:
+            self._pages.changed(node)
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
@@ -54,7 +55,8 @@ class Locks:
         node.page_locks += 1
         self.num_checkpoints += not node.state_locks
         node.state_locks += 1
-        self._pages.changed(node)
+        if node.page_locks == 1:
+            self._pages.changed(node)
         return lock
 
     def pin(self, node: Node) -> StateLock:

@@ -67,7 +67,7 @@ def test_a_rehearsal_runs_every_section(tmp_path: Path) -> None:
     assert all(check["passed"] for check in figures["checks"])
     assert all(line["target"] is None for line in figures["lines"])
     assert {entry["part"] for entry in (*figures["lines"], *figures["checks"])} == set(figures["sections"])
-    assert len(figures["sections"]) == 13
+    assert len(figures["sections"]) == 12
     assert "cold prefill" in printed
 
 
@@ -113,8 +113,8 @@ def test_the_summary_says_in_a_line_each_what_was_asked(bench: Path, tmp_path: P
     ]
     told = report(bench, tmp_path, *results, skipped=["a size"]).summary()
     assert told == [
-        "ok      0.900 >= 0.85  one: a",
-        "MISS    1.100 <= 1.05  one: b",
+        "ok      0.9 >= 0.85  one: a",
+        "MISS    1.1 <= 1.05  one: b",
         "WRONG   one: d: far",
         "SKIPPED one: a size",
         "1 checks",

@@ -1,6 +1,7 @@
 """`hybrid.hf.PrefixCache`: what it keeps and gives back, and what it refuses."""
 
 import copy
+import importlib.util
 import sys
 import threading
 from typing import Any
@@ -508,11 +509,22 @@ def test_the_package_imports_it_when_it_is_asked_for() -> None:
         _ = hybrid.no_such_thing
 
 
-def test_functions_picked_for_a_gpu_are_left_to_it(model: Any) -> None:
+@pytest.fixture
+def modeling(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The modeling module of Qwen3.5 with the functions that transformers picked when it was imported. Another test may
+    have replaced those of the module itself, for the whole process."""
+    spec = modeling_qwen3_5.__spec__
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_functions_picked_for_a_gpu_are_left_to_it(model: Any, modeling: Any) -> None:
     """With flash-linear-attention installed, transformers picks its kernels for every device."""
     PrefixCache(model, "4MiB")
-    function = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    function = modeling.torch_chunk_gated_delta_rule
     PrefixCache(model, "4MiB")
-    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is function  # wrapped once
-    assert function.__module__ == modeling_qwen3_5.__name__
+    assert modeling.torch_chunk_gated_delta_rule is function  # wrapped once
+    assert function.__module__ == modeling.__name__
     assert function.__globals__["__name__"] == "hybrid.hf.torch_functions"

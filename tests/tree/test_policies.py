@@ -352,3 +352,14 @@ def test_hooks_are_told_before_a_use_is_counted_and_before_a_checkpoint_goes() -
     assert case.facts("a").hits == 2
     case.goes()
     assert policy.gone == [2]
+
+
+def test_a_checkpoint_worth_as_much_as_what_would_be_evicted_for_it_is_admitted() -> None:
+    """And one that is worth less is not."""
+    worth = {"stored": 1.0, "new": 1.0}
+    case = Case(Ranked(lambda facts: worth["stored" if facts.is_live else "new"]))
+    case.add("ab")
+    usage = case.tree.new_usage(Kind.BRANCH, 0, "")
+    assert case.tree.admits(usage, 2, 0, only_its_own=False, tails_help=False)
+    worth["new"] = 0.999
+    assert not case.tree.admits(usage, 2, 0, only_its_own=False, tails_help=False)

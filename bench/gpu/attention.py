@@ -1,0 +1,158 @@
+"""Attention over pages, on the sizes that a model has: against fp64, copy bandwidth and torch's kernels."""
+
+from collections.abc import Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from gpu import peers
+from gpu.harness import Bench, Call, Case, Peers, Planned, Result, compare, each_with, relative_error
+from torch import Tensor
+
+from hybrid.engine.planner import BATCH_INVARIANT_SPLITS
+from hybrid.kernels import reference
+
+
+class Attention:
+    """Requests of equal length with `new` query tokens each, in as many sets as rotating takes. All sets are in one
+    pool of several layers, in pages that are never adjacent.
+
+    Args:
+        visible: which drafts a draft sees, `[new, new]`.
+
+    Attributes:
+        kv_bytes: of keys and values that a call reads.
+    """
+
+    def __init__(self, bench: Bench, requests: int, length: int, new: int, visible: Tensor | None = None) -> None:
+        s = bench.sizes
+        heads, kv_heads, head_dim = s.heads
+        self.bench, self.requests, self.length, self.new = bench, requests, length, new
+        self.scale = head_dim**-0.5
+        self.kv_bytes = requests * length * s.kv_bytes
+        self.visible = None if visible is None else visible.repeat(requests, 1)
+        pages = -(-length // s.page_size)
+        sets = bench.sets(self.kv_bytes)
+        per_layer = -(-sets // s.layers)
+        pool = bench.normal(per_layer * requests * pages, s.layers, 2, s.page_size, kv_heads, head_dim)
+        places = bench.shuffled(len(pool)).view(per_layer, requests, pages)
+        caches = [pool[:, at % s.layers] for at in range(sets)]
+        tables = [places[at // s.layers].clone() for at in range(sets)]  # a copy is aligned, as an engine's are
+        queries = [bench.normal(requests * new, heads, head_dim) for _ in range(sets)]
+        self.sets = [*zip(queries, caches, tables, strict=True)]
+        self.starts = bench.ints([*range(0, requests * new + 1, new)])
+        self.lengths = bench.ints([length] * requests)
+
+    def ours(self, num_splits: int | None) -> list[Call]:
+        def call(query: Tensor, cache: Tensor, table: Tensor) -> Tensor:
+            where = (self.starts, self.lengths, self.scale, self.bench.sizes.page_size)
+            return self.bench.ops.paged_attention(query, cache, table, *where, num_splits, self.visible)
+
+        return each_with(call, self.sets)
+
+    @cached_property
+    def contiguous(self) -> list[peers.Contiguous]:
+        """The same requests with keys and values in one piece, for peers without pages."""
+        made = []
+        for query, cache, table in self.sets:
+            keys, values = (
+                cache[:, kind][table].flatten(1, 2)[:, : self.length].transpose(1, 2).contiguous() for kind in (0, 1)
+            )
+            made.append((query.unflatten(0, (self.requests, self.new)).transpose(1, 2).contiguous(), keys, values))
+        return made
+
+    def of(self, tokens: Tensor, requests: list[int]) -> Tensor:
+        """The rows of some requests."""
+        return tokens.unflatten(0, (self.requests, self.new))[requests].flatten(0, 1)
+
+    def checks(self, name: str, *splits: int | None) -> Iterator[Result]:
+        """The first and the last request of the first set against fp64."""
+        query, cache, table = self.sets[0]
+        chosen = sorted({0, self.requests - 1})
+        few = cache[table[chosen]].double()
+        pages = torch.arange(table[chosen].numel(), device=table.device).view(len(chosen), -1)
+        where = (self.starts[: len(chosen) + 1], self.lengths[: len(chosen)], self.scale, self.bench.sizes.page_size)
+        seen = None if self.visible is None else self.of(self.visible, chosen)
+        truth = reference.paged_attention(self.of(query, chosen).double(), few.flatten(0, 1), pages, *where, None, seen)
+        for num_splits, call in ((num_splits, self.ours(num_splits)[0]) for num_splits in splits):
+            self.bench.poison(query)
+            found = call()
+            assert isinstance(found, Tensor)
+            title = name if num_splits is None else f"{name}, batch-invariant"
+            yield compare(title, self.of(found, chosen), truth)
+
+    def error(self, output: Any) -> float:
+        """How far a peer's output is from ours, in any order of its tokens and heads."""
+        ours = self.ours(None)[0]()
+        assert isinstance(ours, Tensor)
+        return relative_error(output.transpose(1, 2).flatten(0, 1) if output.dim() == 4 else output, ours)
+
+
+def decode_attention(bench: Bench) -> Iterator[Planned]:
+    """One token of each request, whose time goes into reading keys and values; trees of drafts."""
+
+    def decode(name: str, requests: int, length: int) -> Case:
+        work = Attention(bench, requests, length, 1)
+        moved = work.kv_bytes + 2 * work.sets[0][0].numel() * bench.sizes.dtype.itemsize
+        sdpa: Peers = {
+            f"sdpa, {label}": lambda kind=kind, grouped=grouped: peers.sdpa_decode(
+                work.contiguous, work.scale, kind, grouped
+            )
+            for label, kind, grouped in (
+                ("flash", "FLASH_ATTENTION", False),
+                ("cudnn", "CUDNN_ATTENTION", False),
+                ("flash, heads as tokens", "FLASH_ATTENTION", True),
+                ("efficient, heads as tokens", "EFFICIENT_ATTENTION", True),
+            )
+        }
+        return Case(
+            work.ours(None),
+            partial(work.checks, name, None, BATCH_INVARIANT_SPLITS),
+            num_bytes=moved,
+            target=0.85 if work.kv_bytes > 1e9 else None,
+            variants={"batch-invariant": work.ours(BATCH_INVARIANT_SPLITS)},
+            peers=sdpa,
+            peer_target=1.05,
+            error=work.error,
+        )
+
+    def tree(name: str, requests: int, count: int) -> Case:
+        visible = torch.eye(count, dtype=torch.bool, device=bench.device.device)
+        for draft in range(1, count):  # a binary tree: a draft sees those above it and itself
+            visible[draft] |= visible[(draft - 1) // 2]
+        work = Attention(bench, requests, bench.sizes.decode[0][1] + count, count, visible)
+        return Case(work.ours(None), partial(work.checks, name, None))
+
+    for requests, length in bench.sizes.decode:
+        name = f"decode {requests} x {length}"
+        yield Planned(name, 15, partial(decode, name, requests, length))
+    name = f"drafts, {bench.sizes.drafts[0]} trees of {bench.sizes.drafts[1]}"
+    yield Planned(name, 5, partial(tree, name, *bench.sizes.drafts))
+
+
+def extend_attention(bench: Bench) -> Iterator[Planned]:
+    """A piece of a prompt after a cached prefix: the time goes into matrix products."""
+    s = bench.sizes
+
+    def extend(name: str, requests: int, before: int) -> Case:
+        work = Attention(bench, requests, before + s.new, s.new)
+        pairs = requests * (s.new * before + s.new * (s.new + 1) // 2)
+        flash: Peers = {
+            "sdpa, flash": lambda: peers.sdpa_extend(work.contiguous, work.scale),
+            "sdpa, flash, keys repeated": lambda: peers.sdpa_extend(
+                peers.with_keys_repeated(work.contiguous), work.scale
+            ),
+        }
+        return Case(
+            work.ours(None),
+            partial(work.checks, name, None, 1),
+            operations=4 * s.heads[0] * s.heads[2] * pairs,
+            variants={"batch-invariant": work.ours(1)},
+            peers=flash,
+            peer_target=round(1 / 0.6, 3),  # at least 60 % of its speed
+            error=work.error,
+        )
+
+    for requests, before in s.extend:
+        name = f"extend {requests} x {s.new} after {before}"
+        yield Planned(name, 15, partial(extend, name, requests, before))
