@@ -14,6 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 import hybrid
 from hybrid import ArgumentError, MemoryBudgetError, PromptError, RequestError
 from hybrid.hf.prefix_cache import PrefixCache
+from hybrid.hf.torch_functions import TORCH_FUNCTIONS
 from support.hf import (
     WITHOUT_ANSWERS,
     assert_close,
@@ -511,13 +512,14 @@ def test_the_package_imports_it_when_it_is_asked_for() -> None:
 
 @pytest.fixture
 def modeling(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modeling module of Qwen3.5 with the functions that transformers picked when it was imported. Another test may
-    have replaced those of the module itself, for the whole process."""
+    """The modeling module of Qwen3.5 with the functions that transformers picks when it is imported: another test may
+    have replaced them, for the whole process. Restored afterwards."""
     spec = modeling_qwen3_5.__spec__
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    fresh = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    for name in vars(fresh).keys() & set(TORCH_FUNCTIONS):
+        monkeypatch.setattr(modeling_qwen3_5, name, getattr(fresh, name))
+    return modeling_qwen3_5
 
 
 def test_functions_picked_for_a_gpu_are_left_to_it(model: Any, modeling: Any) -> None:
