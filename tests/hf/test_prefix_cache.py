@@ -514,6 +514,7 @@ def modeling(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modeling module of Qwen3.5 with the functions that transformers picked when it was imported. Another test may
     have replaced those of the module itself, for the whole process."""
     spec = modeling_qwen3_5.__spec__
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
