@@ -515,6 +515,7 @@ def modeling(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The modeling module of Qwen3.5 with the functions that transformers picks when it is imported: another test may
     have replaced them, for the whole process. Restored afterwards."""
     spec = modeling_qwen3_5.__spec__
+    assert spec is not None and spec.loader is not None
     fresh = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fresh)
     for name in vars(fresh).keys() & set(TORCH_FUNCTIONS):
