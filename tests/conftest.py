@@ -54,3 +54,13 @@ def tiny() -> Any:
     # the audit is on: after each step the bookkeeping is checked
     limits = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, audit=True)
     return Engine.from_pretrained("tiny", cache=config, config=limits)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_lock_in_coverage() -> None:
+    """Coverage takes a lock in the middle of the code that it traces. A signal handler that raises there, as those of
+    several tests do, would leave it locked for ever; the interpreter's own lock suffices."""
+    coverage = sys.modules.get("coverage")
+    current = coverage.Coverage.current() if coverage is not None else None
+    if current is not None and current._collector is not None:
+        current._collector.data_lock = None
