@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from os.path import commonprefix
-
 from hybrid.cache.stats import CacheStats
-from hybrid.key import TOKEN_BYTES
+from hybrid.key import TOKEN_BYTES, common_prefix
 from hybrid.observe.snapshot import MAX_IDS, Life, NodeView, Snapshot
 from hybrid.tree.node import Node
 from hybrid.tree.tree import Tree
@@ -41,8 +39,9 @@ def take_snapshot(tree: Tree, stats: CacheStats) -> Snapshot:
 def _ids(node: Node) -> tuple[int, ...]:
     """The first ids of an edge that differ from those of its siblings: they share less than a page."""
     assert node.parent is not None
-    siblings = node.parent.children
-    shared = len(commonprefix(list(siblings))) // TOKEN_BYTES if len(siblings) > 1 else 0
+    pages = node.parent.children  # by the first page of each edge
+    first, last = min(pages), max(pages)
+    shared = min(len(first), common_prefix(first, last)) // TOKEN_BYTES if len(pages) > 1 else 0
     return tuple(memoryview(node.edge).cast("i")[shared : shared + MAX_IDS].tolist())
 
 

@@ -14,7 +14,7 @@ from support.pictures import cache_with, decode, serve, snapshot_of
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 ACTIONS = """<script>
-const found = {rows: document.querySelectorAll("#map text").length, nodes: document.querySelectorAll(".node rect").length};
+const found = {nodes: document.querySelectorAll(".node rect").length};
 document.querySelector(".node rect").dispatchEvent(new MouseEvent("click", {bubbles: true}));
 found.title = document.getElementById("title").textContent;
 found.facts = document.getElementById("facts").textContent;
