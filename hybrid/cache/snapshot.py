@@ -40,8 +40,8 @@ def _ids(node: Node) -> tuple[int, ...]:
     """The first ids of an edge that differ from those of its siblings: they share less than a page."""
     assert node.parent is not None
     pages = node.parent.children  # by the first page of each edge
-    first, last = min(pages), max(pages)
-    shared = min(len(first), common_prefix(first, last)) // TOKEN_BYTES if len(pages) > 1 else 0
+    first, last = min(pages), max(pages)  # what these two share all of them share
+    shared = common_prefix(first, last, 0, 0, TOKEN_BYTES, len(first)) // TOKEN_BYTES if len(pages) > 1 else 0
     return tuple(memoryview(node.edge).cast("i")[shared : shared + MAX_IDS].tolist())
 
 
