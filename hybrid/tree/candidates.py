@@ -9,13 +9,16 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from random import Random
 from types import MethodType
 
+import numpy as np
+
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.policy import Facts, Order, Policy, PolicyWarning
-from hybrid.tree.queues import OrderedQueue, Queue, SampledQueue
+from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
+from hybrid.tree.queues import AgingQueue, OrderedQueue, Queue, SampledQueue
 from hybrid.units import Prices
 
 Hook = Callable[[Facts], None]
@@ -60,6 +63,9 @@ class Candidates:
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
     def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool]) -> Queue:
+        policy = self._policy
+        if isinstance(policy, AgingPolicy):
+            return AgingQueue(partial(self._weigh, policy), partial(self._ranks, policy), is_candidate, self._rng)
         if order is None:
             return SampledQueue(self._rank, is_candidate, self._rng)
         return OrderedQueue(self._rank, is_candidate, falls=order == "any")
@@ -160,6 +166,8 @@ class Candidates:
         """Report that the node got its first child or request, or lost its last one, or that its kind has changed."""
         if self._changed is not None and (node.slot is not None or node.lost_checkpoint):
             self._report("changed", self._changed, self.facts(node))
+            self._checkpoints.changed(node)
+            self._leaves.changed(node)
 
     def admits(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool) -> bool:
         """Whether a checkpoint that is not stored yet is worth more than the one that would be evicted for it.
@@ -194,6 +202,30 @@ class Candidates:
             reason = f"rank raised {error!r}"
         self._dismiss(reason)
         return facts.last_used
+
+    def _weigh(self, policy: AgingPolicy, node: Node) -> tuple[int, float]:
+        if self.failure is None:
+            try:
+                group, weight = policy.weigh(Facts(node, self.now, self._prices))
+                if not math.isnan(weight):
+                    return group, weight
+                reason = "a weight is NaN"
+            except Exception as error:
+                reason = f"weigh raised {error!r}"
+            self._dismiss(reason)
+        return 0, 0.0
+
+    def _ranks(self, policy: AgingPolicy, groups: Ints, weights: Floats, used: Ints) -> Floats:
+        if self.failure is None:
+            try:
+                ranks = policy.ranks(groups, weights, self.now - used)
+                if not math.isnan(ranks.min()):
+                    return ranks
+                reason = "a rank is NaN"
+            except Exception as error:
+                reason = f"ranks raised {error!r}"
+            self._dismiss(reason)
+        return used.astype(np.float64)  # dismissed during a search: the queues are rebuilt after it
 
     def _report(self, name: str, hook: Hook, facts: Facts) -> None:
         if self.failure is not None:
