@@ -29,9 +29,7 @@ class Cohorts:
 
     def add(self, group: int, last: int, number: int) -> None:
         """Add records of a group that were last used at a request; a negative number removes them."""
-        while group >= len(self._older):
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
-            self._older = np.concatenate([self._older, np.zeros_like(self._older)])
+        self._have(group + 1)
         if last < self._first:
             self._older[group] += number
         else:
@@ -40,6 +38,7 @@ class Cohorts:
 
     def exposure(self, num_groups: int, since: int, until: int) -> Array:
         """Requests of `[since, until)` times records, by group and bin of age, `[num_groups, bins]`."""
+        self._have(num_groups)
         self._reach(until)
         since = max(since, until - self._span // 2)
         start = max(0, since - self._span - self._first)
@@ -56,6 +55,11 @@ class Cohorts:
         exposure: Array = (sums[:, after] - sums[:, before]).astype(np.float64)
         exposure[:, :-1] -= exposure[:, 1:]
         return exposure
+
+    def _have(self, num_groups: int) -> None:
+        while num_groups > len(self._older):
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._older = np.concatenate([self._older, np.zeros_like(self._older)])
 
     def _reach(self, last: int) -> None:
         """Have a column for a request; what is then older than the columns has reached the last bin."""

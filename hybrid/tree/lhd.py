@@ -137,6 +137,10 @@ class LearnedHitDensity(AgingPolicy):
         record = facts.notes or self._record(facts)
         return record.group, facts.tokens_saved / facts.bytes_freed * facts.priority_weight
 
+    def rank(self, facts: Facts) -> float:
+        group, weight = self.weigh(facts)
+        return float(self._densities[group, BIN_OF[min(facts.age, LAST_AGE)]]) * weight
+
     def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
         ranks: Floats = self._densities[groups, _BIN_OF[np.minimum(ages, LAST_AGE)]] * weights
         return ranks

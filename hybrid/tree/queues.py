@@ -220,6 +220,7 @@ class AgingQueue:
         self._rolled, self._num_rolled = np.zeros(0), 0
         self._nodes: list[Node] = []
         self._places: dict[int, int] = {}
+        self._found: tuple[float, Node] | None = None  # until something in the queue changes
         self._compact_at = 1024
         self._groups = np.zeros(self._compact_at + 1, np.int64)
         self._weights = np.zeros(self._compact_at + 1)
@@ -234,11 +235,13 @@ class AgingQueue:
             place = self._places[id(node)] = len(self._nodes)
             self._nodes.append(node)
         self._stale[place] = True
+        self._found = None
 
     def used(self, node: Node) -> None:
         place = self._places.get(id(node))
         if place is not None:
             self._stale[place] = True
+            self._found = None
 
     changed = used
 
@@ -249,13 +252,15 @@ class AgingQueue:
         return len(self._nodes)
 
     def peek(self) -> tuple[float, Node] | None:
-        while self._nodes:
-            found = self._lowest(self._sample(len(self._nodes)))
-            if found is not None:
-                return found
-        return None
+        if self._found is not None and self._is_candidate(self._found[1]):
+            return self._found
+        self._found = None
+        while self._nodes and self._found is None:
+            self._found = self._lowest(self._sample(len(self._nodes)))
+        return self._found
 
     def pop(self, node: Node) -> None:
+        self._found = None
         place = self._places.pop(id(node))
         last = self._nodes.pop()
         if last is not node:
