@@ -24,10 +24,19 @@ from hybrid.engine.intake import Intake
 from hybrid.engine.model_runner import ModelRunner, Result, Runner
 from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Request, Status
+from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Part, Scheduler, Step
 from hybrid.engine.suspects import Suspects
-from hybrid.errors import ArgumentError, HybridError, NonFiniteError, PromptError, QueueFullError, RequestError
+from hybrid.errors import (
+    ArgumentError,
+    HybridError,
+    NonFiniteError,
+    PromptError,
+    QueueFullError,
+    RequestError,
+    SamplingError,
+)
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 
@@ -74,7 +83,7 @@ class Engine:
         # without a device of its own, nothing is computed while the next step is scheduled
         self._overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
         self._ahead: Step | None = None
-        self._intake = Intake(loaded, cache)
+        self._intake = Intake(loaded, cache, self.config.max_model_len)
         self._requests: dict[str, Request] = {}
         self._outputs = Outputs()
         self._suspects = Suspects()
@@ -211,6 +220,8 @@ class Engine:
         request = part.request
         if result.token is None:
             return
+        if result.token == NO_TOKEN:
+            raise SamplingError("no token can be chosen: the parameters exclude all, or a logits processor gave NaN")
         request.append(result.token, result.logprobs, self.loaded.end_tokens)
         if request.finish_reason is not None:
             self.scheduler.finish(request)
