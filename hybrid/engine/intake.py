@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.constraints import Constraints, are_needed
@@ -33,7 +31,6 @@ class Intake:
     def __init__(self, loaded: LoadedModel, cache: HybridCache, max_model_len: int | None = None) -> None:
         self._loaded = loaded
         self._cache = cache
-        self._numbers = count()
         model, config = loaded.model.config, cache.config
         if max_model_len is not None and max_model_len > model.max_position_embeddings:
             raise ArgumentError(
@@ -61,10 +58,13 @@ class Intake:
         """
         return self._encoder.encode(prompt, self._max_len - 1 if truncate == -1 else truncate)
 
-    def request(self, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs) -> Request:
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs
+    ) -> Request:
         """A request that can run.
 
         Args:
+            request_id: unique within the engine.
             prompt: a text, token ids, chat messages, or an `ImagePrompt`.
             params: None: the checkpoint's.
             namespace: of the cache.
@@ -89,9 +89,10 @@ class Intake:
             raise PromptError(f"checkpoint_at={outside} is outside the prompt of {num_tokens} tokens")
         max_len = min(self._max_len, num_tokens + params.max_new_tokens)
         self._check_memory(num_tokens, max_len)
-        name = f"request-{next(self._numbers)}"
         continuation = self._continuation(params, encoded.ids)
-        return Request(name, encoded, params, max_len, namespace=namespace, continuation=continuation, outputs=outputs)
+        return Request(
+            request_id, encoded, params, max_len, namespace=namespace, continuation=continuation, outputs=outputs
+        )
 
     def _continuation(self, params: SamplingParams, prompt: list[int]) -> Continuation:
         """What follows the tokens of an answer."""

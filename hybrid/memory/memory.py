@@ -241,6 +241,10 @@ class CacheMemory:
         tensors = CacheTensors.fixed(spec, page_size, num_pages, num_states, device)
         return cls(*_fixed_pools(num_pages, num_states), sizes=sizes, tensors=tensors)
 
+    def release(self) -> None:
+        """Free the tensors. The pools stay as they are, and nothing can be computed on this memory any more."""
+        self.tensors = self.mover = self.store = None
+
     @property
     def stores_smaller(self) -> bool:
         """Whether checkpoints are stored apart from states, and smaller."""
@@ -255,6 +259,20 @@ class CacheMemory:
     def prices(self) -> Prices:
         """What eviction policies compare: bytes of a page and of a checkpoint, or the default ratio of the two."""
         return Prices(self.sizes.page, self.sizes.checkpoint) if self.sizes is not None else Prices()
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes for pages and states together, and how many of them are in no use; zeros where sizes are unknown."""
+        if self.sizes is None:
+            return 0, 0
+        if self.arena is None:
+            pages, states = self.pages, self.states
+            total = pages.size * self.sizes.page + states.size * self.sizes.state
+            return total, pages.num_free * self.sizes.page + states.num_free * self.sizes.state
+        assert isinstance(self.pages, ArenaPool)
+        piece = self.pages.per_piece * self.sizes.page
+        loose = sum(pool.num_loose * (piece // pool.per_piece) for pool in self.arena.pools)
+        return self.arena.num_pieces * piece, self.arena.num_free * piece + loose
 
     @property
     def largest_request(self) -> int:

@@ -98,7 +98,7 @@ def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytes
     assert run_json(capsys, *STRESS, "--seed", "5")[1] != report
 
 
-def test_stress_survives_signals() -> None:
+def test_stress_survives_signals(untraced: None) -> None:
     report = stress.run_stress(None, 1, 0, 1500, progress=False, audit_every=10, signals=True)
     assert report.passed, report
     assert report.faults.interrupts > 0
