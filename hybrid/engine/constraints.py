@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hybrid.engine.sampling_params import LogitsProcessor, SamplingParams
+from hybrid.engine.structured import Matcher
 from hybrid.errors import SamplingError
 
 Numbers = np.ndarray[Any, Any]
@@ -34,12 +35,14 @@ class RowEdits(NamedTuple):
             are subtracted).
         process: maps the row to another one; None: there is nothing more to do.
         excluded: token ids that are not chosen.
+        mask: a bit for each token, whether it may be chosen, `[ceil(vocab / 32)]` int32; None: all may.
     """
 
     bias: tuple[Numbers, Numbers] | None
     penalty: tuple[Numbers, Numbers, Numbers] | None
     process: Callable[[Tensor], Tensor] | None
     excluded: list[int]
+    mask: Numbers | None = None
 
 
 class Constraints:
@@ -50,6 +53,7 @@ class Constraints:
         prompt: its token ids.
         end_tokens: the tokens that end its answer, those of `params` included.
         bad_words: token ids of each of its bad words.
+        matcher: the grammar that its answer follows; None: there is none.
     """
 
     def __init__(
@@ -58,8 +62,10 @@ class Constraints:
         prompt: Sequence[int],
         end_tokens: frozenset[int],
         bad_words: Sequence[Sequence[int]] = (),
+        matcher: Matcher | None = None,
     ) -> None:
         self._params = params
+        self._matcher = matcher
         self._end_tokens = sorted(end_tokens)
         self._bad_words = [tuple(word) for word in bad_words]
         self._prompt = list(prompt)
@@ -74,8 +80,19 @@ class Constraints:
         self._counts: list[int] = [0] * len(self._tokens)
         self._place: dict[int, int] = {token: place for place, token in enumerate(self._tokens)}
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow the answer."""
+        return self._matcher is not None and self._matcher.is_complete
+
     def accept(self, token: int) -> None:
-        """The answer continues with this token."""
+        """The answer continues with this token.
+
+        Raises:
+            SamplingError: its grammar does not allow that.
+        """
+        if self._matcher is not None:
+            self._matcher.accept(token)
         self._answer.append(token)
         if self._is_penalized:
             self._count(token)
@@ -83,7 +100,8 @@ class Constraints:
     def after(self, drafts: Sequence[int] = ()) -> RowEdits:
         """What is done to the logits of the token after the history and these draft tokens."""
         answer = [*self._answer, *drafts]
-        return RowEdits(self._bias, self._penalty(drafts), self._process(answer), self._excluded(answer))
+        mask = self._matcher.mask(drafts) if self._matcher is not None else None
+        return RowEdits(self._bias, self._penalty(drafts), self._process(answer), self._excluded(answer), mask)
 
     def _count(self, token: int) -> None:
         place = self._place.setdefault(token, len(self._tokens))
@@ -129,7 +147,12 @@ def has_penalty(params: SamplingParams) -> bool:
 def are_needed(params: SamplingParams) -> bool:
     """Whether a request with these parameters has constraints."""
     return bool(
-        has_penalty(params) or params.logit_bias or params.bad_words or params.min_tokens or params.logits_processors
+        has_penalty(params)
+        or params.logit_bias
+        or params.bad_words
+        or params.min_tokens
+        or params.logits_processors
+        or params.structured
     )
 
 
@@ -163,12 +186,14 @@ class Edits:
         penalty: (rows, tokens, factors, numbers).
         processes: (row, function).
         excluded: (rows, tokens).
+        masks: (rows `[M]`, masks `[M, ceil(vocab / 32)]` int32).
     """
 
     bias: tuple[Tensor, ...] | None
     penalty: tuple[Tensor, ...] | None
     processes: tuple[tuple[int, Callable[[Tensor], Tensor]], ...]
     excluded: tuple[Tensor, ...] | None
+    masks: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[RowEdits | None]) -> Edits | None:
@@ -181,6 +206,7 @@ class Edits:
             _joined((row, edits.penalty) for row, edits in known),
             tuple((row, edits.process) for row, edits in known if edits.process is not None),
             _joined((row, (np.array(edits.excluded, np.int64),)) for row, edits in known if edits.excluded),
+            _stacked([(row, edits.mask) for row, edits in known if edits.mask is not None]),
         )
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -199,7 +225,20 @@ class Edits:
         if self.excluded is not None:
             rows, tokens = (part.to(device) for part in self.excluded)
             logits[rows, tokens] = -torch.inf
+        if self.masks is not None:
+            rows, words = (part.to(device) for part in self.masks)
+            bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=device)) & 1
+            allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()
+            logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
         return logits
+
+
+def _stacked(masks: list[tuple[int, Numbers]]) -> tuple[Tensor, Tensor] | None:
+    """Masks of several rows, with their rows."""
+    if not masks:
+        return None
+    rows, words = zip(*masks, strict=True)
+    return torch.tensor(rows), torch.from_numpy(np.stack(words))
 
 
 def _joined(entries: Iterable[tuple[int, tuple[Numbers, ...] | None]]) -> tuple[Tensor, ...] | None:

@@ -8,6 +8,7 @@ from hybrid.engine.constraints import Constraints, are_needed
 from hybrid.engine.output import Outputs
 from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.structured import Grammars
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError
 from hybrid.key import check_namespace
 from hybrid.memory.memory import smallest_memory
@@ -39,6 +40,9 @@ class Intake:
             )
         self._max_len: int = max_model_len or model.max_position_embeddings
         limits = PromptLimits.of(self._max_len, model.vocab_size, cache.largest_request * config.page_size)
+        self._grammars: Grammars | None = None
+        if loaded.tokenizer is not None:
+            self._grammars = Grammars(loaded.tokenizer, model.vocab_size, loaded.end_tokens)
         self._encoder = PromptEncoder(
             loaded.tokenizer,
             loaded.image_encoder,
@@ -107,6 +111,7 @@ class Intake:
 
         Raises:
             PromptError: a token id is outside the vocabulary, or texts are given and there is no tokenizer.
+            SamplingError: the grammar of a structured answer cannot be used.
         """
         vocab_size, tokenizer = self._loaded.model.config.vocab_size, self._loaded.tokenizer
         outside = next((token for token in params.logit_bias if token >= vocab_size), None)
@@ -118,7 +123,12 @@ class Intake:
             raise PromptError("bad_words need a tokenizer, and this checkpoint has none; use logit_bias")
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._loaded.end_tokens)}
         words = [ids for word in params.bad_words for ids in spellings(tokenizer, word)]
-        return Constraints(params, prompt, frozenset(token for token in ends if token < vocab_size), words)
+        matcher = None
+        if params.structured is not None:
+            if self._grammars is None:
+                raise PromptError("structured output needs a tokenizer, and this checkpoint has none")
+            matcher = self._grammars.matcher(params.structured)
+        return Constraints(params, prompt, frozenset(token for token in ends if token < vocab_size), words, matcher)
 
     def _check_memory(self, prompt_len: int, max_len: int) -> None:
         config, most = self._cache.config, self._cache.largest_request

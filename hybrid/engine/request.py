@@ -184,12 +184,16 @@ class Request:
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         self.ids.append(token)
-        if self.constraints is not None:
-            self.constraints.accept(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
         ends = token in params.stop_token_ids or (token in end_tokens and not params.ignore_eos)
-        if ends or (self.text is not None and self.text.append(token)):
+        if self.constraints is not None and not ends:
+            self.constraints.accept(token)
+        if (
+            ends
+            or (self.text is not None and self.text.append(token))
+            or (self.constraints is not None and self.constraints.is_complete)
+        ):
             self.finish_reason = "stop"
         elif self._is_full(0):
             self.finish_reason = "length"

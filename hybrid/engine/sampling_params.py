@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,9 @@ MAX_STOP_CHARACTERS = 16384
 
 MAX_LISTED = 1024
 """The maximum number of entries of a list in the parameters."""
+
+FORMS = ("json_schema", "json_object", "regex", "grammar", "choice")
+"""Keys of `SamplingParams.structured`."""
 
 MAX_PENALTY = 2.0
 """Presence and frequency penalties are between minus this and this."""
@@ -95,6 +99,9 @@ class SamplingParams:
             and a row of logits. They must be pure: a token may be sampled again after a failure.
         truncate_prompt_tokens: keep this many of the last tokens of a longer prompt; -1: as many as the model takes.
         detokenize: decode the answer; otherwise `text` is empty.
+        structured: the answer follows a form, given by one entry: `{"json_schema": dict or JSON}`, `{"json_object":
+            True}`, `{"regex": text}`, `{"grammar": Lark grammar}` or `{"choice": [texts]}`. It ends when nothing can
+            follow, or with an end-of-text token where it may end. None: any answer.
 
     Raises:
         SamplingError: a value is out of range, or two contradict each other.
@@ -123,6 +130,7 @@ class SamplingParams:
     logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor] = ()
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
+    structured: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for name, value in {**self._sampling(), **self._limits(), **self._logits()}.items():
@@ -132,6 +140,9 @@ class SamplingParams:
                 f"SamplingParams: min_tokens={self.min_tokens} is more than max_new_tokens={self.max_new_tokens}; "
                 "lower the one, or raise the other"
             )
+        if self.structured is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise SamplingError(f"SamplingParams: {name} contradicts structured, which ends the answer; leave one out")
         if self.stop and not self.detokenize:
             raise SamplingError(
                 "SamplingParams: stop texts need detokenize=True: they are found in the text; use stop_token_ids"
@@ -173,6 +184,7 @@ class SamplingParams:
             "logit_bias": _bias(self.logit_bias),
             "bad_words": _texts("bad_words", self.bad_words),
             "logits_processors": _functions(self.logits_processors),
+            "structured": None if self.structured is None else _form(self.structured),
         }
 
 
@@ -284,6 +296,39 @@ def _bias(values: object) -> dict[int, float]:
         token = _integer("logit_bias (token ids)", int(key) if is_text else key, 0, MAX_INT)
         checked[token] = _number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS)
     return checked
+
+
+def _form(value: object) -> dict[str, Any]:
+    """The form of a structured answer: one entry of `FORMS`. Whether a schema is one is found where it is compiled."""
+    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in FORMS:
+        raise _refuse("structured", f"a dict with one of the keys {', '.join(FORMS)}", value)
+    ((kind, form),) = value.items()
+    if kind == "choice":
+        form = _texts("structured (choice)", form)
+        if not form or isinstance(value[kind], str):
+            raise _refuse("structured (choice)", "a list of one text or more", value[kind])
+    elif kind == "json_object":
+        if form is not True:
+            raise _refuse("structured (json_object)", "True", form)
+    elif kind == "json_schema":
+        form = _schema(form)
+    elif not isinstance(form, str) or not form:
+        raise _refuse(f"structured ({kind})", "a text that is not empty", form)
+    return {kind: form}
+
+
+def _schema(value: object) -> dict[str, Any]:
+    """A JSON schema, from a dict or from JSON."""
+    expected = "a JSON schema: a dict, or the text of one"
+    try:
+        schema = json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SamplingError(
+            f"SamplingParams: structured (json_schema) must be {expected}; got {_short(value)}: {error!s:.200}"
+        ) from error
+    if not isinstance(schema, dict):
+        raise _refuse("structured (json_schema)", expected, value)
+    return schema
 
 
 def _functions(values: object) -> tuple[LogitsProcessor, ...]:
