@@ -177,7 +177,7 @@ class Candidates:
             self.reweigh_below(node)
 
     def reweigh_below(self, node: Node) -> None:
-        """What the checkpoints next below a node save, or would free, has changed. At most `MAX_NOTIFIED` of them are ranked again."""
+        """What the checkpoints next below a node save or would free has changed: rank up to `MAX_NOTIFIED` again."""
         below = [*islice(node.children.values(), MAX_NOTIFIED)]
         for _ in range(MAX_NOTIFIED):
             if not below:
