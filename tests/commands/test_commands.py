@@ -1,5 +1,6 @@
 """The command line, as a person and as a machine use it; and that what it proves could fail."""
 
+import io
 import json
 import subprocess
 import sys
@@ -8,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from hybrid import Engine, HybridCache
-from hybrid.commands import parity, stress
+from hybrid import CacheConfig, Engine, HybridCache, RequestOutput
+from hybrid.commands import demo, parity, stress
 from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.commands.main import main
 from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.commands.workload import Report, Stress
+from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
+from support.engines import answer, greedy
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -163,26 +167,62 @@ def test_stress_notices_a_checkpoint_that_is_not_the_state_of_its_key(tiny: Engi
     assert check_checkpoints(engine)[1] == 1
 
 
-def test_the_demo_shows_hits_and_the_answers_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo"]) == 0
-    shown = capsys.readouterr().out
-    for text in (
-        "identical bit by bit",
-        "prompt tokens saved",
-        "times as fast",
-        "●",
-        "○",
-        "pages up to",
-        "small memory",
-    ):
-        assert text in shown
+@pytest.fixture(scope="module")
+def story() -> list[demo.Act]:
+    """The demo, played once."""
+    return demo.Demo(Engine.from_pretrained("tiny", cache=CacheConfig(memory="2GiB"))).run(lambda act: None)
+
+
+def test_the_demo_shows_hits_and_the_answers_are_the_same(story: list[demo.Act]) -> None:
+    verdict = demo.judge(story)
+    assert verdict.identical
+    assert verdict.same_tokens
+    assert verdict.saved_tokens > 0.7 * verdict.prompt_tokens
+    first, second, small, branch = story
+    assert [output.usage.cached_tokens for output in first.cached] == [0, 1728, 1728, 1728]
+    assert all(output.usage.cached_tokens >= 1728 for output in second.cached)
+    assert small.cached[1].usage.cached_tokens == 1728
+    before, after = (output.usage for output in branch.cached)
+    assert before.page_tokens > before.cached_tokens  # pages alone do not make a hit
+    assert after.cached_tokens == after.page_tokens >= before.page_tokens
+    for act in story:
+        assert all(output.usage.cached_tokens == 0 for output in act.plain)
+
+
+@pytest.mark.parametrize("width", [100, 140])
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_demo_fits_into_a_terminal(story: list[demo.Act], width: int, verbose: bool) -> None:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    narrator = demo.Narrator(console, verbose)
+    for act in story:
+        narrator.tell(act)
+    narrator.conclude(demo.judge(story))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    for text in ("identical bit by bit", "prompt tokens saved", "●", "only these are not computed again"):
+        assert any(text in line for line in lines)
+    if not verbose:  # answers and explanations may be longer than a line
+        assert max(map(len, lines)) <= 100
+        assert len(lines) < 60
 
 
 def test_the_demo_runs_without_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
     status, result = run_json(capsys, "demo", "--no-cache")
     assert status == 0
-    assert result["verdict"] is None
     assert all(row["usable_hit"] == 0 for row in result["without_cache"])
+
+
+def test_tree_draws_text_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = ("The with statement is used to wrap " * 20, "The with statement is used to wrap " * 10)
+    status, result = run_json(capsys, "tree", *prompts, "--max-new-tokens", "2")
+    assert status == 0
+    assert "●" in result["tree"]
+    page = tmp_path / "tree [1].html"
+    assert main(["tree", *prompts, "--max-new-tokens", "2", "--out", str(page)]) == 0
+    assert str(page) in capsys.readouterr().out
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert main(["tree", *prompts, "--out", str(tmp_path / "no" / "tree.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_generate_continues_prompts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,6 +232,41 @@ def test_generate_continues_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(output["token_ids"]) <= 5 for output in result["outputs"]] == [True, True]
     assert main([*arguments, "--chat", "--temperature", "1", "--seed", "3"]) == 0
     assert "tokens cached" in capsys.readouterr().out
+
+
+def test_generate_prints_an_answer_while_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    step = Engine.step
+
+    def watched(engine: Engine) -> list[RequestOutput]:
+        shown.append(capsys.readouterr().out)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    prompts = ["The with [bold]statement", "C:\\", "import"]
+    assert main(["generate", "tiny", *prompts, "--max-new-tokens", "8", "--memory", "64M"]) == 0
+    shown.append(capsys.readouterr().out)
+    assert len([piece for piece in shown if piece]) >= 6
+    texts = [prompt + answer(Engine.from_pretrained("tiny"), prompt, greedy(8)).text for prompt in prompts]
+    for text, found in zip(texts, "".join(shown).split("tokens cached"), strict=False):
+        assert text in found
+
+
+def test_generate_says_which_prompt_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Scheduler, "finish", lambda *_: 1 // 0)
+    status, result = run_json(capsys, "generate", "tiny", "import", "--max-new-tokens", "3", "--memory", "64M")
+    assert status == 1
+    assert result["outputs"][0]["error"].startswith("ZeroDivisionError")
+
+
+def test_what_cannot_be_written_is_one_line_and_status_2() -> None:
+    command = [sys.executable, "-m", "hybrid", "generate", "tiny", "a", "--max-new-tokens", "2", "--memory", "64M"]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "hybrid: the output cannot be written: No space left on device\n"
 
 
 def test_a_wrong_command_exits_with_2_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -204,7 +279,7 @@ def test_a_wrong_command_exits_with_2_and_says_why(capsys: pytest.CaptureFixture
     assert exit_.value.code == 2
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["parity"], ["stress"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["tree"], ["parity"], ["stress"]])
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])
