@@ -20,6 +20,7 @@ import math
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -32,13 +33,15 @@ from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.lease import Lease
 from hybrid.cache.owner import Owner
 from hybrid.cache.pins import Pin, Pins
+from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
-from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
+from hybrid.observe.draw import draw
+from hybrid.observe.snapshot import Decode
 from hybrid.tree.node import Checkpoint, Kind, Match, Released
 from hybrid.tree.policies import policy_of
 from hybrid.tree.tree import Tree
@@ -94,7 +97,7 @@ class HybridCache:
             seed=config.seed,
             priority_cap=config.priority_cap,
         )
-        self._digests = _digests(memory) if config.verify_contents else None
+        self._digests = memory.digests() if config.verify_contents else None
         self.leases: set[Lease] = set()
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
@@ -425,6 +428,10 @@ class HybridCache:
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
         return now
 
+    def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
+        """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""
+        return draw(take_snapshot(self.tree, self.stats()), path, decode, width=width)
+
     def audit(self, contents: bool = False) -> None:
         """Prove that every page and every slot is in exactly one place, and that the tree is consistent.
 
@@ -485,12 +492,3 @@ class HybridCache:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
         if lease.is_void and not even_void:
             raise OwnershipError("a pass of this lease was discarded: it can only be closed")
-
-
-def _digests(memory: CacheMemory) -> Digests:
-    if memory.reader is None:
-        raise ArgumentError(
-            "CacheConfig: verify_contents needs a memory with tensors, or with a mover that has read_page and "
-            "read_checkpoint too"
-        )
-    return Digests(memory.reader)

@@ -11,7 +11,7 @@ import torch
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
-from hybrid.memory.digests import ContentReader
+from hybrid.memory.digests import ContentReader, Digests
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
 from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec
@@ -250,10 +250,18 @@ class CacheMemory:
         """Whether checkpoints are stored apart from states, and smaller."""
         return self.checkpoints is not self.states
 
-    @property
-    def reader(self) -> ContentReader | None:
-        """Reads the contents: the mover, if it can read them too."""
-        return self.mover if isinstance(self.mover, ContentReader) else None
+    def digests(self) -> Digests:
+        """An empty list of digests of the contents, which the mover reads.
+
+        Raises:
+            ArgumentError: there are no contents that can be read.
+        """
+        if not isinstance(self.mover, ContentReader):
+            raise ArgumentError(
+                "CacheConfig: verify_contents needs a memory with tensors, or with a mover that has read_page and "
+                "read_checkpoint too"
+            )
+        return Digests(self.mover)
 
     @property
     def prices(self) -> Prices:

@@ -5,13 +5,17 @@ What has been evicted is in `released` at every moment, also when something rais
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
-from hybrid.tree.node import Node, Released, Root
+from hybrid.tree.node import EvictedCheckpoint, Node, Released, Root
+
+MAX_RECENT = 2048
+"""Evicted checkpoints that are remembered for pictures."""
 
 
 class Evictor:
@@ -21,12 +25,16 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
+
+    Attributes:
+        recent: the checkpoints that were evicted most recently, oldest first.
     """
 
     def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts) -> None:
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
+        self.recent: deque[EvictedCheckpoint] = deque(maxlen=MAX_RECENT)
 
     def evict_pages(self, num_pages: int, released: Released) -> None:
         """Evict at least `num_pages` pages if possible: leaves in the order of the policy, each from its tail.
@@ -66,6 +74,7 @@ class Evictor:
             if num_pages == 0:
                 self._drop_checkpoint(node, released)
                 if node.children:
+                    self._candidates.reweigh_below(node)
                     self._forest.join(node)
                 else:
                     self._candidates.enter(node, renewed=True)  # its pages may still be evicted
@@ -88,6 +97,8 @@ class Evictor:
             released.pages.extend(node.pages)
             parent = self._forest.remove(node)
             if parent.children:
+                if len(parent.children) == 1:
+                    self._candidates.reweigh_below(parent)
                 self._forest.join(parent)
                 return
             self._candidates.changed(parent)
@@ -107,4 +118,7 @@ class Evictor:
             assert not node.state_locks
             self._candidates.evicting(node)
             released.slots.append(node.slot)
+            usage = node.usage
+            times = usage.stored_at, usage.used_at, self._candidates.now
+            self.recent.append(EvictedCheckpoint(node.start, node.end, usage.kind, usage.hits, *times))
             self._forest.drop_checkpoint(node)
