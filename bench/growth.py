@@ -38,16 +38,11 @@ def fastest(works: Iterator[Work], times: int = 30) -> float:
     return 1e6 * min(timed(work) for work, _ in zip(works, range(times), strict=False))
 
 
-def cache_of(num_pages: int, num_states: int, policy: str = "lru") -> HybridCache:
-    config = CacheConfig(page_size=PAGE, chunk_size=PAGE, eviction=policy)
-    return HybridCache(CacheMemory.of_indices(num_pages, num_states), config)
-
-
-def elastic(num_pieces: int, stored: int = 0) -> HybridCache:
+def cache_of(num_pieces: int, policy: str = "lru", stored: int = 0) -> HybridCache:
     """A cache with one budget: a piece holds four pages, or one state, or `stored` checkpoints."""
     store = NoStore(64 * PAGES_OF_A_PIECE // stored) if stored else None
     memory = CacheMemory.of_bytes(num_pieces * 64 * PAGES_OF_A_PIECE, 64, 64 * PAGES_OF_A_PIECE, store=store)
-    return HybridCache(memory, CacheConfig(page_size=PAGE, chunk_size=PAGE, eviction="lru"))
+    return HybridCache(memory, CacheConfig(page_size=PAGE, chunk_size=PAGE, eviction=policy))
 
 
 def opened(cache: HybridCache, key: Key, num_tokens: int = 0) -> Lease:
@@ -75,7 +70,7 @@ def evict_a_page(num_tokens: int) -> Iterator[Work]:
 
 def chain(depth: int, policy: str) -> tuple[HybridCache, Lease, Key]:
     """A request that has committed so many pages one after the other."""
-    cache, key = cache_of(depth + 200, 8, policy), Key.of(range((depth + 101) * PAGE))
+    cache, key = cache_of(depth // 4 + 60, policy), Key.of(range((depth + 101) * PAGE))
     lease = opened(cache, key, len(key))
     cache.advance(lease, len(key))
     for end in range(PAGE, depth * PAGE + 1, PAGE):
@@ -119,14 +114,14 @@ def shortage(cache: HybridCache) -> Iterator[Work]:
 
 
 def shortage_beside_requests(num_leases: int) -> Iterator[Work]:
-    cache = elastic(2 * num_leases + 100)
+    cache = cache_of(2 * num_leases + 100)
     for number in range(num_leases):
         opened(cache, Key.of([number] * 4 * PAGE), 4 * PAGE)
     return shortage(cache)
 
 
 def shortage_beside_pins(num_pins: int) -> Iterator[Work]:
-    cache = elastic(4 * num_pins + 100)
+    cache = cache_of(4 * num_pins + 100)
     for number in range(num_pins):
         key = Key.of([number] * (PAGE + 1))
         request(cache, key)
@@ -137,7 +132,7 @@ def shortage_beside_pins(num_pins: int) -> Iterator[Work]:
 def move_pages(num_leases: int) -> Iterator[Work]:
     """A state slot for a request, where it takes that pages of running requests, half of them shared with the tree, are
     moved together."""
-    cache, leases = elastic((num_leases + 128) * 3 // 2), []
+    cache, leases = cache_of((num_leases + 128) * 3 // 2), []
     for number in range(num_leases + 128):
         key = Key.of([number] * 2 * PAGE)
         leases.append(opened(cache, key, 2 * PAGE))
@@ -156,7 +151,7 @@ def move_pages(num_leases: int) -> Iterator[Work]:
 def move_checkpoints(num_nodes: int) -> Iterator[Work]:
     """Four pages for a request, where it takes that stored checkpoints are moved together: three are in a piece, and of
     each three one is evicted."""
-    cache = elastic(num_nodes + 64, stored=3)
+    cache = cache_of(num_nodes + 64, stored=3)
     keys = [Key.of([number] * (PAGE + 1)) for number in range(num_nodes)]
     for key in keys:
         request(cache, key)
@@ -172,7 +167,7 @@ def move_checkpoints(num_nodes: int) -> Iterator[Work]:
 
 def requests(policy: str, num_nodes: int) -> Iterator[Work]:
     """A request that evicts, in a tree of so many nodes."""
-    rng, cache = Random(0), cache_of(4 * num_nodes + 64, num_nodes, policy)
+    rng, cache = Random(0), cache_of(7 * num_nodes // 4, policy)
     for number in count():
         key = Key.of([number % 50] * PAGE + [rng.randrange(10**6) for _ in range(3 * PAGE + 1)])
         if number < num_nodes * 11 // 10:
