@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid.errors import ArgumentError
-from hybrid.units import parse_bytes
+from hybrid.units import parse_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,6 @@ class EngineConfig:
             raise ArgumentError(
                 f"EngineConfig: max_model_len must be an integer of at least 2, or None; got {length!r}"
             )
-
         if self.adapter_memory is not None and self.adapter_bytes is None:
             raise ArgumentError(
                 f"EngineConfig: adapter_memory must be a positive number of bytes or a text as '256MiB', or None; got "
@@ -57,9 +56,7 @@ class EngineConfig:
     @property
     def adapter_bytes(self) -> int | None:
         """`adapter_memory` as a number of bytes; None: no limit."""
-        memory = self.adapter_memory
-        if isinstance(memory, str):
-            return parse_bytes(memory)
+        memory = parse_memory(self.adapter_memory) if isinstance(self.adapter_memory, str) else self.adapter_memory
         return memory if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0 else None
 
     def require_chunk(self, chunk_size: int) -> None:
