@@ -9,16 +9,20 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from operator import attrgetter
 from random import Random
 from types import MethodType
 
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts, Order, Policy, PolicyWarning
-from hybrid.tree.queues import OrderedQueue, Queue, SampledQueue
+from hybrid.tree.queues import OrderedQueue, Queue, Rank, SampledQueue
 from hybrid.units import Prices
 
 Hook = Callable[[Facts], None]
+
+recency: Rank = attrgetter("usage.last_used")
+"""The rank of a node for LRU."""
 
 
 class Candidates:
@@ -53,20 +57,15 @@ class Candidates:
         self._entered = overridden(policy.entered, Policy.entered)
         self._changed = overridden(policy.changed, Policy.changed)
         order = policy.order
-        self._checkpoints = self._queue(order, is_evictable_checkpoint)
-        self._leaves = self._queue(order, is_evictable_leaf)
         self._samples = order is None
-        rank = self._recency if self._samples else self._rank
-        self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
+        self._falls = order == "any"
+        rank = recency if type(policy) is LeastRecentlyUsed else self._rank  # the same, without its facts
+        self._checkpoints = self._queue(order, rank, is_evictable_checkpoint)
+        self._leaves = self._queue(order, rank, is_evictable_leaf)
+        self._tails = OrderedQueue(recency if self._samples else rank, is_evictable_tail)
 
-    def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool]) -> Queue:
-        if order is None:
-            return SampledQueue(self._rank, is_candidate, self._rng)
-        return OrderedQueue(self._rank, is_candidate, falls=order == "any")
-
-    @staticmethod
-    def _recency(node: Node) -> float:
-        return node.usage.last_used
+    def _queue(self, order: Order | None, rank: Rank, is_candidate: Callable[[Node], bool]) -> Queue:
+        return SampledQueue(rank, is_candidate, self._rng) if order is None else OrderedQueue(rank, is_candidate)
 
     @property
     def num_entries(self) -> tuple[int, int, int]:
@@ -129,15 +128,20 @@ class Candidates:
 
     # Calls of the policy
 
-    def used(self, node: Node) -> None:
-        """Report to the policy that a request resumes from the node's checkpoint, before the use is counted."""
+    def used(self, node: Node, tick: int) -> None:
+        """Count that a request resumes from the node's checkpoint. The policy is told before that."""
         if self._hit is not None:
             self._report("hit", self._hit, self.facts(node))
-
-    def reordered(self, node: Node) -> None:
-        """Reorder the queues after the use has been counted."""
-        self._checkpoints.used(node)
-        self._leaves.used(node)
+        usage = node.usage
+        usage.last_used = tick
+        usage.used_at = self.now
+        usage.hits += 1
+        if self._falls:
+            for queue in (self._checkpoints, self._leaves):
+                if node in queue:
+                    queue.push(node, renewed=True)
+        if self._changed is not None:
+            self._report("changed", self._changed, self.facts(node))  # the request has locked it
 
     def evicting(self, node: Node) -> None:
         """Report that the node's checkpoint is about to be evicted."""

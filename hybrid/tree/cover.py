@@ -2,54 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from hybrid.tree.node import Node
-
-MAX_CHANGED = 4096
-"""Nodes that may wait to be counted."""
 
 
 class Cover:
-    """The union of the paths from the roots to some nodes, counted in pages.
+    """The union of the paths from the roots to some nodes, its ends, counted in pages.
 
-    `changed` only notes a node; `num_pages` brings the count up to date. A path is then followed only as far as no
-    other one covers it, so that a path which came and went meanwhile costs nothing.
-
-    Args:
-        is_end: whether the path to a node is part of the union at present.
+    `toggle` only notes a node; `num_pages` brings the count up to date. A path is then followed only as far as no
+    other one covers it, and one that came and went meanwhile is not followed at all.
     """
 
-    def __init__(self, is_end: Callable[[Node], bool]) -> None:
-        self._is_end = is_end
+    def __init__(self) -> None:
         self._num_pages = 0
-        self._changed: list[Node] = []
-        self._ends: set[Node] = set()  # nodes whose paths are counted
-        self._reasons: dict[Node, int] = {}  # why a node is counted: its path is, and each counted child
+        self._toggled: set[Node] = set()  # nodes that are ends and are not counted, or are counted and no ends
+        self._counted: set[Node] = set()  # nodes that are counted as ends
+        self._reasons: dict[Node, int] = {}  # why a node is counted: it is as an end, and each counted child
 
-    def changed(self, node: Node) -> None:
-        """What `is_end` says of a node may have changed."""
-        self._changed.append(node)
-        if len(self._changed) > MAX_CHANGED:
-            self._settle()
+    def toggle(self, node: Node) -> None:
+        """A node becomes an end, or is one no more."""
+        toggled = self._toggled
+        if node in toggled:
+            toggled.remove(node)
+        else:
+            toggled.add(node)
 
     @property
     def num_pages(self) -> int:
         """Number of pages on the paths."""
-        if self._changed:
-            self._settle()
+        while self._toggled:
+            self._settle(self._toggled.pop())
         return self._num_pages
 
-    def _settle(self) -> None:
-        while self._changed:
-            node = self._changed.pop()
-            if self._is_end(node):
-                if node not in self._ends:
-                    self._ends.add(node)
-                    self._count(node)
-            elif node in self._ends:
-                self._ends.remove(node)
-                self._uncount(node)
+    def _settle(self, node: Node) -> None:
+        if node in self._counted:
+            self._counted.remove(node)
+            self._uncount(node)
+        else:
+            self._counted.add(node)
+            self._count(node)
 
     def _count(self, node: Node) -> None:
         above: Node | None = node
@@ -84,7 +74,8 @@ class Cover:
             self._reasons[upper] = 1
 
     def leaving(self, node: Node) -> None:
-        """A node whose path is not part of the union is about to be cut, removed or joined to its only child."""
-        if node in self._ends:
-            self._settle()
+        """A node that is not an end is about to be cut, removed or joined to its only child."""
+        if node in self._toggled:
+            self._toggled.remove(node)
+            self._settle(node)
         self._reasons.pop(node, None)

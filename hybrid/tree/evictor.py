@@ -57,7 +57,8 @@ class Evictor:
             self._evict(node, 0 if node.slot is not None else num_pages, released)
 
     def _next(self, find: Callable[[], Node | None]) -> Node | None:
-        self._candidates.settle(self._forest.nodes())
+        if self._candidates.failure is not None:
+            self._candidates.settle(self._forest.nodes())
         return find()
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
@@ -72,7 +73,7 @@ class Evictor:
             elif num_pages < node.num_pages:
                 self._drop_checkpoint(node, released)
                 self._remember(node, node.num_pages - num_pages)
-                released.pages.extend(self._forest.cut(node, num_pages))
+                self._forest.cut(node, num_pages, released.pages)
                 self._candidates.enter(node, renewed=True)
             else:
                 self._remove(node, released)
@@ -85,8 +86,7 @@ class Evictor:
         while True:
             self._drop_checkpoint(node, released)
             self._remember(node, 0)
-            released.pages.extend(node.pages)
-            parent = self._forest.remove(node)
+            parent = self._forest.remove(node, released.pages)
             if parent.children:
                 self._forest.join(parent)
                 return

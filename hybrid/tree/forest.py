@@ -51,8 +51,7 @@ class Forest:
 
     def extend(self, leaf: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> None:
         """Make the edge of a leaf without a checkpoint longer."""
-        run = leaf.run
-        self._append(run, ids, pages)
+        leaf.run.append(ids, pages)
         # Nothing can fail from here on.
         leaf.end += len(ids) // TOKEN_BYTES
         leaf.usage = usage
@@ -62,28 +61,18 @@ class Forest:
 
     def add_leaf(self, parent: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> Node:
         """A new child of `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
-        run = parent.run
-        end = parent.end + len(ids) // TOKEN_BYTES
+        run, start = parent.run, parent.end
+        end = start + len(ids) // TOKEN_BYTES
         if parent.children or parent.parent is None:
-            run = Run(parent.end, self.page_size, ids, array("i", pages))
-            leaf = Node(parent, run, parent.end, end, usage)
+            run = Run(start, self.page_size, ids, array("i", pages))
+            leaf = Node(parent, run, start, end, usage)
         else:
-            leaf = Node(parent, run, parent.end, end, usage)
-            self._append(run, ids, pages)
+            leaf = Node(parent, run, start, end, usage)
+            run.append(ids, pages)
         run.nodes.append(leaf)
         parent.children[ids[: self.page_bytes]] = leaf
         self.num_pages += len(pages)
         return leaf
-
-    def _append(self, run: Run, ids: bytes, pages: Sequence[int]) -> None:
-        num_bytes, num_pages = len(run.ids), len(run.pages)
-        try:
-            run.ids += ids
-            run.pages.extend(pages)
-        except BaseException:
-            del run.ids[num_bytes:]
-            del run.pages[num_pages:]
-            raise
 
     # Cutting and joining edges
 
@@ -93,14 +82,12 @@ class Forest:
         parent, run = lower.parent, lower.run
         assert parent is not None and lower.start < num_tokens < lower.end
         upper = Node(parent, run, lower.start, num_tokens, pages_usage(lower.usage))
-        first = self._first_page(upper)
+        first = self._page_at(run, lower.start)
         upper.children[self._page_at(run, num_tokens)] = lower
         run.nodes.insert(run.index(lower), upper)
         # Nothing can fail from here on.
         parent.children[first] = upper
         lower.parent, lower.start = upper, num_tokens
-        num_bytes = (num_tokens // self._grid - upper.start // self._grid) * DIGEST_BYTES
-        upper.digests, lower.digests = lower.digests[:num_bytes], lower.digests[num_bytes:]
         for cover in self._covers:
             cover.split(lower, upper)
         return upper
@@ -111,72 +98,63 @@ class Forest:
         parent = upper.parent
         if (
             parent is None
-            or len(upper.children) != 1
             or upper.slot is not None
+            or len(upper.children) != 1
             or upper.page_locks
             or upper.lost_checkpoint
         ):
             return False
         (lower,) = upper.children.values()
         if lower.run is not upper.run:
-            self._join_runs(upper.run, lower.run)
-        run, first = upper.run, self._first_page(upper)
+            upper.run.take_over(lower.run, self._grid)
+        run, first = upper.run, self._page_at(upper.run, upper.start)
         for cover in self._covers:
             cover.leaving(upper)
         del run.nodes[run.index(upper)]
         lower.start, lower.parent = upper.start, parent
-        num_bytes = (upper.end // self._grid - upper.start // self._grid) * DIGEST_BYTES
-        lower.digests = upper.digests + lower.digests if len(upper.digests) == num_bytes else upper.digests
         parent.children[first] = lower
         upper.parent = None
         upper.children = {}
         return True
 
-    def _join_runs(self, run: Run, below: Run) -> None:
-        """Append a run to the one whose last node it continues."""
-        self._append(run, bytes(below.ids), below.pages)
-        # Nothing can fail from here on.
-        run.nodes += below.nodes
-        run.stored += below.stored
-        for node in below.nodes:
-            node.run = run
-        below.joined = run
-        below.nodes, below.stored = [], []
-
     # Evicting
 
-    def cut(self, leaf: Node, num_pages: int) -> array[int]:
-        """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint."""
-        run = leaf.run
+    def cut(self, leaf: Node, num_pages: int, into: array[int]) -> None:
+        """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint, and append them to
+        `into`."""
         usage = pages_usage(leaf.usage)
         for cover in self._covers:
             cover.leaving(leaf)
-        cut = run.pages[-num_pages:]
+        leaf.run.cut(num_pages, into)
         # Nothing can fail from here on.
-        del run.pages[-num_pages:]
-        del run.ids[-num_pages * self.page_bytes :]
         leaf.usage = usage
         leaf.lost_checkpoint = False  # its position is cut off too
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
-        return cut
+        self._forget_digests(leaf.run, leaf.end)
 
-    def remove(self, leaf: Node) -> Node:
-        """Remove a leaf. Returns its former parent; a root without children is removed from `roots`."""
+    def remove(self, leaf: Node, into: array[int]) -> Node:
+        """Remove a leaf, and append its pages to `into`. Returns its former parent; a root without children is removed
+        from `roots`."""
         parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.page_locks
         for cover in self._covers:
             cover.leaving(leaf)
-        num_pages = leaf.num_pages
-        del parent.children[self._first_page(leaf)]
+        first, num_pages = self._page_at(run, leaf.start), leaf.num_pages
+        run.cut(num_pages, into)
+        # Nothing can fail from here on.
+        del parent.children[first]
         run.nodes.pop()
-        del run.pages[-num_pages:]
-        del run.ids[-num_pages * self.page_bytes :]
+        self._forget_digests(run, leaf.start)
         self.num_pages -= num_pages
         leaf.parent = None
-        if isinstance(parent, Root) and not parent.children:
+        if not parent.children and isinstance(parent, Root):
             del self.roots[parent.namespace]
         return parent
+
+    def _forget_digests(self, run: Run, num_tokens: int) -> None:
+        if run.digests:
+            del run.digests[(num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES :]
 
     # Checkpoints
 
@@ -196,9 +174,6 @@ class Forest:
         node.slot = None
         node.lost_checkpoint = node.usage.last_used > 0
         self.num_checkpoints -= 1
-
-    def _first_page(self, node: Node) -> bytes:
-        return self._page_at(node.run, node.start)
 
     def _page_at(self, run: Run, num_tokens: int) -> bytes:
         first = (num_tokens - run.start) * TOKEN_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybrid.errors import LockError
 from hybrid.tree.cover import Cover
-from hybrid.tree.node import Lock, Node, PageLock, StateLock
+from hybrid.tree.node import Lock, Node, PageLock, PinLock, StateLock
 
 
 class Locks:
@@ -21,8 +21,8 @@ class Locks:
     def __init__(self) -> None:
         self.num_checkpoints: int = 0
         self._pinned: dict[Node, int] = {}  # nodes whose checkpoints are pinned, and by how many locks
-        self._pages = Cover(is_locked)
-        self._pinned_pages = Cover(self._pinned.__contains__)
+        self._pages = Cover()
+        self._pinned_pages = Cover()
         self.covers: tuple[Cover, Cover] = (self._pages, self._pinned_pages)
 
     @property
@@ -43,29 +43,34 @@ class Locks:
     def lock_pages(self, node: Node) -> PageLock:
         """Protect the pages from the root to the node's end."""
         lock = PageLock(self, node)
+        if not node.page_locks:
+            self._pages.toggle(node)
         node.page_locks += 1
-        if node.page_locks == 1:
-            self._pages.changed(node)
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
-        assert node.slot is not None
         lock = StateLock(self, node)
-        node.page_locks += 1
-        self.num_checkpoints += not node.state_locks
-        node.state_locks += 1
-        if node.page_locks == 1:
-            self._pages.changed(node)
+        self._count_state(node)
         return lock
 
     def pin(self, node: Node) -> StateLock:
         """As `lock_state`, for a pin."""
-        lock = self.lock_state(node)
-        lock.is_pin = True
+        lock = PinLock(self, node)
+        if node not in self._pinned:
+            self._pinned_pages.toggle(node)
         self._pinned[node] = self._pinned.get(node, 0) + 1
-        self._pinned_pages.changed(node)
+        self._count_state(node)
         return lock
+
+    def _count_state(self, node: Node) -> None:
+        assert node.slot is not None
+        if not node.page_locks:
+            self._pages.toggle(node)
+        node.page_locks += 1
+        if not node.state_locks:
+            self.num_checkpoints += 1
+        node.state_locks += 1
 
     def unlock(self, lock: Lock) -> Node:
         """Release a lock; returns the node that it was on.
@@ -73,28 +78,26 @@ class Locks:
         Raises:
             LockError: it was released before, or belongs to another tree. Nothing was changed.
         """
+        node = lock.node
         if lock.owner is not self:
             raise LockError("this lock belongs to another cache; release it there")
-        if lock.node is None:
+        if node is None:
             raise LockError("this lock was released before; a lock is released exactly once")
-        node, lock.node = lock.node, None
+        if node.page_locks == 1:
+            self._pages.toggle(node)
+        node.page_locks -= 1
         if isinstance(lock, StateLock):
             node.state_locks -= 1
-            self.num_checkpoints -= not node.state_locks
-            if lock.is_pin:
+            if not node.state_locks:
+                self.num_checkpoints -= 1
+            if isinstance(lock, PinLock):
                 self._unpin(node)
-        node.page_locks -= 1
-        if not node.page_locks:
-            self._pages.changed(node)
+        lock.node = None
         return node
 
     def _unpin(self, node: Node) -> None:
         count = self._pinned.pop(node) - 1
         if count:
             self._pinned[node] = count
-        self._pinned_pages.changed(node)
-
-
-def is_locked(node: Node) -> bool:
-    """Whether a page lock is on the node itself."""
-    return node.page_locks > 0
+        else:
+            self._pinned_pages.toggle(node)

@@ -6,8 +6,8 @@ age or with what was learned (the lowest of a random sample). Both find a victim
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from random import Random
 from typing import Protocol
@@ -18,16 +18,15 @@ SAMPLE = 48
 """Number of candidates in a sample: the lowest of 48 is among the lowest 6 % in 19 of 20 cases."""
 
 
+Rank = Callable[[Node], float]
+
+
 class Queue(Protocol):
     """Candidates of one kind."""
 
     def push(self, node: Node, renewed: bool) -> None:
         """Add a candidate. One that is in the queue already stays as it is, unless `renewed`: its rank may have
         fallen."""
-        ...
-
-    def used(self, node: Node) -> None:
-        """A candidate's use was counted."""
         ...
 
     def __contains__(self, node: Node) -> bool:
@@ -51,26 +50,30 @@ class OrderedQueue:
     """Candidates in order.
 
     A candidate always has an entry whose rank is at most its present one. An entry that reaches the top of the heap is
-    put back if its rank has risen since; a use that lowers a rank adds a second entry. Finding a victim takes O(log n).
+    put back if its rank has risen since; a candidate whose rank may have fallen is pushed anew and has two entries.
+    Finding a victim takes O(log n).
 
     Args:
         rank: returns the present rank of a candidate.
         is_candidate: returns whether a node may be evicted at present.
-        falls: whether a use may lower a rank.
     """
 
-    def __init__(self, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], falls: bool) -> None:
+    def __init__(self, rank: Rank, is_candidate: Callable[[Node], bool]) -> None:
         self._rank = rank
         self._is_candidate = is_candidate
-        self._falls = falls
         self._heap: list[tuple[float, int, Node]] = []
         self._entered: set[int] = set()
         self._order = count()  # candidates of equal rank are evicted in the order of their arrival, so that runs repeat
         self._compact_at = 1024
 
     def push(self, node: Node, renewed: bool) -> None:
-        if renewed or id(node) not in self._entered:
-            self._enter(node)
+        key, entered = id(node), self._entered
+        if renewed or key not in entered:
+            heap = self._heap
+            heappush(heap, (self._rank(node), next(self._order), node))
+            entered.add(key)
+            if len(heap) > self._compact_at:
+                self._compact()
 
     def __contains__(self, node: Node) -> bool:
         return id(node) in self._entered
@@ -78,41 +81,31 @@ class OrderedQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def used(self, node: Node) -> None:
-        if self._falls and id(node) in self._entered:
-            self._enter(node)
-
     def peek(self) -> tuple[float, Node] | None:
-        heap = self._heap
+        heap, is_candidate = self._heap, self._is_candidate
         while heap:
             rank, _, node = heap[0]
-            if not self._is_candidate(node):
-                heapq.heappop(heap)
+            if not is_candidate(node):
+                heappop(heap)
                 self._entered.discard(id(node))
                 continue
             present = self._rank(node)
             if present <= rank:
                 return rank, node
-            heapq.heapreplace(heap, (present, next(self._order), node))
+            heapreplace(heap, (present, next(self._order), node))
         return None
 
     def pop(self, node: Node) -> None:
         assert self._heap[0][2] is node
-        heapq.heappop(self._heap)
+        heappop(self._heap)
         self._entered.discard(id(node))
-
-    def _enter(self, node: Node) -> None:
-        self._entered.add(id(node))
-        heapq.heappush(self._heap, (self._rank(node), next(self._order), node))
-        if len(self._heap) > self._compact_at:
-            self._compact()
 
     def _compact(self) -> None:
         """Drop entries of nodes that are not candidates any more; `push` adds them again when they are."""
         alive = {id(entry[2]): entry for entry in sorted(self._heap, reverse=True) if self._is_candidate(entry[2])}
         self._heap = list(alive.values())
         self._entered = set(alive)
-        heapq.heapify(self._heap)
+        heapify(self._heap)
         self._compact_at = max(1024, 2 * len(self._heap))
 
 
@@ -125,7 +118,7 @@ class SampledQueue:
         rng: with an equal seed the same calls find the same victims.
     """
 
-    def __init__(self, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], rng: Random) -> None:
+    def __init__(self, rank: Rank, is_candidate: Callable[[Node], bool], rng: Random) -> None:
         self._rank = rank
         self._is_candidate = is_candidate
         self._rng = rng
@@ -147,9 +140,6 @@ class SampledQueue:
 
     def __len__(self) -> int:
         return len(self._nodes)
-
-    def used(self, node: Node) -> None:
-        pass
 
     def peek(self) -> tuple[float, Node] | None:
         while len(self._nodes) > SAMPLE:

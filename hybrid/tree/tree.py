@@ -29,6 +29,7 @@ from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.locks import Locks
 from hybrid.tree.node import (
+    NO_MATCH,
     Checkpoint,
     History,
     Inserted,
@@ -126,45 +127,33 @@ class Tree:
         """Count a request, and its use of the checkpoint that was found."""
         candidates = self.candidates
         candidates.now += 1
-        node = match.checkpoint
-        if node is not None:
-            candidates.used(node)
-            usage = node.usage
-            usage.last_used = next(self._ticks)
-            usage.used_at = candidates.now
-            usage.hits += 1
-            candidates.reordered(node)
-            candidates.changed(node)  # its request has locked it and continues from it
+        if match.checkpoint is not None:
+            candidates.used(match.checkpoint, next(self._ticks))
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, without counting it as a use: changes nothing."""
         root = self.forest.roots.get(key.namespace)
         if root is None:
-            return Match(0, 0, None, None, None)
+            return NO_MATCH
         ids, page_bytes = key.ids, self._page_bytes
-        end = min(limit * TOKEN_BYTES, len(ids)) // page_bytes * page_bytes
-        node, offset = self._descend(ids, root, 0, end)
+        num_bytes = min(limit * TOKEN_BYTES, len(ids))
+        node, offset = self._descend(ids, root, 0, num_bytes - num_bytes % page_bytes)
+        if not offset:
+            return NO_MATCH
         num_page_tokens = offset // TOKEN_BYTES
-        if node.slot is not None and node.end <= num_page_tokens:
-            checkpoint: Node | None = node
-        else:
-            checkpoint = node.checkpoint_above()
+        checkpoint = node if node.slot is not None and node.end <= num_page_tokens else node.checkpoint_above()
         if key.units:
-            return self._whole(key, num_page_tokens, node if offset else None, checkpoint)
+            return self._whole(key, num_page_tokens, node, checkpoint)
         num_tokens = checkpoint.end if checkpoint is not None else 0
-        branching_len = num_page_tokens // self.grid * self.grid
-        return Match(
-            num_tokens,
-            num_page_tokens,
-            branching_len if branching_len > num_tokens else None,
-            checkpoint,
-            node if offset else None,
-        )
+        branching_len: int | None = num_page_tokens - num_page_tokens % self.grid
+        if branching_len <= num_tokens:
+            branching_len = None
+        return Match(num_tokens, num_page_tokens, branching_len, checkpoint, node)
 
     def _descend(self, ids: bytes, node: Node, offset: int, end: int) -> tuple[Node, int]:
         """Follow ids from `offset`, the end of a node, up to `end`: as far as the tree has their pages. Returns the
         node of the last page, and the offset after it, which may be inside the node's edge."""
-        page_bytes, starts_with = self._page_bytes, ids.startswith
+        page_bytes = self._page_bytes
         run = node.run
         start = (node.end - run.start) * TOKEN_BYTES
         is_inside = start < len(run.ids)  # the run continues after the node
@@ -175,7 +164,7 @@ class Tree:
                     break
                 run, start = child.run, 0
                 stop = offset + len(run.ids)
-                if stop <= end and starts_with(run.ids, offset):
+                if stop <= end and ids.startswith(run.ids, offset):
                     node, offset = run.nodes[-1], stop
                     continue
             shared = common_prefix(ids, run.ids, offset, start, page_bytes, end - offset)
@@ -188,10 +177,10 @@ class Tree:
             is_inside = False  # where a run was left only another child can continue
         return node, offset
 
-    def _whole(self, key: Key, num_page_tokens: int, node: Node | None, checkpoint: Node | None) -> Match:
+    def _whole(self, key: Key, num_page_tokens: int, node: Node, checkpoint: Node | None) -> Match:
         """A match that ends inside none of the key's units."""
         num_page_tokens = key.whole(num_page_tokens, self.page_size)
-        while node is not None and node.parent is not None and node.parent.end >= num_page_tokens:
+        while node.parent is not None and node.parent.end >= num_page_tokens:
             node = node.parent
         while checkpoint is not None and (checkpoint.slot is None or key.whole(checkpoint.end, 1) != checkpoint.end):
             checkpoint = checkpoint.parent
@@ -284,71 +273,69 @@ class Tree:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
         """
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
-        end = num_tokens * TOKEN_BYTES
-        tick = next(self._ticks)
-        usage = self._usage(tick, checkpoint.kind) if checkpoint is not None else None
-        root = self._root(key.namespace, tick)
-        node: Node = root
-        offset = 0
+        end, forest = num_tokens * TOKEN_BYTES, self.forest
+        tick, now = next(self._ticks), self.candidates.now
+        usage = None if checkpoint is None else NodeUsage(tick, tick, 0, checkpoint.kind, now)
+        root = forest.roots.get(key.namespace)
+        if root is None:
+            root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now), Priorities(self._priority_cap))
         if below is not None and below.end <= num_tokens:
-            node, offset = below, below.end * TOKEN_BYTES
-        node, offset = self._descend(key.ids, node, offset, end)
-        num_existing = offset // TOKEN_BYTES
-        if offset == end and checkpoint is None and past is None:
+            node, offset = self._descend(key.ids, below, below.end * TOKEN_BYTES, end)
+        else:
+            node, offset = self._descend(key.ids, root, 0, end)
+        num_existing, is_new = offset // TOKEN_BYTES, offset < end
+        if not is_new and checkpoint is None and past is None:
             return Inserted(node, num_existing, False)
         lower = node if num_existing < node.end else None
         try:
             if lower is not None:
-                node = self.forest.split(lower, num_existing)
-            if offset < end:
-                ids, own_pages = key.ids[offset:end], pages[offset // self._page_bytes :]
-                node = self._grow(node, ids, own_pages, self._usage(tick), below)
-                self.forest.roots[key.namespace] = root
+                node = forest.split(lower, num_existing)
+            if is_new:
+                own_pages = pages[offset // self._page_bytes :] if offset else pages
+                pages_usage = NodeUsage(tick, tick, 0, Kind.PAGES, now)
+                node = self._grow(node, key.ids[offset:end], own_pages, pages_usage, below)
+                forest.roots[key.namespace] = root
             adopted = self._enter(node, root, checkpoint, usage, past)
         except BaseException:
             if lower is not None and lower.parent is not None:
-                self.forest.join(lower.parent)
+                forest.join(lower.parent)
             raise
-        self.candidates.enter(node, renewed=adopted or past is not None or offset < end)
+        self.candidates.enter(node, adopted or is_new or past is not None)
         return Inserted(node, num_existing, adopted)
 
     def _grow(self, node: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage, below: Node | None) -> Node:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
+        if node.children:
+            return self.forest.add_leaf(node, ids, pages, usage)
         if (
-            node.parent is not None
-            and not node.children
-            and node.slot is None
+            node.slot is None
+            and node.parent is not None
             and not node.lost_checkpoint
             and node.page_locks == (node is below)  # no lock but the caller's own
         ):
             self.forest.extend(node, ids, pages, usage)
             return node
-        first_child = not node.children
         leaf = self.forest.add_leaf(node, ids, pages, usage)
-        if first_child:
-            self.candidates.changed(node)
+        self.candidates.changed(node)
         return leaf
-
-    def _root(self, namespace: str, tick: int) -> Root:
-        root = self.forest.roots.get(namespace)
-        return root or Root(namespace, self._usage(tick), Priorities(self._priority_cap))
 
     def _enter(
         self, node: Node, root: Root, checkpoint: Checkpoint | None, usage: NodeUsage | None, past: NodeUsage | None
     ) -> bool:
         """Give a node what an insert brought for it. Returns whether the checkpoint was adopted."""
-        adopted = checkpoint is not None and node.slot is None
         if checkpoint is not None and usage is not None:
+            adopted = node.slot is None
             if adopted:
                 self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
             node.usage.priorities = root.priorities
             node.usage.raise_priority(checkpoint.priority)
-        elif past is not None and node.slot is None and not node.lost_checkpoint:
+            return adopted
+        if past is not None and node.slot is None and not node.lost_checkpoint:
             node.usage, node.lost_checkpoint = past, True
             past.priorities = root.priorities
             past.raise_priority(past.priority)
             self.candidates.entered(node)
-        return adopted
+        return False
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
@@ -361,9 +348,6 @@ class Tree:
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
         self.candidates.entered(node)
-
-    def _usage(self, tick: int, kind: Kind = Kind.PAGES) -> NodeUsage:
-        return NodeUsage(tick, tick, 0, kind, self.candidates.now)
 
     def new_usage(self, kind: Kind, turn: int, namespace: str) -> NodeUsage:
         """The usage of a checkpoint that is not stored yet."""
@@ -392,7 +376,7 @@ class Tree:
     def _refuse_mismatch(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None) -> None:
         if (
             num_tokens <= 0
-            or num_tokens > len(key)
+            or num_tokens * TOKEN_BYTES > len(key.ids)
             or num_tokens % self.page_size
             or len(pages) * self.page_size != num_tokens
         ):
@@ -440,12 +424,13 @@ class Tree:
             LockError: it was released before, or belongs to another tree. Nothing was changed.
         """
         node = self.locks.unlock(lock)
-        if not node.page_locks or not node.state_locks:
-            self.candidates.enter(node)
-        if not node.page_locks:
-            self.candidates.changed(node)
-            if node.slot is None:
-                self.forest.join(node)
+        if not node.state_locks:
+            candidates = self.candidates
+            candidates.enter(node)
+            if not node.page_locks:
+                candidates.changed(node)
+                if node.slot is None:
+                    self.forest.join(node)
 
     # Evicting
 
