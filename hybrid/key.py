@@ -81,14 +81,17 @@ def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, st
 
     A binary search with memcmp: 128k tokens take a few microseconds.
     """
-    low, high = 0, min(len(a) - a_start, len(b) - b_start, limit) // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a.startswith(b[b_start + low * step : b_start + middle * step], a_start + low * step):
-            low = middle
+    num_left = min(len(a) - a_start, len(b) - b_start, limit) // step
+    at, shift = a_start, b_start - a_start
+    while num_left > 0:
+        half = (num_left + 1) // 2
+        stop = at + half * step
+        if a.startswith(b[at + shift : stop + shift], at):
+            at = stop
+            num_left -= half
         else:
-            high = middle - 1
-    return low * step
+            num_left = half - 1
+    return at - a_start
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,19 +93,21 @@ class Candidates:
         if node.parent is None:
             return
         if node.slot is None:
-            if not node.children and not node.page_locks:
+            if not node.children and not node.page_locks and (renewed or id(node) not in self._tails.entered):
                 self._tails.push(node, renewed)
         elif not node.state_locks:
-            self._checkpoints.push(node, renewed)
-            if not node.children and not node.page_locks:
+            key = id(node)
+            if renewed or key not in self._checkpoints.entered:
+                self._checkpoints.push(node, renewed)
+            if not node.children and not node.page_locks and (renewed or key not in self._leaves.entered):
                 self._leaves.push(node, renewed)
 
     def overlooks(self, node: Node) -> bool:
         """Whether something of the node may be evicted and it is not a candidate for that: it would stay forever."""
         return (
-            (is_evictable_tail(node) and node not in self._tails)
-            or (is_evictable_leaf(node) and node not in self._leaves)
-            or (is_evictable_checkpoint(node) and node not in self._checkpoints)
+            (is_evictable_tail(node) and id(node) not in self._tails.entered)
+            or (is_evictable_leaf(node) and id(node) not in self._leaves.entered)
+            or (is_evictable_checkpoint(node) and id(node) not in self._checkpoints.entered)
         )
 
     def next_checkpoint(self) -> Node | None:
@@ -146,7 +148,7 @@ class Candidates:
         usage.hits += 1
         if self._falls:
             for queue in (self._checkpoints, self._leaves):
-                if node in queue:
+                if id(node) in queue.entered:
                     queue.push(node, renewed=True)
         if self._changed is not None:
             self._report("changed", self._changed, self.facts(node))  # the request has locked it

@@ -20,11 +20,10 @@ class Cover:
 
     def toggle(self, node: Node) -> None:
         """A node becomes an end, or is one no more."""
-        toggled = self._toggled
-        if node in toggled:
-            toggled.remove(node)
+        if node in self._toggled:
+            self._toggled.remove(node)
         else:
-            toggled.add(node)
+            self._toggled.add(node)
 
     @property
     def num_pages(self) -> int:

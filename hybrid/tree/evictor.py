@@ -115,7 +115,8 @@ class Evictor:
             assert not node.state_locks
             self._candidates.evicting(node)
             released.slots.append(node.slot)
-            usage = node.usage
-            times = usage.stored_at, usage.used_at, self._candidates.now
-            self.recent.append(EvictedCheckpoint(node.start, node.end, usage.kind, usage.hits, *times))
+            usage, now = node.usage, self._candidates.now
+            self.recent.append(
+                EvictedCheckpoint(node.start, node.end, usage.kind, usage.hits, usage.stored_at, usage.used_at, now)
+            )
             self._forest.drop_checkpoint(node)

@@ -7,7 +7,7 @@ pages, checkpoints, slots and of what locks protect are kept up to date here.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from hybrid.key import TOKEN_BYTES
@@ -131,7 +131,8 @@ class Forest:
         leaf.lost_checkpoint = False  # its position is cut off too
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
-        self._forget_digests(leaf.run, leaf.end)
+        if leaf.run.digests:
+            self._forget_digests(leaf.run, leaf.end)
 
     def remove(self, leaf: Node, into: array[int]) -> Node:
         """Remove a leaf, and append its pages to `into`. Returns its former parent; a root without children is removed
@@ -145,7 +146,8 @@ class Forest:
         # Nothing can fail from here on.
         del parent.children[first]
         run.nodes.pop()
-        self._forget_digests(run, leaf.start)
+        if run.digests:
+            self._forget_digests(run, leaf.start)
         self.num_pages -= num_pages
         leaf.parent = None
         if not parent.children and isinstance(parent, Root):
@@ -153,15 +155,17 @@ class Forest:
         return parent
 
     def _forget_digests(self, run: Run, num_tokens: int) -> None:
-        if run.digests:
-            del run.digests[(num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES :]
+        del run.digests[(num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES :]
 
     # Checkpoints
 
     def put_checkpoint(self, node: Node, slot: int) -> None:
         """Make a node the owner of a checkpoint."""
         stored = node.run.stored
-        stored.insert(bisect_left(stored, node.end, key=end_of), node)
+        if not stored or stored[-1].end < node.end:
+            stored.append(node)
+        else:
+            insort(stored, node, key=end_of)
         node.slot = slot
         node.lost_checkpoint = False
         self.num_checkpoints += 1
@@ -170,7 +174,10 @@ class Forest:
         """Take the checkpoint from a node. A spare one that no request has used is not remembered as lost."""
         assert node.slot is not None
         stored = node.run.stored
-        del stored[bisect_left(stored, node.end, key=end_of)]
+        if stored[-1] is node:
+            stored.pop()
+        else:
+            del stored[bisect_left(stored, node.end, key=end_of)]
         node.slot = None
         node.lost_checkpoint = node.usage.last_used > 0
         self.num_checkpoints -= 1

@@ -66,11 +66,11 @@ class Ghosts:
             ids = ids_between(run, start, leaf.end)
             self._evicted.append((self._digest(run, start), ids, lost))
             self._num_unhashed += len(ids)
-            if self._num_unhashed > MAX_UNHASHED:
-                self._hash()
         else:
             self._digest(run, leaf.end)
             self._evicted.append((None, bytes(run.digests[kept:]), lost))
+        if self._num_unhashed > MAX_UNHASHED or len(self._evicted) > self.limit:
+            self._hash()
 
     def follow(
         self, key: Key, node: Node | None, num_tokens: int, limit: int
@@ -122,7 +122,7 @@ class Ghosts:
                 self._young[digests[-DIGEST_BYTES:]] = lost
 
     def _digests_after(self, digest: bytes, ids: bytes) -> bytes:
-        """The digests of the prefixes that end with each block of `ids`, which follow a prefix whose digest is given."""
+        """The digests at the end of each block of `ids`, which follow a prefix whose digest is given."""
         block, digests = self._block, bytearray()
         for end in range(block, len(ids) + 1, block):
             digest = of_block(digest, ids[end - block : end])
@@ -151,8 +151,9 @@ class Ghosts:
             run = above.run
             wanted = (num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES
         for run, wanted in reversed(incomplete):
-            first, grid = run.start - run.start % self._grid, self._grid // DIGEST_BYTES
-            ids = ids_between(run, first + len(run.digests) * grid, first + wanted * grid)
+            first = run.start // self._grid
+            start, end = first + len(run.digests) // DIGEST_BYTES, first + wanted // DIGEST_BYTES
+            ids = ids_between(run, start * self._grid, end * self._grid)
             run.digests += self._digests_after(digest, ids)
             digest = bytes(run.digests[-DIGEST_BYTES:])
         return digest

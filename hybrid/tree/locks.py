@@ -50,27 +50,30 @@ class Locks:
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
-        lock = StateLock(self, node)
-        self._count_state(node)
-        return lock
-
-    def pin(self, node: Node) -> StateLock:
-        """As `lock_state`, for a pin."""
-        lock = PinLock(self, node)
-        if node not in self._pinned:
-            self._pinned_pages.toggle(node)
-        self._pinned[node] = self._pinned.get(node, 0) + 1
-        self._count_state(node)
-        return lock
-
-    def _count_state(self, node: Node) -> None:
         assert node.slot is not None
+        lock = StateLock(self, node)
         if not node.page_locks:
             self._pages.toggle(node)
         node.page_locks += 1
         if not node.state_locks:
             self.num_checkpoints += 1
         node.state_locks += 1
+        return lock
+
+    def pin(self, node: Node) -> StateLock:
+        """As `lock_state`, for a pin."""
+        assert node.slot is not None
+        lock = PinLock(self, node)
+        if not node.page_locks:
+            self._pages.toggle(node)
+        if node not in self._pinned:
+            self._pinned_pages.toggle(node)
+        self._pinned[node] = self._pinned.get(node, 0) + 1
+        node.page_locks += 1
+        if not node.state_locks:
+            self.num_checkpoints += 1
+        node.state_locks += 1
+        return lock
 
     def unlock(self, lock: Lock) -> Node:
         """Release a lock; returns the node that it was on.
@@ -85,6 +88,7 @@ class Locks:
             raise LockError("this lock was released before; a lock is released exactly once")
         if node.page_locks == 1:
             self._pages.toggle(node)
+        lock.node = None
         node.page_locks -= 1
         if isinstance(lock, StateLock):
             node.state_locks -= 1
@@ -92,7 +96,6 @@ class Locks:
                 self.num_checkpoints -= 1
             if isinstance(lock, PinLock):
                 self._unpin(node)
-        lock.node = None
         return node
 
     def _unpin(self, node: Node) -> None:

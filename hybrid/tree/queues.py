@@ -6,7 +6,7 @@ age or with what was learned (the lowest of a random sample). Both find a victim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from random import Random
@@ -22,15 +22,18 @@ Rank = Callable[[Node], float]
 
 
 class Queue(Protocol):
-    """Candidates of one kind."""
+    """Candidates of one kind.
+
+    Attributes:
+        entered: identities of the nodes in the queue.
+    """
+
+    @property
+    def entered(self) -> Container[int]: ...
 
     def push(self, node: Node, renewed: bool) -> None:
         """Add a candidate. One that is in the queue already stays as it is, unless `renewed`: its rank may have
         fallen."""
-        ...
-
-    def __contains__(self, node: Node) -> bool:
-        """Whether the node is in the queue."""
         ...
 
     def __len__(self) -> int:
@@ -62,21 +65,17 @@ class OrderedQueue:
         self._rank = rank
         self._is_candidate = is_candidate
         self._heap: list[tuple[float, int, Node]] = []
-        self._entered: set[int] = set()
+        self.entered: set[int] = set()
         self._order = count()  # candidates of equal rank are evicted in the order of their arrival, so that runs repeat
         self._compact_at = 1024
 
     def push(self, node: Node, renewed: bool) -> None:
-        key, entered = id(node), self._entered
-        if renewed or key not in entered:
+        if renewed or id(node) not in self.entered:
             heap = self._heap
             heappush(heap, (self._rank(node), next(self._order), node))
-            entered.add(key)
+            self.entered.add(id(node))
             if len(heap) > self._compact_at:
                 self._compact()
-
-    def __contains__(self, node: Node) -> bool:
-        return id(node) in self._entered
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -87,7 +86,7 @@ class OrderedQueue:
             rank, _, node = heap[0]
             if not is_candidate(node):
                 heappop(heap)
-                self._entered.discard(id(node))
+                self.entered.discard(id(node))
                 continue
             present = self._rank(node)
             if present <= rank:
@@ -98,13 +97,13 @@ class OrderedQueue:
     def pop(self, node: Node) -> None:
         assert self._heap[0][2] is node
         heappop(self._heap)
-        self._entered.discard(id(node))
+        self.entered.discard(id(node))
 
     def _compact(self) -> None:
         """Drop entries of nodes that are not candidates any more; `push` adds them again when they are."""
         alive = {id(entry[2]): entry for entry in sorted(self._heap, reverse=True) if self._is_candidate(entry[2])}
         self._heap = list(alive.values())
-        self._entered = set(alive)
+        self.entered = set(alive)
         heapify(self._heap)
         self._compact_at = max(1024, 2 * len(self._heap))
 
@@ -126,6 +125,10 @@ class SampledQueue:
         self._places: dict[int, int] = {}
         self._compact_at = 1024
 
+    @property
+    def entered(self) -> Container[int]:
+        return self._places
+
     def push(self, node: Node, renewed: bool) -> None:
         if id(node) not in self._places:
             self._places[id(node)] = len(self._nodes)
@@ -134,9 +137,6 @@ class SampledQueue:
                 self._nodes = [node for node in self._nodes if self._is_candidate(node)]
                 self._places = {id(node): place for place, node in enumerate(self._nodes)}
                 self._compact_at = max(1024, 2 * len(self._nodes))
-
-    def __contains__(self, node: Node) -> bool:
-        return id(node) in self._places
 
     def __len__(self) -> int:
         return len(self._nodes)

@@ -22,8 +22,9 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 
 from hybrid.errors import OwnershipError
-from hybrid.key import TOKEN_BYTES, Key, common_prefix
+from hybrid.key import TOKEN_BYTES, Key
 from hybrid.tree.candidates import Candidates
+from hybrid.tree.descent import descend
 from hybrid.tree.evictor import Evictor
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
@@ -138,7 +139,7 @@ class Tree:
             return NO_MATCH
         ids, page_bytes = key.ids, self._page_bytes
         num_bytes = min(limit * TOKEN_BYTES, len(ids))
-        node, offset = self._descend(ids, root, 0, num_bytes - num_bytes % page_bytes)
+        node, offset = descend(ids, root, num_bytes - num_bytes % page_bytes, page_bytes)
         if not offset:
             return NO_MATCH
         num_page_tokens = offset // TOKEN_BYTES
@@ -150,33 +151,6 @@ class Tree:
         if branching_len <= num_tokens:
             branching_len = None
         return Match(num_tokens, num_page_tokens, branching_len, checkpoint, node)
-
-    def _descend(self, ids: bytes, node: Node, offset: int, end: int) -> tuple[Node, int]:
-        """Follow ids from `offset`, the end of a node, up to `end`: as far as the tree has their pages. Returns the
-        node of the last page, and the offset after it, which may be inside the node's edge."""
-        page_bytes = self._page_bytes
-        run = node.run
-        start = (node.end - run.start) * TOKEN_BYTES
-        is_inside = start < len(run.ids)  # the run continues after the node
-        while offset < end:
-            if not is_inside:
-                child = node.children.get(ids[offset : offset + page_bytes])
-                if child is None:
-                    break
-                run, start = child.run, 0
-                stop = offset + len(run.ids)
-                if stop <= end and ids.startswith(run.ids, offset):
-                    node, offset = run.nodes[-1], stop
-                    continue
-            shared = common_prefix(ids, run.ids, offset, start, page_bytes, end - offset)
-            if shared:
-                offset += shared
-                num_tokens = run.start + (start + shared) // TOKEN_BYTES
-                node = run.node_at(num_tokens)
-                if node.end != num_tokens:
-                    break
-            is_inside = False  # where a run was left only another child can continue
-        return node, offset
 
     def _whole(self, key: Key, num_page_tokens: int, node: Node, checkpoint: Node | None) -> Match:
         """A match that ends inside none of the key's units."""
@@ -227,15 +201,21 @@ class Tree:
 
     def pages(self, node: Node | None, num_tokens: int) -> array[int]:
         """Page ids of the first `num_tokens` tokens on the path from the root to `node`."""
-        parts = []
-        while node is not None and node.parent is not None:
-            run = node.run
-            parts.append(run.pages[: (node.end - run.start) // self.page_size])
-            node = run.nodes[0].parent
-        pages = array("i")
+        if node is None or not num_tokens:
+            return array("i")
+        page_size, run, parts = self.page_size, node.run, []
+        end = min(num_tokens, node.end)
+        while True:
+            if end > run.start:
+                parts.append(run.pages[: (end - run.start) // page_size])
+            if not run.start:
+                break
+            above = run.nodes[0].parent
+            assert above is not None
+            run, end = above.run, min(end, run.start)
+        pages = parts.pop()
         for part in reversed(parts):
             pages.extend(part)
-        del pages[num_tokens // self.page_size :]
         return pages
 
     def lost_checkpoint(self, match: Match) -> NodeUsage | None:
@@ -276,27 +256,35 @@ class Tree:
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
         end, forest = num_tokens * TOKEN_BYTES, self.forest
         tick, now = next(self._ticks), self.candidates.now
-        usage = None if checkpoint is None else NodeUsage(tick, tick, 0, checkpoint.kind, now)
         root = forest.roots.get(key.namespace)
         if root is None:
             root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now), Priorities(self._priority_cap))
-        if below is not None and below.end <= num_tokens:
-            node, offset = self._descend(key.ids, below, below.end * TOKEN_BYTES, end)
-        else:
-            node, offset = self._descend(key.ids, root, 0, end)
+        start = below if below is not None and below.end <= num_tokens else root
+        node, offset = descend(key.ids, start, end, self._page_bytes)
         num_existing, is_new = offset // TOKEN_BYTES, offset < end
         if not is_new and checkpoint is None and past is None:
             return Inserted(node, num_existing, False)
+        usage = NodeUsage(tick, tick, 0, Kind.PAGES if checkpoint is None else checkpoint.kind, now)
         lower = node if num_existing < node.end else None
         try:
             if lower is not None:
                 node = forest.split(lower, num_existing)
             if is_new:
                 own_pages = pages[offset // self._page_bytes :] if offset else pages
-                pages_usage = NodeUsage(tick, tick, 0, Kind.PAGES, now)
-                node = self._grow(node, key.ids[offset:end], own_pages, pages_usage, below)
+                node = self._grow(node, key.ids[offset:end], own_pages, usage, below)
                 forest.roots[key.namespace] = root
-            adopted = self._enter(node, root, checkpoint, usage, past)
+            adopted = checkpoint is not None and node.slot is None
+            if checkpoint is not None:
+                if adopted:
+                    self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
+                node.usage.priorities = root.priorities
+                if checkpoint.priority:
+                    node.usage.raise_priority(checkpoint.priority)
+            elif past is not None and node.slot is None and not node.lost_checkpoint:
+                node.usage, node.lost_checkpoint = past, True
+                past.priorities = root.priorities
+                past.raise_priority(past.priority)
+                self.candidates.entered(node)
         except BaseException:
             if lower is not None and lower.parent is not None:
                 forest.join(lower.parent)
@@ -320,33 +308,16 @@ class Tree:
         self.candidates.changed(node)
         return leaf
 
-    def _enter(
-        self, node: Node, root: Root, checkpoint: Checkpoint | None, usage: NodeUsage | None, past: NodeUsage | None
-    ) -> bool:
-        """Give a node what an insert brought for it. Returns whether the checkpoint was adopted."""
-        if checkpoint is not None and usage is not None:
-            adopted = node.slot is None
-            if adopted:
-                self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
-            node.usage.priorities = root.priorities
-            node.usage.raise_priority(checkpoint.priority)
-            return adopted
-        if past is not None and node.slot is None and not node.lost_checkpoint:
-            node.usage, node.lost_checkpoint = past, True
-            past.priorities = root.priorities
-            past.raise_priority(past.priority)
-            self.candidates.entered(node)
-        return False
-
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
-        tick = usage.created
+        tick, now = usage.created, usage.used_at
         if former is None:
             usage.turn = checkpoint.turn
         else:
-            former.created, former.used_at, usage = tick, usage.used_at, former
-        usage.last_used = 0 if checkpoint.kind == Kind.INTERVAL else tick
-        usage.stored_at = self.candidates.now
+            usage = former
+            usage.created, usage.used_at = tick, now
+        usage.last_used = 0 if checkpoint.kind is Kind.INTERVAL else tick
+        usage.stored_at = now
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
         self.candidates.entered(node)
