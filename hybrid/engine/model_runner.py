@@ -16,8 +16,11 @@ from torch import Tensor
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.planner import Padding, Plan, plan
-from hybrid.engine.sampler import Logprobs, sample, token_logprobs
+from hybrid.engine.sampler import Logprobs, sample, sample_edited, token_logprobs
 from hybrid.engine.scheduler import Step
+
+NOT_FINITE = -2
+"""In the place of the token of a row of logits with NaN or infinity."""
 
 
 class Result(NamedTuple):
@@ -25,7 +28,7 @@ class Result(NamedTuple):
 
     Attributes:
         is_finite: its logits and the checkpoints that it wrote hold no NaN and no infinity.
-        token: the next token; None: the part does not end with the last known token.
+        token: the next token, or `NO_TOKEN`; None: the part does not end with the last known token.
         logprobs: `{token_id: logprob}`; None unless requested.
     """
 
@@ -59,7 +62,7 @@ class PendingTokens:
     """A pass on the model's device, of S parts that write C checkpoints.
 
     Attributes:
-        tokens: `[S]` the next token of every part.
+        tokens: `[S]` the next token of every part, or `NO_TOKEN`.
         finite: `[S]` whether the logits of a part are finite.
         samples: `[S]` whether the token of a part is wanted.
         num_logprobs: `[S]` the number of log-probabilities requested for each part; None: none.
@@ -78,8 +81,8 @@ class PendingTokens:
 
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
-        tokens = torch.where(self.finite, self.tokens, -1).tolist()
-        bad = {row for row, token in enumerate(tokens) if token < 0}
+        tokens = torch.where(self.finite, self.tokens, NOT_FINITE).tolist()
+        bad = {row for row, token in enumerate(tokens) if token == NOT_FINITE}
         if self.finite_checkpoints is not None:
             checks = zip(self.writers, self.finite_checkpoints.tolist(), strict=True)
             bad |= {row for row, is_finite in checks if not is_finite}
@@ -140,7 +143,7 @@ class ModelRunner:
             batch, sampling = plan.on(self._device)
             logits = self.model(batch, self._cache.kv, self._cache.state_tensors)
         finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
-        tokens = sample(logits, sampling)
+        tokens = sample(logits, sampling) if plan.edits is None else sample_edited(logits, plan.edits, sampling)
         num_parts = len(plan.samples)
         most = max((count for count in plan.num_logprobs if count is not None), default=None)
         checkpoints = plan.checkpoint_slots
@@ -149,7 +152,9 @@ class ModelRunner:
             finite[:num_parts],
             plan.samples,
             plan.num_logprobs,
-            logprobs=None if most is None else token_logprobs(logits[:num_parts], tokens[:num_parts], most),
+            logprobs=None
+            if most is None
+            else token_logprobs(logits[:num_parts], tokens[:num_parts].clamp(min=0), most),
             writers=[row for row, _ in checkpoints],
             finite_checkpoints=self._are_finite([slot for _, slot in checkpoints]) if checkpoints else None,
         )

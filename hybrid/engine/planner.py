@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Batch, Embedded, Group
+from hybrid.engine.constraints import Edits
 from hybrid.engine.sampler import SamplingRows, sampling_numbers
 from hybrid.engine.scheduler import Part, Step
 from hybrid.errors import AuditError
@@ -85,6 +86,7 @@ class Plan:
         samples: for each part, without padding, whether its last token is followed by a new one.
         num_logprobs: for each part the number of log-probabilities that are requested; None: none.
         is_padded: it is padded to one of few shapes.
+        edits: what is done to the logits before tokens are chosen; None: nothing.
     """
 
     numbers: Tensor
@@ -96,6 +98,7 @@ class Plan:
     samples: tuple[bool, ...]
     num_logprobs: tuple[int | None, ...]
     is_padded: bool
+    edits: Edits | None = None
 
     @property
     def checkpoint_slots(self) -> list[tuple[int, int]]:
@@ -207,9 +210,8 @@ def plan(
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         _add_group(pieces, "decodes", decodes, range(len(decodes) + filler + 1), filler, width)
     samples = tuple(part.samples for part in parts)
-    sampling = sampling_numbers(
-        [(p.request.params, p.request.random_number) if p.samples else None for p in parts] + [None] * filler
-    )
+    rows = [part.request.sample_row() if part.samples else None for part in parts]
+    sampling = sampling_numbers(rows + [None] * filler)
     if sampling is not None:
         pieces.add(SAMPLING, sampling, (len(sampling), len(sampling[0])), np.float64)
     numbers = torch.from_numpy(np.concatenate(pieces.numbers))
@@ -226,6 +228,7 @@ def plan(
         samples=samples,
         num_logprobs=tuple(part.request.params.logprobs if part.samples else None for part in parts),
         is_padded=padding is not None,
+        edits=Edits.of([row.edits if row is not None else None for row in rows]),
     )
 
 

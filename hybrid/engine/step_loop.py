@@ -13,9 +13,10 @@ from hybrid.engine.guard import StepGuard
 from hybrid.engine.meter import Meter
 from hybrid.engine.model_runner import Result, Runner
 from hybrid.engine.request import Request, Status
+from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.scheduler import Part, Scheduler, Step
 from hybrid.engine.suspects import Suspects
-from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError
+from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError, SamplingError
 from hybrid.interrupts import deferred_interrupts
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -176,6 +177,8 @@ class StepLoop:
         request = part.request
         if result.token is None:
             return
+        if result.token == NO_TOKEN:
+            raise SamplingError("no token can be chosen: the parameters exclude all, or a logits processor gave NaN")
         before = request.last_token_at
         request.append(result.token, result.logprobs, self._end_tokens)
         self.meter.delivered(request, before)

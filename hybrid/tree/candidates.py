@@ -9,20 +9,27 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from operator import attrgetter
 from random import Random
 from types import MethodType
 
+import numpy as np
+
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.policy import Facts, Order, Policy, PolicyWarning
-from hybrid.tree.queues import OrderedQueue, Queue, Rank, SampledQueue
+from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
+from hybrid.tree.queues import AgingQueue, OrderedQueue, Queue, SampledQueue
 from hybrid.units import Prices
+
+TOLD = 32
+"""Nodes below a change that are looked at for checkpoints to weigh again; the others are when a sample has them."""
 
 Hook = Callable[[Facts], None]
 
-recency: Rank = attrgetter("usage.last_used")
-"""The rank of a node for LRU."""
+recency: Callable[[Node], float] = attrgetter("usage.last_used")
+"""The rank of a node for LRU, without the facts about it."""
 
 
 class Candidates:
@@ -57,15 +64,24 @@ class Candidates:
         self._entered = overridden(policy.entered, Policy.entered)
         self._changed = overridden(policy.changed, Policy.changed)
         order = policy.order
+        self._checkpoints = self._queue(order, is_evictable_checkpoint)
+        self._leaves = self._queue(order, is_evictable_leaf)
         self._samples = order is None
-        self._falls = order == "any"
-        rank = recency if type(policy) is LeastRecentlyUsed else self._rank  # the same, without its facts
-        self._checkpoints = self._queue(order, rank, is_evictable_checkpoint)
-        self._leaves = self._queue(order, rank, is_evictable_leaf)
-        self._tails = OrderedQueue(recency if self._samples else rank, is_evictable_tail)
+        self._rises = order == "rising"
+        self._weighs = isinstance(policy, AgingPolicy)
+        rank = recency if self._samples else self._rank_of(policy)
+        self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
-    def _queue(self, order: Order | None, rank: Rank, is_candidate: Callable[[Node], bool]) -> Queue:
-        return SampledQueue(rank, is_candidate, self._rng) if order is None else OrderedQueue(rank, is_candidate)
+    def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool]) -> Queue:
+        policy = self._policy
+        if isinstance(policy, AgingPolicy):
+            return AgingQueue(partial(self._weigh, policy), partial(self._ranks, policy), is_candidate, self._rng)
+        if order is None:
+            return SampledQueue(self._rank, is_candidate, self._rng)
+        return OrderedQueue(self._rank_of(policy), is_candidate, falls=order == "any")
+
+    def _rank_of(self, policy: Policy) -> Callable[[Node], float]:
+        return recency if type(policy) is LeastRecentlyUsed else self._rank
 
     @property
     def num_entries(self) -> tuple[int, int, int]:
@@ -93,21 +109,19 @@ class Candidates:
         if node.parent is None:
             return
         if node.slot is None:
-            if not node.children and not node.page_locks and (renewed or id(node) not in self._tails.entered):
+            if not node.children and not node.page_locks:
                 self._tails.push(node, renewed)
         elif not node.state_locks:
-            key = id(node)
-            if renewed or key not in self._checkpoints.entered:
-                self._checkpoints.push(node, renewed)
-            if not node.children and not node.page_locks and (renewed or key not in self._leaves.entered):
+            self._checkpoints.push(node, renewed)
+            if not node.children and not node.page_locks:
                 self._leaves.push(node, renewed)
 
     def overlooks(self, node: Node) -> bool:
         """Whether something of the node may be evicted and it is not a candidate for that: it would stay forever."""
         return (
-            (is_evictable_tail(node) and id(node) not in self._tails.entered)
-            or (is_evictable_leaf(node) and id(node) not in self._leaves.entered)
-            or (is_evictable_checkpoint(node) and id(node) not in self._checkpoints.entered)
+            (is_evictable_tail(node) and node not in self._tails)
+            or (is_evictable_leaf(node) and node not in self._leaves)
+            or (is_evictable_checkpoint(node) and node not in self._checkpoints)
         )
 
     def next_checkpoint(self) -> Node | None:
@@ -146,12 +160,10 @@ class Candidates:
         usage.last_used = tick
         usage.used_at = self.now
         usage.hits += 1
-        if self._falls:
-            for queue in (self._checkpoints, self._leaves):
-                if id(node) in queue.entered:
-                    queue.push(node, renewed=True)
-        if self._changed is not None:
-            self._report("changed", self._changed, self.facts(node))  # the request has locked it
+        if not self._rises:
+            self._checkpoints.used(node)
+            self._leaves.used(node)
+        self.changed(node)  # its request has locked it and continues from it
 
     def evicting(self, node: Node) -> None:
         """Report that the node's checkpoint is about to be evicted."""
@@ -169,11 +181,35 @@ class Candidates:
         """Report that the node got a checkpoint, or the usage of one that was not admitted."""
         if self._entered is not None:
             self._report("entered", self._entered, self.facts(node))
+        if self._weighs and node.children:
+            self.reweigh_below(node)
+
+    def reweigh_below(self, node: Node) -> None:
+        """What the checkpoints next below a node save, or would free, has changed. Of many some are told."""
+        if not self._weighs:
+            return
+        below = [*islice(node.children.values(), TOLD)]
+        for _ in range(TOLD):
+            if not below:
+                break
+            node = below.pop()
+            if node.slot is None:
+                below.extend(islice(node.children.values(), TOLD))
+            else:
+                self._checkpoints.changed(node)
+                self._leaves.changed(node)
 
     def changed(self, node: Node) -> None:
         """Report that the node got its first child or request, or lost its last one, or that its kind has changed."""
         if self._changed is not None and (node.slot is not None or node.lost_checkpoint):
             self._report("changed", self._changed, self.facts(node))
+        if not self._weighs:
+            return
+        if node.slot is not None:
+            self._checkpoints.changed(node)
+            self._leaves.changed(node)
+        elif len(node.children) == 1:
+            self.reweigh_below(node)
 
     def admits(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool) -> bool:
         """Whether a checkpoint that is not stored yet is worth more than the one that would be evicted for it.
@@ -208,6 +244,30 @@ class Candidates:
             reason = f"rank raised {error!r}"
         self._dismiss(reason)
         return facts.last_used
+
+    def _weigh(self, policy: AgingPolicy, node: Node) -> tuple[int, float]:
+        if self.failure is None:
+            try:
+                group, weight = policy.weigh(Facts(node, self.now, self._prices))
+                if not math.isnan(weight):
+                    return group, weight
+                reason = "a weight is NaN"
+            except Exception as error:
+                reason = f"weigh raised {error!r}"
+            self._dismiss(reason)
+        return 0, 0.0
+
+    def _ranks(self, policy: AgingPolicy, groups: Ints, weights: Floats, used: Ints) -> Floats:
+        if self.failure is None:
+            try:
+                ranks = policy.ranks(groups, weights, self.now - used)
+                if ranks.shape == used.shape and not math.isnan(ranks.min()):
+                    return ranks
+                reason = "a rank is NaN, or there are not as many as candidates"
+            except Exception as error:
+                reason = f"ranks raised {error!r}"
+            self._dismiss(reason)
+        return used.astype(np.float64)  # dismissed during a search: the queues are rebuilt after it
 
     def _report(self, name: str, hook: Hook, facts: Facts) -> None:
         if self.failure is not None:

@@ -1,39 +1,46 @@
-"""The two kinds of queue of candidates for eviction, one for each kind of policy.
+"""The kinds of queue of candidates for eviction, one for each kind of policy.
 
 `OrderedQueue` is for ranks that change only with use (a heap), `SampledQueue` for ranks that change by themselves, with
-age or with what was learned (the lowest of a random sample). Both find a victim without looking at all candidates.
+age or with what was learned (the lowest of a random sample), and so is `AgingQueue`, for policies that rank a whole
+sample at once. All find a victim without looking at all candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+import math
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from random import Random
 from typing import Protocol
 
+import numpy as np
+
 from hybrid.tree.node import Node
+from hybrid.tree.policy import Floats, Ints
 
 SAMPLE = 48
 """Number of candidates in a sample: the lowest of 48 is among the lowest 6 % in 19 of 20 cases."""
 
 
-Rank = Callable[[Node], float]
-
-
 class Queue(Protocol):
-    """Candidates of one kind.
-
-    Attributes:
-        entered: identities of the nodes in the queue.
-    """
-
-    @property
-    def entered(self) -> Container[int]: ...
+    """Candidates of one kind."""
 
     def push(self, node: Node, renewed: bool) -> None:
         """Add a candidate. One that is in the queue already stays as it is, unless `renewed`: its rank may have
         fallen."""
+        ...
+
+    def used(self, node: Node) -> None:
+        """A candidate's use was counted."""
+        ...
+
+    def changed(self, node: Node) -> None:
+        """Something about a node has changed, without a use."""
+        ...
+
+    def __contains__(self, node: Node) -> bool:
+        """Whether the node is in the queue."""
         ...
 
     def __len__(self) -> int:
@@ -53,32 +60,44 @@ class OrderedQueue:
     """Candidates in order.
 
     A candidate always has an entry whose rank is at most its present one. An entry that reaches the top of the heap is
-    put back if its rank has risen since; a candidate whose rank may have fallen is pushed anew and has two entries.
-    Finding a victim takes O(log n).
+    put back if its rank has risen since; a use that lowers a rank adds a second entry. Finding a victim takes O(log n).
 
     Args:
         rank: returns the present rank of a candidate.
         is_candidate: returns whether a node may be evicted at present.
+        falls: whether a use may lower a rank.
     """
 
-    def __init__(self, rank: Rank, is_candidate: Callable[[Node], bool]) -> None:
+    def __init__(self, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], falls: bool) -> None:
         self._rank = rank
         self._is_candidate = is_candidate
+        self._falls = falls
         self._heap: list[tuple[float, int, Node]] = []
-        self.entered: set[int] = set()
+        self._entered: set[int] = set()
         self._order = count()  # candidates of equal rank are evicted in the order of their arrival, so that runs repeat
         self._compact_at = 1024
 
     def push(self, node: Node, renewed: bool) -> None:
-        if renewed or id(node) not in self.entered:
+        key = id(node)
+        if renewed or key not in self._entered:
             heap = self._heap
             heappush(heap, (self._rank(node), next(self._order), node))
-            self.entered.add(id(node))
+            self._entered.add(key)
             if len(heap) > self._compact_at:
                 self._compact()
 
+    def __contains__(self, node: Node) -> bool:
+        return id(node) in self._entered
+
     def __len__(self) -> int:
         return len(self._heap)
+
+    def used(self, node: Node) -> None:
+        if self._falls and id(node) in self._entered:
+            self.push(node, renewed=True)
+
+    def changed(self, node: Node) -> None:
+        pass  # its rank follows from its uses
 
     def peek(self) -> tuple[float, Node] | None:
         heap, is_candidate = self._heap, self._is_candidate
@@ -86,7 +105,7 @@ class OrderedQueue:
             rank, _, node = heap[0]
             if not is_candidate(node):
                 heappop(heap)
-                self.entered.discard(id(node))
+                self._entered.discard(id(node))
                 continue
             present = self._rank(node)
             if present <= rank:
@@ -97,13 +116,13 @@ class OrderedQueue:
     def pop(self, node: Node) -> None:
         assert self._heap[0][2] is node
         heappop(self._heap)
-        self.entered.discard(id(node))
+        self._entered.discard(id(node))
 
     def _compact(self) -> None:
         """Drop entries of nodes that are not candidates any more; `push` adds them again when they are."""
         alive = {id(entry[2]): entry for entry in sorted(self._heap, reverse=True) if self._is_candidate(entry[2])}
         self._heap = list(alive.values())
-        self.entered = set(alive)
+        self._entered = set(alive)
         heapify(self._heap)
         self._compact_at = max(1024, 2 * len(self._heap))
 
@@ -117,17 +136,13 @@ class SampledQueue:
         rng: with an equal seed the same calls find the same victims.
     """
 
-    def __init__(self, rank: Rank, is_candidate: Callable[[Node], bool], rng: Random) -> None:
+    def __init__(self, rank: Callable[[Node], float], is_candidate: Callable[[Node], bool], rng: Random) -> None:
         self._rank = rank
         self._is_candidate = is_candidate
         self._rng = rng
         self._nodes: list[Node] = []
         self._places: dict[int, int] = {}
         self._compact_at = 1024
-
-    @property
-    def entered(self) -> Container[int]:
-        return self._places
 
     def push(self, node: Node, renewed: bool) -> None:
         if id(node) not in self._places:
@@ -138,8 +153,16 @@ class SampledQueue:
                 self._places = {id(node): place for place, node in enumerate(self._nodes)}
                 self._compact_at = max(1024, 2 * len(self._nodes))
 
+    def __contains__(self, node: Node) -> bool:
+        return id(node) in self._places
+
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def used(self, node: Node) -> None:
+        pass  # it is ranked anew whenever it is in a sample
+
+    changed = used
 
     def peek(self) -> tuple[float, Node] | None:
         while len(self._nodes) > SAMPLE:
@@ -166,3 +189,145 @@ class SampledQueue:
             elif id(node) in self._places:
                 self.pop(node)
         return best
+
+
+class AgingQueue:
+    """Candidates in no order, each with what its rank needs beside its age: the lowest of a random sample is evicted
+    first.
+
+    What is kept of a candidate may be out of date, where something next to it has changed. The one that is found is
+    therefore weighed again, and so is one other of each sample.
+
+    Args:
+        weigh: returns the group and the weight of a candidate.
+        ranks: returns the ranks of candidates of some groups, weights and requests of their last use.
+        is_candidate: returns whether a node may be evicted at present.
+        rng: with an equal seed the same calls find the same victims.
+    """
+
+    def __init__(
+        self,
+        weigh: Callable[[Node], tuple[int, float]],
+        ranks: Callable[[Ints, Floats, Ints], Floats],
+        is_candidate: Callable[[Node], bool],
+        rng: Random,
+    ) -> None:
+        self._weigh = weigh
+        self._ranks = ranks
+        self._is_candidate = is_candidate
+        self._dice = np.random.default_rng(rng.getrandbits(64))
+        self._rolled, self._num_rolled = np.zeros(0), 0
+        self._nodes: list[Node] = []
+        self._places: dict[int, int] = {}
+        self._found: tuple[float, Node] | None = None  # until something in the queue changes
+        self._compact_at = 1024
+        self._groups = np.zeros(self._compact_at + 1, np.int64)
+        self._weights = np.zeros(self._compact_at + 1)
+        self._used = np.zeros(self._compact_at + 1, np.int64)
+        self._stale = np.zeros(self._compact_at + 1, np.bool_)
+
+    def push(self, node: Node, renewed: bool) -> None:
+        place = self._places.get(id(node))
+        if place is None:
+            if len(self._nodes) > self._compact_at:
+                self._compact()
+            place = self._places[id(node)] = len(self._nodes)
+            self._nodes.append(node)
+        self._stale[place] = True
+        self._found = None
+
+    def used(self, node: Node) -> None:
+        place = self._places.get(id(node))
+        if place is not None:
+            self._stale[place] = True
+            self._found = None
+
+    changed = used
+
+    def __contains__(self, node: Node) -> bool:
+        return id(node) in self._places
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def peek(self) -> tuple[float, Node] | None:
+        if self._found is not None and self._is_candidate(self._found[1]):
+            return self._found
+        self._found = None
+        while self._nodes and self._found is None:
+            self._found = self._lowest(self._sample(len(self._nodes)))
+        return self._found
+
+    def pop(self, node: Node) -> None:
+        self._found = None
+        place = self._places.pop(id(node))
+        last = self._nodes.pop()
+        if last is not node:
+            end = len(self._nodes)
+            self._nodes[place] = last
+            self._places[id(last)] = place
+            for column in (self._groups, self._weights, self._used, self._stale):
+                column[place] = column[end]
+
+    def _sample(self, size: int) -> Ints:
+        """Places of a sample; all of them while they are few."""
+        if size <= SAMPLE:
+            return np.arange(size)
+        start, self._num_rolled = self._num_rolled, self._num_rolled + SAMPLE
+        if self._num_rolled > len(self._rolled):
+            self._rolled, start, self._num_rolled = self._dice.random(64 * SAMPLE), 0, SAMPLE
+        return (self._rolled[start : self._num_rolled] * size).astype(np.int64)
+
+    def _lowest(self, places: Ints) -> tuple[float, Node] | None:
+        """The lowest of a sample. Nodes that are not candidates any more are removed from the queue."""
+        gone: dict[int, Node] = {}
+        for place in {int(places[0]), *places[self._stale[places]].tolist()}:
+            node = self._nodes[place]
+            if self._is_candidate(node):
+                self._renew(place, node)
+            else:
+                gone[place] = node
+        ranks = self._ranks(self._groups[places], self._weights[places], self._used[places])
+        found: tuple[float, Node] | None = None
+        while found is None:
+            at = int(ranks.argmin())
+            rank, place = float(ranks[at]), int(places[at])
+            if rank == math.inf:
+                break
+            node = self._nodes[place]
+            if place in gone or not self._is_candidate(node):
+                gone[place] = node
+                ranks[places == place] = math.inf
+            elif self._renew(place, node):
+                one = slice(place, place + 1)
+                ranks[places == place] = self._ranks(self._groups[one], self._weights[one], self._used[one])[0]
+            else:
+                found = rank, node
+        for node in gone.values():
+            self.pop(node)
+        return found
+
+    def _renew(self, place: int, node: Node) -> bool:
+        """Weigh a candidate again. Returns whether something has changed."""
+        group, weight = self._weigh(node)
+        used = node.usage.used_at
+        changed = group != self._groups[place] or weight != self._weights[place] or used != self._used[place]
+        self._groups[place], self._weights[place], self._used[place] = group, weight, used
+        self._stale[place] = False
+        return bool(changed)
+
+    def _compact(self) -> None:
+        """Drop nodes that are not candidates any more (`peek` does so too, but may not be called), and have room for as
+        many again."""
+        kept = [place for place, node in enumerate(self._nodes) if self._is_candidate(node)]
+        self._nodes = [self._nodes[place] for place in kept]
+        self._places = {id(node): place for place, node in enumerate(self._nodes)}
+        self._compact_at = max(1024, 2 * len(kept))
+
+        def room(column: np.ndarray) -> np.ndarray:
+            grown = np.zeros(self._compact_at + 1, column.dtype)
+            grown[: len(kept)] = column[kept]
+            return grown
+
+        self._groups, self._weights = room(self._groups), room(self._weights)
+        self._used, self._stale = room(self._used), room(self._stale)

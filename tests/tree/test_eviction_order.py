@@ -26,13 +26,14 @@ def take(queue: OrderedQueue) -> Node | None:
     return found[1]
 
 
-@pytest.mark.parametrize("renewed", [False, True])
-def test_the_queue_stays_small_however_often_its_candidates_are_used(renewed: bool) -> None:
-    queue = OrderedQueue(recency, lambda _: True)
+@pytest.mark.parametrize("falls", [False, True])
+def test_the_queue_stays_small_however_often_its_candidates_are_used(falls: bool) -> None:
+    queue = OrderedQueue(recency, lambda _: True, falls)
     nodes = [node(0) for _ in range(10)]
     for tick in range(20_000):
         nodes[tick % 10].usage.last_used = tick
-        queue.push(nodes[tick % 10], renewed)
+        queue.push(nodes[tick % 10], renewed=False)
+        queue.used(nodes[tick % 10])
         assert len(queue) <= 1025
     gone: list[Node] = []
     while (next_one := take(queue)) is not None:
@@ -42,7 +43,7 @@ def test_the_queue_stays_small_however_often_its_candidates_are_used(renewed: bo
 
 
 def test_candidates_of_equal_rank_go_in_the_order_in_which_they_came() -> None:
-    queue = OrderedQueue(lambda _: 1.0, lambda _: True)
+    queue = OrderedQueue(lambda _: 1.0, lambda _: True, falls=False)
     nodes = [node(3), node(1), node(2)]
     for one in nodes:
         queue.push(one, renewed=False)
@@ -59,7 +60,7 @@ def test_entering_a_candidate_costs_a_few_rankings_however_many_there_are() -> N
         num_rankings += 1
         return one.usage.last_used
 
-    queue = OrderedQueue(rank, lambda _: True)
+    queue = OrderedQueue(rank, lambda _: True, falls=False)
     for tick in range(20_000):
         queue.push(node(tick), renewed=False)
     assert num_rankings < 5 * 20_000
@@ -72,7 +73,7 @@ def test_a_policy_is_chosen_by_name_and_a_wrong_name_tells_the_right_ones() -> N
 
 
 def test_a_candidate_whose_rank_has_changed_goes_by_its_present_one() -> None:
-    queue = OrderedQueue(recency, lambda _: True)
+    queue = OrderedQueue(recency, lambda _: True, falls=False)
     early, late = node(1), node(2)
     for one in (early, late):
         queue.push(one, renewed=False)
@@ -84,7 +85,7 @@ def test_a_candidate_whose_rank_has_changed_goes_by_its_present_one() -> None:
 def test_what_is_no_candidate_any_more_is_passed_over() -> None:
     a, b, c = node(1), node(2), node(3)
     kept = {id(b)}
-    queue = OrderedQueue(lambda _: 1.0, lambda one: id(one) not in kept)
+    queue = OrderedQueue(lambda _: 1.0, lambda one: id(one) not in kept, falls=False)
     for one in (a, b, c):
         queue.push(one, renewed=False)
     assert [take(queue) for _ in range(3)] == [a, c, None]
