@@ -81,17 +81,14 @@ def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, st
 
     A binary search with memcmp: 128k tokens take a few microseconds.
     """
-    num_left = min(len(a) - a_start, len(b) - b_start, limit) // step
-    at, shift = a_start, b_start - a_start
-    while num_left > 0:
-        half = (num_left + 1) // 2
-        stop = at + half * step
-        if a.startswith(b[at + shift : stop + shift], at):
-            at = stop
-            num_left -= half
-        else:
-            num_left = half - 1
-    return at - a_start
+    at, end = b_start, b_start + min(len(a) - a_start, len(b) - b_start, limit)
+    shift = a_start - b_start
+    size = step << ((end - at) // step).bit_length()
+    while size > step:
+        size >>= 1
+        if at + size <= end and a.startswith(b[at : at + size], at + shift):
+            at += size
+    return at - b_start
 
 
 @dataclass(frozen=True, slots=True)

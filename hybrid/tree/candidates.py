@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -108,12 +108,14 @@ class Candidates:
         """
         if node.parent is None:
             return
+        key = id(node)
         if node.slot is None:
-            if not node.children and not node.page_locks:
+            if not node.children and not node.page_locks and (renewed or key not in self._tails.settled):
                 self._tails.push(node, renewed)
         elif not node.state_locks:
-            self._checkpoints.push(node, renewed)
-            if not node.children and not node.page_locks:
+            if renewed or key not in self._checkpoints.settled:
+                self._checkpoints.push(node, renewed)
+            if not node.children and not node.page_locks and (renewed or key not in self._leaves.settled):
                 self._leaves.push(node, renewed)
 
     def overlooks(self, node: Node) -> bool:
@@ -126,7 +128,11 @@ class Candidates:
 
     def next_checkpoint(self) -> Node | None:
         """Remove and return the checkpoint to evict first."""
-        return self._next(self._checkpoints)
+        found = self._checkpoints.peek()
+        if found is None:
+            return None
+        self._checkpoints.pop(found[1])
+        return found[1]
 
     def next_leaf(self) -> Node | None:
         """Remove and return the leaf to evict first."""
@@ -152,12 +158,15 @@ class Candidates:
 
     # Calls of the policy
 
-    def used(self, node: Node, tick: int) -> None:
-        """Count that a request resumes from the node's checkpoint. The policy is told before that."""
+    def requested(self, node: Node | None, ticks: Iterator[int]) -> None:
+        """Count a request, and that it resumes from a node's checkpoint. The policy is told before that."""
+        self.now += 1
+        if node is None:
+            return
         if self._hit is not None:
             self._report("hit", self._hit, self.facts(node))
         usage = node.usage
-        usage.last_used = tick
+        usage.last_used = next(ticks)
         usage.used_at = self.now
         usage.hits += 1
         if not self._rises:

@@ -7,6 +7,9 @@ from bisect import bisect_right
 from hybrid.key import TOKEN_BYTES, common_prefix
 from hybrid.tree.node import Node, end_of
 
+FEW = 4
+"""Nodes of a run that are followed one by one."""
+
 
 def descend(ids: bytes, node: Node, end: int, page_bytes: int) -> tuple[Node, int]:
     """Follow a key from the end of a node on its path, as far as the tree has its pages.
@@ -28,32 +31,34 @@ def descend(ids: bytes, node: Node, end: int, page_bytes: int) -> tuple[Node, in
         if child is None:
             break
         run = child.run
-        stop = offset + len(run.ids)
-        if stop <= end and child.start == run.start and ids.startswith(run.ids, offset):
-            node, offset = run.nodes[-1], stop
+        nodes, run_ids = run.nodes, run.ids
+        stop = offset + len(run_ids)
+        if stop <= end and child is nodes[0] and ids.startswith(run_ids, offset):
+            node, offset = nodes[-1], stop
             continue
-        deepest = _whole_nodes(ids, child, end)
-        if deepest is None:
-            start = (child.start - run.start) * TOKEN_BYTES
-            length = min(end, child.end * TOKEN_BYTES) - offset
-            return child, offset + common_prefix(ids, run.ids, offset, start, page_bytes, length)
-        node, offset = deepest, deepest.end * TOKEN_BYTES
+        start, stop = (child.start - run.start) * TOKEN_BYTES, child.end * TOKEN_BYTES
+        is_new = start > 0 or child is not nodes[-1]  # the edge is not the run that was just compared
+        if is_new and stop <= end and ids.startswith(run_ids[start : start + stop - offset], offset):
+            node, offset = child, stop
+            if child is not nodes[-1] and len(nodes) > FEW:
+                node = _deepest(ids, child, end)
+                offset = node.end * TOKEN_BYTES
+            continue
+        return child, offset + common_prefix(ids, run_ids, offset, start, page_bytes, min(end, stop) - offset)
     return node, offset
 
 
-def _whole_nodes(ids: bytes, first: Node, end: int) -> Node | None:
-    """The deepest node of a run whose edge, and those of the nodes before it from `first` on, are on the key's path.
-    None: not even that of `first` is."""
-    run, found = first.run, None
+def _deepest(ids: bytes, node: Node, end: int) -> Node:
+    """The deepest node of a run up to which a key follows it, from a node of the run that is on the key's path."""
+    run, offset = node.run, node.end * TOKEN_BYTES
     nodes, shift = run.nodes, run.start * TOKEN_BYTES
-    low = run.index(first)
+    low = run.index(node) + 1
     high = bisect_right(nodes, end // TOKEN_BYTES, low, key=end_of)
-    offset, middle = first.start * TOKEN_BYTES, low  # most often it is the first node, or none
     while low < high:
+        middle = (low + high) // 2
         stop = nodes[middle].end * TOKEN_BYTES
         if ids.startswith(run.ids[offset - shift : stop - shift], offset):
-            found, offset, low = nodes[middle], stop, middle + 1
+            node, offset, low = nodes[middle], stop, middle + 1
         else:
             high = middle
-        middle = (low + high) // 2
-    return found
+    return node

@@ -12,7 +12,7 @@ from contextlib import suppress
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
-from hybrid.tree.node import EvictedCheckpoint, Node, Released, Root
+from hybrid.tree.node import EvictedCheckpoint, Kind, Node, Released, Root
 
 MAX_RECENT = 2048
 """Evicted checkpoints that are remembered for pictures."""
@@ -25,16 +25,18 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
-
-    Attributes:
-        recent: the checkpoints that were evicted most recently, oldest first.
     """
 
     def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts) -> None:
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
-        self.recent: deque[EvictedCheckpoint] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
+
+    @property
+    def recent(self) -> list[EvictedCheckpoint]:
+        """The checkpoints that were evicted most recently, oldest first."""
+        return [EvictedCheckpoint._make(one) for one in self._recent]
 
     def evict_pages(self, num_pages: int, released: Released) -> None:
         """Evict at least `num_pages` pages if possible: leaves in the order of the policy, each from its tail.
@@ -119,7 +121,5 @@ class Evictor:
             self._candidates.evicting(node)
             released.slots.append(node.slot)
             usage, now = node.usage, self._candidates.now
-            self.recent.append(
-                EvictedCheckpoint(node.start, node.end, usage.kind, usage.hits, usage.stored_at, usage.used_at, now)
-            )
+            self._recent.append((node.start, node.end, usage.kind, usage.hits, usage.stored_at, usage.used_at, now))
             self._forest.drop_checkpoint(node)

@@ -21,22 +21,22 @@ class Forest:
     Args:
         page_size: tokens per page.
         grid: tokens between two positions at which prefixes are hashed.
-        covers: unions of paths that follow the changes of nodes.
 
     Attributes:
         roots: the root of each namespace that holds something.
         page_bytes: bytes of the token ids of a page.
         num_pages, num_checkpoints: what the nodes own.
+        covers: unions of paths that follow the changes of nodes.
     """
 
-    def __init__(self, page_size: int, grid: int, covers: Sequence[Cover]) -> None:
+    def __init__(self, page_size: int, grid: int) -> None:
         self.page_size: int = page_size
         self._grid = grid
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
         self.num_checkpoints: int = 0
         self.roots: dict[str, Root] = {}
-        self._covers = covers
+        self.covers: list[Cover] = []
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """Every node except the roots, parents first, with its namespace."""
@@ -56,8 +56,9 @@ class Forest:
         leaf.end += len(ids) // TOKEN_BYTES
         leaf.usage = usage
         self.num_pages += len(pages)
-        for cover in self._covers:
-            cover.extended(leaf, len(pages))
+        for cover in self.covers:
+            if leaf in cover.reasons:
+                cover.extended(len(pages))
 
     def add_leaf(self, parent: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> Node:
         """A new child of `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
@@ -88,8 +89,9 @@ class Forest:
         # Nothing can fail from here on.
         parent.children[first] = upper
         lower.parent, lower.start = upper, num_tokens
-        for cover in self._covers:
-            cover.split(lower, upper)
+        for cover in self.covers:
+            if lower in cover.reasons:
+                cover.split(upper)
         return upper
 
     def join(self, upper: Node) -> bool:
@@ -108,8 +110,9 @@ class Forest:
         if lower.run is not upper.run:
             upper.run.take_over(lower.run, self._grid)
         run, first = upper.run, self._page_at(upper.run, upper.start)
-        for cover in self._covers:
-            cover.leaving(upper)
+        for cover in self.covers:
+            if upper in cover.reasons:
+                cover.leaving(upper)
         del run.nodes[run.index(upper)]
         lower.start, lower.parent = upper.start, parent
         parent.children[first] = lower
@@ -122,9 +125,10 @@ class Forest:
     def cut(self, leaf: Node, num_pages: int, into: array[int]) -> None:
         """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint, and append them to
         `into`."""
-        usage = pages_usage(leaf.usage)
-        for cover in self._covers:
-            cover.leaving(leaf)
+        usage = leaf.usage if leaf.usage.kind is Kind.PAGES else pages_usage(leaf.usage)
+        for cover in self.covers:
+            if leaf in cover.reasons:
+                cover.leaving(leaf)
         leaf.run.cut(num_pages, into)
         # Nothing can fail from here on.
         leaf.usage = usage
@@ -139,8 +143,9 @@ class Forest:
         from `roots`."""
         parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.page_locks
-        for cover in self._covers:
-            cover.leaving(leaf)
+        for cover in self.covers:
+            if leaf in cover.reasons:
+                cover.leaving(leaf)
         first, num_pages = self._page_at(run, leaf.start), leaf.num_pages
         run.cut(num_pages, into)
         # Nothing can fail from here on.

@@ -58,17 +58,16 @@ class Ghosts:
         """Remember the blocks of a leaf's edge after its first `num_kept` tokens, which are about to be evicted, and
         the usage of its lost checkpoint."""
         grid, run = self._grid, leaf.run
-        lost = leaf.usage if leaf.lost_checkpoint and leaf.end % grid == 0 else None
-        start = leaf.start + num_kept
-        start -= start % grid
-        kept = (start // grid - run.start // grid) * DIGEST_BYTES  # digests of the run that stay
-        if len(run.digests) <= kept:
-            ids = ids_between(run, start, leaf.end)
-            self._evicted.append((self._digest(run, start), ids, lost))
-            self._num_unhashed += len(ids)
-        else:
+        lost = leaf.usage if leaf.lost_checkpoint and not leaf.end % grid else None
+        block = (leaf.start + num_kept) // grid  # the first that is evicted
+        kept = (block - run.start // grid) * DIGEST_BYTES  # digests of the run that stay
+        if len(run.digests) > kept:
             self._digest(run, leaf.end)
             self._evicted.append((None, bytes(run.digests[kept:]), lost))
+        else:
+            ids = ids_between(run, block * grid, leaf.end)
+            self._evicted.append((self._digest(run, block * grid), ids, lost))
+            self._num_unhashed += len(ids)
         if self._num_unhashed > MAX_UNHASHED or len(self._evicted) > self.limit:
             self._hash()
 
@@ -130,26 +129,27 @@ class Ghosts:
         return bytes(digests)
 
     def _digest(self, run: Run, num_tokens: int) -> bytes:
-        """The digest of the first `num_tokens` tokens of the path to a run and in it, rounded down to the grid; the
-        runs keep the digests on the way."""
-        wanted = (num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES
-        if 0 < wanted <= len(run.digests):
-            return bytes(run.digests[wanted - DIGEST_BYTES : wanted])
+        """The digest of the first `num_tokens` tokens, a multiple of the grid, of the path to a run and in it. The runs
+        keep the digests on the way."""
         incomplete = []
         while True:
-            if wanted > len(run.digests):
+            wanted = (num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES
+            if wanted > 0:
+                if wanted <= len(run.digests):
+                    digest = bytes(run.digests[wanted - DIGEST_BYTES : wanted])
+                    break
                 incomplete.append((run, wanted))
-            if wanted > 0 and run.digests:
-                digest = bytes(run.digests[:wanted][-DIGEST_BYTES:])
-                break
-            num_tokens = min(num_tokens, run.start)
+                if run.digests:
+                    digest = bytes(run.digests[-DIGEST_BYTES:])
+                    break
+            if num_tokens > run.start:
+                num_tokens = run.start
             above = run.nodes[0].parent
             assert above is not None
             if isinstance(above, Root):
                 digest = of_namespace(above.namespace)
                 break
             run = above.run
-            wanted = (num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES
         for run, wanted in reversed(incomplete):
             first = run.start // self._grid
             start, end = first + len(run.digests) // DIGEST_BYTES, first + wanted // DIGEST_BYTES
@@ -161,12 +161,13 @@ class Ghosts:
 
 def ids_between(run: Run, start: int, end: int) -> bytes:
     """The bytes of the token ids of positions `[start, end)` on the path to a run and in it."""
-    parts = []
-    while end > start:
-        first = max(start, run.start)
-        parts.append(bytes(run.ids[(first - run.start) * TOKEN_BYTES : (end - run.start) * TOKEN_BYTES]))
-        above, end = run.nodes[0].parent, first
-        if end > start:
-            assert above is not None
-            run = above.run
-    return parts[0] if len(parts) == 1 else b"".join(reversed(parts))
+    first = run.start
+    if start >= first:
+        return bytes(run.ids[(start - first) * TOKEN_BYTES : (end - first) * TOKEN_BYTES])
+    parts = [bytes(run.ids[: max(0, end - first) * TOKEN_BYTES])]
+    while start < first:
+        above, end = run.nodes[0].parent, min(end, first)
+        assert above is not None
+        run, first = above.run, above.run.start
+        parts.append(bytes(run.ids[max(0, start - first) * TOKEN_BYTES : max(0, end - first) * TOKEN_BYTES]))
+    return b"".join(reversed(parts))

@@ -388,9 +388,3 @@ class StateLock(Lock):
     """Protects the checkpoint of one node, and its pages with it."""
 
     __slots__ = ()
-
-
-class PinLock(StateLock):
-    """A state lock that is counted among what is pinned."""
-
-    __slots__ = ()

@@ -18,7 +18,7 @@ evicts. `match` changes nothing but recency, `peek` changes nothing at all, only
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from hybrid.errors import OwnershipError
@@ -67,6 +67,7 @@ class Tree:
         forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
         evictor: evicts them.
+        lock_state, pin, unlock: those of `locks`.
 
     One thread owns a tree.
     """
@@ -89,8 +90,11 @@ class Tree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self._priority_cap = priority_cap
-        self.locks: Locks = Locks()
-        self.forest: Forest = Forest(page_size, grid, self.locks.covers)
+        self.forest: Forest = Forest(page_size, grid)
+        self.locks: Locks = Locks(self.forest, self.candidates)
+        self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
+        self.pin: Callable[[Node], StateLock] = self.locks.pin
+        self.unlock: Callable[[Lock], None] = self.locks.unlock
         self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
@@ -122,15 +126,12 @@ class Tree:
         """The longest cached prefix of the first `limit` tokens. Counts as a use of the checkpoint found, and of
         nothing else."""
         found = self.peek(key, limit)
-        self.touch(found)
+        self.candidates.requested(found.checkpoint, self._ticks)
         return found
 
     def touch(self, match: Match) -> None:
         """Count a request, and its use of the checkpoint that was found."""
-        candidates = self.candidates
-        candidates.now += 1
-        if match.checkpoint is not None:
-            candidates.used(match.checkpoint, next(self._ticks))
+        self.candidates.requested(match.checkpoint, self._ticks)
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, without counting it as a use: changes nothing."""
@@ -138,8 +139,8 @@ class Tree:
         if root is None:
             return NO_MATCH
         ids, page_bytes = key.ids, self._page_bytes
-        num_bytes = min(limit * TOKEN_BYTES, len(ids))
-        node, offset = descend(ids, root, num_bytes - num_bytes % page_bytes, page_bytes)
+        end = min(limit * TOKEN_BYTES, len(ids))
+        node, offset = descend(ids, root, end - end % page_bytes, page_bytes)
         if not offset:
             return NO_MATCH
         num_page_tokens = offset // TOKEN_BYTES
@@ -281,10 +282,7 @@ class Tree:
                 if checkpoint.priority:
                     node.usage.raise_priority(checkpoint.priority)
             elif past is not None and node.slot is None and not node.lost_checkpoint:
-                node.usage, node.lost_checkpoint = past, True
-                past.priorities = root.priorities
-                past.raise_priority(past.priority)
-                self.candidates.entered(node)
+                self._note_lost(node, past, root.priorities)
         except BaseException:
             if lower is not None and lower.parent is not None:
                 forest.join(lower.parent)
@@ -320,6 +318,13 @@ class Tree:
         usage.stored_at = now
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
+        self.candidates.entered(node)
+
+    def _note_lost(self, node: Node, past: NodeUsage, priorities: Priorities) -> None:
+        """A node has lost a checkpoint, or one was not admitted there."""
+        node.usage, node.lost_checkpoint = past, True
+        past.priorities = priorities
+        past.raise_priority(past.priority)
         self.candidates.entered(node)
 
     def new_usage(self, kind: Kind, turn: int, namespace: str) -> NodeUsage:
@@ -372,38 +377,8 @@ class Tree:
         return self.lock_pages(match.deepest, match.num_page_tokens)
 
     def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
-        """Protect the pages from the root to the node's end.
-
-        Args:
-            num_tokens: a position inside the node's edge, at a multiple of the page size: only the pages before it are
-                protected, the rest of the edge can be evicted. None: the node's end.
-        """
-        if num_tokens is not None and num_tokens < node.end:
-            node = self.forest.split(node, num_tokens)
-        return self.locks.lock_pages(node)
-
-    def lock_state(self, node: Node) -> StateLock:
-        """Protect the checkpoint of a node, and its pages with it."""
-        return self.locks.lock_state(node)
-
-    def pin(self, node: Node) -> StateLock:
-        """As `lock_state`, and counted among what is pinned."""
-        return self.locks.pin(node)
-
-    def unlock(self, lock: Lock) -> None:
-        """Release a lock.
-
-        Raises:
-            LockError: it was released before, or belongs to another tree. Nothing was changed.
-        """
-        node = self.locks.unlock(lock)
-        if not node.state_locks:
-            candidates = self.candidates
-            candidates.enter(node)
-            if not node.page_locks:
-                candidates.changed(node)
-                if node.slot is None:
-                    self.forest.join(node)
+        """Protect the pages from the root to the node's end, or to a position inside its edge (`Locks.lock_pages`)."""
+        return self.locks.lock_pages(node, num_tokens)
 
     # Evicting
 
