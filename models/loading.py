@@ -19,7 +19,7 @@ from hybrid.models.moe import Experts, Router
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from hybrid.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
-from hybrid.models.weights import Loader, stored_tensors
+from hybrid.models.weights import Loader, stored_tensors, with_scales
 
 ARCHITECTURES: dict[str, type[Any]] = {
     "bamba": BambaForCausalLM,
@@ -125,6 +125,7 @@ def load_model(
         name = stored.name.replace("model.language_model.", "model.", 1)
         if not name.startswith(IGNORED_PREFIXES if mtp else (*IGNORED_PREFIXES, MTP)) and not (tied and name == HEAD):
             tensors[name] = stored
+    tensors = with_scales(tensors, getattr(checkpoint.whole, "quantization_config", None))
     family = ARCHITECTURES[checkpoint.model_type]
     num_predictors = len({name.split(".")[2] for name in tensors if name.startswith(f"{MTP}layers.")})
     try:
@@ -201,9 +202,12 @@ def _locate(name: str | Path) -> Path:
 
 
 def _refuse_unsupported(config: Any, path: Path) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type != "default":
-        raise UnsupportedModelError(f"{path}: rope_type {rope_type!r} is not supported, only 'default'")
+    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+        known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
+        raise UnsupportedModelError(f"{path}: rope_type {rope_type!r:.50} is not supported; supported are {known}")
     if config.hidden_act != "silu":
         raise UnsupportedModelError(f"{path}: hidden_act {config.hidden_act!r} is not supported, only 'silu'")
     for kind in ("linear_attention", "full_attention"):
