@@ -9,7 +9,8 @@ hit, how many turns lie before it. Time counts requests.
 * A checkpoint that was evicted, or not admitted, is still watched: its exposure counts, and so do the hits that it
   would have had (`missed`). What is learned is therefore how prefixes are reused, not what this cache happened to keep,
   and a class that is always evicted can come back.
-* A class seldom seen borrows from the coarser one, down to a prior of 1 / (age + 10).
+* A class begins with the hazard of the coarser one, down to 1 / (age + 10), and corrects it as far as its own hits can
+  tell: first for all ages together, then for windows of age that get narrower.
 * From the hazard follows, for every age, the density: discounted hits to come, over discounted time until then.
 * `rank` is density times tokens saved per byte freed.
 
@@ -37,11 +38,11 @@ EXACT_HITS = 3
 DISCOUNT = 0.01
 """Per request: what happens more than about a hundred requests from now counts little."""
 
-PRIOR = 1.0
-"""Hits with which a coarser class speaks for a finer one."""
+PRIOR = 2.0
+"""Hits with which what is expected, from coarser classes and wider windows of age, speaks against what is observed."""
 
-NEIGHBOURS = 0.5
-"""Weight of the bins on both sides of an age: ages are noisy."""
+WINDOWS = (BINS, 3, 1, 0)
+"""Bins on both sides of an age whose hits count as one observation, in turn."""
 
 FADING, REFIT = 0.9, 50
 """Counts fade by this factor each time the tables are rebuilt."""
@@ -269,6 +270,7 @@ class LearnedHitDensity(AgingPolicy):
         """Make the table of densities anew. Coarse classes first: each is the prior of the finer ones."""
         self._exposure += self._cohorts.exposure(len(self._groups), self._fitted_at, self._now)
         self._fitted_at = self._now
+        np.maximum(self._exposure, 0, out=self._exposure)  # sums and differences, which round
         hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)
         levels = [np.array([at for of, at in self._groups.items() if len(of) == length]) for length in (2, 3, 4)]
         for level in reversed(levels[1:]):
@@ -277,23 +279,36 @@ class LearnedHitDensity(AgingPolicy):
                 np.add.at(exposure, parents[level], exposure[level])
         self._hits *= FADING
         self._exposure *= FADING
-        hits, exposure = smooth(hits), smooth(exposure)
         hazards = np.empty_like(hits)
         hazards[[ANY, SPARE]] = 1 / (_MIDDLES + 10)
         for level in levels:
             if len(level):
-                coarser = hazards[parents[level]]
-                hazards[level] = (hits[level] + PRIOR) / (exposure[level] + PRIOR / coarser)
+                hazards[level] = refined(hazards[parents[level]], hits[level], exposure[level])
         self._densities = density(hazards)
         self._densities[SPARE] = 1.0
 
 
-def smooth(values: Array) -> Array:
-    """Each bin with a part of its neighbours', `[classes, bins]`."""
-    smoothed = values.copy()
-    smoothed[:, 1:] += NEIGHBOURS * values[:, :-1]
-    smoothed[:, :-1] += NEIGHBOURS * values[:, 1:]
-    return smoothed
+def refined(hazards: Array, hits: Array, exposure: Array) -> Array:
+    """Expected hazards, corrected by what was observed, `[classes, bins]`.
+
+    The hits that were observed over those expected are a factor, for all ages first, then for windows of them that get
+    narrower: as far as there are hits to tell, each age gets a hazard of its own, and otherwise the shape stays.
+    """
+    for reach in WINDOWS:
+        hazards = hazards * (window(hits, reach) + PRIOR) / (window(exposure * hazards, reach) + PRIOR)
+    return hazards
+
+
+def window(values: Array, reach: int) -> Array:
+    """Sums of each bin and of as many on both sides."""
+    if reach == 0:
+        return values
+    if reach >= BINS:
+        return values.sum(axis=1, keepdims=True)
+    sums = np.zeros((len(values), BINS + 2 * reach + 1))
+    np.cumsum(values, axis=1, out=sums[:, reach + 1 : reach + 1 + BINS])
+    sums[:, reach + 1 + BINS :] = sums[:, reach + BINS : reach + BINS + 1]
+    return sums[:, 2 * reach + 1 :] - sums[:, : -2 * reach - 1]
 
 
 def density(hazards: Array) -> Array:
