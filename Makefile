@@ -4,7 +4,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -15,6 +15,7 @@ setup: .venv/.installed  ## .venv with this package and what its tests need
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip uninstall --quiet --yes hybrid  # another project's package, which would hide this one
 	@command -v nvidia-smi >/dev/null 2>&1 \
 		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0+cpu" >/dev/null 2>&1 || true
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
@@ -40,6 +41,11 @@ typecheck: setup
 
 pytest: setup
 	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90
+
+# As in `pytest`, where programs run in random order, but several programs of a launch take turns at each memory access.
+woven: setup  ## tests of kernels, interpreted with the programs of each launch interleaved
+	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist load --program-order=woven tests/kernels \
+		--ignore=tests/kernels/test_compile.py --ignore=tests/kernels/test_imitated_cpus.py
 
 parity: setup  ## hits do not change results, and logits are those of transformers
 	$(BIN)/hybrid parity

@@ -99,7 +99,7 @@ class HybridCache:
         )
         self._digests = memory.digests() if config.verify_contents else None
         self.leases: set[Lease] = set()
-        self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self._digests, on_evict)
+        self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
         self._capturer = Capturer(self.tree, memory, self.allocator)
         self._committer = Committer(self.tree, memory, self.allocator)
@@ -202,6 +202,7 @@ class HybridCache:
         try:
             if found.deepest is not None:
                 lease.page_lock = self.tree.lock_match(found)
+                self.allocator.share(lease)
                 found = found._replace(deepest=lease.page_lock.node)  # what follows the match can be evicted
             if found.checkpoint is not None:
                 assert found.checkpoint.slot is not None
@@ -211,7 +212,7 @@ class HybridCache:
             if allocated is not None:
                 opened = True
                 lease.front, pages = allocated
-                lease.block_table.extend(pages)
+                self.allocator.give_pages(lease, pages)
                 if self.memory.stores_smaller:
                     self._restore(lease)
                 self._use(lease, key, limit, found)
@@ -240,7 +241,7 @@ class HybridCache:
             pages = self.allocator.allocate_pages(missing)
             if pages is None:
                 return False
-            lease.block_table.extend(pages)
+            self.allocator.give_pages(lease, pages)
         return True
 
     def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
@@ -363,7 +364,9 @@ class HybridCache:
         for lock in lease.locks:
             self.allocator.unlock(lock)
         lease.page_lock = lease.state_lock = None
-        self.memory.pages.free(lease.private_pages)
+        if lease.num_shared:
+            self.allocator.unshare(lease)
+        self.allocator.free_pages(lease.private_pages)
         self.allocator.free_states(lease.private_slots())
         lease.block_table = array("i")
         lease.num_shared = 0

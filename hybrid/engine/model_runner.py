@@ -130,7 +130,9 @@ class ModelRunner:
     def plan(self, step: Step) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
         padding = None
-        if self.graphs is not None and not any(part.is_prefill or part.request.media for part in step.parts):
+        if self.graphs is not None and not any(
+            part.is_prefill or part.request.media or part.request.adapter for part in step.parts
+        ):
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
         config, on_gpu = self._cache.config, self._device.type == "cuda"
         return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, pin=on_gpu)
