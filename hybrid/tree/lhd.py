@@ -2,7 +2,7 @@
 
 What a checkpoint is worth is the number of hits to come for the room and the time that it takes. Both are learned from
 what happens, for classes of checkpoints: why it was put there, whether it has descendants, how often it was
-hit, how many turns lie before it. Time counts requests.
+hit, how many turns lie before it, how near it is to the longest context seen. Time counts requests.
 
 * For each class and age (in half octaves) are counted the hits and the *exposure*: the requests that came while
   checkpoints of that class had that age. Their ratio is the hazard of a hit.
@@ -50,8 +50,14 @@ FADING, REFIT = 0.9, 50
 MAX_WATCHED = 20_000
 """Checkpoints that have gone and are still watched; beyond this many the one that went first is forgotten."""
 
+NEAR_THE_END = 4
+"""Octaves of what is left of the longest conversation, from a quarter of it on."""
+
 Class = tuple[object, ...]
-"""(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits), and its prefixes."""
+"""(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits, nearness of the end), and its prefixes."""
+
+CLASS_SIZES = (2, 3, 4, 5)
+"""Lengths of the prefixes that are classes."""
 
 ANY, SPARE = 0, 1
 """The groups that are no class: all checkpoints; those that are spare and not used yet."""
@@ -85,30 +91,37 @@ class Record:
     """What is known of a checkpoint, there or gone.
 
     Attributes:
+        num_tokens: length of its prefix.
         last: request at which it was last put there or used.
         live: it is in the cache.
         group: the number of its class.
         watched: its exposure counts.
     """
 
-    __slots__ = ("below", "group", "hits", "kind", "last", "live", "turn", "watched")
+    __slots__ = ("below", "group", "hits", "kind", "last", "live", "num_tokens", "turn", "watched")
 
     def __init__(self, facts: Facts) -> None:
         self.kind: Kind = facts.kind
         self.turn: int = facts.turn
         self.hits: int = facts.hits
+        self.num_tokens: int = facts.num_tokens
         self.below: bool = facts.has_below
         self.last: int = facts.now - facts.age
         self.live: bool = True
         self.watched: bool = False
         self.group: int = ANY
 
-    def classify(self) -> Class:
+    def classify(self, longest: int) -> Class:
+        """Its class, where the longest conversation so far has `longest` tokens."""
         if self.hits < EXACT_HITS:
             fine = min(3, int(log2(self.turn + 1)))  # 0, 1 to 2, 3 to 6, 7 and more turns
         else:
             fine = min(7, int(2 * log2((self.hits + 1) / (EXACT_HITS + 1))))
-        return (self.kind, self.below, min(self.hits, EXACT_HITS), fine)
+        left = (longest - self.num_tokens) / longest
+        near = 0  # conversations end at the latest where they reach the longest context
+        if left < 0.25 and self.kind in (Kind.TURN_END, Kind.PROMPT_END):
+            near = min(NEAR_THE_END, int(-log2(left)) - 1) if left > 0 else NEAR_THE_END
+        return (self.kind, self.below, min(self.hits, EXACT_HITS), fine, near)
 
 
 class LearnedHitDensity(AgingPolicy):
@@ -117,6 +130,7 @@ class LearnedHitDensity(AgingPolicy):
     def __init__(self) -> None:
         self._now = 0
         self._fitted_at = 0
+        self._longest = 1
         self._num_watched = 0
         self._gone: deque[Record] = deque()
         self._cohorts = Cohorts(EDGES[:BINS])
@@ -188,7 +202,8 @@ class LearnedHitDensity(AgingPolicy):
 
     def _record(self, facts: Facts) -> Record:
         record = facts.notes = Record(facts)
-        record.group = self._group(record.classify())
+        self._longest = max(self._longest, facts.num_tokens)
+        record.group = self._group(record.classify(self._longest))
         self._join(record)
         return record
 
@@ -199,13 +214,13 @@ class LearnedHitDensity(AgingPolicy):
         self._hits[record.group, BIN_OF[min(age, LAST_AGE)]] += 1
         record.hits += 1
         record.last = self._now
-        record.group = self._group(record.classify())
+        record.group = self._group(record.classify(self._longest))
         self._join(record)
 
     def _change(self, record: Record, facts: Facts) -> None:
         record.below = facts.has_below
         record.kind = facts.kind
-        record.group = self._group(record.classify())
+        record.group = self._group(record.classify(self._longest))
 
     def _let_go(self, record: Record) -> None:
         """Forget what has gone longest if too many have."""
@@ -272,7 +287,7 @@ class LearnedHitDensity(AgingPolicy):
         self._fitted_at = self._now
         np.maximum(self._exposure, 0, out=self._exposure)  # sums and differences, which round
         hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)
-        levels = [np.array([at for of, at in self._groups.items() if len(of) == length]) for length in (2, 3, 4)]
+        levels = [np.array([at for of, at in self._groups.items() if len(of) == length]) for length in CLASS_SIZES]
         for level in reversed(levels[1:]):
             if len(level):
                 np.add.at(hits, parents[level], hits[level])
