@@ -319,11 +319,13 @@ def window(values: Array, reach: int) -> Array:
     if reach == 0:
         return values
     if reach >= BINS:
-        return values.sum(axis=1, keepdims=True)
+        total: Array = values.sum(axis=1, keepdims=True)
+        return total
     sums = np.zeros((len(values), BINS + 2 * reach + 1))
     np.cumsum(values, axis=1, out=sums[:, reach + 1 : reach + 1 + BINS])
     sums[:, reach + 1 + BINS :] = sums[:, reach + BINS : reach + BINS + 1]
-    return sums[:, 2 * reach + 1 :] - sums[:, : -2 * reach - 1]
+    within: Array = sums[:, 2 * reach + 1 :] - sums[:, : -2 * reach - 1]
+    return within
 
 
 def density(hazards: Array) -> Array:
