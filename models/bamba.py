@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
 from hybrid.kernels.reference.elementwise import rotate, silu, softplus
@@ -64,21 +64,48 @@ class Mamba2(nn.Module):
         dt = softplus(dt.float() + self.dt_bias.float()).clamp(*self.limits)
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
-        if self.rate is None:
-            self.rate = -self.A_log.float().exp()
         parts = []
         if (prompts := batch.prefills) is not None:
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
             y, b, c = self._split(state_space.biased_causal_conv1d(mixed[prompts.rows], *taps, conv, *slots))
-            rule = state_space.chunk_state_space(y, dt[prompts.rows], b, c, self.rate, recurrent, *slots, chunk_size)
+            rule = state_space.chunk_state_space(y, dt[prompts.rows], b, c, self._rate(), recurrent, *slots, chunk_size)
             parts.append(self._with_skip(rule, y))
         if (decodes := batch.decodes) is not None:
-            own = (decodes.state_read, decodes.state_write)
-            y, b, c = self._split(state_space.biased_causal_conv1d_update(mixed[decodes.rows], *taps, conv, *own))
-            rule = state_space.state_space_step(y, dt[decodes.rows], b, c, self.rate, recurrent, *own)
-            parts.append(self._with_skip(rule, y))
+            inputs = (mixed[decodes.rows], dt[decodes.rows])
+            if batch.log is not None:
+                batch.log.append(inputs)
+            parts.append(self.step(inputs, decodes.steps, state))
         total = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj(self.norm(total.flatten(1), gate), batch)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """The convolution and the rule for decoded tokens: `inputs` are the rows of `mixed` and `dt`."""
+        mixed, dt = inputs
+        slots = (state["conv"][:, self.layer], state["recurrent"][:, self.layer])
+        if min(steps.read.tolist() + steps.write.tolist(), default=0) >= 0:
+            return self._step(mixed, dt, *slots, steps.read, steps.write)
+        # one token after another, through a slot of their own: what is not kept is needed by the next token only
+        own = tuple(tensor.new_empty(1, *tensor.shape[1:]) for tensor in slots)
+        here, parts = torch.zeros(1, dtype=torch.int64, device=mixed.device), []
+        for token, (read, write) in enumerate(zip(steps.read.tolist(), steps.write.tolist(), strict=True)):
+            if read >= 0:
+                own[0][0], own[1][0] = slots[0][read], slots[1][read]
+            parts.append(self._step(mixed[token : token + 1], dt[token : token + 1], *own, here, here))
+            if write >= 0:
+                slots[0][write], slots[1][write] = own[0][0], own[1][0]
+        return torch.cat(parts)
+
+    def _step(self, mixed: Tensor, dt: Tensor, conv: Tensor, recurrent: Tensor, read: Tensor, write: Tensor) -> Tensor:
+        """One token of each request."""
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        y, b, c = self._split(state_space.biased_causal_conv1d_update(mixed, weight, bias, conv, read, write))
+        return self._with_skip(state_space.state_space_step(y, dt, b, c, self._rate(), recurrent, read, write), y)
+
+    def _rate(self) -> Tensor:
+        """`-exp(A_log)` in fp32, computed once."""
+        if self.rate is None:
+            self.rate = -self.A_log.float().exp()
+        return self.rate
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, b, c = mixed.split(self.inner_widths, dim=-1)

@@ -16,7 +16,7 @@ from hybrid import errors
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("hybrid/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("models/**/*.py")])
 
-ORDER = "kernels < words < tree, memory, prompts, models < cache < engine, hf < observe < commands"
+ORDER = "kernels < words < tree, memory, prompts, models < cache < speculation < engine, hf < observe < commands"
 """The rule of imports: a file imports from its own room and from rooms to the left of it, never from another room in
 the same place of the line. Words are the files of `hybrid/` itself."""
 

@@ -236,6 +236,13 @@ class HybridCache:
             lease.block_table.extend(pages)
         return True
 
+    def trim(self, lease: Lease, num_pages: int) -> None:
+        """Free the private pages after the lease's first `num_pages`: nothing of them is used."""
+        self._refuse_closed(lease)
+        first = max(num_pages, lease.num_shared)
+        unused, lease.block_table = lease.block_table[first:], lease.block_table[:first]
+        self.memory.pages.free(unused)
+
     def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         """Allocate a slot for the state after `num_tokens` tokens, which the next pass writes.
 

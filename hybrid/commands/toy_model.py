@@ -113,8 +113,7 @@ class ToyRunner:
         slot = lease.back if part.swaps else lease.front
         assert slot is not None
         self.states[slot] = after
-        token = after % VOCAB_SIZE if part.samples and after is not None else None
-        return Result(after is not None, token, None)
+        return Result(after is not None, (after % VOCAB_SIZE,) if part.samples and after is not None else ())
 
     def _write_pages(self, part: Part, ids: bytes) -> None:
         """Write the tokens of a part to the pages that are its lease's own."""

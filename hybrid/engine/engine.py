@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ from hybrid.engine.suspects import Suspects
 from hybrid.errors import ArgumentError, HybridError, NonFiniteError, PromptError, QueueFullError, RequestError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.speculator import Speculator, make_speculator
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Engine:
         cache: an empty cache for the model.
         config: limits of requests and steps.
         runner: computes the steps; None: a `ModelRunner` with the model.
+        speculation: how tokens are drafted, as in `from_pretrained`.
 
     Attributes:
         loaded: the model, its tokenizer, and its defaults.
@@ -54,6 +58,8 @@ class Engine:
         deterministic: the outputs of hits are bitwise those of cold runs.
         scheduler: the requests that wait and run.
         runner: computes the steps.
+        speculation: how tokens are drafted; None: they are not.
+        speculator: drafts them, and has the `stats` of each drafter.
     """
 
     def __init__(
@@ -63,13 +69,16 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         runner: Runner | None = None,
+        speculation: SpeculationConfig | str | None = None,
     ) -> None:
         self.loaded = loaded
         self.cache = cache
         self.config: EngineConfig = config or EngineConfig()
         self.config.require_chunk(cache.config.chunk_size)
         self.deterministic: bool = is_deterministic(cache.config, loaded.device)
-        self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic)
+        self.speculation: SpeculationConfig | None = SpeculationConfig.of(speculation)
+        self.speculator: Speculator | None = make_speculator(self.speculation, cache, loaded.model.config.vocab_size)
+        self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, self.speculator)
         self.runner: Runner = runner or self._model_runner()
         # without a device of its own, nothing is computed while the next step is scheduled
         self._overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
@@ -89,7 +98,7 @@ class Engine:
         graphs = None
         if device.type == "cuda" and not self.config.enforce_eager and model.decode_can_be_recorded:
             graphs = DecodeGraphs(model, self.cache.kv, self.cache.state_tensors, device)
-        return ModelRunner(model, self.cache, device, self.deterministic, graphs)
+        return ModelRunner(model, self.cache, device, self.deterministic, graphs, self.loaded.end_tokens)
 
     @classmethod
     def from_pretrained(
@@ -100,6 +109,7 @@ class Engine:
         dtype: str | torch.dtype | None = None,
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
+        speculation: SpeculationConfig | str | None = None,
     ) -> Engine:
         """Load a checkpoint with its tokenizer, and allocate its cache.
 
@@ -109,6 +119,8 @@ class Engine:
             dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
             cache: settings of the cache.
             config: settings of the engine.
+            speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
+                next where it was cached), or a `SpeculationConfig`; None: nothing is drafted.
 
         Raises:
             CheckpointError: there is no usable checkpoint.
@@ -117,7 +129,7 @@ class Engine:
         """
         settings = cache or CacheConfig()
         loaded = load(model, device, dtype, settings.chunk_size)
-        return cls(loaded, build_cache(loaded, settings), config)
+        return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
 
     def with_cache(
         self,
@@ -125,6 +137,7 @@ class Engine:
         size: tuple[int, int] | None = None,
         *,
         config: EngineConfig | None = None,
+        speculation: SpeculationConfig | str | None = None,
     ) -> Engine:
         """Another engine on the same weights, with a cache of its own.
 
@@ -132,6 +145,7 @@ class Engine:
             cache: its settings. `chunk_size` must be this engine's: the model was loaded with it.
             size: numbers of pages and of state slots of the cache, instead of `cache.memory`.
             config: settings of the engine; None: this engine's.
+            speculation: as in `from_pretrained`.
 
         Raises:
             ArgumentError: another chunk size.
@@ -141,7 +155,8 @@ class Engine:
             raise ArgumentError(
                 f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
             )
-        return Engine(self.loaded, build_cache(self.loaded, cache, size), config or self.config)
+        made = build_cache(self.loaded, cache, size)
+        return Engine(self.loaded, made, config or self.config, speculation=speculation)
 
     @property
     def model(self) -> Any:
@@ -176,20 +191,23 @@ class Engine:
             if not step.parts:
                 self._suspects.passed([])
                 return
+            started = time.perf_counter()
             with guard.interruptible():
                 plan = self.runner.plan(step)
                 pending = self.runner.launch(plan)
             parts = self.scheduler.advance(step)
-            if self._overlap and self._suspects.group is None:
+            if self._overlap and self._suspects.group is None and self.scheduler.speculator is None:
                 self._ahead = guard.undo_on_failure(self.scheduler.schedule())
             with guard.interruptible():
                 results = dict(zip(map(id, step.parts), pending.wait(), strict=True))
             guard.keep_on_failure()
+            if self.speculator is not None and not any(part.is_prefill for part in step.parts):
+                self.speculator.timed(sum(part.num_rows for part in step.parts), time.perf_counter() - started)
             for part in parts:
                 if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled
                     continue
                 with guard.failing(part.request):
-                    self._commit(part, results[id(part)])
+                    self._take(part, results[id(part)])
                     self._deliver(part, results[id(part)])
             self._suspects.passed([part.request for part in parts])
 
@@ -199,19 +217,23 @@ class Engine:
         step = ahead.alive() if ahead is not None else Step([])
         return step if step.parts else self.scheduler.schedule(self._suspects.group)
 
-    def _commit(self, part: Part, result: Result) -> None:
-        """Share what a part computed."""
+    def _take(self, part: Part, result: Result) -> None:
+        """Append the tokens of a part to its request, up to its end, and share what was computed of them."""
+        request = part.request
         if not result.is_finite:
             raise NonFiniteError(NOT_FINITE)
+        self.scheduler.accept(part, result.num_accepted)
+        for at, token in enumerate(result.tokens):
+            if request.finish_reason is None:
+                request.append(token, result.logprobs[at] if result.logprobs else None, self.loaded.end_tokens)
         if part.is_alive:  # otherwise it was retracted while it was computed
             self.scheduler.commit(part)
 
     def _deliver(self, part: Part, result: Result) -> None:
-        """Append the token of a part to its request, and give the output to its consumer."""
+        """Give the output of a part to its consumer."""
         request = part.request
-        if result.token is None:
+        if not result.tokens:
             return
-        request.append(result.token, result.logprobs, self.loaded.end_tokens)
         if request.finish_reason is not None:
             self.scheduler.finish(request)
             self._requests.pop(request.request_id, None)

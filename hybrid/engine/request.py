@@ -16,6 +16,7 @@ from hybrid.key import Key
 from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
+from hybrid.speculation.drafter import History
 
 
 class Status(Enum):
@@ -64,6 +65,8 @@ class Request:
         latest_turn: it is the next to start once this many requests have been started before it.
         pin: keeps what was computed; a replay extends it.
         seed: of its own random numbers.
+        history: its tokens as drafters see them.
+        num_drafted, num_accepted: drafts that were computed, and that were what came next.
     """
 
     def __init__(
@@ -89,6 +92,9 @@ class Request:
         self.ids: array[int] = array("i", prompt.ids)
         self.media: Media | None = prompt.media
         self.prompt_len: int = len(self.ids)
+        self.history: History = History(self.ids, self.prompt_len, namespace, self.key)
+        self.num_drafted: int = 0
+        self.num_accepted: int = 0
         self.seed: int = new_seed() if params.seed is None else params.seed
         self.status: Status = Status.WAITING
         self.lease: Lease | None = None
@@ -136,10 +142,22 @@ class Request:
         """Number of tokens of the answer."""
         return len(self.ids) - self.prompt_len
 
+    def random_number(self, ahead: int) -> float:
+        """For the next token, or the one that comes `ahead` tokens after it; 0 when it is the most likely one."""
+        return uniform(self.seed, self.num_output + ahead) if self.params.temperature else 0.0
+
     @property
-    def random_number(self) -> float:
-        """For the next token; 0 when it is the most likely one."""
-        return uniform(self.seed, self.num_output) if self.params.temperature else 0.0
+    def num_left(self) -> int:
+        """Number of tokens that there is room for in the answer."""
+        return min(self.params.max_new_tokens - self.num_output, self.max_len - len(self.ids))
+
+    def is_end(self, token: int, end_tokens: frozenset[int]) -> bool:
+        """Whether a token ends the answer.
+
+        Args:
+            end_tokens: the model's.
+        """
+        return token in self.params.stop_token_ids or (token in end_tokens and not self.params.ignore_eos)
 
     @property
     def ends_with_next_token(self) -> bool:
@@ -161,15 +179,13 @@ class Request:
             logprobs: `{token_id: logprob}`; None: not requested.
             end_tokens: the model's tokens that end an answer.
         """
-        params = self.params
         now = time.perf_counter()
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         self.ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        ends = token in params.stop_token_ids or (token in end_tokens and not params.ignore_eos)
-        if ends or (self.text is not None and self.text.append(token)):
+        if self.is_end(token, end_tokens) or (self.text is not None and self.text.append(token)):
             self.finish_reason = "stop"
         elif self._is_full(0):
             self.finish_reason = "length"

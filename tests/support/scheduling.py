@@ -57,7 +57,7 @@ class Counting:
         return Known([self._result(part.samples) for part in step.parts])
 
     def _result(self, samples: bool) -> Result:
-        return Result(self.rng.random() >= self.spoils, self.rng.randrange(VOCAB) if samples else None, None)
+        return Result(self.rng.random() >= self.spoils, (self.rng.randrange(VOCAB),) if samples else ())
 
 
 def engine_without_model(
