@@ -81,25 +81,10 @@ class Mamba2(nn.Module):
     def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
         """The convolution and the rule for decoded tokens: `inputs` are the rows of `mixed` and `dt`."""
         mixed, dt = inputs
-        slots = (state["conv"][:, self.layer], state["recurrent"][:, self.layer])
-        if min(steps.read.tolist() + steps.write.tolist(), default=0) >= 0:
-            return self._step(mixed, dt, *slots, steps.read, steps.write)
-        # one token after another, through a slot of their own: what is not kept is needed by the next token only
-        own = tuple(tensor.new_empty(1, *tensor.shape[1:]) for tensor in slots)
-        here, parts = torch.zeros(1, dtype=torch.int64, device=mixed.device), []
-        for token, (read, write) in enumerate(zip(steps.read.tolist(), steps.write.tolist(), strict=True)):
-            if read >= 0:
-                own[0][0], own[1][0] = slots[0][read], slots[1][read]
-            parts.append(self._step(mixed[token : token + 1], dt[token : token + 1], *own, here, here))
-            if write >= 0:
-                slots[0][write], slots[1][write] = own[0][0], own[1][0]
-        return torch.cat(parts)
-
-    def _step(self, mixed: Tensor, dt: Tensor, conv: Tensor, recurrent: Tensor, read: Tensor, write: Tensor) -> Tensor:
-        """One token of each request."""
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        y, b, c = self._split(state_space.biased_causal_conv1d_update(mixed, weight, bias, conv, read, write))
-        return self._with_skip(state_space.state_space_step(y, dt, b, c, self._rate(), recurrent, read, write), y)
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        weight, bias, slots = self.conv1d.weight.squeeze(1), self.conv1d.bias, (steps.read, steps.write)
+        y, b, c = self._split(state_space.biased_causal_conv1d_update(mixed, weight, bias, conv, *slots))
+        return self._with_skip(state_space.state_space_step(y, dt, b, c, self._rate(), recurrent, *slots), y)
 
     def _rate(self) -> Tensor:
         """`-exp(A_log)` in fp32, computed once."""

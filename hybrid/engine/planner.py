@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch, Embedded, Group
 from hybrid.engine.sampler import SamplingRows, sampling_numbers
+from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Part, Step
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
@@ -239,16 +240,7 @@ def plan(
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         _add_decodes(pieces, decodes, filler, width)
-    sampling = sampling_numbers(
-        [
-            (part.request.params, part.request.random_number(ahead)) if part.samples else None
-            for part, own in zip(parts, sampled, strict=True)
-            for ahead in range(own.count)
-        ]
-        + [None] * filler
-    )
-    if sampling is not None:
-        pieces.add(SAMPLING, sampling, (len(sampling), len(sampling[0])), np.float64)
+    _add_sampling(pieces, parts, sampled, filler)
     numbers = torch.from_numpy(np.concatenate(pieces.numbers))
     blocks = None
     if deterministic:
@@ -312,6 +304,18 @@ def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions:
     return tuple(embeddings)
 
 
+def _add_sampling(pieces: _Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
+    """How the token after each row of logits is sampled: the one after a draft as it would be if the draft is right."""
+    rows: list[tuple[SamplingParams, float] | None] = []
+    for part, own in zip(parts, sampled, strict=True):
+        request = part.request
+        for ahead in range(own.count):
+            rows.append((request.params, request.random_number(ahead)) if own.samples else None)
+    numbers = sampling_numbers(rows + [None] * filler)
+    if numbers is not None:
+        pieces.add(SAMPLING, numbers, (len(numbers), len(numbers[0])), np.float64)
+
+
 def _add_prefills(pieces: _Pieces, parts: list[Part], starts: list[int]) -> None:
     """The numbers of the prompt parts."""
     pieces.add("prefills.cu_seqlens", starts, (len(parts) + 1,))
@@ -363,6 +367,5 @@ def _slots(part: Part, page_size: int) -> list[int]:
     if end > len(table) * page_size:
         raise AuditError(f"plan: {part.request.request_id} has {len(table)} pages for {end} tokens")
     first = min(max(part.start, private), end)
-    return [-1] * (first - part.start) + [
-        table[at // page_size] * page_size + at % page_size for at in range(first, end)
-    ]
+    own = [table[at // page_size] * page_size + at % page_size for at in range(first, end)]
+    return [-1] * (first - part.start) + own

@@ -1,9 +1,9 @@
 """How many drafts are worth computing.
 
-A draft is worth its row of a pass if it is accepted often enough: with N tokens expected of a pass that takes T seconds,
-one more row of s seconds and acceptance p pays where p / s > N / T. How often drafts are accepted is measured per
-request and drafter, what passes cost per engine. With many requests in a pass N / T approaches 1 / s, so that drafts
-end by themselves.
+A draft is worth its row of a pass if it is accepted often enough: with N tokens expected of a pass of T seconds, one
+more row of s seconds and acceptance p pays where p / s > N / T. How often drafts are accepted is measured per request
+and drafter, what passes cost per engine. With many requests in a pass N / T approaches 1 / s, so that drafts end by
+themselves.
 """
 
 from __future__ import annotations

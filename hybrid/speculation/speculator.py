@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
-from hybrid.speculation.cached import CacheDrafter
+from hybrid.speculation.cached import ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
@@ -132,7 +132,9 @@ def make_speculator(config: SpeculationConfig | None, cache: HybridCache, vocab_
     """
     if config is None:
         return None
-    drafters = [CacheDrafter(cache.tree) if isinstance(drafter, str) else drafter for drafter in config.drafters]
+    drafters: list[Drafter] = []
+    for drafter in config.drafters:
+        drafters += (ContinuationDrafter(cache.tree), GramDrafter()) if isinstance(drafter, str) else (drafter,)
     names = [drafter.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ArgumentError(f"SpeculationConfig: drafters must have different names, got {names}")
