@@ -12,12 +12,16 @@ import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("numpy", "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d")
+
+
+Medians = dict[str, float | None]
+"""Measurements by name; None: it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Line:
     target: float | None = None
     at_most: bool = False
     part: str = ""
-    medians: dict[str, float | None] = field(default_factory=dict)
+    medians: Medians = field(default_factory=dict)
     unit: str = "s"
     details: dict[str, Any] = field(default_factory=dict)
 
@@ -83,6 +87,15 @@ class Check:
 
 
 Result = Line | Check
+
+
+def ratio(name: str, medians: Medians, over: str, under: str, target: float | None = None, **how: Any) -> Line:
+    """The line of one measurement over another. `how`: further attributes of the line."""
+    above, below = medians[over], medians[under]
+    value = None if above is None or below is None else above / below
+    return Line(name, value, target, medians=medians, **how)
+
+
 COLUMNS = ("", "part", "figure", "value", "target", "measured")
 """Of a table of results."""
 
@@ -154,7 +167,7 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def alternate(runs: int, **sides: Callable[[], float]) -> dict[str, float | None]:
+def alternate(runs: int, **sides: Callable[[], float]) -> Medians:
     """Median seconds of each side, the sides taking turns; the first turn warms up and is not counted."""
     from tqdm import tqdm
 
@@ -169,12 +182,7 @@ def machine(**more: Any) -> dict[str, Any]:
     if Path("/proc/cpuinfo").is_file():
         rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((row.split(":")[1].strip() for row in rows if row.startswith("model name")), cpu)
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
+    packages = {found.name: found.version for found in distributions() if found.name in PACKAGES}
     torch = sys.modules.get("torch")
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]

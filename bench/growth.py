@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How the cost of the bookkeeping grows: one operation at growing sizes, and the exponent of its growth.
 
-    python bench/growth.py [--only NAME,...] [--json]
+    python bench/growth.py [--only NAME ...] [--json]
 
 Each figure is the fastest of some repetitions, in microseconds; the exponent is the slope of a line through the figures
 in a logarithmic plot: 0 is flat, 1 is linear. Nothing here needs a model, tensors or a GPU.
@@ -127,11 +127,11 @@ OPERATIONS: dict[str, tuple[Callable[[int], Iterator[Work]], tuple[int, ...]]] =
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--only", default="", help="operations whose names contain one of these, with commas")
+    parser.add_argument("--only", nargs="+", default=[""], help="operations whose names contain one of these")
     args = parser.parse_args()
     lines = []
     for name, (make, sizes) in OPERATIONS.items():
-        if not any(part in name for part in args.only.split(",")):
+        if not any(part in name for part in args.only):
             continue
         figures = {size: fastest(make(size)) for size in sizes}
         exponent = math.log(figures[sizes[-1]] / figures[sizes[0]]) / math.log(sizes[-1] / sizes[0])

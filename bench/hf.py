@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Line, alternate, arguments, finish, machine, timed
+from common import Line, Medians, alternate, arguments, finish, machine, ratio, timed
 from prefix_reuse import VOCAB, save_random_model
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
@@ -78,7 +78,7 @@ class Sides:
             chat = torch.cat([chat, self.ids(TURN)], 1)
         return chat[:, :-TURN]
 
-    def over_a_chunk(self, count: int, runs: int, **generates: Callable[..., Any]) -> dict[str, float | None]:
+    def over_a_chunk(self, count: int, runs: int, **generates: Callable[..., Any]) -> Medians:
         """Mean seconds until a call returns, its answer kept, the sides taking turns. The lengths of the prompts are
         spread evenly over a chunk: where a prompt ends in its chunk decides how much of it is computed again."""
         totals = dict.fromkeys(generates, 0.0)
@@ -92,9 +92,9 @@ def measure(sides: Sides, runs: int) -> list[Line]:
     lines = []
     model, ours, fine = sides.model.generate, sides.ours.generate, sides.fine.generate
 
-    def both(name: str, t: dict[str, Any], over: str, under: str, target: float | None) -> None:
+    def both(name: str, t: Medians, over: str, under: str, target: float | None) -> None:
         for side, mode in ((over, "deterministic"), (f"{over}_fine", "not deterministic")):
-            lines.append(Line(name, t[side] / t[under], target, True, mode, t))
+            lines.append(ratio(name, t, side, under, target, at_most=True, part=mode))
 
     chat = sides.two_turns()
     for new, target in ((TURN, 1.3), (SHORT, None)):

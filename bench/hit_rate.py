@@ -2,7 +2,7 @@
 """How many tokens a cache saves: a trace of requests through the real bookkeeping, without tensors.
 
     python bench/hit_rate.py --trace lmsys --geometry qwen35_4b --budget-gb 3
-    python bench/hit_rate.py --trace my.jsonl --geometry custom --kv-bytes 65536 --state-bytes 1000000 --budget-gb 1
+    python bench/hit_rate.py --trace my.jsonl --geometry 65536,1000000 --budget-gb 1
     python bench/hit_rate.py --reference reference.json --traces DIR --policy lhd
 
 A trace is a file of JSON lines, one request each, with `input_tokens` and `output_tokens` (lists of token ids), in
@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import sys
 import time
 from array import array
@@ -34,10 +35,9 @@ from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
 from hybrid.key import Key
 from hybrid.tree.node import Kind
 from hybrid.tree.policies import POLICIES
-from hybrid.tree.tree import Tree
 
 GEOMETRIES = {"qwen35_4b": (32768, 51_511_296), "nv7b": (65536, 26_787_840)}
-"""Bytes of KV per token, and of a state."""
+"""Bytes of KV per token, and of a state: what `--geometry` takes too, as two numbers."""
 
 STORED_SHARE = {"float32": None, "bfloat16": 0.512, "int8": 0.275}
 """Bytes of a stored checkpoint over those of a state, as with the Qwen3.5-4B shape."""
@@ -83,19 +83,6 @@ def load_trace(name: str, folder: Path | None) -> list[Request]:
     return requests
 
 
-class Known:
-    """What a cache that kept everything would know, to the token."""
-
-    def __init__(self) -> None:
-        self._tree = Tree(1, 1, POLICIES["lru"]())
-
-    def add(self, key: Key, limit: int) -> int:
-        """How many of the first `limit` tokens were known; now the key is."""
-        seen = self._tree.peek(key, limit).num_page_tokens
-        self._tree.insert(key, len(key), array("i", bytes(4 * len(key))))
-        return seen
-
-
 @dataclass(frozen=True)
 class NoStore:
     """Stored checkpoints of `checkpoint_bytes` bytes, without contents."""
@@ -124,7 +111,7 @@ def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> Hybri
     )
     if math.isinf(budget_gb):
         return HybridCache(CacheMemory.of_indices(1 << 21, 1 << 19), config)
-    kv_bytes, state_bytes = (args.kv_bytes, args.state_bytes) if geometry == "custom" else GEOMETRIES[geometry]
+    kv_bytes, state_bytes = GEOMETRIES.get(geometry) or map(int, geometry.split(","))
     share = STORED_SHARE[args.state_dtype]
     store = None if share is None else NoStore(int(share * state_bytes))
     memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * kv_bytes, state_bytes, store=store)
@@ -171,76 +158,53 @@ def run(
     target: float | None = None,
     known: dict[str, float] | None = None,
 ) -> Line:
-    """Run a trace through the bookkeeping.
-
-    Returns:
-        What it saved, in percent of all input tokens. The details say what was lost of the tokens seen before: to
-        pages or a checkpoint that have been evicted, to pages that never had a checkpoint, and after the last multiple
-        of the grid; what was never seen before; and microseconds of bookkeeping per request.
-    """
-    cache, everything = cache_of(args, geometry, budget_gb), Known()
-    tokens = dict.fromkeys(("hit", "lost_evicted", "lost_no_checkpoint", "lost_alignment", "first_sight"), 0)
-    asked, spent = 0, 0.0
-    for ids, num_input in tqdm(requests, desc=f"{name} {budget_gb:g} GB", unit="request", disable=None, leave=False):
-        key, limit = Key.of(ids), num_input - 1
-        found = cache.tree.peek(key, limit)
-        pages, lost = found.num_page_tokens, cache.tree.lost_checkpoint(found) is not None
+    """Run a trace through the bookkeeping. `known`: what others have there, in percent."""
+    cache, hits, spent = cache_of(args, geometry, budget_gb), 0, 0.0
+    title = f"{name}, endless memory" if math.isinf(budget_gb) else f"{name}, {budget_gb:g} GB"
+    for ids, num_input in tqdm(requests, desc=title, unit="request", disable=None, leave=False):
         start = time.perf_counter()
-        hit = serve(cache, Key.of(ids), num_input)
+        hits += serve(cache, Key.of(ids), num_input)
         spent += time.perf_counter() - start
-        seen = everything.add(key, limit)
-        whole = seen // cache.config.grid * cache.config.grid
-        asked += num_input
-        tokens["hit"] += hit
-        tokens["lost_evicted"] += max(0, whole - max(pages, hit))
-        tokens["lost_evicted" if lost else "lost_no_checkpoint"] += max(0, pages - hit)
-        tokens["lost_alignment"] += seen - whole
-        tokens["first_sight"] += num_input - seen
         if args.audit:
             cache.audit()
     stats = cache.stats()
-    shares = {what: round(100 * count / max(asked, 1), 2) for what, count in tokens.items()}
+    hit = round(100 * hits / max(sum(num_input for _, num_input in requests), 1), 2)
     evicted = {what: getattr(stats, what) for what in ("evicted_checkpoints", "evicted_pages", "moved_pages")}
     micros = round(1e6 * spent / max(len(requests), 1), 1)
-    details = {"requests": len(requests), **shares, "us_per_request": micros, **evicted}
-    losses = {what: share for what, share in shares.items() if what.startswith("lost_")}
-    title = f"{name}, endless memory" if math.isinf(budget_gb) else f"{name}, {budget_gb:g} GB"
-    medians = {**(known or {}), **{what.replace("lost_", "lost: ").replace("_", " "): x for what, x in losses.items()}}
-    return Line(title, shares["hit"], target, part=geometry, medians=medians, unit="%", details=details)
+    details = {"requests": len(requests), "us_per_request": micros, **evicted}
+    return Line(title, hit, target, part=geometry, medians={**(known or {})}, unit="%", details=details)
 
 
 def run_reference(args: argparse.Namespace) -> list[Line]:
     """Every cell of a file of known figures."""
     reference = json.loads(args.reference.read_text(encoding="utf-8"))
-    traces: dict[str, list[Request]] = {}
-    lines = []
-
-    def cell(name: str, geometry: str, budget_gb: float, target: float, known: dict[str, float]) -> None:
-        if name not in traces:
-            traces[name] = load_trace(name, args.traces)
-        lines.append(run(args, name, traces[name], geometry, budget_gb, round(target, 1), known))
-
     names = args.trace.split(",") if args.trace else None
+    cells = []
     for row in reference["cells"]:
         name, geometry, budget_gb = row["trace"], row["geometry"], row["budget_gb"]
         if args.geometry in ("all", geometry) and (names is None or name in names):
             target = max(row.get(key, 0.0) for key in ("lru", "marconi", "marconi_best_alpha")) - 3
             if geometry == "qwen35_4b":
                 target = max(target, TARGETS.get((name, budget_gb), 0.0))
-            cell(name, geometry, budget_gb, target, {title: row[key] for key, title in KNOWN.items() if key in row})
-    if names is None or args.infinite:
+            cells.append(
+                (name, geometry, budget_gb, target, {title: row[key] for key, title in KNOWN.items() if key in row})
+            )
+    if names is None:
         for name, row in reference["infinite_cache"].items():
             known = {title: row[key] for key, title in KNOWN_INFINITE.items()}
-            cell(name, "qwen35_4b", math.inf, row["checkpoint_every_64"] - 0.5, known)
-    return lines
+            cells.append((name, "qwen35_4b", math.inf, row["checkpoint_every_64"] - 0.5, known))
+    traces = {name: load_trace(name, args.traces) for name, *_ in cells}
+    return [
+        run(args, name, traces[name], geometry, gb, round(target, 1), known)
+        for name, geometry, gb, target, known in cells
+    ]
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--trace", help="a file, or a name in the folder of traces; with --reference: only these names")
-    parser.add_argument("--geometry", choices=[*GEOMETRIES, "custom", "all"], help="sizes of pages and states")
-    parser.add_argument("--kv-bytes", type=int, help="custom: bytes of KV per token")
-    parser.add_argument("--state-bytes", type=int, help="custom: bytes of a state")
+    shapes = ", ".join(GEOMETRIES)
+    parser.add_argument("--geometry", metavar="NAME", help=f"{shapes}, or bytes of KV per token,bytes of a state")
     parser.add_argument("--budget-gb", type=float, help="memory, 1 GB = 1e9 bytes; inf: never runs out")
     parser.add_argument("--policy", default="lhd", choices=list(POLICIES), help="what is evicted first (default: lhd)")
     placements = ",".join(PLACEMENTS)
@@ -249,19 +213,18 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the policy's random numbers (default: 0)")
     parser.add_argument("--audit", action="store_true", help="audit the cache after every request (slow)")
     parser.add_argument("--reference", type=Path, help="a file of known figures: run all of its cells")
-    parser.add_argument("--infinite", action="store_true", help="with --reference and --trace: the endless memory too")
     where = os.environ.get("HYBRID_TRACES")
     parser.add_argument("--traces", type=Path, default=where, help="where traces are found (default: HYBRID_TRACES)")
     args = parser.parse_args(given)
     args.traces = Path(args.traces) if args.traces is not None else None
     args.geometry = args.geometry or ("all" if args.reference else "qwen35_4b")
+    if args.geometry not in (*GEOMETRIES, "all") and not re.fullmatch(r"[1-9]\d*,[1-9]\d*", args.geometry):
+        parser.error(f"--geometry must be one of {shapes}, or two numbers of bytes; got {args.geometry!r}")
     if args.reference is None:
         if args.trace is None or args.budget_gb is None or args.geometry == "all":
             parser.error("give --trace, --geometry and --budget-gb, or --reference")
         if not args.budget_gb > 0:
             parser.error(f"--budget-gb must be a positive number, or inf; got {args.budget_gb}")
-        if args.geometry == "custom" and not (args.kv_bytes and args.state_bytes):
-            parser.error("--geometry custom needs --kv-bytes and --state-bytes")
     return args
 
 

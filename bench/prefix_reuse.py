@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Line, alternate, arguments, finish, machine, timed
+from common import Line, alternate, arguments, finish, machine, ratio, timed
 
 from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.engine.model_runner import Pending, Runner
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from hybrid.hf.torch_functions import use_torch_functions
 
 VOCAB = 8192
@@ -142,10 +142,6 @@ def measure(sides: Sides, runs: int) -> list[Line]:
     document = sides.ids(SHARED)
     ours, fast, few = sides.ours, sides.fast, max(2, runs // 2)
     lines = []
-
-    def line(name: str, t: dict[str, Any], over: str, under: str, target: float | None, mode: str, **how: bool) -> None:
-        lines.append(Line(name, t[over] / t[under], target, part=mode, medians=t, **how))
-
     sides.first_token(ours, [*document, *sides.ids(NEW)])
     t = alternate(
         runs,
@@ -153,7 +149,7 @@ def measure(sides: Sides, runs: int) -> list[Line]:
         alone=lambda: sides.first_token(ours, sides.ids(NEW)),
     )
     name = f"first token: hit {SHARED} + {NEW} new, over {NEW} alone"
-    line(name, t, "hit", "alone", 1.3, "deterministic", at_most=True)
+    lines += [ratio(name, t, "hit", "alone", 1.3, at_most=True, part="deterministic")]
     t = alternate(
         few,
         transformers=lambda: sides.their_generate([sides.ids(COLD)], 1),
@@ -161,33 +157,29 @@ def measure(sides: Sides, runs: int) -> list[Line]:
         ours_fast=lambda: sides.first_token(fast, sides.ids(COLD)),
     )
     name = f"cold prefill of {COLD}, times as fast as transformers"
-    line(name, t, "transformers", "ours", 1.0, "deterministic")
+    lines += [ratio(name, t, "transformers", "ours", 1.0, part="deterministic")]
     t = alternate(
         runs,
         transformers=sides.their_decode,
         one=lambda: sides.decode(fast, 1),
         one_deterministic=lambda: sides.decode(ours, 1),
-    )
-    line("decode of one, times as fast as transformers", t, "transformers", "one", 1.2, "fast")
-    name = "cost of deterministic mode: decode of one, times as slow"
-    line(name, t, "one_deterministic", "one", None, "both", at_most=True)
-    t = alternate(
-        runs,
-        one=lambda: sides.decode(fast, 1),
         eight=lambda: sides.decode(fast, 8),
         eight_deterministic=lambda: sides.decode(ours, 8),
     )
-    line("decode of eight, tokens per second over those of one", t, "one", "eight", 3.0, "fast")
-    name = "cost of deterministic mode: decode of eight, times as slow"
-    line(name, t, "eight_deterministic", "eight", None, "both", at_most=True)
+    lines += [ratio("decode of one, times as fast as transformers", t, "transformers", "one", 1.2, part="fast")]
+    lines += [ratio("decode of eight, tokens per second over those of one", t, "one", "eight", 3.0, part="fast")]
+    for count in ("one", "eight"):
+        name = f"cost of deterministic mode: decode of {count}, times as slow"
+        lines += [ratio(name, t, f"{count}_deterministic", count, at_most=True, part="both")]
     shares = zip(*(sides.bookkeeping(8) for _ in range(few)), strict=True)
     t = dict(zip(("bookkeeping", "step"), map(statistics.median, shares), strict=True))
     name = "bookkeeping, part of a step that decodes eight"
-    line(name, t, "bookkeeping", "step", 0.05, "fast", at_most=True)
+    lines += [ratio(name, t, "bookkeeping", "step", 0.05, at_most=True, part="fast")]
     batches = {f"transformers_batch_{size}": (lambda size=size: sides.their_group(size)) for size in (4, 16)}
     t = alternate(few, ours=lambda: sides.together(ours), ours_fast=lambda: sides.together(fast), **batches)
     name = f"{GROUP} requests sharing {GROUP_SHARED}, together, times as fast as transformers in its best batch"
-    line(name, t, min(batches, key=lambda batch: t[batch] or 0.0), "ours", 4.0, "deterministic")
+    best = min(batches, key=lambda batch: t[batch] or 0.0)
+    lines += [ratio(name, t, best, "ours", 4.0, part="deterministic")]
     ours.cache.audit()
     fast.cache.audit()
     return lines

@@ -1,18 +1,16 @@
 #!/usr/bin/env python
 """Our tree against SGLang's Rust core, on the same operations and the same trace.
 
-    python bench/tree.py --peers DIR --peer-python PATH [--runs 3] [--only match,lock] [--json]
+    python bench/tree.py --peers DIR --peer-python PATH [--runs 3] [--only match lock] [--json]
     python bench/tree.py --peers DIR --no-peer              # our own figures, without SGLang
 
 DIR holds the peers' tree_bench.py, which measures; its README says how to make an environment with SGLang. PATH is the
-Python of that environment: both sides run in it, one process at a time on one core, part by part in turns, every part
-in a process of its own. Each figure is the median over the runs.
+Python of that environment: both sides run in it, on one core, part by part in turns, every part in a process of its
+own. Each figure is the median over the runs; a value says how many times better ours is. Exit status 1 when a target is
+missed, 2 when something could not be run.
 
-A value says how many times better ours is: their time over ours, our rate over theirs, their bytes over ours. Exit
-status 1 when a target is missed, 2 when something could not be run.
-
-Memory is measured here and not there: tree_bench.py measures a tree in a process that has just dropped another one, and
-what that one left in the heap hides the growth. Here each tree gets a new process, and freed memory is returned first.
+Memory is measured here: tree_bench.py measures a tree in a process that has just dropped another one, which hides the
+growth. Here each tree gets a new process, and freed memory is returned first.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from common import Line, arguments, finish, machine
+from common import Line, arguments, finish, machine, ratio
 
 BENCH = Path(__file__).resolve().parent
 TREE_BENCH = "tree_bench.py"
@@ -60,14 +58,8 @@ where the tree knows pages."""
 
 
 def spawn(args: Namespace, factory: str, *command: str) -> str:
-    """What a Python process for one tree prints, on the core that everything runs on.
-
-    The process finds the tree's adapter, the peers' modules and, in a checkout, our package. A peer does not see our
-    checkout: the libraries that it loads would take our `kernels` for the package of that name.
-
-    Raises:
-        subprocess.CalledProcessError: it failed.
-    """
+    """What a Python process for one tree prints, on the core that everything runs on. A peer does not see our checkout:
+    the libraries that it loads would take our `kernels` for the package of that name."""
     ours = [] if factory == THEIRS else [str(BENCH), str(BENCH.parent)]
     found = os.pathsep.join(path for path in (str(args.peers), os.environ.get("PYTHONPATH", ""), *ours) if path)
     return subprocess.run(
@@ -131,13 +123,12 @@ def measure(args: Namespace, sides: dict[str, str]) -> dict[str, Figures]:
 
 def line(name: str, names: tuple[str, ...], figures: dict[str, Figures], target: float) -> Line:
     """Compare what the sides have for the sum of some figures."""
-    unit = "B/token" if name.startswith("memory") else names[0].rpartition(": ")[2] if ": " in names[0] else "us"
+    unit = names[0].rpartition(": ")[2] if ": " in names[0] else "us"
     sums = {side: sum(found[x] for x in names) for side, found in figures.items() if names[0] in found}
-    theirs, ours = sums.get("theirs"), sums.get("ours")
-    value = None
-    if theirs and ours:
-        value = ours / theirs if unit.endswith("/s") else theirs / ours
-    return Line(name, value, target if "theirs" in figures else None, medians={**sums}, unit=unit)
+    if len(sums) < 2:
+        return Line(name, None, target if "theirs" in figures else None, medians={**sums}, unit=unit)
+    over, under = ("ours", "theirs") if unit.endswith("/s") else ("theirs", "ours")
+    return ratio(name, {**sums}, over, under, target, unit=unit)
 
 
 def parse() -> Namespace:
@@ -148,16 +139,13 @@ def parse() -> Namespace:
         "--peer-python", metavar="PATH", default=sys.executable, help="a Python that has SGLang (default: this one)"
     )
     parser.add_argument("--no-peer", action="store_true", help="our own figures alone, without targets")
-    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, with commas (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (default: all)")
     parser.add_argument("--core", type=int, default=0, help="core that everything runs on (default: 0)")
     parser.add_argument(
         "--memory-of", metavar="FACTORY", help="print the B/token of one tree in this process, and exit"
     )
     args = parser.parse_args()
-    args.only, args.peers = args.only.split(","), Path(args.peers).resolve()
-    unknown = [part for part in args.only if part not in PARTS]
-    if unknown:
-        parser.error(f"--only: there is no part {unknown[0]!r}; there are: {', '.join(PARTS)}")
+    args.peers = Path(args.peers).resolve()
     if not args.memory_of and not (args.peers / TREE_BENCH).is_file():
         parser.error(f"{args.peers} has no {TREE_BENCH}: name its folder with --peers DIR, or in HYBRID_PEERS")
     return args

@@ -23,17 +23,11 @@ from hybrid.tree.node import Checkpoint, Lock, Node, Released
 from hybrid.tree.policies import policy_of
 from hybrid.tree.tree import Tree
 
-GRID = 32
-"""Where the benchmark puts states: multiples of 32, its smallest step. Engines have 64."""
+GRID = 32  # where the benchmark puts states: its smallest step. Engines have 64
 
 
 class PageAlloc:
-    """A stack of free page ids.
-
-    Args:
-        size: tokens that fit; a last page that is not whole is left out.
-        page: tokens per page.
-    """
+    """A stack of free page ids, for `size` tokens in pages of `page`; a last page that is not whole is left out."""
 
     def __init__(self, size: int, page: int) -> None:
         self.page = page
@@ -65,15 +59,8 @@ class PageAlloc:
 
 
 class HybridTree:
-    """A `hybrid.tree.Tree` with allocators of its own.
-
-    Checkpoints may be at every end of a page: the benchmark puts them 32 tokens apart.
-
-    Args:
-        page_size: tokens per page.
-        kv_slots: tokens that fit into the pages.
-        state_slots: how many states fit.
-    """
+    """A `hybrid.tree.Tree` with allocators of its own, for pages of `page_size` tokens with `kv_slots` tokens in all,
+    and for `state_slots` states, which may be at every end of a page: the benchmark puts them 32 tokens apart."""
 
     def __init__(self, page_size: int, kv_slots: int, state_slots: int) -> None:
         self.name = "hybrid-lru"
@@ -82,10 +69,7 @@ class HybridTree:
         self.st: Any = StateAlloc(state_slots)
         self.tree = Tree(page_size, max(page_size, GRID), policy_of("lru"))
 
-    # Reading
-
     def key(self, tokens: array[int]) -> Key:
-        """The key of token ids of 64 bits."""
         return Key(np.frombuffer(tokens, dtype=np.int64).astype(np.int32).tobytes())
 
     def match(self, key: Key, num_tokens: int) -> tuple[int, Node | None, int | None, int]:
@@ -97,19 +81,9 @@ class HybridTree:
         """Page ids from the root to the end of a node."""
         return np.frombuffer(self.tree.pages(node, 0 if node is None else node.end), dtype=np.int32)
 
-    # Writing
-
     def insert(self, key: Key, num_tokens: int, kv: np.ndarray, state: Any, previous: int) -> tuple[int, Node, bool]:
-        """Insert the pages and a state; frees the pages of `[previous, existing)`, which the tree had already.
-
-        Args:
-            num_tokens: whole pages.
-            kv: page ids of `[0, num_tokens)`, of which those of `[0, previous)` are the tree's.
-            state: the one slot.
-
-        Returns:
-            How many tokens existed, the node at the end, and whether the tree adopted the slot.
-        """
+        """Insert tokens, whole pages of them, and a state; frees the pages of `[previous, existing)`, which the tree
+        had already. Returns how many tokens existed, the node at the end, and whether the tree adopted the state."""
         pages = array("i", kv.tobytes())
         done = self.tree.insert(key, num_tokens, pages, Checkpoint(int(state[0]), num_tokens))
         self.kv.free(kv[previous // self.page : done.num_existing // self.page])
@@ -138,8 +112,6 @@ class HybridTree:
 
     evict_for_alloc = evict  # what is evicted can be allocated at once
 
-    # Checking
-
     def sizes(self) -> dict[str, int]:
         """Tokens and states that could be evicted, and those that a lock keeps, as the tree counts them."""
         tree, locks = self.tree, self.tree.locks
@@ -151,11 +123,7 @@ class HybridTree:
         }
 
     def check(self) -> None:
-        """The cache's own audit, on a memory in which is free what is free here. Nothing may be locked.
-
-        Raises:
-            AuditError: something is inconsistent; names everything that is.
-        """
+        """The cache's own audit, on a memory in which is free what is free here. Nothing may be locked."""
         memory = CacheMemory.of_indices(self.kv.size // self.page, self.st.size)
         for pool, free in ((memory.pages, self.kv.free_indices()), (memory.states, self.st.stack[: self.st.top])):
             pool.allocate(pool.capacity)

@@ -23,10 +23,12 @@ from hybrid.engine.config import EngineConfig  # noqa: E402
 from hybrid.engine.engine import Engine  # noqa: E402
 from hybrid.engine.output import RequestOutput, Usage  # noqa: E402
 from hybrid.engine.sampling_params import SamplingParams  # noqa: E402
+from hybrid.engine.stats import EngineStats, Histogram  # noqa: E402
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
     AuditError,
     CheckpointError,
+    ClosedError,
     HybridError,
     LockError,
     MemoryBudgetError,
@@ -52,9 +54,12 @@ __all__ = [
     "CacheMemory",
     "CacheStats",
     "CheckpointError",
+    "ClosedError",
     "Engine",
     "EngineConfig",
+    "EngineStats",
     "Facts",
+    "Histogram",
     "HybridCache",
     "HybridError",
     "Image",

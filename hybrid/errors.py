@@ -10,7 +10,8 @@ HybridError
 ├── NonFiniteError                        a forward pass gave NaN or infinity; nothing of it was cached
 ├── RequestError                          an unknown request id, stepping an engine that has no work, or a request that
 │   │                                     failed while its text was streamed
-│   └── QueueFullError                    as many requests wait as the engine's configuration allows
+│   ├── QueueFullError                    as many requests wait as the engine's configuration allows
+│   └── ClosedError                       the engine or the cache was closed, or the thread of an engine ended
 ├── LockError                             a lock was released twice, or passed to a cache that did not create it
 ├── OwnershipError                        a page or a state slot was about to be owned or freed twice, or a thread that
 │                                         does not own the cache called it
@@ -56,6 +57,10 @@ class RequestError(HybridError):
 
 class QueueFullError(RequestError):
     """As many requests wait as `EngineConfig.max_waiting` allows. Nothing was changed; try again later."""
+
+
+class ClosedError(RequestError):
+    """The engine or the cache was closed; or the thread of an `AsyncEngine` ended with an error, the cause of this."""
 
 
 class LockError(HybridError):

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,11 @@ def tiny() -> Any:
     return Engine.from_pretrained("tiny", cache=config, config=limits)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_lock_in_coverage() -> None:
-    """Coverage takes a lock in the middle of the code that it traces. A signal handler that raises there, as those of
-    several tests do, would leave it locked for ever; the interpreter's own lock suffices."""
-    coverage = sys.modules.get("coverage")
-    current = coverage.Coverage.current() if coverage is not None else None
-    if current is not None and current._collector is not None:
-        current._collector.data_lock = None
+@pytest.fixture
+def untraced() -> Iterator[None]:
+    """No tracer in this thread, for tests whose signal handlers raise at any moment: coverage takes a lock in the
+    middle of the code that it traces, and a handler that raises there would leave it locked for ever."""
+    tracer = sys.gettrace()
+    sys.settrace(None)
+    yield
+    sys.settrace(tracer)

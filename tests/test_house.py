@@ -16,7 +16,7 @@ from hybrid import errors
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("hybrid/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("models/**/*.py")])
 
-ORDER = "kernels < words < tree, memory, prompts, models < cache < speculation < engine, hf < observe < commands"
+ORDER = "kernels < words < tree, memory, prompts, models, observe < cache < speculation < engine, hf < commands"
 """The rule of imports: a file imports from its own room and from rooms to the left of it, never from another room in
 the same place of the line. Words are the files of `hybrid/` itself."""
 
@@ -148,7 +148,7 @@ def test_a_function_takes_a_handful_of_parameters() -> None:
 
 
 def test_the_benchmarks_stay_small() -> None:
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 3055
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 2800
 
 
 # Private names
@@ -232,9 +232,12 @@ def test_the_public_names_are_these() -> None:
         "CacheMemory",
         "CacheStats",
         "CheckpointError",
+        "ClosedError",
         "Engine",
         "EngineConfig",
+        "EngineStats",
         "Facts",
+        "Histogram",
         "HybridCache",
         "HybridError",
         "Image",

@@ -1,16 +1,59 @@
 """Attention over pages, on the sizes that a model has: against fp64, copy bandwidth and torch's kernels."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from gpu import peers
-from gpu.harness import Bench, Call, Case, Peers, Planned, Result, compare, each_with, relative_error
+import torch.nn.functional as F
+from gpu.harness import Bench, Call, Case, Peers, Planned, Result, compare, each_with, plan, relative_error
 from torch import Tensor
 
 from hybrid.engine.planner import BATCH_INVARIANT_SPLITS
 from hybrid.kernels import reference
+
+Contiguous = tuple[Tensor, Tensor, Tensor]
+"""q `[R, heads, tokens, head_dim]`, k and v `[R, kv_heads, keys, head_dim]`, each in one piece."""
+
+
+def _only(backend: str) -> Any:
+    """One kernel of torch's; on a CPU the plain one, since a rehearsal proves the call alone."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    asked = getattr(SDPBackend, backend)
+    return sdpa_kernel(asked if torch.cuda.is_available() else SDPBackend.MATH)
+
+
+def sdpa_decode(sets: Sequence[Contiguous], scale: float, backend: str, grouped: bool) -> list[Call]:
+    """torch's SDPA on one token of each request.
+
+    Args:
+        backend: a name of `torch.nn.attention.SDPBackend`.
+        grouped: heads that share keys are given as tokens, which reads every key once.
+    """
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        asked = q.view(q.shape[0], k.shape[1], -1, q.shape[-1]) if grouped else q
+        with _only(backend):
+            return F.scaled_dot_product_attention(asked, k, v, scale=scale, enable_gqa=not grouped).view(q.shape)
+
+    return [lambda x=x: call(*x) for x in sets]
+
+
+def sdpa_extend(sets: Sequence[Contiguous], scale: float) -> list[Call]:
+    """torch's flash kernel on new tokens after a prefix: the mask is aligned to the last key."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = q.shape[1] != k.shape[1]
+        if q.shape[2] == k.shape[2]:
+            with _only("FLASH_ATTENTION"):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
+        # takes the flash kernel wherever that can run; within `_only` it would ask for more than it needs
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
+
+    return [lambda x=x: call(*x) for x in sets]
 
 
 class Attention:
@@ -51,7 +94,7 @@ class Attention:
         return each_with(call, self.sets)
 
     @cached_property
-    def contiguous(self) -> list[peers.Contiguous]:
+    def contiguous(self) -> list[Contiguous]:
         """The same requests with keys and values in one piece, for peers without pages."""
         made = []
         for query, cache, table in self.sets:
@@ -95,14 +138,11 @@ def decode_attention(bench: Bench) -> Iterator[Planned]:
         work = Attention(bench, requests, length, 1)
         moved = work.kv_bytes + 2 * work.sets[0][0].numel() * bench.sizes.dtype.itemsize
         sdpa: Peers = {
-            f"sdpa, {label}": lambda kind=kind, grouped=grouped: peers.sdpa_decode(
-                work.contiguous, work.scale, kind, grouped
-            )
+            f"sdpa, {label}": lambda kind=kind, grouped=grouped: sdpa_decode(work.contiguous, work.scale, kind, grouped)
             for label, kind, grouped in (
                 ("flash", "FLASH_ATTENTION", False),
                 ("cudnn", "CUDNN_ATTENTION", False),
                 ("flash, heads as tokens", "FLASH_ATTENTION", True),
-                ("efficient, heads as tokens", "EFFICIENT_ATTENTION", True),
             )
         }
         return Case(
@@ -124,10 +164,8 @@ def decode_attention(bench: Bench) -> Iterator[Planned]:
         return Case(work.ours(None), partial(work.checks, name, None))
 
     for requests, length in bench.sizes.decode:
-        name = f"decode {requests} x {length}"
-        yield Planned(name, 15, partial(decode, name, requests, length))
-    name = f"drafts, {bench.sizes.drafts[0]} trees of {bench.sizes.drafts[1]}"
-    yield Planned(name, 5, partial(tree, name, *bench.sizes.drafts))
+        yield plan(f"decode {requests} x {length}", 15, decode, requests, length)
+    yield plan(f"drafts, {bench.sizes.drafts[0]} trees of {bench.sizes.drafts[1]}", 5, tree, *bench.sizes.drafts)
 
 
 def extend_attention(bench: Bench) -> Iterator[Planned]:
@@ -137,22 +175,15 @@ def extend_attention(bench: Bench) -> Iterator[Planned]:
     def extend(name: str, requests: int, before: int) -> Case:
         work = Attention(bench, requests, before + s.new, s.new)
         pairs = requests * (s.new * before + s.new * (s.new + 1) // 2)
-        flash: Peers = {
-            "sdpa, flash": lambda: peers.sdpa_extend(work.contiguous, work.scale),
-            "sdpa, flash, keys repeated": lambda: peers.sdpa_extend(
-                peers.with_keys_repeated(work.contiguous), work.scale
-            ),
-        }
         return Case(
             work.ours(None),
             partial(work.checks, name, None, 1),
             operations=4 * s.heads[0] * s.heads[2] * pairs,
             variants={"batch-invariant": work.ours(1)},
-            peers=flash,
+            peers={"sdpa, flash": lambda: sdpa_extend(work.contiguous, work.scale)},
             peer_target=round(1 / 0.6, 3),  # at least 60 % of its speed
             error=work.error,
         )
 
     for requests, before in s.extend:
-        name = f"extend {requests} x {s.new} after {before}"
-        yield Planned(name, 15, partial(extend, name, requests, before))
+        yield plan(f"extend {requests} x {s.new} after {before}", 15, extend, requests, before)

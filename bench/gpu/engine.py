@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from common import Check, Line, Result, timed
+from common import Check, Line, Medians, Result, ratio, timed
 from gpu.harness import Bench, Timing
 from torch import Tensor
 
@@ -100,10 +100,9 @@ def hit(bench: Bench) -> Iterator[Result]:
         cached = {output.usage.cached_tokens for output in hits}
         yield Check(f"hits, {mode}", cached == {s.document}, f"cached tokens {sorted(cached)} of {s.document}")
         details = {"hit": seconds_of(hits), "alone": seconds_of(alone)}
-        medians = {name: statistics.median(values) for name, values in details.items()}
+        medians: Medians = {name: statistics.median(values) for name, values in details.items()}
         name = f"first token, {mode}: hit {s.document} + {s.question} new, over {s.question} alone"
-        value = medians["hit"] / medians["alone"]
-        yield Line(name, value, bench.asked(1.3), True, medians=medians, details=details)
+        yield ratio(name, medians, "hit", "alone", bench.asked(1.3), at_most=True, details=details)
         (spent,) = seconds_of(cold)
         name = f"cold prefill of {s.document}, {mode}, tokens per second"
         yield Line(name, s.document / spent, medians={"prefill": spent})
@@ -147,20 +146,18 @@ def decode(bench: Bench) -> Iterator[Result]:
     """Steps in which all requests decode, against the time that the copy bandwidth takes for what they must read."""
     s, ids = bench.sizes, prompts_of(bench, 3)
     prompts = {shape: [ids(shape[1]) for _ in range(shape[0])] for shape in s.decoding}
-    fast: dict[tuple[int, int], float] = {}
+    taken: dict[tuple[int, str], float | None] = {}
     for mode in ("fast", "deterministic", "eager"):
         if not bench.has(40, f"decode steps, {mode}"):
             continue
         engine = make_engine(bench, deterministic=mode == "deterministic", graphs=mode != "eager")
         for shape in s.decoding:
             timing, tokens = decode_steps(bench, engine, prompts[shape])
-            seconds = timing.seconds
             yield _over_reading(bench, f"decode step of {shape[0]}, {mode}", timing, tokens, shape[0])
-            if mode == "fast":
-                fast[shape] = seconds
-            elif shape in fast:
-                name, medians = f"decode step of {shape[0]}, {mode} over fast", {mode: seconds, "fast": fast[shape]}
-                yield Line(name, seconds / fast[shape], None, True, medians=medians)
+            taken[shape[0], mode] = timing.seconds
+            if mode != "fast":
+                medians = {side: taken.get((shape[0], side)) for side in (mode, "fast")}
+                yield ratio(f"decode step of {shape[0]}, {mode} over fast", medians, mode, "fast", at_most=True)
         if mode == "deterministic":
             yield from _alone_or_together(bench, engine, prompts[s.decoding[-1]])
         del engine
@@ -177,11 +174,10 @@ def _over_reading(bench: Bench, name: str, timing: Timing, tokens: int, requests
         del parameters[embedding]
     kv = tokens * spec.page_bytes(1)
     read = {"weights": sum(parameters.values()), "kv": kv, "states": requests * spec.state_bytes}
-    medians = {"step": timing.seconds, "floor": sum(read.values()) / bench.roofline.bandwidth}
+    medians: Medians = {"step": timing.seconds, "floor": sum(read.values()) / bench.roofline.bandwidth}
     details = {"bytes": read, "low": timing.low, "high": timing.high, "states are written too": True}
-    target = bench.asked(1.25 if name.endswith("fast") else None)
-    name = f"{name}, over reading weights, KV and states"
-    return Line(name, timing.seconds / medians["floor"], target, True, medians={**medians}, details=details)
+    target, how = bench.asked(1.25 if name.endswith("fast") else None), {"at_most": True, "details": details}
+    return ratio(f"{name}, over reading weights, KV and states", medians, "step", "floor", target, **how)
 
 
 def _alone_or_together(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> Iterator[Result]:
@@ -201,36 +197,32 @@ def _alone_or_together(bench: Bench, engine: Engine, prompts: Sequence[list[int]
 
 def sharing(bench: Bench) -> Iterator[Result]:
     """Requests that share the beginning of their prompts and arrive together, with the cache and without."""
-    s = bench.sizes
-    count, shared, least, most, new = s.group
-    times: dict[str, list[float]] = {"on": [], "off": []}
-    whole: dict[str, list[float]] = {"on": [], "off": []}
+    s, params = bench.sizes, SamplingParams(max_new_tokens=bench.sizes.group[-1], ignore_eos=True)
+    count, shared, least, most, _ = s.group
+    first: dict[str, list[float]] = {"cache on": [], "cache off": []}
+    whole: dict[str, list[float]] = {"cache on": [], "cache off": []}
     cached = 0
-    for side in times:
+    for side in first:
         ids, rng = prompts_of(bench, 4), random.Random(5)  # both sides get the same prompts
-        engine = make_engine(bench, enabled=side == "on")
+        engine = make_engine(bench, enabled=side == "cache on")
         for run in range(min(s.runs, 3) + 1):  # the first warms up
-            if not bench.has(20, f"sharing with the cache {side}, run {run}"):
-                break
+            if not bench.has(20, f"sharing, {side}, run {run}"):
+                return
             engine.cache.clear()
             document = ids(shared)
             prompts = [document + ids(rng.randint(least, most)) for _ in range(count)]
             start = time.perf_counter()
-            outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new, ignore_eos=True), progress=False)
+            outputs = engine.generate(prompts, params, progress=False)
             if run:
                 whole[side].append(time.perf_counter() - start)
-                times[side].append(statistics.median(seconds_of(outputs)))
-                if side == "on":
-                    cached = sum(output.usage.cached_tokens for output in outputs)
+                first[side].append(statistics.median(seconds_of(outputs)))
+                cached = max(cached, sum(output.usage.cached_tokens for output in outputs))
         engine.cache.audit()
         del engine
         bench.device.release()
-    if not (times["on"] and times["off"]):
-        return
     enough = cached >= (count - 1) * (shared // s.page_size * s.page_size)
     yield Check("the shared part is computed once", enough, f"{cached} cached tokens in {count} requests")
-    name = f"{count} requests sharing {shared}"
-    for what, spent, target in (("median time to first token", times, 5.0), ("all of them", whole, None)):
-        medians = {f"cache {side}": statistics.median(values) for side, values in spent.items()}
-        value = medians["cache off"] / medians["cache on"]
-        yield Line(f"{name}, {what}, off over on", value, bench.asked(target), medians=medians, details=dict(spent))
+    for what, spent, target in (("median time to first token", first, 5.0), ("all of them", whole, None)):
+        medians: Medians = {side: statistics.median(values) for side, values in spent.items()}
+        name, target = f"{count} requests sharing {shared}, {what}, off over on", bench.asked(target)
+        yield ratio(name, medians, "cache off", "cache on", target, details={**spent})

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import COLUMNS, Check, Line, Result, print_table, status
+from common import COLUMNS, Check, Line, Medians, Result, print_table, ratio, status, timed
 from gpu.sizes import Sizes
 from torch import Tensor
 
@@ -23,11 +23,9 @@ from hybrid.kernels.ops import OPS
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 """Largest norm of the error over norm of the truth, by the type of inputs and output.
 
-float32: sums of thousands of terms in another order, and exponentials to a few units in the last place.
-float16: 11 bits; a rounded result is wrong by 1.4e-4 of itself in the mean square, and so are the probabilities of an
-attention or the pieces of a chunk, which are rounded on the way.
-bfloat16: 8 bits; the same, each 1.1e-3.
-Something wrong in one tile, head or page shows as 1e-2 and more."""
+float32: sums of thousands of terms in another order. float16 and bfloat16: a rounded result is wrong by 1.4e-4 and
+1.1e-3 of itself in the mean square, and so is what is rounded on the way. Something wrong in one tile, head or page
+shows as 1e-2 and more."""
 
 STATE_TOLERANCE = 1e-3
 """The same for states, which are fp32: what may differ is whether a few q, k, v fall on the other side when rounded."""
@@ -51,8 +49,8 @@ Peers = dict[str, Callable[[], Sequence[Call]]]
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one call takes: median and quartiles over the repeats. Differences smaller than the distance between
-    these are noise. `how`: by replays of a graph, by events around launches, or by the host's clock."""
+    """How long one call takes: median and quartiles over the repeats. Smaller differences than between these are noise.
+    `how`: by replays of a graph, by events around launches, or by the host's clock."""
 
     seconds: float
     low: float
@@ -77,12 +75,8 @@ class Gpu:
         self.cache_bytes = int(self._properties.L2_cache_size)
 
     def time(self, calls: Sequence[Call], seconds: float = 0.1) -> Timing:
-        """Seconds per call, from replays of a graph of all calls.
-
-        Args:
-            calls: each on buffers of its own, which together exceed the L2.
-            seconds: to spend on measuring, about.
-        """
+        """Seconds per call, from replays of a graph of all calls, which work on buffers of their own that together
+        exceed the L2. About `seconds` are spent on measuring."""
         for _ in range(2):  # the first round compiles
             for call in calls:
                 call()
@@ -97,11 +91,6 @@ class Gpu:
         replay, how = self._recorded(run)
         repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(seconds / self._elapsed(replay, 2)[1])))
         return Timing.of([spent / rounds / len(calls) for spent in self._elapsed(replay, repeats)], how)
-
-    def time_launched(self, call: Call, repeats: int = 20) -> Timing:
-        """Seconds of a call that is launched as it is: one that a graph cannot hold, since it is one itself."""
-        call()
-        return Timing.of(self._elapsed(call, repeats), "events")
 
     def _elapsed(self, run: Call, repeats: int) -> list[float]:
         """Seconds of each of several runs, on the device's clock."""
@@ -159,15 +148,7 @@ class Cpu:
     cache_bytes = 0
 
     def time(self, calls: Sequence[Call], seconds: float = 0.0) -> Timing:
-        times = []
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return Timing.of(times, "clock")
-
-    def time_launched(self, call: Call, repeats: int = 2) -> Timing:
-        return self.time([call] * repeats)
+        return Timing.of([timed(call) for call in calls], "clock")
 
     def synchronize(self) -> None:
         return None
@@ -184,15 +165,10 @@ Device = Gpu | Cpu
 
 @dataclass(frozen=True)
 class Roofline:
-    """What the device can do at best, as measured.
+    """What the device can do at best, as measured."""
 
-    Attributes:
-        bandwidth: bytes per second of a large copy in the fastest of several ways; read and written bytes both count.
-        matmul: operations per second of a large matrix product on random data.
-    """
-
-    bandwidth: float
-    matmul: float
+    bandwidth: float  # bytes per second of a large copy, of which read and written bytes both count
+    matmul: float  # operations per second of a large matrix product on random data
 
     @classmethod
     def measured(cls, device: Device, sizes: Sizes) -> "Roofline":
@@ -201,12 +177,9 @@ class Roofline:
 
         source = normal(sizes.copied // sizes.dtype.itemsize)
         target = torch.empty_like(source)
-        ways = [  # the copy itself, recorded or launched, may run on another engine than kernels do
-            device.time([lambda: target.copy_(source)], 0.2),
-            device.time_launched(lambda: target.copy_(source)),
-            device.time([lambda: torch.neg(source, out=target)], 0.2),
-        ]
-        copy = min(way.seconds for way in ways)
+        # the copy itself may run on another engine than kernels do
+        ways = (lambda: target.copy_(source)), (lambda: torch.neg(source, out=target))
+        copy = min(device.time([way], 0.2).seconds for way in ways)
         x, y, product = (normal(sizes.matmul, sizes.matmul) for _ in range(3))
         matmul = device.time([lambda: torch.mm(x, y, out=product)], 0.3)
         return cls(2 * sizes.copied / copy, 2 * sizes.matmul**3 / matmul.seconds)
@@ -237,17 +210,25 @@ class Planned:
     make: Callable[[], Case]
 
 
+def plan(name: str, seconds: float, make: Callable[..., Case], *given: Any) -> Planned:
+    """A case whose maker takes its name first."""
+    return Planned(name, seconds, partial(make, name, *given))
+
+
 def relative_error(found: Tensor, truth: Tensor) -> float:
     """Norm of the difference over norm of the truth; NaN where anything is."""
     difference, truth = found.double() - truth.double(), truth.double()
     return float(difference.norm() / truth.norm().clamp(min=1e-30))
 
 
-def compare(name: str, found: Tensor, truth: Tensor, tolerance: float | None = None) -> Check:
+def compare(name: str, found: Tensor, truth: Tensor, allowed: float | None = None) -> Check:
     """Whether a result is near enough to the truth; NaN is not."""
-    allowed = TOLERANCE[found.dtype] if tolerance is None else tolerance
-    error = relative_error(found, truth)
+    error, allowed = relative_error(found, truth), TOLERANCE[found.dtype] if allowed is None else allowed
     return Check(name, error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}")
+
+
+def compare_states(name: str, found: Tensor, truth: Tensor) -> Check:
+    return compare(name, found, truth, STATE_TOLERANCE if found.dtype == torch.float32 else None)
 
 
 def same_bits(name: str, found: Tensor, truth: Tensor) -> Check:
@@ -260,11 +241,6 @@ def _outputs(result: Any) -> tuple[Tensor, ...]:
     return () if result is None else result if isinstance(result, tuple) else (result,)
 
 
-def _judged(name: str, found: Tensor, truth: Tensor) -> Check:
-    """Numbers are near enough, indices the same."""
-    return compare(name, found, truth) if found.is_floating_point() else same_bits(name, found, truth)
-
-
 def each_with(function: Callable[..., object], sets: Iterable[tuple[Any, ...]]) -> list[Call]:
     """A call for every set of arguments."""
     return [partial(function, *arguments) for arguments in sets]
@@ -272,25 +248,17 @@ def each_with(function: Callable[..., object], sets: Iterable[tuple[Any, ...]]) 
 
 @dataclass
 class Bench:
-    """What a section works with.
-
-    Attributes:
-        deadline: on `time.perf_counter`; what would end after it is skipped.
-        ops: the operations that are measured, as `hybrid.kernels.ops` has them.
-        is_blank: inputs hold no numbers: nothing is computed with them.
-        skipped: names of what the current section has skipped.
-        kept: objects that several sections need, made once.
-    """
+    """What a section works with."""
 
     device: Device
     sizes: Sizes
     roofline: Roofline
-    deadline: float
+    deadline: float  # on `time.perf_counter`: what would end after it is skipped
     rehearsal: bool
-    ops: Any = ops
-    is_blank: bool = False
-    skipped: list[str] = field(default_factory=list)
-    kept: dict[str, Any] = field(default_factory=dict)
+    ops: Any = ops  # the operations that are measured
+    is_blank: bool = False  # inputs hold no numbers: nothing is computed with them
+    skipped: list[str] = field(default_factory=list)  # what the current section has skipped
+    kept: dict[str, Any] = field(default_factory=dict)  # objects that several sections need, made once
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator(self.device.device).manual_seed(0)
@@ -313,8 +281,6 @@ class Bench:
             self.kept[name] = make()
         return self.kept[name]
 
-    # Inputs
-
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """New random numbers: zeros would hide what is not written, and run faster."""
         made = torch.empty(shape, device=self.device.device, dtype=dtype or self.sizes.dtype)
@@ -332,21 +298,14 @@ class Bench:
             return 1 if self.is_blank else 2
         return max(1, min(64, math.ceil(3 * self.device.cache_bytes / num_bytes)))
 
-    # Checking
-
     def poison(self, output: Tensor) -> None:
         """Leave NaN in the memory that an output of this shape gets next: what is not written shows."""
         if output.is_floating_point():
             torch.full_like(output, float("nan"), dtype=self.sizes.dtype)
 
     def twins(self, name: str, operation: str, *arguments: Any, fp64: bool = False) -> Iterator[Check]:
-        """An operation against its twin: what it returns, and the arguments that it writes; rows of them that the twin
-        leaves as they are keep their bits.
-
-        Args:
-            arguments: of the operation, which writes some of them; the twin gets copies of those.
-            fp64: the twin computes in fp64.
-        """
+        """An operation against its twin, which may compute in fp64: what it returns, and the arguments that it writes,
+        of which the twin gets copies; rows of them that the twin leaves as they are keep their bits."""
         op = OPS[operation]
         names = [*signature(op.twin).parameters]
         written = {names.index(argument): argument for argument in op.writes}
@@ -360,17 +319,13 @@ class Bench:
         run = getattr(self.ops, operation)
         founds = _outputs(run(*arguments, batch_invariant=True) if op.external else run(*arguments))
         for number, (found, truth) in enumerate(zip(founds, truths, strict=True)):
-            yield _judged(f"{name}, output {number}" if number else name, found, truth)
+            judge = compare if found.is_floating_point() else same_bits
+            yield judge(f"{name}, output {number}" if number else name, found, truth)
         for at, argument in written.items():
             kept = (theirs[at] == before[at]).all(-1)
-            changed = arguments[at][~kept], theirs[at][~kept]
-            same = (operation, argument) in MOVED
-            tolerance = STATE_TOLERANCE if arguments[at].dtype == torch.float32 else None
-            title = f"{name}, {argument}"
-            yield same_bits(title, *changed) if same else compare(title, *changed, tolerance)
+            judge = same_bits if (operation, argument) in MOVED else compare_states
+            yield judge(f"{name}, {argument}", arguments[at][~kept], theirs[at][~kept])
             yield same_bits(f"{name}, the rest of {argument}", arguments[at][kept], before[at][kept])
-
-    # Measuring
 
     def measure(self, planned: Planned) -> Iterator[Result]:
         """All figures of a case."""
@@ -383,40 +338,31 @@ class Bench:
             ours = self.device.time(case.calls)
             yield from self._rates(name, case, ours)
             for variant, calls in case.variants.items():
-                other = self.device.time(calls).seconds
-                medians = {variant: other, "ours": ours.seconds}
-                yield Line(f"{name}, {variant} over ours", other / ours.seconds, None, True, medians=medians)
+                medians: Medians = {variant: self.device.time(calls).seconds, "ours": ours.seconds}
+                yield ratio(f"{name}, {variant} over ours", medians, variant, "ours", at_most=True)
             if case.peers:
                 yield self.against_fastest(name, ours, case.peers, case.peer_target, case.error)
         del case
         self.device.release()
 
     def _rates(self, name: str, case: Case, ours: Timing) -> Iterator[Result]:
-        seconds, details = ours.seconds, asdict(ours)
+        details, medians = asdict(ours), {"ours": ours.seconds}
         if case.num_bytes:
-            part = case.num_bytes / seconds / self.roofline.bandwidth
-            medians = {"ours": seconds, "floor": case.num_bytes / self.roofline.bandwidth}
-            details |= {"bytes": case.num_bytes, "GB/s": case.num_bytes / seconds / 1e9}
-            target = self.asked(case.target)
-            yield Line(f"{name}, of copy bandwidth", part, target, medians=medians, details=details)
+            floor: Medians = {**medians, "floor": case.num_bytes / self.roofline.bandwidth}
+            more = {**details, "bytes": case.num_bytes, "GB/s": case.num_bytes / ours.seconds / 1e9}
+            yield ratio(f"{name}, of copy bandwidth", floor, "floor", "ours", self.asked(case.target), details=more)
         if case.operations:
-            rate = case.operations / seconds
-            details |= {"operations": case.operations, "TFLOP/s": rate / 1e12}
-            part = rate / self.roofline.matmul
-            yield Line(f"{name}, of the matmul rate", part, medians={"ours": seconds}, details=details)
+            floor = {**medians, "floor": case.operations / self.roofline.matmul}
+            more = {**details, "operations": case.operations, "TFLOP/s": case.operations / ours.seconds / 1e12}
+            yield ratio(f"{name}, of the matmul rate", floor, "floor", "ours", details=more)
         if case.tokens:
-            yield Line(f"{name}, tokens per second", case.tokens / seconds, medians={"ours": seconds})
+            yield Line(f"{name}, tokens per second", case.tokens / ours.seconds, medians={**medians})
 
     def against_fastest(
         self, name: str, ours: Timing, peers: Peers, target: float | None, error: Callable[[Any], float] | None = None
     ) -> Line:
         """A line: our time over that of the fastest peer that runs here. Its details are the times of all of them, why
-        some did not run, and how far their results are from ours.
-
-        Args:
-            peers: for each, what makes its calls.
-            error: of the result of a peer's call.
-        """
+        some did not run, and the error of their results."""
         timings: dict[str, Timing] = {}
         details: dict[str, Any] = {"ours": asdict(ours)}
         for peer, make in peers.items():
@@ -431,14 +377,13 @@ class Bench:
             except Exception as failure:  # a peer may fail in any way; that is not a fault of ours
                 details[peer] = f"{type(failure).__name__}: {failure}"[:300]
                 self.device.release()
-        medians = {"ours": ours.seconds, **{peer: timing.seconds for peer, timing in timings.items()}}
+        medians: Medians = {"ours": ours.seconds, **{peer: timing.seconds for peer, timing in timings.items()}}
         if not timings:
             if self.asked(target) is not None:
                 self.skipped.append(f"{name} against {', '.join(peers)}")
             return Line(f"{name}: no peer runs here", None, None, True, medians=medians, details=details)
-        fastest = min(timings, key=lambda peer: timings[peer].seconds)
-        value = ours.seconds / timings[fastest].seconds
-        return Line(f"{name}, over {fastest}", value, self.asked(target), True, medians=medians, details=details)
+        fastest, how = min(timings, key=lambda peer: timings[peer].seconds), {"at_most": True, "details": details}
+        return ratio(f"{name}, over {fastest}", medians, "ours", fastest, self.asked(target), **how)
 
     def asked(self, target: float | None) -> float | None:
         """The target; none in a rehearsal, whose times mean nothing."""
@@ -474,7 +419,7 @@ class Report:
         return status(self.results) or int(unmeasured)
 
     def show(self) -> None:
-        """Print everything, then what was asked, a short line each."""
+        """Print everything, then what must be looked at, a short line each."""
         print_table(COLUMNS, [result.row() for result in self.results], self.summary())
 
     def summary(self) -> list[str]:

@@ -1,17 +1,16 @@
 """The kernels but attention, on the sizes that a model has: against their twins, the roofline and peers."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu import peers
-from gpu.harness import Bench, Call, Case, Peers, Planned, Result, each_with, relative_error
+from gpu.harness import Bench, Call, Case, Peers, Planned, Result, each_with, plan
 from torch import Tensor
 
-from hybrid.kernels import reference
 from hybrid.kernels.reference import sigmoid, softplus
 
 EPS = 1e-6
@@ -38,16 +37,33 @@ class Linear:
         return self.rate * softplus(a.float() + self.dt_bias), sigmoid(b)
 
 
+def fla_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, read: Tensor, write: Tensor
+) -> Call:
+    """FLA's recurrent rule on one token of each request: states gathered from the pool and scattered back. Shapes are
+    those of `reference.recurrent_gated_delta_rule`."""
+    rule: Any = import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
+    q, k, v, g, beta = (x.unsqueeze(1) for x in (q, k, v, g, beta))
+
+    def call() -> Tensor:
+        output, state = rule(
+            q, k, v, g=g, beta=beta, initial_state=pool[read], output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        pool[write] = state
+        return output.squeeze(1)
+
+    return call
+
+
 def delta_step(bench: Bench) -> Iterator[Planned]:
     """One token of each request, or its drafts: convolution, gates and rule on the slots of the pool."""
     s = bench.sizes
     for requests, each in (*((requests, 1) for requests in s.steps), s.drafts):
         what = f"of {requests}" if each == 1 else f"of {requests} x {each} drafts"
-        name = f"delta rule step {what}"
-        yield Planned(name, 12, partial(_step, bench, name, requests, each))
+        yield plan(f"delta rule step {what}", 12, _step, bench, requests, each)
 
 
-def _step(bench: Bench, name: str, requests: int, each: int) -> Case:
+def _step(name: str, bench: Bench, requests: int, each: int) -> Case:
     s, tokens = bench.sizes, requests * each
     _, value_heads, _, value_dim = s.linear_heads
     moved = (requests + tokens) * (s.state_bytes + s.window_bytes) + tokens * s.channels * s.dtype.itemsize
@@ -66,19 +82,22 @@ def _step(bench: Bench, name: str, requests: int, each: int) -> Case:
     ]
 
     def fla() -> list[Call]:
-        made: list[Call] = []
-        for _, a, b, *_, read, write in inputs:
-            q, k = (bench.normal(requests, work.key_heads, work.key_dim) for _ in range(2))
-            v = bench.normal(requests, value_heads, value_dim)
-            made.append(peers.fla_step(q, k, v, *work.gates(a, b), work.recurrent, read, write))
-        return made
+        q, k = (bench.normal(requests, work.key_heads, work.key_dim) for _ in range(2))
+        v = bench.normal(requests, value_heads, value_dim)
+        return [
+            fla_step(q, k, v, *work.gates(a, b), work.recurrent, read, write) for _, a, b, *_, read, write in inputs
+        ]
 
     rival: Peers = {"FLA's recurrent rule without convolution and gates, with gather and scatter": fla}
     target = 0.8 if requests >= 64 else None
-    compared = rival if each == 1 else {}
-    calls = each_with(bench.ops.gated_delta_step, inputs)
-    checks = partial(bench.twins, name, "gated_delta_step", *inputs[0])
-    return Case(calls, checks, num_bytes=moved, target=target, peers=compared, peer_target=1.0)
+    return Case(
+        each_with(bench.ops.gated_delta_step, inputs),
+        partial(bench.twins, name, "gated_delta_step", *inputs[0]),
+        num_bytes=moved,
+        target=target,
+        peers=rival if each == 1 else {},
+        peer_target=1.0,
+    )
 
 
 def _none(like: Tensor) -> Tensor:
@@ -87,15 +106,13 @@ def _none(like: Tensor) -> Tensor:
 
 
 def chunk_rule(bench: Bench) -> Iterator[Planned]:
-    """Packed batches of prompts of equal length, reading and writing slots of their own: the chunk rule, against
-    FLA's."""
+    """Packed batches of prompts of equal length, reading and writing slots of their own: the chunk rule."""
     for tokens in bench.sizes.prompts:
         for requests in (1, bench.sizes.many):
-            name = f"chunk rule, {requests} x {tokens}"
-            yield Planned(name, 20, partial(_chunks, bench, name, requests, tokens))
+            yield plan(f"chunk rule, {requests} x {tokens}", 20, _chunks, bench, requests, tokens)
 
 
-def _chunks(bench: Bench, name: str, requests: int, tokens: int) -> Case:
+def _chunks(name: str, bench: Bench, requests: int, tokens: int) -> Case:
     s = bench.sizes
     key_heads, value_heads, key_dim, value_dim = s.linear_heads
     sets = bench.sets(requests * (tokens * s.channels * s.dtype.itemsize + 2 * s.state_bytes))
@@ -115,30 +132,14 @@ def _chunks(bench: Bench, name: str, requests: int, tokens: int) -> Case:
         given, slots = made[at]
         return *given, work.recurrent, starts, slots, slots, captures, s.page_size
 
-    def fla() -> list[Call]:
-        return [
-            peers.fla_chunk(
-                *(x.unflatten(0, (requests, -1)).contiguous() for x in given), work.recurrent[slots].clone()
-            )
-            for given, slots in made
-        ]
-
-    def error(output: tuple[Tensor, Tensor]) -> float:
-        """How far FLA's output is from the twin's, on the states that the pool has now."""
-        given, slots = made[0]
-        rest = (work.recurrent[slots].clone(), starts, each, each, _none(starts), s.page_size)
-        return relative_error(output[0].flatten(0, 1), reference.chunk_gated_delta_rule(*given, *rest))
-
     captures = torch.stack((each, torch.full_like(each, s.page_size), spare), 1)
     checks = partial(bench.twins, name, "chunk_gated_delta_rule", *arguments(0, captures))
     run = partial(bench.ops.chunk_gated_delta_rule, batch_invariant=True)
-    calls = each_with(run, [arguments(at, _none(starts)) for at in range(sets)])
-    rival: Peers = {"FLA's chunk rule": fla}
-    return Case(calls, checks, tokens=requests * tokens, peers=rival, error=error)
+    return Case(each_with(run, [arguments(at, _none(starts)) for at in range(sets)]), checks, tokens=requests * tokens)
 
 
 def convolution(bench: Bench) -> Iterator[Planned]:
-    """Prompts: the causal convolution, against copy bandwidth and the package causal-conv1d."""
+    """Prompts: the causal convolution, against copy bandwidth."""
     s = bench.sizes
 
     def prompts(name: str, tokens: int) -> Case:
@@ -148,17 +149,12 @@ def convolution(bench: Bench) -> Iterator[Planned]:
         xs = [bench.normal(tokens, s.channels) for _ in slots]
         inputs = [(x, work.taps, work.conv, starts, slot, slot, _none(x)) for x, slot in zip(xs, slots, strict=True)]
 
-        def package() -> list[Call]:
-            pairs = zip(xs, slots, strict=True)
-            return [peers.package_convolution(x.unsqueeze(0), work.taps, work.conv[slot].clone()) for x, slot in pairs]
-
         calls = each_with(partial(bench.ops.causal_conv1d, batch_invariant=True), inputs)
         checks = partial(bench.twins, name, "causal_conv1d", *inputs[0])
-        return Case(calls, checks, num_bytes=moved, peers={"causal-conv1d": package})
+        return Case(calls, checks, num_bytes=moved)
 
     for tokens in s.prompts:
-        name = f"convolution of {tokens}"
-        yield Planned(name, 10, partial(prompts, name, tokens))
+        yield plan(f"convolution of {tokens}", 10, prompts, tokens)
 
 
 def state_copies(bench: Bench) -> Iterator[Planned]:
@@ -175,8 +171,7 @@ def state_copies(bench: Bench) -> Iterator[Planned]:
         return Case(calls, checks, num_bytes=2 * count * size, target=0.85 if count >= 8 else None)
 
     for count in s.copies:
-        name = f"copy of {count} states"
-        yield Planned(name, 8, partial(copy, name, count))
+        yield plan(f"copy of {count} states", 8, copy, count)
 
 
 # Row by row
@@ -200,26 +195,26 @@ def elementwise(bench: Bench) -> Iterator[Planned]:
     }
     """Shape of a row, number of inputs and of inputs and outputs, further arguments."""
 
-    def kernel(name: str, operation: str, moved: int, make: Callable[[], tuple[Any, ...]]) -> Case:
-        sets = [make() for _ in range(bench.sets(moved))]
+    def kernel(name: str, operation: str, rows: int) -> Case:
+        shape, count, moves, rest = kernels[operation]
+        moved = rows * moves * math.prod(shape) * s.dtype.itemsize
+
+        def inputs() -> tuple[Any, ...]:
+            if operation.endswith("_and_mul"):  # halves of a projection
+                return bench.normal(rows, *shape[:-1], count * shape[-1]).chunk(count, dim=-1)
+            return *(bench.normal(rows, *shape) for _ in range(count)), *rest
+
+        sets = [inputs() for _ in range(bench.sets(moved))]
         checks = partial(bench.twins, name, operation, *sets[0])
         return Case(each_with(getattr(bench.ops, operation), sets), checks, num_bytes=moved)
 
-    def inputs_of(operation: str, rows: int) -> tuple[Any, ...]:
-        shape, count, _, rest = kernels[operation]
-        if operation.endswith("_and_mul"):  # halves of a projection
-            return bench.normal(rows, *shape[:-1], count * shape[-1]).chunk(count, dim=-1)
-        return *(bench.normal(rows, *shape) for _ in range(count)), *rest
-
     for rows in s.rows:
-        for operation, (shape, _, moves, _) in kernels.items():
-            name, moved = f"{operation} of {rows}", rows * moves * math.prod(shape) * s.dtype.itemsize
-            yield Planned(name, 2, partial(kernel, name, operation, moved, partial(inputs_of, operation, rows)))
-        name = f"norm_rotate_store of {rows}"
-        yield Planned(name, 3, partial(_store, bench, name, rows))
+        for operation in kernels:
+            yield plan(f"{operation} of {rows}", 2, kernel, operation, rows)
+        yield plan(f"norm_rotate_store of {rows}", 3, _store, bench, rows)
 
 
-def _store(bench: Bench, name: str, rows: int) -> Case:
+def _store(name: str, bench: Bench, rows: int) -> Case:
     """Norm, rotation and store in one kernel; the store alone, which other models call."""
     s = bench.sizes
     heads, kv_heads, head_dim = s.heads
@@ -269,30 +264,26 @@ def products(bench: Bench) -> Iterator[Planned]:
     for out, inner, matrix in s.matrices:
         for rows in s.products:
             if rows * out <= 1 << 28:  # logits of more rows are never asked for
-                name = f"{rows} rows times {matrix}"
-                yield Planned(name, 6, partial(product, name, rows, out, inner))
+                yield plan(f"{rows} rows times {matrix}", 6, product, rows, out, inner)
 
 
 def experts(bench: Bench) -> Iterator[Planned]:
-    """The first product of an expert layer, against copy bandwidth and torch's grouped product; the whole layer."""
+    """A layer of experts against copy bandwidth; its first product and the order of its rows against their twins."""
     s = bench.sizes
     count, top_k, hidden, inner = s.experts
 
     def weights() -> tuple[Tensor, Tensor]:
         return bench.normal(count, 2 * inner, hidden) * hidden**-0.5, bench.normal(count, hidden, inner) * inner**-0.5
 
-    def routed(rows: int, whole: bool, name: str) -> Case:
+    def routed(name: str, rows: int) -> Case:
         ops, (weight, second) = bench.ops, bench.keep("experts", weights)
         start = 0 if rows <= 256 else rows  # few rows as decoded ones, many as a prompt's
         logits = bench.normal(rows, count, dtype=torch.float32)
         xs = [(bench.normal(rows, hidden),) for _ in range(4)]
         chosen = ops.route_experts(logits, top_k, True)[1]
         order, _, ends = ops.sort_by_expert(chosen, count, start)
-        used = len(chosen.unique())
-        moved = used * 2 * inner * hidden * s.dtype.itemsize + rows * (hidden + 2 * inner * top_k) * s.dtype.itemsize
-
-        def product(x: Tensor) -> Tensor:
-            return ops.expert_linear(x, weight, order, ends, top_k, start * top_k, ())
+        read = len(chosen.unique()) * 3 * inner * hidden
+        moved = (read + rows * (2 * hidden + 3 * inner * top_k)) * s.dtype.itemsize
 
         def layer(x: Tensor) -> Tensor:
             shares, chosen = ops.route_experts(logits, top_k, True)
@@ -306,16 +297,7 @@ def experts(bench: Bench) -> Iterator[Planned]:
             rest = (order, ends, top_k, start * top_k, ())
             yield from bench.twins(name, "expert_linear", *xs[0], weight, *rest, fp64=True)
 
-        def grouped(x: Tensor) -> Tensor:
-            offsets = ends[0 if start else 1].int()
-            return F.grouped_mm(x[order // top_k], weight.transpose(1, 2), offs=offsets)
-
-        if whole:
-            return Case(each_with(layer, xs), num_bytes=1.5 * moved)
-        rival: Peers = {"torch's grouped product": lambda: each_with(grouped, xs)}
-        return Case(each_with(product, xs), checks, num_bytes=moved, peers=rival)
+        return Case(each_with(layer, xs), checks, num_bytes=moved)
 
     for rows in s.expert_rows:
-        for what, whole in (("experts", False), ("expert layer", True)):
-            name = f"{what} of {rows} rows"
-            yield Planned(name, 4, partial(routed, rows, whole, name))
+        yield plan(f"expert layer of {rows} rows", 4, routed, rows)

@@ -1,9 +1,7 @@
 #!/usr/bin/env python
 """What each Triton kernel takes of a GPU that need not be there: registers, spills, shared memory, tensor cores.
 
-    python bench/gpu/resources.py                           # every kernel at the sizes of Qwen3.5-9B, for an H100
-    python bench/gpu/resources.py --only matmul,attention   # operations whose name or file contains one of these
-    python bench/gpu/resources.py --json resources.json
+    python bench/gpu/resources.py [--json resources.json]   # every kernel at the sizes of Qwen3.5-9B, for an H100
 
 The cases of `bench/gpu/run.py` are called on CPU tensors in bfloat16 without contents; each launch becomes a
 compilation by the assembler that comes with triton, and nothing is computed. Columns:
@@ -33,7 +31,7 @@ if __name__ == "__main__":  # not this folder: what is found as `kernels` is tak
 from common import print_table
 from gpu import attention, kernels
 from gpu.harness import Bench, Cpu, Roofline
-from gpu.sizes import BRIEF, COMPILED
+from gpu.sizes import COMPILED
 
 from hybrid.kernels.ops import OPS
 
@@ -41,12 +39,8 @@ SECTIONS = (kernels.elementwise, kernels.state_copies, kernels.products, kernels
 SECTIONS += (attention.extend_attention, kernels.convolution, kernels.chunk_rule, kernels.delta_step)
 
 CAPABILITY = 90
-SHARED_MEMORY, SHARED_MEMORY_OF_PROGRAM, REGISTERS, WARPS = 228 << 10, 227 << 10, 65536, 64
-"""Of an H100 or H200: what a multiprocessor has, and how many bytes of it one program may take."""
-
-RESERVED = 1 << 10
-"""Bytes of shared memory that the driver takes of each program."""
-
+SHARED_MEMORY, SHARED_MEMORY_OF_PROGRAM, RESERVED, REGISTERS, WARPS = 228 << 10, 227 << 10, 1 << 10, 65536, 64
+"""Of an H100 or H200: what a multiprocessor has, how many bytes of it one program may take and the driver takes."""
 
 Row = dict[str, Any]
 """A kernel as it was compiled for a case."""
@@ -77,9 +71,8 @@ class Compiler:
         found: (operation, kernel's name, compiled kernel) of every kernel that was not compiled before.
     """
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self) -> None:
         self.found: list[tuple[str, str, Any]] = []
-        self._names = names
         self._seen: set[str] = set()
         self._operation = ""
 
@@ -97,7 +90,7 @@ class Compiler:
 
         def compile_only(function: Any, *args: Any, **kwargs: Any) -> Any:
             kernel = launch(function, *args, **{**kwargs, "warmup": True})
-            if kernel.hash not in self._seen and any(name in self._operation for name in self._names):
+            if kernel.hash not in self._seen:
                 self._seen.add(kernel.hash)
                 self.found.append((self._operation, function.__name__, kernel))
             return kernel
@@ -132,14 +125,14 @@ def resources_of(operation: str, case: str, name: str, kernel: Any) -> Row:
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def compile_all(names: list[str], brief: bool) -> Iterator[Row | str]:
+def compile_all() -> Iterator[Row | str]:
     """Every kernel once, with the first case that launches it; or what does not compile."""
     import triton
     from triton.runtime.jit import JITFunction
 
     triton.runtime.driver.set_active(AbsentGpu())
-    compiler = Compiler(names)
-    bench = Bench(Cpu(), BRIEF if brief else COMPILED, Roofline(1, 1), 0, True, compiler, is_blank=True)
+    compiler = Compiler()
+    bench = Bench(Cpu(), COMPILED, Roofline(1, 1), 0, True, compiler, is_blank=True)
     with (
         patch.object(JITFunction, "run", compiler.launched(JITFunction.run)),
         # the tiles of attention depend on this
@@ -160,18 +153,13 @@ def compile_all(names: list[str], brief: bool) -> Iterator[Row | str]:
 
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAMES", default="", help="operations whose name contains one of these")
-    parser.add_argument("--brief", action="store_true", help="only the few cases that reach every kernel")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to a file too")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set, and an interpreted kernel has no machine code: unset it")
-    names, known = args.only.split(","), sorted(f"{op.file}.{op.name}" for op in OPS.values())
-    if not any(name in operation for name in names for operation in known):
-        parser.error(f"no operation's name contains any of {args.only!r}; there are {', '.join(known)}")
     found: list[Row] = []
     failed: list[str] = []
-    for result in compile_all(names, args.brief):
+    for result in compile_all():
         failed.append(result) if isinstance(result, str) else found.append(result)
     print_table(COLUMNS, [row.values() for row in found], failed)
     if args.json:

@@ -1,20 +1,16 @@
 #!/usr/bin/env python
 """Everything that needs a GPU, in one run of ten minutes: kernels and engine, first right, then fast.
 
-    python bench/gpu/run.py [--only attention,delta] [--budget 540] [--json gpu.json]
+    python bench/gpu/run.py [--only attention delta] [--budget 540] [--json gpu.json]
     python bench/gpu/run.py --rehearse
 
 Sizes are those of Qwen3.5-9B with random weights; no checkpoint and no network is needed. Each figure is printed with
-the target that it should reach and the peers that run here: torch's SDPA, flash-linear-attention, causal-conv1d.
+the target that it should reach and the peers that run here: torch's SDPA, flash-linear-attention.
 The roofline is measured first, and counted bytes and operations are compared with it.
 
 Figures are written to a file after every one of them. What the budget of seconds does not hold is skipped and reported.
-
-Exit status: 0; 1 when a target was missed or something was not measured; 2 when a result was wrong.
-
-Proofs on the small model, and the tests: `hybrid parity`, `pytest tests/kernels tests/engine`.
-
-A rehearsal runs the same on a CPU with toy sizes, by the kernels that `HYBRID_KERNELS` names; its times mean nothing.
+Exit status: 0; 1 when a target was missed or something was not measured; 2 when a result was wrong. A rehearsal runs
+the same on a CPU with toy sizes, by the kernels that `HYBRID_KERNELS` names; its times mean nothing.
 """
 
 import os
@@ -80,7 +76,7 @@ def run_section(name: str, section: Section, seconds: float, bench: Bench, repor
 
 def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="NAMES", help=f"sections, with commas: {', '.join(SECTIONS)}")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections (default: all)")
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: 540)")
     default = Path(os.environ.get("OUT", ".")) / "gpu.json"
     parser.add_argument(
@@ -88,10 +84,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on a CPU: tests the script, not the speed")
     args = parser.parse_args(arguments)
-    names = args.only.split(",") if args.only else [*SECTIONS]
-    unknown = [name for name in names if name not in SECTIONS]
-    if unknown:
-        parser.error(f"there is no section {unknown[0]!r}; there are: {', '.join(SECTIONS)}")
     if not args.rehearse and not torch.cuda.is_available():
         sys.exit("there is no GPU here; --rehearse runs the script with toy sizes on a CPU")
     begin = time.perf_counter()
@@ -105,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         report.write()
         print(report.head, flush=True)
         bench = Bench(device, sizes, roofline, begin + args.budget, args.rehearse)
-        for name in (name for name in SECTIONS if name in names):
+        for name in (name for name in SECTIONS if name in args.only):
             run_section(name, *SECTIONS[name], bench, report)
     report.head["seconds"] = round(time.perf_counter() - begin, 1)
     report.write()

@@ -99,20 +99,10 @@ COMPILED = replace(
     many=2,
     rows=(64,),
     products=(1, 32, 64, 2048),
-    matrices=(GATE, DOWN, *SMALL, HEAD),
+    matrices=(GATE, DOWN, *SMALL),
     expert_rows=(1, 64, 256, 2048),
 )
 """What `resources.py` compiles: a case of every kind."""
-
-BRIEF = replace(
-    COMPILED,
-    decode=((64, 4096),),
-    steps=(64,),
-    products=(1, 64, 2048),
-    matrices=(GATE, DOWN, SMALL[1]),
-    expert_rows=(64, 2048),
-)
-"""The few cases that reach every kernel."""
 
 TOY = Sizes(
     dtype=torch.float32,

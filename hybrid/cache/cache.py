@@ -17,10 +17,10 @@ An allocation that fails changes nothing: the call returns None or False.
 from __future__ import annotations
 
 import math
-import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -31,14 +31,17 @@ from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.lease import Lease
+from hybrid.cache.owner import Owner
 from hybrid.cache.pins import Pin, Pins
+from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
-from hybrid.memory.digests import Digests
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
+from hybrid.observe.draw import draw
+from hybrid.observe.snapshot import Decode
 from hybrid.tree.node import Checkpoint, Kind, Match, Released
 from hybrid.tree.policies import policy_of
 from hybrid.tree.tree import Tree
@@ -51,7 +54,7 @@ GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
 class HybridCache:
     """A prefix cache for models that keep pages of KV and states.
 
-    One thread owns a cache: the first that opens a lease, until another calls `adopt`. Every call that changes
+    One thread owns a cache: the first that changes something, until another calls `adopt`. Every call that changes
     something raises in any other thread, and has changed nothing. `stats()` may be called from any thread at any time:
     each of its figures was right at some moment during the call.
 
@@ -94,7 +97,7 @@ class HybridCache:
             seed=config.seed,
             priority_cap=config.priority_cap,
         )
-        self._digests = _digests(memory) if config.verify_contents else None
+        self._digests = memory.digests() if config.verify_contents else None
         self.leases: set[Lease] = set()
         self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self._digests, on_evict)
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
@@ -103,7 +106,7 @@ class HybridCache:
         self._stats = CacheStats()
         if memory.sizes is not None:
             self._stats.page_bytes, self._stats.checkpoint_bytes = memory.sizes.page, memory.sizes.checkpoint
-        self._owner: int | None = None
+        self._owner = Owner()
 
     # The memory
 
@@ -142,7 +145,15 @@ class HybridCache:
 
     def adopt(self) -> None:
         """Make the calling thread the owner of the cache. The former owner must not use it any more."""
-        self._owner = threading.get_ident()
+        self._owner.adopt()
+
+    def claim(self) -> None:
+        """Make the calling thread the owner of a cache that has none.
+
+        Raises:
+            OwnershipError: another thread owns the cache.
+        """
+        self._owner.claim()
 
     def check_owner(self) -> None:
         """Check that the calling thread may use the cache. It does not become its owner by that.
@@ -150,11 +161,7 @@ class HybridCache:
         Raises:
             OwnershipError: another thread owns the cache.
         """
-        if self._owner is not None and self._owner != threading.get_ident():
-            raise OwnershipError(
-                "another thread owns this cache; only stats() may be called from here. To hand the cache over, call "
-                "adopt() in the thread that is to own it"
-            )
+        self._owner.check()
 
     # The life of a lease
 
@@ -186,7 +193,7 @@ class HybridCache:
         return self._open(key, len(key), num_tokens, priority)
 
     def _open(self, key: Key, limit: int, num_tokens: int, priority: int) -> Lease | None:
-        self._refuse_other_threads()
+        self._owner.claim()
         self.pins.expire()
         found = self.tree.peek(key, limit)
         lease = self._lease(key, limit, found, priority)
@@ -217,7 +224,7 @@ class HybridCache:
 
     def record(self, explanation: Explanation) -> None:
         """Count a request and its hit in the statistics: once per request, however often its lease is opened."""
-        self._refuse_other_threads()
+        self._owner.claim()
         stats = self._stats
         stats.requests += 1
         stats.prompt_tokens += explanation.asked
@@ -382,7 +389,7 @@ class HybridCache:
             ArgumentError: `ttl` is not a positive number.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
-        self._refuse_other_threads()
+        self._owner.claim()
         return self.pins.add(key, ttl)
 
     def extend_pin(self, pin: Pin, key: Key) -> None:
@@ -391,24 +398,24 @@ class HybridCache:
         Raises:
             MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
         """
-        self._refuse_other_threads()
+        self._owner.claim()
         self.pins.extend(pin, key)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin. One that has ended stays so."""
-        self._refuse_other_threads()
+        self._owner.claim()
         self.pins.remove(pin)
 
     def give_up_a_pin(self) -> bool:
         """End the pin that would expire first, because no request could run otherwise. False when there is none."""
-        self._refuse_other_threads()
+        self._owner.claim()
         return self.pins.remove_next_to_expire()
 
     # The whole
 
     def clear(self) -> None:
         """Evict everything that no running request needs and no pin protects."""
-        self._refuse_other_threads()
+        self._owner.claim()
         with deferred_interrupts():
             self.allocator.evict(self.tree.evict_all)
 
@@ -424,6 +431,10 @@ class HybridCache:
         now.pages_private, now.states_private = allocator.num_private()
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
         return now
+
+    def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
+        """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""
+        return draw(take_snapshot(self.tree, self.stats()), path, decode, width=width)
 
     def audit(self, contents: bool = False) -> None:
         """Prove that every page and every slot is in exactly one place, and that the tree is consistent.
@@ -480,21 +491,8 @@ class HybridCache:
             self.allocator.unlock(lock)
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
-        self._refuse_other_threads()
+        self._owner.claim()
         if lease not in self.leases:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
         if lease.is_void and not even_void:
             raise OwnershipError("a pass of this lease was discarded: it can only be closed")
-
-    def _refuse_other_threads(self) -> None:
-        self.check_owner()
-        self._owner = threading.get_ident()
-
-
-def _digests(memory: CacheMemory) -> Digests:
-    if memory.reader is None:
-        raise ArgumentError(
-            "CacheConfig: verify_contents needs a memory with tensors, or with a mover that has read_page and "
-            "read_checkpoint too"
-        )
-    return Digests(memory.reader)

@@ -1,25 +1,27 @@
-"""`hybrid demo`: requests on real text with the prefix cache and without it, and that the answers are the same."""
+"""`hybrid demo`: a story in acts, each with the prefix cache and without it, on real text."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
 from rich.table import Table
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.command import MODEL_HELP, Command, Outcome, escape
+from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.observe.draw import LEGEND, draw_tree
+from hybrid.observe.text import LEGEND
 from hybrid.prompts.encode import Prompt, encode
 
-ANSWER = SamplingParams(max_new_tokens=48, logprobs=1)
+ANSWER = SamplingParams(max_new_tokens=24, logprobs=1)
 QUESTIONS = (
     "What is an object's identity?",
     "Which objects are mutable?",
@@ -27,46 +29,48 @@ QUESTIONS = (
     "What are containers?",
 )
 FOLLOW_UP = "Explain that again, shorter."
-FIRST_WORDS = 44
-STEPS_BEFORE_DRAWING = 4
+BAR = 22
+"""Characters of the longest bar."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One request of the demo. Hits are in tokens, times in seconds."""
-
-    stage: str
-    prompt_tokens: int
-    page_hit: int
-    usable_hit: int
-    time_to_first_token: float
-    tokens_per_second: float
-    first_words: str
-    explain: str
-
-
-@dataclass
-class Run:
-    """All requests of the demo, on one engine.
+class Act:
+    """One act of the story: its requests, with the cache and without it.
 
     Attributes:
-        trees: drawings of the tree by the moment at which they were made.
+        title: what happens, in a few words.
+        shows: what it shows, in a sentence.
+        cached, plain: the answers with the cache and without it, in the same order.
+        tree: drawing of the tree at its end.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)
-    trees: dict[str, str] = field(default_factory=dict)
+    title: str
+    shows: str
+    cached: list[RequestOutput]
+    plain: list[RequestOutput]
+    tree: str
+
+    @property
+    def speedup(self) -> float:
+        """Median time to the first token without the cache over that with it."""
+        return _first_token(self.plain) / _first_token(self.cached)
+
+    @property
+    def identical(self) -> bool:
+        """Tokens and log-probabilities of all answers are equal bit by bit."""
+        pairs = zip(self.cached, self.plain, strict=True)
+        return all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in pairs)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A run with the cache, compared with a run without it.
+    """All acts together.
 
     Attributes:
         identical: tokens and log-probabilities of every answer are equal bit by bit.
         same_tokens: tokens of every answer are equal.
         saved_tokens: prompt tokens that were not computed, of `prompt_tokens`.
-        speedups: per stage, median time to the first token without the cache over that with it.
+        speedups: per act, median time to the first token without the cache over that with it.
     """
 
     identical: bool
@@ -76,8 +80,8 @@ class Verdict:
     speedups: dict[str, float]
 
 
-Report = Callable[[str, list[Row]], None]
-"""Called with the name of a stage and its requests, when the stage is done."""
+def _first_token(outputs: list[RequestOutput]) -> float:
+    return median(output.time_to_first_token or 0.0 for output in outputs)
 
 
 def document() -> str:
@@ -88,59 +92,78 @@ def document() -> str:
 
 
 class Demo:
-    """The requests of the demo, on one checkpoint.
+    """The acts of the demo, on one checkpoint.
 
     Args:
-        engine: its weights and tokenizer are used; each run makes caches of its own.
+        engine: its weights and tokenizer are used; caches are made anew.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine: Engine = engine
         self._text = document()
         self._has_chat = bool(engine.tokenizer is not None and engine.tokenizer.chat_template)
+        pages = len(encode(engine.tokenizer, self._prompts(self._text)[0])) // engine.cache.config.page_size + 4
+        self._large = self._engine(True, pages=12 * pages, states=64)
+        self._small = self._engine(True, pages=2 * pages, states=10)
+        self._plain = self._engine(False, pages=12 * pages, states=64)
 
-    def run(self, enabled: bool, report: Report) -> Run:
-        """Run all stages, with the cache or without, first in a large memory and then in a small one."""
-        run = Run()
-        pages = self._longest_request(self._prompts(self._text)[0])
-        large = self._engine(enabled, pages=12 * pages, states=64)
-        self._run_stages(large, run, "", report)
-        if enabled:
-            run.trees["after the branch"] = self._draw(large)
-        small = self._engine(enabled, pages=2 * pages + 4, states=12)
-        self._run_stages(small, run, ", small memory", report)
-        if enabled:
-            run.trees["in the small memory"] = self._draw(small)
-        for engine in (large, small):
+    def run(self, report: Callable[[Act], None]) -> list[Act]:
+        """Play all acts; each is reported when it is over."""
+        acts: list[Act] = []
+
+        def play(title: str, shows: str, engine: Engine, batches: list[list[Prompt]]) -> Act:
+            cached = [output for prompts in batches for output in engine.generate(prompts, ANSWER)]
+            plain = [output for prompts in batches for output in self._plain.generate(prompts, ANSWER)]
+            acts.append(Act(title, shows, cached, plain, self.draw(engine)))
+            report(acts[-1])
+            return acts[-1]
+
+        questions = self._prompts(self._text)
+        first = play(
+            "Four users ask about one document, at the same moment",
+            "The document is computed once. A checkpoint is kept where the prompts part; three of them wait for it.",
+            self._large,
+            [questions],
+        )
+        play(
+            "Each asks a second question",
+            "The first prompt and its answer are cached: only the new question is computed.",
+            self._large,
+            [[self._next_turn(answer) for answer in first.cached]],
+        )
+        play(
+            "Two of them ask again, in memory for two such prompts and few checkpoints",
+            "What is least likely to be used again is evicted, and what is shared is kept.",
+            self._small,
+            [questions[:2]],
+        )
+        half = self._prompts(self._text[: len(self._text) // 2] + "\n\n[The rest is missing.]")
+        play(
+            "There, one user after another asks about the first half of the document",
+            "Pages can be cut anywhere, a state cannot: the first one makes the checkpoint, the next one uses it.",
+            self._small,
+            [half[:1], half[1:2]],
+        )
+        for engine in (self._large, self._small):
             engine.cache.audit()
-        return run
+        return acts
 
-    def _run_stages(self, engine: Engine, run: Run, suffix: str, report: Report) -> None:
-        def stage(name: str, prompts: list[Prompt], drawing: str | None = None) -> list[RequestOutput]:
-            outputs = self._answer(engine, prompts, run, drawing)
-            rows = [_row(name + suffix, output) for output in outputs]
-            run.rows += rows
-            run.outputs += outputs
-            report(name + suffix, rows)
-            return outputs
+    def warm(self, engine: Engine, params: SamplingParams) -> None:
+        """Run the prompts of the demo on an engine."""
+        answers = engine.generate(self._prompts(self._text), params)
+        engine.generate([self._next_turn(answer) for answer in answers], params)
+        engine.generate(self._prompts(self._text[: len(self._text) // 2]), params)
 
-        first = stage("four questions, launched together", self._prompts(self._text))
-        drawing = "while the second turns run" if engine.cache.config.enabled and not suffix else None
-        stage("a second turn of each", [self._next_turn(answer) for answer in first], drawing)
-        half = self._text[: len(self._text) // 2]
-        stage("a branch in the middle of the document", self._prompts(half + "\n\n[The rest is missing.]")[:1])
+    def run_plain(self) -> list[RequestOutput]:
+        """The first two acts without the cache only."""
+        first = self._plain.generate(self._prompts(self._text), ANSWER)
+        return first + self._plain.generate([self._next_turn(answer) for answer in first], ANSWER)
 
-    def _answer(self, engine: Engine, prompts: list[Prompt], run: Run, drawing: str | None) -> list[RequestOutput]:
-        """Answer prompts that arrive together, step by step; `drawing`: draw the tree under this name on the way."""
-        requests = [engine.add_request(prompt, ANSWER) for prompt in prompts]
-        outputs: dict[str, RequestOutput] = {}
-        steps = 0
-        while engine.has_work:
-            outputs.update({output.request_id: output for output in engine.step()})
-            steps += 1
-            if drawing is not None and steps == STEPS_BEFORE_DRAWING:
-                run.trees[drawing] = self._draw(engine)
-        return [outputs[request] for request in requests]
+    def draw(self, engine: Engine) -> str:
+        """The tree of an engine's cache, as text."""
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None
+        return engine.cache.draw(decode=tokenizer.decode, width=96)
 
     def _prompts(self, text: str) -> list[Prompt]:
         asked = [f"{text}\n\n{question}" for question in QUESTIONS]
@@ -160,10 +183,6 @@ class Demo:
             answer.prompt_token_ids + answer.token_ids + list(tokenizer(follow_up, add_special_tokens=False).input_ids)
         )
 
-    def _longest_request(self, prompt: Prompt) -> int:
-        """Pages of the longest request: a prompt and its answer."""
-        return len(encode(self.engine.tokenizer, prompt)) // self.engine.cache.config.page_size + 4
-
     def _engine(self, enabled: bool, pages: int, states: int) -> Engine:
         old = self.engine.cache.config
         page_bytes, state_bytes = self.engine.cache.unit_bytes
@@ -176,51 +195,125 @@ class Demo:
         )
         return self.engine.with_cache(config)
 
-    def _draw(self, engine: Engine) -> str:
-        tokenizer = self.engine.tokenizer
-        assert tokenizer is not None
-        return draw_tree(engine.cache, tokenizer.decode)
 
-
-def _row(stage: str, output: RequestOutput) -> Row:
-    words = " ".join(output.text.split())
-    return Row(
-        stage=stage,
-        prompt_tokens=output.usage.prompt_tokens,
-        page_hit=output.usage.page_tokens,
-        usable_hit=output.usage.cached_tokens,
-        time_to_first_token=output.time_to_first_token or 0.0,
-        tokens_per_second=output.tokens_per_second or 0.0,
-        first_words=words[:FIRST_WORDS] + ("…" if len(words) > FIRST_WORDS else ""),
-        explain=output.explain,
-    )
-
-
-def compare(cached: Run, plain: Run) -> Verdict:
-    """Compare a run with the cache to a run without it."""
-    pairs = list(zip(cached.outputs, plain.outputs, strict=True))
-    stages = dict.fromkeys(row.stage for row in cached.rows)
+def judge(acts: list[Act]) -> Verdict:
+    """Compare all answers with the cache to those without it."""
+    pairs = [pair for act in acts for pair in zip(act.cached, act.plain, strict=True)]
     return Verdict(
-        identical=all(a.token_ids == b.token_ids and a.logprobs == b.logprobs for a, b in pairs),
+        identical=all(act.identical for act in acts),
         same_tokens=all(a.token_ids == b.token_ids for a, b in pairs),
-        prompt_tokens=sum(row.prompt_tokens for row in cached.rows),
-        saved_tokens=sum(row.usable_hit for row in cached.rows),
-        speedups={stage: _first_token(plain, stage) / _first_token(cached, stage) for stage in stages},
+        prompt_tokens=sum(output.usage.prompt_tokens for output, _ in pairs),
+        saved_tokens=sum(output.usage.cached_tokens for output, _ in pairs),
+        speedups={act.title: act.speedup for act in acts},
     )
 
 
-def _first_token(run: Run, stage: str) -> float:
-    return median(row.time_to_first_token for row in run.rows if row.stage == stage)
-
-
-def as_json(cached: Run | None, plain: Run, verdict: Verdict | None) -> dict[str, Any]:
-    """Both runs and the verdict, for machines."""
+def as_json(acts: list[Act], verdict: Verdict) -> dict[str, Any]:
+    """The story for machines."""
     return {
-        "with_cache": [asdict(row) for row in cached.rows] if cached else None,
-        "without_cache": [asdict(row) for row in plain.rows],
-        "trees": cached.trees if cached else None,
-        "verdict": asdict(verdict) if verdict else None,
+        "acts": [
+            {
+                "title": act.title,
+                "with_cache": [_as_row(output) for output in act.cached],
+                "without_cache": [_as_row(output) for output in act.plain],
+                "tree": act.tree,
+            }
+            for act in acts
+        ],
+        "verdict": asdict(verdict),
     }
+
+
+def _as_row(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "prompt_tokens": output.usage.prompt_tokens,
+        "page_hit": output.usage.page_tokens,
+        "usable_hit": output.usage.cached_tokens,
+        "time_to_first_token": output.time_to_first_token,
+        "tokens_per_second": output.tokens_per_second,
+        "text": output.text,
+        "explain": output.explain,
+    }
+
+
+# What people see
+
+
+class Narrator:
+    """Prints the story.
+
+    Args:
+        console: where to.
+        verbose: print all answers, explanations and trees too.
+    """
+
+    def __init__(self, console: Console, verbose: bool) -> None:
+        self._console = console
+        self._verbose = verbose
+        self._num_told = 0
+
+    def tell(self, act: Act) -> None:
+        """Print one act."""
+        self._num_told += 1
+        console = self._console
+        console.print(f"[bold]{self._num_told}  {act.title}[/bold]")
+        console.print(f"   [dim]{act.shows}[/dim]")
+        console.print(self._table(act))
+        if self._num_told == 1:
+            console.print(
+                "   [dim]pages: tokens whose keys and values are cached. usable: tokens up to a checkpoint of the "
+                "state;\n   only these are not computed again.[/dim]"
+            )
+        if self._verbose:
+            for output in act.cached:
+                console.print(f"   [dim]{escape(output.explain)}[/dim]", soft_wrap=True)
+                console.print(f"   {escape(' '.join(output.text.split()))}", soft_wrap=True)
+        if self._verbose or self._num_told == 4:
+            console.print(_indented(act.tree), markup=False, soft_wrap=True)
+            console.print(f"   [dim]{LEGEND}[/dim]", soft_wrap=True)
+        console.print()
+
+    def _table(self, act: Act) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+        for name in ("", "prompt", "pages", "usable"):
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("first token, with the cache", no_wrap=True)
+        table.add_column("without", no_wrap=True)
+        longest = max(output.time_to_first_token or 0.0 for output in act.cached + act.plain)
+        for cached, plain in zip(act.cached, act.plain, strict=True):
+            usage = cached.usage
+            table.add_row(
+                " ", str(usage.prompt_tokens), str(usage.page_tokens), str(usage.cached_tokens),
+                _bar(cached, longest, "green"), _bar(plain, longest, "yellow"),
+            )  # fmt: skip
+        return table
+
+    def conclude(self, verdict: Verdict) -> None:
+        """Print the verdict."""
+        if verdict.identical:
+            answers = "[bold green]identical bit by bit[/bold green], with the cache and without"
+        elif verdict.same_tokens:
+            answers = "[bold]the same tokens[/bold], with the cache and without"
+        else:
+            answers = "[bold red]NOT the same[/bold red] with the cache and without"
+        share = verdict.saved_tokens / verdict.prompt_tokens
+        lines = [
+            f"answers              {answers}",
+            f"prompt tokens saved  [bold]{verdict.saved_tokens} of {verdict.prompt_tokens}[/bold] ({share:.0%})",
+            "first token          times as fast, median of each act:",
+        ]
+        lines += [f"  [bold]{speedup:>5.1f}[/bold]  {title}" for title, speedup in verdict.speedups.items()]
+        self._console.print(Panel("\n".join(lines), title="verdict", title_align="left", width=96))
+
+
+def _bar(output: RequestOutput, longest: float, colour: str) -> str:
+    seconds = output.time_to_first_token or 0.0
+    length = max(1, round(BAR * seconds / longest)) if longest else 1
+    return f"[{colour}]{'█' * length}[/{colour}] {1000 * seconds:.0f} ms"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"   {line}" for line in text.splitlines())
 
 
 # The command
@@ -230,71 +323,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid demo`."""
     parser.add_argument("--model", default="tiny", help=MODEL_HELP)
     parser.add_argument("--no-cache", action="store_true", help="run without the prefix cache only")
+    parser.add_argument("--verbose", action="store_true", help="print all answers, explanations and trees too")
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
-    """Run the demo with the cache and without, and print the verdict."""
+    """Tell the story with the cache and without, and print the verdict."""
     demo = Demo(Engine.from_pretrained(args.model, cache=CacheConfig(memory="2GiB")))
-
-    def print_stage(stage: str, rows: list[Row]) -> None:
-        console.print(_table(stage, rows))
-        for row in rows:
-            console.print(f"  [dim]{row.explain}[/dim]")
-        console.print()
-
     if args.no_cache:
-        return Outcome(True, as_json(None, demo.run(False, print_stage), None))
-    console.rule("with the cache")
-    cached = demo.run(True, print_stage)
-    for moment, tree in cached.trees.items():
-        console.rule(f"the tree {moment}")
-        console.print(tree, markup=False, soft_wrap=True)
-    console.print(LEGEND)
-    console.rule("without the cache")
-    plain = demo.run(False, lambda stage, rows: console.print(_table(stage, rows)))
-    verdict = compare(cached, plain)
-    console.rule("verdict")
-    _print_verdict(verdict, console)
+        plain = demo.run_plain()
+        for output in plain:
+            console.print(
+                f"{output.usage.prompt_tokens} tokens, first token {1000 * (output.time_to_first_token or 0):.0f} ms"
+            )
+        return Outcome(True, {"without_cache": [_as_row(output) for output in plain]})
+    narrator = Narrator(console, args.verbose)
+    acts = demo.run(narrator.tell)
+    verdict = judge(acts)
+    narrator.conclude(verdict)
     passed = verdict.identical or not demo.engine.deterministic
-    return Outcome(passed, as_json(cached, plain, verdict))
-
-
-def _print_verdict(verdict: Verdict, console: Console) -> None:
-    if verdict.identical:
-        answers = "[bold]identical bit by bit[/bold]"
-    else:
-        answers = "[bold]the same tokens[/bold]" if verdict.same_tokens else "[bold red]NOT the same[/bold red]"
-    console.print(f"answers: {answers}, with the cache and without")
-    share = verdict.saved_tokens / verdict.prompt_tokens
-    console.print(f"prompt tokens saved: [bold]{verdict.saved_tokens} of {verdict.prompt_tokens}[/bold] ({share:.0%})")
-    for stage, speedup in verdict.speedups.items():
-        console.print(f"first token [bold]{speedup:.1f} times[/bold] as fast: {stage}")
-
-
-def _table(stage: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=stage, title_justify="left", title_style="bold")
-    for name in ("prompt tokens", "page hit", "usable hit", "first token", "tokens/s"):
-        table.add_column(name, justify="right")
-    table.add_column("answer begins")
-    for row in rows:
-        table.add_row(
-            str(row.prompt_tokens),
-            str(row.page_hit),
-            str(row.usable_hit),
-            f"{1000 * row.time_to_first_token:.0f} ms",
-            f"{row.tokens_per_second:.0f}",
-            escape(row.first_words),
-        )
-    return table
+    return Outcome(passed, as_json(acts, verdict))
 
 
 COMMAND = Command(
     name="demo",
     help="show the prefix cache at work on real text",
     description=(
-        "Four questions about one long document, launched together; a second turn of each; a branch in the middle of "
-        "the document; then the same in a memory that is too small for it. Everything is run once more without the "
-        "cache, and times and answers are compared."
+        "Four questions about one long document, launched together; a second turn of each; a memory that is too small; "
+        "a branch in the middle of the document. Each act runs with the cache and without it, and times and answers "
+        "are compared."
     ),
     add_arguments=add_arguments,
     run=run,

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from hybrid import __version__
-from hybrid.commands import demo, generate, parity, stress
+from hybrid.commands import demo, generate, parity, stress, tree
 from hybrid.commands.command import Command
 from hybrid.errors import HybridError
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND, generate.COMMAND, parity.COMMAND, stress.COMMAND)
+COMMANDS: tuple[Command, ...] = (demo.COMMAND, generate.COMMAND, tree.COMMAND, parity.COMMAND, stress.COMMAND)
 
 EPILOG = """examples:
   hybrid demo                                   the prefix cache on real text, compared with a run without it
   hybrid generate tiny "The with statement"     continue a prompt with the model inside the package
   hybrid generate Qwen/Qwen3.5-0.8B --chat "Why is the sky blue?" --memory 2GiB
+  hybrid tree --out tree.html                   the prefix tree as a page for a browser
   hybrid parity --model ./my-checkpoint         compare cache hits with cold runs, and logits with transformers
   hybrid parity --all-families                  the same on a small random checkpoint of every model family
   hybrid stress --seconds 30 --seed 7           random requests with injected failures, audited
@@ -31,7 +32,7 @@ Exit status: 0 on success, 1 if a check failed, 2 if the command or its input wa
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
     args = parse(arguments)
-    console = Console(highlight=False, quiet=args.json, width=None if sys.stdout.isatty() else 140)
+    console = Console(highlight=False, quiet=args.json, width=None if sys.stdout.isatty() else 100)
     try:
         outcome = args.command.run(args, console)
     except HybridError as error:

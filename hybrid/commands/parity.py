@@ -25,7 +25,7 @@ from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.engine.scheduler import Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.kernels.batch_invariant import seconds_of
 from hybrid.models.loading import open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt

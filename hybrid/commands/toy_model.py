@@ -17,7 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models
 
 from hybrid.engine.model_runner import Result
-from hybrid.engine.scheduler import Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.prompts.images import ImagePrompt, Media

@@ -16,9 +16,10 @@ import torch
 from hybrid.commands.checkpoints import check_checkpoints, key_of
 from hybrid.commands.faults import Alarm, FaultCounts, Faults, InjectedError, Intruder
 from hybrid.commands.toy_model import ToyRunner, answer_to, text_of
-from hybrid.engine.engine import NOT_FINITE, Engine
+from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.step_loop import NOT_FINITE
 from hybrid.errors import HybridError, RequestError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.images import Image, ImagePrompt

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,29 +20,36 @@ from hybrid.cache.pins import Pin
 from hybrid.engine.build import LoadedModel, build_cache, is_deterministic, load
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
-from hybrid.engine.guard import StepGuard
+from hybrid.engine.drafting import Drafting
 from hybrid.engine.intake import Intake
-from hybrid.engine.model_runner import ModelRunner, Result, Runner
+from hybrid.engine.model_runner import ModelRunner, Runner
 from hybrid.engine.output import Outputs, RequestOutput
-from hybrid.engine.request import Request, Status
+from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.engine.scheduler import Part, Scheduler, Step
-from hybrid.engine.suspects import Suspects
-from hybrid.errors import ArgumentError, HybridError, NonFiniteError, PromptError, QueueFullError, RequestError
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.stats import EngineStats
+from hybrid.engine.step_loop import StepLoop
+from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
-from hybrid.speculation.speculator import Speculator, make_speculator
+from hybrid.speculation.speculator import make_speculator
 
-log: logging.Logger = logging.getLogger(__name__)
+OTHER_THREAD = (
+    "another thread owns this engine, and an engine is used by one thread. With asyncio, or for requests from several "
+    "threads (asyncio.to_thread(engine.generate, ...)), use hybrid.AsyncEngine: it runs the engine in a thread of its "
+    "own. To hand the engine over for good, call engine.cache.adopt() in the thread that is to own it"
+)
 
-NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
+MAX_ID_CHARACTERS = 256
+"""The maximum length of a request id."""
 
 
 class Engine:
     """A hybrid model with its prefix cache.
 
-    Use `from_pretrained`. One thread owns an engine: the one that owns its cache.
+    Use `from_pretrained`, and `with` or `close`. One thread owns an engine: the one that owns its cache. For asyncio,
+    or requests from several threads, use `hybrid.AsyncEngine`.
 
     Args:
         loaded: the model and what belongs to it.
@@ -57,9 +64,7 @@ class Engine:
         config: as given.
         deterministic: the outputs of hits are bitwise those of cold runs.
         scheduler: the requests that wait and run.
-        runner: computes the steps.
         speculation: how tokens are drafted; None: they are not.
-        speculator: drafts them, and has the `stats` of each drafter.
     """
 
     def __init__(
@@ -77,19 +82,23 @@ class Engine:
         self.config.require_chunk(cache.config.chunk_size)
         self.deterministic: bool = is_deterministic(cache.config, loaded.device)
         self.speculation: SpeculationConfig | None = SpeculationConfig.of(speculation)
-        self.speculator: Speculator | None = make_speculator(self.speculation, cache, loaded.model.config.vocab_size)
-        self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, self.speculator)
-        self.runner: Runner = runner or self._model_runner()
+        speculator = make_speculator(self.speculation, cache, loaded.model.config.vocab_size)
+        drafting = Drafting(speculator, cache, self.config, self.deterministic) if speculator is not None else None
+        self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
         # without a device of its own, nothing is computed while the next step is scheduled
-        self._overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
-        self._ahead: Step | None = None
+        overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
+        self._steps = StepLoop(
+            cache,
+            self.scheduler,
+            runner or self._model_runner(),
+            self.config,
+            end_tokens=loaded.end_tokens,
+            overlap=overlap,
+        )
         self._intake = Intake(loaded, cache)
-        self._requests: dict[str, Request] = {}
         self._outputs = Outputs()
-        self._suspects = Suspects()
-        self._is_stepping = False
-        self._is_retried = False  # the latest failure was one of a pass, whose requests are computed again
-        self._aborted: list[Request] = []
+        self._numbers = count()
+        self._is_closed = False
 
     def _model_runner(self) -> ModelRunner:
         model, device = self.loaded.model, self.loaded.device
@@ -159,6 +168,11 @@ class Engine:
         return Engine(self.loaded, made, config or self.config, speculation=speculation)
 
     @property
+    def runner(self) -> Runner:
+        """Computes the steps."""
+        return self._steps.runner
+
+    @property
     def model(self) -> Any:
         """The model."""
         return self.loaded.model
@@ -177,124 +191,6 @@ class Engine:
     def default_params(self) -> SamplingParams:
         """From `generation_config.json`; used where a call gives no `SamplingParams`."""
         return self.loaded.default_params
-
-    # A step
-
-    def _advance(self) -> None:
-        """One step: schedule, plan, launch, commit, deliver.
-
-        With overlap the next step is scheduled while the device computes this one. Until the results are there, a
-        failure undoes the step for all its requests (`_guard`); after that it ends one request.
-        """
-        with self._guard() as guard:
-            step = guard.undo_on_failure(self._schedule())
-            if not step.parts:
-                self._suspects.passed([])
-                return
-            started = time.perf_counter()
-            with guard.interruptible():
-                plan = self.runner.plan(step)
-                pending = self.runner.launch(plan)
-            parts = self.scheduler.advance(step)
-            if self._overlap and self._suspects.group is None and self.scheduler.speculator is None:
-                self._ahead = guard.undo_on_failure(self.scheduler.schedule())
-            with guard.interruptible():
-                results = dict(zip(map(id, step.parts), pending.wait(), strict=True))
-            guard.keep_on_failure()
-            if self.speculator is not None and not any(part.is_prefill for part in step.parts):
-                self.speculator.timed(sum(part.num_rows for part in step.parts), time.perf_counter() - started)
-            for part in parts:
-                if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled
-                    continue
-                with guard.failing(part.request):
-                    self._take(part, results[id(part)])
-                    self._deliver(part, results[id(part)])
-            self._suspects.passed([part.request for part in parts])
-
-    def _schedule(self) -> Step:
-        """The parts of the step scheduled ahead whose requests still run, or else a step scheduled now."""
-        ahead, self._ahead = self._ahead, None
-        step = ahead.alive() if ahead is not None else Step([])
-        return step if step.parts else self.scheduler.schedule(self._suspects.group)
-
-    def _take(self, part: Part, result: Result) -> None:
-        """Append the tokens of a part to its request, up to its end, and share what was computed of them."""
-        request = part.request
-        if not result.is_finite:
-            raise NonFiniteError(NOT_FINITE)
-        self.scheduler.accept(part, result.num_accepted)
-        for at, token in enumerate(result.tokens):
-            if request.finish_reason is None:
-                request.append(token, result.logprobs[at] if result.logprobs else None, self.loaded.end_tokens)
-        if part.is_alive:  # otherwise it was retracted while it was computed
-            self.scheduler.commit(part)
-
-    def _deliver(self, part: Part, result: Result) -> None:
-        """Give the output of a part to its consumer."""
-        request = part.request
-        if not result.tokens:
-            return
-        if request.finish_reason is not None:
-            self.scheduler.finish(request)
-            self._requests.pop(request.request_id, None)
-        request.outputs.put(request.output())
-
-    @contextmanager
-    def _guard(self) -> Iterator[StepGuard]:
-        """What holds around every step, however it ends.
-
-        * Signal handlers wait, except where `StepGuard.interruptible` lets them run.
-        * When the step fails before its results are there, its requests, and those of the step scheduled ahead, start
-          again from what they have committed. A request that makes steps fail again and again ends with an error.
-        * Requests that failed by themselves end with an error, and those that were aborted meanwhile are aborted.
-        """
-        self.cache.check_owner()
-        if self._is_stepping:
-            raise RequestError("a step is under way: a signal handler cannot start another one")
-        with deferred_interrupts() as interrupts:
-            guard = StepGuard(interrupts)
-            self._is_stepping = True
-            try:
-                yield guard
-                if self.config.audit:
-                    self.cache.audit()
-            except BaseException as error:
-                if not self._undo(guard, error):
-                    raise
-            finally:
-                self._is_stepping = False
-                for request, failure in (*self.scheduler.take_failures(), *guard.failures):
-                    self._fail(request, failure)
-                aborted, self._aborted = self._aborted, []
-                for request in aborted:
-                    self._end_aborted(request)
-            guard.raise_pending()
-
-    def _undo(self, guard: StepGuard, error: BaseException) -> bool:
-        """Undo steps that failed. Returns whether the failure is that of one request, which ends with it."""
-        self._is_retried = False
-        if not guard.steps:
-            return False
-        self._ahead = None
-        self.scheduler.roll_back(*guard.steps)
-        if isinstance(error, Exception) and not guard.was_interrupted:
-            self._is_retried = True
-            culprit = self._suspects.failed([part.request for part in guard.steps[0].parts])
-            if culprit is not None:
-                self._fail(culprit, error)
-                return True
-        return False
-
-    def _fail(self, request: Request, error: BaseException) -> None:
-        """End a request with an error."""
-        if request.error is not None:
-            return
-        request.finish_reason = "error"
-        request.error = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
-        log.warning("%s ends with an error: %s", request.request_id, request.error)
-        self._requests.pop(request.request_id, None)
-        request.outputs.put(request.output())
-        self.scheduler.discard(request)
 
     # Answers
 
@@ -324,6 +220,7 @@ class Engine:
             MemoryBudgetError: a prompt and its answer do not fit into the cache's memory.
             QueueFullError: more prompts than may wait.
         """
+        self._claim()
         many = as_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(each) != len(many):
@@ -331,18 +228,18 @@ class Engine:
                 f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each"
             )
         outputs = Outputs()
-        requests = [self._intake.request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
+        requests = [self._request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
         hidden = not (sys.stderr.isatty() if progress is None else progress)
         with self._aborting(requests), tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar:
-            self._enter(requests)
+            self._steps.enter(requests)
             while len(done) < len(requests):
                 if not outputs:
-                    self._work()
+                    self._steps.work()
                 finished = [output for output in outputs.take() if output.finish_reason is not None]
                 done.update({output.request_id: output for output in finished})
                 bar.update(len(finished))
-            self._replay_while_idle()
+            self._steps.replay_while_idle()
         return [done[request.request_id] for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Iterator[str]:
@@ -354,23 +251,24 @@ class Engine:
             PromptError: there is no tokenizer, or the prompt cannot be run.
             RequestError: the request failed; raised after the text that it had.
         """
+        self._claim()
         if self.tokenizer is None:
             raise PromptError("this checkpoint has no tokenizer; use add_request and step for token ids")
-        return self._stream(self._intake.request(prompt, params, namespace, Outputs()))
+        return self._stream(self._request(prompt, params, namespace, Outputs()))
 
     def _stream(self, request: Request) -> Iterator[str]:
-        sent, ended = 0, False
+        ended = False
         with self._aborting([request]):
-            self._enter([request])
+            self._claim()
+            self._steps.enter([request])
             while not ended:
                 if not request.outputs:
-                    self._work()
+                    self._steps.work()
                 for output in request.outputs.take():
                     ended = output.finish_reason is not None
-                    start, sent = sent, max(sent, len(output.text))
-                    if sent > start:
-                        yield output.text[start:]
-            self._replay_while_idle()
+                    if output.delta:
+                        yield output.delta
+            self._steps.replay_while_idle()
         if request.error is not None:
             raise RequestError(f"{request.request_id} failed: {request.error}")
 
@@ -382,22 +280,8 @@ class Engine:
         finally:
             with deferred_interrupts():
                 for request in requests:
-                    if request.request_id in self._requests:
+                    if request.request_id in self._steps.requests:
                         self.abort(request.request_id)
-
-    def _work(self) -> None:
-        """A step on behalf of some requests. If it fails, further steps find the request that is the reason."""
-        try:
-            self._advance()
-        except Exception:
-            if not self._is_retried:
-                raise
-            log.warning("a step failed, and its requests are computed again", exc_info=True)
-
-    def _replay_while_idle(self) -> None:
-        """Replay answers, as long as there is no other work."""
-        while not self._requests and self.scheduler.has_work:
-            self._work()
 
     # Step by step
 
@@ -406,36 +290,60 @@ class Engine:
         """Whether `step` has anything to do: a request waits or runs, or an output was not returned yet."""
         return self.scheduler.has_work or bool(self._outputs)
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> str:
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        request_id: str | None = None,
+    ) -> str:
         """Queue a prompt, and return its id. `step` runs it.
 
+        Args:
+            prompt: as for `generate`.
+            params: None: `default_params`.
+            namespace: of the cache.
+            request_id: an id of your own, of up to 256 characters, which no request has that waits, runs, or has an
+                output that `step` did not return yet. None: the engine gives one.
+
         Raises:
+            ArgumentError: the id is in use, or no text.
             PromptError: the prompt cannot be run.
             MemoryBudgetError: prompt and answer do not fit into the cache's memory.
             QueueFullError: `EngineConfig.max_waiting` requests wait already.
             OwnershipError: another thread owns the engine.
         """
-        request = self._intake.request(prompt, params, namespace, self._outputs)
-        self._enter([request])
+        self._claim()
+        if request_id is not None:
+            self._check_id(request_id)
+        request = self._request(prompt, params, namespace, self._outputs, request_id)
+        self._steps.enter([request])
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step: a token for every request that decodes, and a share of the prompts.
 
         Returns:
-            Outputs of requests of `add_request`: those that have a new token, or ended. Nothing is lost when a step
-            raises: outputs are returned by the next one.
+            Outputs of requests of `add_request`: those that have a new token, or ended. `RequestOutput.delta` is what
+            is new. Nothing is lost when a step raises: outputs are returned by the next one.
 
         Raises:
             RequestError: there is no work.
-            Exception: the pass failed. Its requests are computed again by the next step; one that makes steps fail
-                again and again ends with `finish_reason="error"`.
+            Exception: the pass failed. If `is_retrying`, its requests are computed again by the next step; one that
+                makes steps fail again and again ends with `finish_reason="error"`.
         """
+        self._check_owner()
         if not self.has_work:
             raise RequestError("there is nothing to do: add_request first, and step while has_work")
         if self.scheduler.has_work:
-            self._advance()
+            self._steps.advance()
         return self._outputs.take()
+
+    @property
+    def is_retrying(self) -> bool:
+        """Whether the latest step failed, and its requests are computed again by the next one."""
+        return self._steps.is_retrying
 
     def abort(self, request_id: str) -> None:
         """Stop a request. Its last output has `finish_reason="abort"`. What it has committed stays cached.
@@ -444,32 +352,99 @@ class Engine:
             RequestError: there is no such request, or it has ended.
             OwnershipError: another thread owns the engine.
         """
-        self.cache.check_owner()
-        with deferred_interrupts():
-            request = self._requests.pop(request_id, None)
-            if request is None:
-                raise RequestError(f"no request {request_id!r} is waiting or running")
-            if self._is_stepping:  # called by a signal handler, or when a stream is collected
-                self._aborted.append(request)
-            else:
-                self._end_aborted(request)
+        self._check_owner()
+        self._steps.abort(request_id)
 
-    def _end_aborted(self, request: Request) -> None:
-        if request.status is not Status.FINISHED:
-            request.finish_reason = "abort"
-            request.outputs.put(request.output())
-            self.scheduler.discard(request)
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        namespace: str,
+        outputs: Outputs,
+        request_id: str | None = None,
+    ) -> Request:
+        """A request that can run."""
+        while request_id is None or self._is_used(request_id):
+            request_id = f"request-{next(self._numbers)}"
+        return self._intake.request(request_id, prompt, params, namespace, outputs)
 
-    def _enter(self, requests: list[Request]) -> None:
-        """Queue requests: all, or none."""
-        self.cache.check_owner()
-        limit, waiting = self.config.max_waiting, self.scheduler.waiting.num_requests
-        if limit is not None and waiting + len(requests) > limit:
-            raise QueueFullError(f"{waiting} requests wait, and {len(requests)} more are too many: max_waiting={limit}")
-        with deferred_interrupts():
-            for request in requests:
-                self._requests[request.request_id] = request
-                self.scheduler.waiting.add(request)
+    def _is_used(self, request_id: str) -> bool:
+        return request_id in self._steps.requests or request_id in self._outputs
+
+    def _check_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARACTERS:
+            raise ArgumentError(
+                f"request_id must be a text of 1 to {MAX_ID_CHARACTERS} characters, or None; got {request_id!r:.100}"
+            )
+        if self._is_used(request_id):
+            raise ArgumentError(
+                f"request_id={request_id!r} is in use: its request waits, runs, or has an output that step() did not "
+                "return yet; give another id"
+            )
+
+    # The whole
+
+    def stats(self) -> EngineStats:
+        """What the engine did and does. May be called from any thread at any time: each of the figures was right at
+        some moment during the call."""
+        scheduler, meter = self.scheduler, self._steps.meter
+        running = list(scheduler.running)
+        replays = sum(request.is_replay for request in running)
+        bytes_total, bytes_free = self.cache.memory.num_bytes
+        return EngineStats(
+            waiting=scheduler.waiting.num_requests,
+            running=len(running) - replays,
+            replays=replays + scheduler.waiting.num_replays,
+            retractions=scheduler.num_retractions,
+            finished=dict(meter.finished),
+            prompt_tokens=meter.prompt_tokens,
+            completion_tokens=meter.completion_tokens,
+            tokens_per_second=meter.tokens_per_second(),
+            bytes_total=bytes_total,
+            bytes_free=bytes_free,
+            time_to_first_token=meter.first_token.histogram(),
+            time_between_tokens=meter.between_tokens.histogram(),
+            speculation=scheduler.drafting.stats if scheduler.drafting is not None else {},
+        )
+
+    def close(self) -> None:
+        """Abort all requests, and free the memory of the cache. Another `close` does nothing.
+
+        Outputs can still be taken with `step`, and `stats` can be read. The model's weights are freed when no engine
+        refers to them any more.
+
+        Raises:
+            OwnershipError: another thread owns the engine.
+        """
+        self._check_owner()
+        if not self._is_closed:
+            self._is_closed = True
+            self._steps.close()
+            while self.cache.give_up_a_pin():
+                pass
+            self.cache.clear()
+            self.cache.memory.release()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _claim(self) -> None:
+        """The calling thread is about to change something: it becomes the owner of an engine that has none."""
+        self._check_owner()
+        if self._is_closed:
+            raise ClosedError("this engine was closed; make another one with from_pretrained or with_cache")
+        self.cache.claim()
+
+    def _check_owner(self) -> None:
+        try:
+            self.cache.check_owner()
+        except OwnershipError:
+            raise OwnershipError(OTHER_THREAD) from None
 
     # Pins
 
@@ -484,6 +459,7 @@ class Engine:
             PromptError: nothing of the prompt is cached.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
+        self._claim()
         key = self._intake.encode(prompt).key(namespace)
         with deferred_interrupts():
             pin = self.cache.pin(key, ttl)

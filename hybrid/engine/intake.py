@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
-
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.output import Outputs
@@ -28,7 +26,6 @@ class Intake:
     def __init__(self, loaded: LoadedModel, cache: HybridCache) -> None:
         self._loaded = loaded
         self._cache = cache
-        self._numbers = count()
         model, config = loaded.model.config, cache.config
         limits = PromptLimits.of(
             model.max_position_embeddings, model.vocab_size, cache.largest_request * config.page_size
@@ -49,10 +46,13 @@ class Intake:
         """
         return self._encoder.encode(prompt)
 
-    def request(self, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs) -> Request:
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs
+    ) -> Request:
         """A request that can run.
 
         Args:
+            request_id: unique within the engine.
             prompt: a text, token ids, chat messages, or an `ImagePrompt`.
             params: None: the checkpoint's.
             namespace: of the cache.
@@ -78,8 +78,7 @@ class Intake:
         max_len = min(limit, num_tokens + params.max_new_tokens)
         self._check_memory(num_tokens, max_len)
         text = TextStream(tokenizer, tuple(params.stop)) if tokenizer is not None else None
-        name = f"request-{next(self._numbers)}"
-        return Request(name, encoded, params, max_len, namespace=namespace, text=text, outputs=outputs)
+        return Request(request_id, encoded, params, max_len, namespace=namespace, text=text, outputs=outputs)
 
     def _check_memory(self, prompt_len: int, max_len: int) -> None:
         config, most = self._cache.config, self._cache.largest_request

@@ -19,7 +19,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.planner import Padding, Plan, SampledRows, plan
 from hybrid.engine.sampler import Logprobs, sample, token_logprobs
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from hybrid.engine.verification import Replay, Verification
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from hybrid.cache.pins import Pin
 
@@ -16,23 +17,29 @@ class Usage:
         cached_tokens: prompt tokens that were not computed (the usable hit).
         page_tokens: prompt tokens whose pages were cached (the page hit).
         completion_tokens: tokens of the answer.
+        drafted_tokens: drafts that were computed for the answer.
+        accepted_tokens: of these, those that were what came next.
     """
 
     prompt_tokens: int
     cached_tokens: int
     page_tokens: int
     completion_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The state of a request after a step. Each output holds the whole answer up to now.
+    """The state of a request after a step. Each output holds the whole answer up to now, and what of it is new.
 
     Attributes:
         request_id: as returned by `Engine.add_request`.
         prompt_token_ids: the prompt.
         text: the answer, without the stop text; empty without a tokenizer.
         token_ids: the answer's tokens, including the one that ended it.
+        delta: the end of `text` that the request's output before this one did not have.
+        delta_token_ids: the end of `token_ids` that the request's output before this one did not have.
         finish_reason: "stop", "length", "abort" or "error"; None while it runs.
         usage: numbers of tokens.
         logprobs: for each token of the answer `{token_id: logprob}`; None unless requested.
@@ -47,6 +54,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     text: str
     token_ids: list[int]
+    delta: str
+    delta_token_ids: list[int]
     finish_reason: str | None
     usage: Usage
     logprobs: list[dict[int, float]] | None
@@ -56,24 +65,48 @@ class RequestOutput:
     pin: Pin | None = None
     error: str | None = None
 
+    def since(self, previous: RequestOutput | None) -> RequestOutput:
+        """The same output for a reader whose last one was `previous`, of the same request: with the deltas after it.
+        None: the reader had none."""
+        num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
+        return replace(self, delta=self.text[num_characters:], delta_token_ids=self.token_ids[num_tokens:])
+
+
+class Source(Protocol):
+    """What has outputs: a request."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    def output(self, previous: RequestOutput | None) -> RequestOutput:
+        """The answer up to now; what `previous` does not have is its delta."""
+        ...
+
 
 class Outputs:
     """Outputs that wait for their consumer: a caller of `step`, one `generate`, or one `stream`.
 
-    Outputs are cumulative, so that only the latest of each request is kept.
+    An output is made when it is taken: a consumer that is late gets all that is new in one piece.
     """
 
     def __init__(self) -> None:
-        self._latest: dict[str, RequestOutput] = {}
+        self._moved: dict[str, Source] = {}
+        self._taken: dict[str, RequestOutput] = {}  # the last output of each request that has not ended
 
     def __bool__(self) -> bool:
-        return bool(self._latest)
+        return bool(self._moved)
 
-    def put(self, output: RequestOutput) -> None:
-        """Add an output. It replaces an earlier one of the same request."""
-        self._latest[output.request_id] = output
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._moved
+
+    def put(self, request: Source) -> None:
+        """A request has a new token, or has ended."""
+        self._moved[request.request_id] = request
 
     def take(self) -> list[RequestOutput]:
-        """Remove and return all outputs, in the order in which their requests first got one."""
-        latest, self._latest = self._latest, {}
-        return list(latest.values())
+        """Remove and return the outputs of all requests that moved, in the order in which they first did."""
+        taken = dict(self._taken)
+        outputs = [request.output(taken.pop(name, None)) for name, request in self._moved.items()]
+        taken.update((output.request_id, output) for output in outputs if output.finish_reason is None)
+        self._moved, self._taken = {}, taken  # last: a signal handler may raise anywhere before
+        return outputs

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybrid.batch import Batch, Embedded, Group
 from hybrid.engine.sampler import SamplingRows, sampling_numbers
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.engine.scheduler import Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE

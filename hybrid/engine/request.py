@@ -81,7 +81,7 @@ class Request:
         outputs: Outputs | None = None,
         kind: RequestKind = RequestKind.ANSWER,
     ) -> None:
-        self.request_id = request_id
+        self.request_id: str = request_id
         self.params = params
         self.max_len = max_len
         self.namespace = namespace
@@ -195,17 +195,28 @@ class Request:
             self.prompt_len + self.text.num_kept if self.text is not None and self.text.stopped else len(self.ids)
         )
 
-    def output(self) -> RequestOutput:
-        """The answer up to now."""
+    def output(self, previous: RequestOutput | None = None) -> RequestOutput:
+        """The answer up to now; what `previous` does not have is its delta."""
+        text, token_ids = self.text.text if self.text is not None else "", list(self.ids[self.prompt_len :])
+        num_characters, num_tokens = (len(previous.text), len(previous.token_ids)) if previous is not None else (0, 0)
         spent = (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
         hit = self.explanation
         return RequestOutput(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
-            text=self.text.text if self.text is not None else "",
-            token_ids=list(self.ids[self.prompt_len :]),
+            text=text,
+            token_ids=token_ids,
+            delta=text[num_characters:],
+            delta_token_ids=token_ids[num_tokens:],
             finish_reason=self.finish_reason,
-            usage=Usage(self.prompt_len, hit.usable_hit if hit else 0, hit.page_hit if hit else 0, self.num_output),
+            usage=Usage(
+                self.prompt_len,
+                hit.usable_hit if hit else 0,
+                hit.page_hit if hit else 0,
+                self.num_output,
+                drafted_tokens=self.num_drafted,
+                accepted_tokens=self.num_accepted,
+            ),
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
             explain=str(hit) if hit else "not started yet",
             time_to_first_token=self.first_token_at - self.arrived if self.first_token_at is not None else None,

@@ -15,81 +15,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from functools import partial
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.drafting import Drafting
 from hybrid.engine.request import Request, Status
+from hybrid.engine.step import Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
-from hybrid.speculation.drafts import Drafts
-from hybrid.speculation.speculator import Speculator
 from hybrid.tree.node import Kind
-from hybrid.units import ceil_div
-
-
-@dataclass(slots=True)
-class Part:
-    """A request's part in a step: tokens `[start, end)`.
-
-    Attributes:
-        lease: the request's lease when the step was scheduled; the step's results belong to it alone.
-        is_prefill: the tokens are computed as prompt.
-        swaps: the pass reads the front and writes the back, so that the state before it is kept.
-        drafts: computed after the tokens, for the case that they are what comes next.
-        boundary: a position on the grid among the drafts: if they are accepted beyond it, its state is kept in the
-            back. None: there is none.
-        num_pages: pages that the lease needs without the drafts.
-    """
-
-    request: Request
-    lease: Lease
-    start: int
-    end: int
-    is_prefill: bool
-    swaps: bool = False
-    drafts: Drafts | None = None
-    boundary: int | None = None
-    num_pages: int = 0
-
-    def boundary_before(self, end: int) -> int | None:
-        """The boundary, if it is before this position."""
-        return self.boundary if self.boundary is not None and self.boundary < end else None
-
-    @property
-    def num_rows(self) -> int:
-        """Number of tokens that are computed."""
-        return self.end - self.start + (len(self.drafts) if self.drafts is not None else 0)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the request still runs on the memory that the part was scheduled for."""
-        return self.request.lease is self.lease
-
-    @property
-    def samples(self) -> bool:
-        """Whether the token after the part is not known yet, and wanted."""
-        return not self.request.is_replay and self.end == len(self.request.ids)
-
-
-@dataclass(slots=True)
-class Step:
-    """What one forward pass computes: prompt parts first, then single tokens with their drafts."""
-
-    parts: list[Part]
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether the number of tokens that the step yields is not known before it has run."""
-        return any(part.drafts is not None for part in self.parts)
-
-    def alive(self) -> Step:
-        """The parts whose requests did not end, and were not retracted, since the step was scheduled."""
-        return Step([part for part in self.parts if part.is_alive])
 
 
 class Scheduler:
@@ -99,19 +37,20 @@ class Scheduler:
         cache: where requests get their memory.
         config: limits of the engine.
         deterministic: share only what was computed in whole chunks of a prompt.
-        speculator: drafts tokens; None: nothing is drafted.
+        drafting: drafts tokens; None: nothing is drafted.
 
     Attributes:
         waiting: requests without memory.
         running: requests with memory, in the order in which they started.
+        drafting: as given.
         num_retractions: since the engine was made.
     """
 
     def __init__(
-        self, cache: HybridCache, config: EngineConfig, deterministic: bool, speculator: Speculator | None = None
+        self, cache: HybridCache, config: EngineConfig, deterministic: bool, drafting: Drafting | None = None
     ) -> None:
         self.cache = cache
-        self.speculator = speculator
+        self.drafting = drafting
         self.config = config
         self.deterministic = deterministic
         self.waiting: WaitingQueue = WaitingQueue()
@@ -139,8 +78,9 @@ class Scheduler:
                 part = self._try(request, self._decode_part)
                 if part is not None:
                     decodes.append(part)
-        if self.speculator is not None:
-            decodes = self._with_drafts(self.speculator, decodes)
+        for part, error in self.drafting.add(decodes) if self.drafting is not None else ():
+            self._fail(part.request, error)
+        decodes = [part for part in decodes if part.is_alive]
         budget = self.config.max_num_batched_tokens - sum(part.num_rows for part in decodes)
         self._admit(budget, only)
         return Step(self._prefill_parts(budget, only) + decodes)
@@ -155,26 +95,6 @@ class Scheduler:
             part.request.num_computed = part.end
             self.waiting.serve(part.request.namespace, 0 if part.is_prefill else 1)
         return alive
-
-    def accept(self, part: Part, num_accepted: int) -> None:
-        """The drafts of a part were computed, and so many of them are what comes next: count these as computed, and
-        free the pages of the others."""
-        request, lease, drafts = part.request, part.lease, part.drafts
-        if drafts is None or not part.is_alive:
-            return
-        end = part.end + num_accepted
-        boundary = part.boundary_before(end)
-        if boundary is not None:
-            self.cache.advance(lease, boundary)
-            self.cache.swap(lease)
-        self.cache.advance(lease, end)
-        self.cache.trim(lease, max(part.num_pages, ceil_div(end, self.cache.config.page_size)))
-        request.num_computed = end
-        request.num_drafted += len(drafts)
-        request.num_accepted += num_accepted
-        self.waiting.serve(request.namespace, num_accepted)
-        if self.speculator is not None:
-            self.speculator.verified(request.history, drafts, num_accepted)
 
     def commit(self, part: Part) -> None:
         """A part of a step was computed: share its finished chunks. In deterministic mode only those of prompts."""
@@ -224,8 +144,8 @@ class Scheduler:
             self.running.remove(request)
         lease, request.lease = request.lease, None
         request.status = Status.FINISHED
-        if self.speculator is not None:
-            self.speculator.end(request.history)
+        if self.drafting is not None:
+            self.drafting.end(request)
         if lease is not None:
             self.cache.close(lease)
 
@@ -276,42 +196,6 @@ class Scheduler:
         on_grid = start % self.cache.config.grid == 0
         swaps = on_grid and not self.deterministic and self.cache.take_back(lease)
         return Part(request, lease, start, start + 1, is_prefill=False, swaps=swaps)
-
-    def _with_drafts(self, speculator: Speculator, decodes: list[Part]) -> list[Part]:
-        """The parts, with drafts for those whose next token is not known, as far as a step has room for them."""
-        engine = self.config
-        left = engine.max_num_batched_tokens - engine.max_num_seqs - self.cache.config.chunk_size
-        rows, parts = len(decodes), []
-        for part in decodes:
-            if part.is_alive and part.end == len(part.request.ids):
-                try:
-                    self._add_drafts(speculator, part, left, rows)
-                except Exception as error:
-                    self._fail(part.request, error)
-            if part.is_alive:
-                parts.append(part)
-                num_drafts = part.num_rows - 1
-                left, rows = left - num_drafts, rows + num_drafts
-        return parts
-
-    def _add_drafts(self, speculator: Speculator, part: Part, limit: int, rows: int) -> None:
-        """Add up to `limit` drafts to a part, and allocate their memory, in a pass that has so many rows already."""
-        request, lease, config = part.request, part.lease, self.cache.config
-        boundary = ceil_div(part.end, config.grid) * config.grid
-        limit = min(limit, request.num_left - 1, config.grid)
-        if request.params.stop and not self.deterministic:
-            limit = min(limit, boundary - part.end)  # what a stop text cuts off must not replace the back
-        drafts = speculator.propose(request.history, limit, rows) if limit > 0 else None
-        if drafts is None:
-            return
-        part.num_pages = len(lease.block_table)
-        if not self.cache.reserve(lease, part.end + len(drafts)):
-            drafts = drafts.first(part.num_pages * config.page_size - part.end)
-            if not len(drafts):
-                return
-        part.drafts = drafts
-        if not self.deterministic and boundary < part.end + len(drafts) and self.cache.take_back(lease):
-            part.boundary = boundary
 
     def _prefill_parts(self, budget: int, only: Set[Request] | None) -> list[Part]:
         """Shares of the prompts: equal ones for each namespace, in order within a namespace. Replays get the rest."""

@@ -16,7 +16,7 @@ class Suspects:
     """The requests among which the culprit is looked for."""
 
     def __init__(self) -> None:
-        self._failed: frozenset[str] = frozenset()  # requests of failed steps that have not passed since
+        self._failed: frozenset[Request] = frozenset()  # requests of failed steps that have not passed since
         self._groups: deque[list[Request]] = deque()
 
     @property
@@ -27,14 +27,14 @@ class Suspects:
     def failed(self, requests: list[Request]) -> Request | None:
         """A step with these requests failed, and was undone. Returns the culprit, once it is found."""
         requests = [request for request in requests if request.status is not Status.FINISHED]
-        common = [request for request in requests if request.request_id in self._failed]
+        common = [request for request in requests if request in self._failed]
         is_group = bool(self._groups)
         if is_group:
             self._groups.popleft()
         if not common:
-            self._failed = frozenset(request.request_id for request in requests)
+            self._failed = frozenset(requests)
             return None
-        self._failed = frozenset(request.request_id for request in common)
+        self._failed = frozenset(common)
         if len(requests) == 1:
             return requests[0]
         half = len(common) // 2
@@ -43,7 +43,7 @@ class Suspects:
 
     def passed(self, requests: list[Request]) -> None:
         """A step with these requests was computed. None: those of the group cannot be computed now."""
-        self._failed -= {request.request_id for request in requests}
+        self._failed -= set(requests)
         if self._groups:
             self._groups.popleft()
         while self._groups and all(request.status is Status.FINISHED for request in self._groups[0]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hybrid.engine.scheduler import Part
+from hybrid.engine.step import Part
 from hybrid.speculation.drafts import accepted
 
 

@@ -22,14 +22,19 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._retracted: deque[Request] = deque()
-        self._by_namespace: dict[str, dict[str, Request]] = {}
-        self._replays: dict[str, Request] = {}
+        self._by_namespace: dict[str, dict[Request, None]] = {}
+        self._replays: dict[Request, None] = {}
         self._served: dict[str, int] = {}
         self._virtual_time = 0  # what the namespace that started last had been served
         self._num_started = 0
 
     def __bool__(self) -> bool:
         return bool(self._retracted or self._by_namespace or self._replays)
+
+    @property
+    def num_replays(self) -> int:
+        """Replays that wait."""
+        return len(self._replays)
 
     @property
     def num_requests(self) -> int:
@@ -39,14 +44,14 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Queue a request that has not run yet."""
         if request.is_replay:
-            self._replays[request.request_id] = request
+            self._replays[request] = None
             return
         request.latest_turn = self._num_started + self.num_requests + MAX_OVERTAKING
         name = request.namespace
         if name not in self._by_namespace:
             self._by_namespace[name] = {}
             self._served[name] = max(self._served.get(name, 0), self._virtual_time)
-        self._by_namespace[name][request.request_id] = request
+        self._by_namespace[name][request] = None
 
     def return_first(self, request: Request) -> None:
         """Queue a request that has run, before all others."""
@@ -54,14 +59,18 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request, if it waits."""
-        if self._replays.pop(request.request_id, None) is not None:
+        if request in self._replays:
+            del self._replays[request]
             return
         if request in self._retracted:
             self._retracted.remove(request)
             return
         name = request.namespace
         own = self._by_namespace.get(name, {})
-        if own.pop(request.request_id, None) is not None and not own:
+        if request not in own:
+            return
+        del own[request]
+        if not own:
             del self._by_namespace[name]
             if self._served[name] <= self._virtual_time:
                 del self._served[name]
@@ -90,7 +99,7 @@ class WaitingQueue:
             skipped: namespaces of which no new request may start. The caller may add to it.
         """
         yield from tuple(self._retracted)
-        queues = {name: iter(tuple(requests.values())) for name, requests in self._by_namespace.items()}
+        queues = {name: iter(tuple(requests)) for name, requests in self._by_namespace.items()}
         heads = {name: next(queue) for name, queue in queues.items()}
         while heads:
             name = min(heads, key=lambda name: (heads[name].latest_turn > self._num_started, self._served[name]))
@@ -103,4 +112,4 @@ class WaitingQueue:
                 yield request
             else:
                 del heads[name]
-        yield from tuple(self._replays.values())
+        yield from tuple(self._replays)

@@ -11,7 +11,7 @@ import torch
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
-from hybrid.memory.digests import ContentReader
+from hybrid.memory.digests import ContentReader, Digests
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
 from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec
@@ -241,20 +241,46 @@ class CacheMemory:
         tensors = CacheTensors.fixed(spec, page_size, num_pages, num_states, device)
         return cls(*_fixed_pools(num_pages, num_states), sizes=sizes, tensors=tensors)
 
+    def release(self) -> None:
+        """Free the tensors. The pools stay as they are, and nothing can be computed on this memory any more."""
+        self.tensors = self.mover = self.store = None
+
     @property
     def stores_smaller(self) -> bool:
         """Whether checkpoints are stored apart from states, and smaller."""
         return self.checkpoints is not self.states
 
-    @property
-    def reader(self) -> ContentReader | None:
-        """Reads the contents: the mover, if it can read them too."""
-        return self.mover if isinstance(self.mover, ContentReader) else None
+    def digests(self) -> Digests:
+        """An empty list of digests of the contents, which the mover reads.
+
+        Raises:
+            ArgumentError: there are no contents that can be read.
+        """
+        if not isinstance(self.mover, ContentReader):
+            raise ArgumentError(
+                "CacheConfig: verify_contents needs a memory with tensors, or with a mover that has read_page and "
+                "read_checkpoint too"
+            )
+        return Digests(self.mover)
 
     @property
     def prices(self) -> Prices:
         """What eviction policies compare: bytes of a page and of a checkpoint, or the default ratio of the two."""
         return Prices(self.sizes.page, self.sizes.checkpoint) if self.sizes is not None else Prices()
+
+    @property
+    def num_bytes(self) -> tuple[int, int]:
+        """Bytes for pages and states together, and how many of them are in no use; zeros where sizes are unknown."""
+        if self.sizes is None:
+            return 0, 0
+        if self.arena is None:
+            pages, states = self.pages, self.states
+            total = pages.size * self.sizes.page + states.size * self.sizes.state
+            return total, pages.num_free * self.sizes.page + states.num_free * self.sizes.state
+        assert isinstance(self.pages, ArenaPool)
+        piece = self.pages.per_piece * self.sizes.page
+        loose = sum(pool.num_loose * (piece // pool.per_piece) for pool in self.arena.pools)
+        return self.arena.num_pieces * piece, self.arena.num_free * piece + loose
 
     @property
     def largest_request(self) -> int:

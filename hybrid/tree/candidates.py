@@ -77,6 +77,14 @@ class Candidates:
         """The facts about a node at present."""
         return Facts(node, self.now, self._prices)
 
+    def value(self, node: Node) -> float | None:
+        """The rank of a node's checkpoint at present, for pictures; None if there is none or it is not finite."""
+        rank = math.nan
+        if node.slot is not None:
+            with suppress(Exception):
+                rank = float(self._policy.rank(self.facts(node)))
+        return rank if math.isfinite(rank) else None
+
     def enter(self, node: Node, renewed: bool = False) -> None:
         """Make a node a candidate for everything that may be evicted of it at present.
 

@@ -5,13 +5,17 @@ What has been evicted is in `released` at every moment, also when something rais
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
-from hybrid.tree.node import Node, Released, Root
+from hybrid.tree.node import EvictedCheckpoint, Node, Released, Root
+
+MAX_RECENT = 2048
+"""Evicted checkpoints that are remembered for pictures."""
 
 
 class Evictor:
@@ -21,12 +25,16 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
+
+    Attributes:
+        recent: the checkpoints that were evicted most recently, oldest first.
     """
 
     def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts) -> None:
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
+        self.recent: deque[EvictedCheckpoint] = deque(maxlen=MAX_RECENT)
 
     def evict_pages(self, num_pages: int, released: Released) -> None:
         """Evict at least `num_pages` pages if possible: leaves in the order of the policy, each from its tail.
@@ -107,4 +115,7 @@ class Evictor:
             assert not node.state_locks
             self._candidates.evicting(node)
             released.slots.append(node.slot)
+            usage = node.usage
+            times = usage.stored_at, usage.used_at, self._candidates.now
+            self.recent.append(EvictedCheckpoint(node.start, node.end, usage.kind, usage.hits, *times))
             self._forest.drop_checkpoint(node)

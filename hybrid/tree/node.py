@@ -50,6 +50,7 @@ class NodeUsage:
         hits: number of requests that resumed from its checkpoint.
         kind: why its checkpoint was put there.
         used_at: number of requests that had come when it was last used.
+        stored_at: number of requests that had come when its checkpoint was stored.
         priority: the highest that a request gave it.
         priorities: those of its namespace; None: it is compared with no other.
         turn: number of turn ends before it on its path.
@@ -61,6 +62,7 @@ class NodeUsage:
     hits: int = 0
     kind: Kind = Kind.BRANCH
     used_at: int = 0
+    stored_at: int = 0
     priority: int = 0
     turn: int = 0
     notes: Any = None
@@ -277,6 +279,25 @@ class Root(Node):
         super().__init__(None, Run(0, 1, b"", array("i")), 0, 0, usage)
         self.namespace: str = namespace
         self.priorities: Priorities = priorities
+
+
+class EvictedCheckpoint(NamedTuple):
+    """A checkpoint that was evicted. Times are numbers of requests that had come.
+
+    Attributes:
+        start, end: of the edge that it was at the end of.
+        kind: why it was put there.
+        hits: number of requests that resumed from it.
+        stored_at, used_at, evicted_at: when it was stored, used last, and evicted.
+    """
+
+    start: int
+    end: int
+    kind: Kind
+    hits: int
+    stored_at: int
+    used_at: int
+    evicted_at: int
 
 
 @dataclass(slots=True)

@@ -64,6 +64,7 @@ class Tree:
         ghosts: what is remembered about evicted prefixes.
         forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
+        evictor: evicts them.
 
     One thread owns a tree.
     """
@@ -88,7 +89,7 @@ class Tree:
         self._priority_cap = priority_cap
         self.locks: Locks = Locks()
         self.forest: Forest = Forest(page_size, grid, self.locks.covers)
-        self._evictor = Evictor(self.forest, self.candidates, self.ghosts)
+        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
     def num_pages(self) -> int:
@@ -358,6 +359,7 @@ class Tree:
         else:
             former.created, former.used_at, usage = tick, usage.used_at, former
         usage.last_used = 0 if checkpoint.kind == Kind.INTERVAL else tick
+        usage.stored_at = self.candidates.now
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
         self.candidates.entered(node)
@@ -458,20 +460,20 @@ class Tree:
             released: receives what is evicted, at every moment; None: a new one.
         """
         released = Released() if released is None else released
-        self._evictor.evict_pages(num_pages, released)
+        self.evictor.evict_pages(num_pages, released)
         return released
 
     def evict_checkpoints(self, num_checkpoints: int, released: Released | None = None) -> Released:
         """Evict `num_checkpoints` checkpoints if possible, in the order of the policy. Their pages stay."""
         released = Released() if released is None else released
-        self._evictor.evict_checkpoints(num_checkpoints, released)
+        self.evictor.evict_checkpoints(num_checkpoints, released)
         return released
 
     def evict_one(self, num_pages: int, released: Released | None = None) -> Released:
         """Evict the candidate with the lowest rank: a checkpoint, or up to `num_pages` pages from the tail of a leaf
         that has none. Evicts nothing when everything is locked."""
         released = Released() if released is None else released
-        self._evictor.evict_one(num_pages, released)
+        self.evictor.evict_one(num_pages, released)
         return released
 
     def evict_all(self, released: Released | None = None) -> Released:

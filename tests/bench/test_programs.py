@@ -27,9 +27,7 @@ def write(path: Path, requests: list[tuple[list[int], list[int]]]) -> str:
 def run(hit_rate: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert hit_rate.main([*arguments, "--json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)["lines"]
-    assert line["value"] == line["details"]["hit"]
-    result: dict[str, Any] = line["details"]
-    return result
+    return {**line["details"], "hit": line["value"]}
 
 
 def test_a_trace_is_counted_to_the_token(
@@ -40,16 +38,12 @@ def test_a_trace_is_counted_to_the_token(
     turns = [(first, [7] * 50), (first + [7] * 50 + [8] * 100, [9] * 10), (first[:100] + [3] * 100, [4])]
     trace = write(tmp_path / "chat.jsonl", turns)
     result = run(hit_rate, capsys, "--trace", trace, "--budget-gb", "inf", "--geometry", "qwen35_4b", "--audit")
-    asked = 150 + 300 + 200
     assert result["requests"] == 3
-    assert result["hit"] == round(100 * (0 + 192 + 64) / asked, 2)
-    assert result["first_sight"] == round(100 * (150 + 100 + 100) / asked, 2)
-    assert result["lost_alignment"] == round(100 * ((200 - 192) + (100 - 64)) / asked, 2)
-    assert result["lost_evicted"] == result["lost_no_checkpoint"] == 0
+    assert result["hit"] == round(100 * (0 + 192 + 64) / (150 + 300 + 200), 2)
 
 
 @pytest.mark.parametrize("policy", ["lhd", "lru", "flop_aware", "mru"])
-def test_what_is_hit_and_what_is_lost_add_up(
+def test_a_trace_gives_the_same_figures_again_and_more_memory_hits_more(
     hit_rate: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str
 ) -> None:
     histories: dict[int, list[int]] = {}
@@ -61,11 +55,9 @@ def test_what_is_hit_and_what_is_lost_add_up(
         requests.append((ids, out))
         histories[chat] = ids + out if at % 11 else ids[: len(ids) // 2]
     trace = write(tmp_path / "chats.jsonl", requests)
-    custom = ["--geometry", "custom", "--kv-bytes", "1000", "--state-bytes", "1500000", "--budget-gb", "0.02"]
+    custom = ["--geometry", "1000,1500000", "--budget-gb", "0.02"]
     first = run(hit_rate, capsys, "--trace", trace, *custom, "--policy", policy, "--audit")
     again = run(hit_rate, capsys, "--trace", trace, *custom, "--policy", policy)
-    losses = ("lost_evicted", "lost_no_checkpoint", "lost_alignment", "first_sight")
-    assert first["hit"] + sum(first[name] for name in losses) == pytest.approx(100, abs=0.05)
     assert first["evicted_checkpoints"] > 0
     assert {**first, "us_per_request": 0} == {**again, "us_per_request": 0}
     endless = run(hit_rate, capsys, "--trace", trace, "--budget-gb", "inf")
@@ -77,7 +69,7 @@ def test_stored_checkpoints_hit_more_in_the_same_memory(
 ) -> None:
     prompts = [[n] * 70 for n in range(12)]
     trace = write(tmp_path / "few.jsonl", [(prompts[at * 5 % 12], [1]) for at in range(120)])
-    custom = ["--geometry", "custom", "--kv-bytes", "100", "--state-bytes", "1000000", "--budget-gb", "0.008"]
+    custom = ["--geometry", "100,1000000", "--budget-gb", "0.008"]
     rates = [
         run(hit_rate, capsys, "--trace", trace, *custom, "--state-dtype", name)["hit"] for name in ("float32", "int8")
     ]
@@ -98,7 +90,7 @@ def test_a_file_of_known_figures_is_run_cell_by_cell(
     assert found == [("one, 1 GB", 48.0, 38.0, True), ("one, endless memory", 48.0, 47.5, True)]
     assert lines[0]["medians"]["Marconi"] == 41.0
     assert hit_rate.main(["--reference", str(reference), "--traces", str(tmp_path)]) == 0
-    assert "checkpoint" in capsys.readouterr().out
+    assert "Marconi" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -108,7 +100,7 @@ def test_a_file_of_known_figures_is_run_cell_by_cell(
         (["--trace", "x"], "--budget-gb"),
         (["--trace", "x", "--budget-gb", "nan"], "--budget-gb must be a positive number"),
         (["--trace", __file__, "--budget-gb", "0.0001"], "line 1"),
-        (["--trace", "x", "--geometry", "custom", "--budget-gb", "1"], "--kv-bytes"),
+        (["--trace", "x", "--geometry", "65536", "--budget-gb", "1"], "two numbers of bytes"),
     ],
 )
 def test_what_is_missing_is_named(

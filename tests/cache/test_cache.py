@@ -133,7 +133,7 @@ def signal_at_line(count: int) -> Callable[[FrameType, str, Any], Any]:
     return trace
 
 
-def test_clear_is_not_interrupted_by_a_signal_handler_that_raises() -> None:
+def test_clear_is_not_interrupted_by_a_signal_handler_that_raises(untraced: None) -> None:
     """Wherever the signal comes, the handler runs before anything is evicted or after everything is free."""
     lines = 0
     former = signal.signal(signal.SIGUSR1, raise_stopped)

@@ -1,5 +1,6 @@
 """The command line, as a person and as a machine use it; and that what it proves could fail."""
 
+import io
 import json
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from hybrid import Engine, HybridCache
-from hybrid.commands import parity, stress
+from hybrid import CacheConfig, Engine, HybridCache
+from hybrid.commands import demo, parity, stress
 from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.commands.main import main
 from hybrid.commands.toy_model import ToyPending, ToyRunner
@@ -98,7 +100,7 @@ def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytes
     assert run_json(capsys, *STRESS, "--seed", "5")[1] != report
 
 
-def test_stress_survives_signals() -> None:
+def test_stress_survives_signals(untraced: None) -> None:
     report = stress.run_stress(None, 1, 0, 1500, progress=False, audit_every=10, signals=True)
     assert report.passed, report
     assert report.faults.interrupts > 0
@@ -163,26 +165,62 @@ def test_stress_notices_a_checkpoint_that_is_not_the_state_of_its_key(tiny: Engi
     assert check_checkpoints(engine)[1] == 1
 
 
-def test_the_demo_shows_hits_and_the_answers_are_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo"]) == 0
-    shown = capsys.readouterr().out
-    for text in (
-        "identical bit by bit",
-        "prompt tokens saved",
-        "times as fast",
-        "●",
-        "○",
-        "pages up to",
-        "small memory",
-    ):
-        assert text in shown
+@pytest.fixture(scope="module")
+def story() -> list[demo.Act]:
+    """The demo, played once."""
+    return demo.Demo(Engine.from_pretrained("tiny", cache=CacheConfig(memory="2GiB"))).run(lambda act: None)
+
+
+def test_the_demo_shows_hits_and_the_answers_are_the_same(story: list[demo.Act]) -> None:
+    verdict = demo.judge(story)
+    assert verdict.identical
+    assert verdict.same_tokens
+    assert verdict.saved_tokens > 0.7 * verdict.prompt_tokens
+    first, second, small, branch = story
+    assert [output.usage.cached_tokens for output in first.cached] == [0, 1728, 1728, 1728]
+    assert all(output.usage.cached_tokens >= 1728 for output in second.cached)
+    assert small.cached[1].usage.cached_tokens == 1728
+    before, after = (output.usage for output in branch.cached)
+    assert before.page_tokens > before.cached_tokens  # pages alone do not make a hit
+    assert after.cached_tokens == after.page_tokens >= before.page_tokens
+    for act in story:
+        assert all(output.usage.cached_tokens == 0 for output in act.plain)
+
+
+@pytest.mark.parametrize("width", [100, 140])
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_demo_fits_into_a_terminal(story: list[demo.Act], width: int, verbose: bool) -> None:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    narrator = demo.Narrator(console, verbose)
+    for act in story:
+        narrator.tell(act)
+    narrator.conclude(demo.judge(story))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    for text in ("identical bit by bit", "prompt tokens saved", "●", "only these are not computed again"):
+        assert any(text in line for line in lines)
+    if not verbose:  # answers and explanations may be longer than a line
+        assert max(map(len, lines)) <= 100
+        assert len(lines) < 60
 
 
 def test_the_demo_runs_without_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
     status, result = run_json(capsys, "demo", "--no-cache")
     assert status == 0
-    assert result["verdict"] is None
     assert all(row["usable_hit"] == 0 for row in result["without_cache"])
+
+
+def test_tree_draws_text_and_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = ("The with statement is used to wrap " * 20, "The with statement is used to wrap " * 10)
+    status, result = run_json(capsys, "tree", *prompts, "--max-new-tokens", "2")
+    assert status == 0
+    assert "●" in result["tree"]
+    page = tmp_path / "tree [1].html"
+    assert main(["tree", *prompts, "--max-new-tokens", "2", "--out", str(page)]) == 0
+    assert str(page) in capsys.readouterr().out
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert main(["tree", *prompts, "--out", str(tmp_path / "no" / "tree.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_generate_continues_prompts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,7 +242,7 @@ def test_a_wrong_command_exits_with_2_and_says_why(capsys: pytest.CaptureFixture
     assert exit_.value.code == 2
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["parity"], ["stress"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["tree"], ["parity"], ["stress"]])
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])

@@ -12,7 +12,7 @@ from hybrid import Engine, SamplingParams
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner, Pending, Result
 from hybrid.engine.planner import Padding, Plan, plan
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from support.engines import assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 

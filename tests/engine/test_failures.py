@@ -10,7 +10,7 @@ import torch
 
 from hybrid import Engine, ImagePrompt, RequestOutput, SamplingParams
 from hybrid.engine.planner import Plan, plan
-from hybrid.engine.scheduler import Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.errors import AuditError
 from hybrid.prompts.images import Image
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end

@@ -16,6 +16,8 @@ from hybrid import Engine, OwnershipError, RequestOutput
 from hybrid.interrupts import deferred_interrupts
 from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
+pytestmark = pytest.mark.usefixtures("untraced")
+
 # Threads
 
 

@@ -149,7 +149,9 @@ def alarm_raises() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_signal_at_any_point_of_a_call_leaves_the_cache_whole(alarm_raises: None, deterministic: bool) -> None:
+def test_a_signal_at_any_point_of_a_call_leaves_the_cache_whole(
+    untraced: None, alarm_raises: None, deterministic: bool
+) -> None:
     model = tiny_model("qwen3_5_text")
 
     def turn(cache: Any) -> Any:

@@ -42,9 +42,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the tool writes of the few cases that reach every kernel."""
+    """What the tool writes."""
     folder = tmp_path_factory.mktemp("compiled")
-    result = run("--brief", "--json", str(folder / "found.json"), TRITON_CACHE_DIR=str(folder / "cache"))
+    result = run("--json", str(folder / "found.json"), TRITON_CACHE_DIR=str(folder / "cache"))
     assert result.returncode == 0, result.stdout + result.stderr
     found: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
     return found
@@ -87,7 +87,7 @@ def test_kernels_of_matrix_products_use_tensor_cores(compiled: dict[str, Any]) -
 
 
 def test_matrix_products_of_prompts_use_the_instructions_of_the_device(compiled: dict[str, Any]) -> None:
-    prompts = ("extend", "chunk rule", "2048 rows", "experts of 2048", "expert layer of 2048")
+    prompts = ("extend", "chunk rule", "2048 rows", "expert layer of 2048")
     rows = [row for row in compiled["kernels"] if row["case"].startswith(prompts) and row["hgmma"] + row["hmma"]]
     assert {row["kernel"] for row in rows} >= MATRIX_KERNELS - {"_decode_kernel", "_decode_kernel_of_experts"}
     for row in rows:
@@ -104,6 +104,3 @@ def test_the_tool_says_what_it_cannot_do() -> None:
     interpreted = run(TRITON_INTERPRET="1")
     assert interpreted.returncode == 2
     assert "unset it" in interpreted.stderr
-    unknown = run("--only", "attention_of_others")
-    assert unknown.returncode == 2
-    assert "attention.paged_attention" in unknown.stderr

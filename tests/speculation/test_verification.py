@@ -43,8 +43,7 @@ def test_drafts_change_neither_tokens_nor_bits(tiny: Engine, params: SamplingPar
         assert [output.token_ids for output in found] == [output.token_ids for output in expected]
         assert [output.logprobs for output in found] == [output.logprobs for output in expected]
         assert_nothing_held(engine)
-    stats = engine.speculator.stats["Scripted"] if engine.speculator is not None else None
-    assert stats is not None
+    stats = engine.stats().speculation["Scripted"]
     assert stats.drafted_tokens > 0
     if right == 1.0:
         assert stats.accepted_tokens == stats.drafted_tokens

@@ -10,7 +10,7 @@ import torch
 from hybrid import CacheConfig, CacheMemory, Engine, EngineConfig, HybridCache
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.model_runner import Result
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from support.engines import GRID
 
 VOCAB = 1024

@@ -1,0 +1,66 @@
+"""What a cache looks like at this moment, for the pictures of `hybrid.observe`."""
+
+from __future__ import annotations
+
+from hybrid.cache.stats import CacheStats
+from hybrid.key import TOKEN_BYTES, common_prefix
+from hybrid.observe.snapshot import MAX_IDS, Life, NodeView, Snapshot
+from hybrid.tree.node import Node
+from hybrid.tree.tree import Tree
+
+TOTALS = (
+    "pages_total", "pages_cached", "pages_private", "pages_free",
+    "states_total", "checkpoints", "states_private", "states_free",
+    "evicted_pages", "evicted_checkpoints", "pins",
+)  # fmt: skip
+"""Fields of `CacheStats` that a picture shows."""
+
+
+def take_snapshot(tree: Tree, stats: CacheStats) -> Snapshot:
+    """Take the picture's data. Nothing changes, recency included."""
+    places: dict[int, int] = {}
+    nodes: list[NodeView] = []
+    for namespace, node in tree.nodes():
+        parent = node.parent
+        assert parent is not None
+        places[id(node)] = len(nodes)
+        nodes.append(_view(tree, node, places.get(id(parent), -1), namespace))
+    return Snapshot(
+        nodes=tuple(nodes),
+        lives=tuple(Life(*life) for life in tree.evictor.recent),
+        page_size=tree.page_size,
+        page_bytes=stats.page_bytes,
+        checkpoint_bytes=stats.checkpoint_bytes,
+        now=tree.candidates.now,
+        totals={name: getattr(stats, name) for name in TOTALS},
+    )
+
+
+def _ids(node: Node) -> tuple[int, ...]:
+    """The first ids of an edge that differ from those of its siblings: they share less than a page."""
+    assert node.parent is not None
+    pages = node.parent.children  # by the first page of each edge
+    first, last = min(pages), max(pages)  # what these two share all of them share
+    shared = common_prefix(first, last, 0, 0, TOKEN_BYTES, len(first)) // TOKEN_BYTES if len(pages) > 1 else 0
+    return tuple(memoryview(node.edge).cast("i")[shared : shared + MAX_IDS].tolist())
+
+
+def _view(tree: Tree, node: Node, parent: int, namespace: str) -> NodeView:
+    usage = node.usage
+    return NodeView(
+        parent=parent,
+        namespace=namespace,
+        start=node.start,
+        end=node.end,
+        num_pages=node.num_pages,
+        has_checkpoint=node.slot is not None,
+        kind=usage.kind.value,
+        hits=usage.hits,
+        idle=tree.candidates.now - usage.used_at,
+        stored_at=usage.stored_at,
+        priority=usage.priority,
+        value=tree.candidates.value(node),
+        page_locks=node.page_locks,
+        state_locks=node.state_locks,
+        ids=_ids(node),
+    )

@@ -1,0 +1,266 @@
+"""The steps of an engine: what is scheduled, computed, committed and delivered, and what holds when that fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hybrid.cache.cache import HybridCache
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.guard import StepGuard
+from hybrid.engine.meter import Meter
+from hybrid.engine.model_runner import Result, Runner
+from hybrid.engine.request import Request, Status
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.step import Part, Step
+from hybrid.engine.suspects import Suspects
+from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError
+from hybrid.interrupts import deferred_interrupts
+
+log: logging.Logger = logging.getLogger(__name__)
+
+NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
+
+
+class ClosedRunner:
+    """In place of the runner of an engine that was closed, which holds the model and the cache's memory."""
+
+    def plan(self, step: Step) -> Any:
+        """Refuses."""
+        raise ClosedError("this engine was closed")
+
+    def launch(self, plan: Any) -> Any:
+        """Refuses."""
+        raise ClosedError("this engine was closed")
+
+
+class StepLoop:
+    """Runs the requests of an engine, step by step.
+
+    Args:
+        cache: what requests share.
+        scheduler: the requests that wait and run.
+        runner: computes the steps.
+        config: limits of requests and steps.
+        end_tokens: tokens that end an answer.
+        overlap: schedule the next step while the device computes this one. Not where tokens are drafted: drafts follow
+            the last token.
+
+    Attributes:
+        runner: as given.
+        requests: those that wait or run, by id; without replays.
+        meter: counts what was delivered.
+        is_retrying: the latest step failed, and its requests are computed again by the next one.
+    """
+
+    def __init__(
+        self,
+        cache: HybridCache,
+        scheduler: Scheduler,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        end_tokens: frozenset[int],
+        overlap: bool,
+    ) -> None:
+        self.runner: Runner = runner
+        self.requests: dict[str, Request] = {}
+        self.meter: Meter = Meter()
+        self.is_retrying: bool = False
+        self._cache = cache
+        self._scheduler = scheduler
+        self._config = config
+        self._end_tokens = end_tokens
+        self._overlap = overlap
+        self._ahead: Step | None = None
+        self._suspects = Suspects()
+        self._is_stepping = False
+        self._aborted: list[Request] = []
+
+    def enter(self, requests: list[Request]) -> None:
+        """Queue requests: all, or none.
+
+        Raises:
+            QueueFullError: more than may wait.
+        """
+        limit, waiting = self._config.max_waiting, self._scheduler.waiting.num_requests
+        if limit is not None and waiting + len(requests) > limit:
+            raise QueueFullError(f"{waiting} requests wait, and {len(requests)} more are too many: max_waiting={limit}")
+        with deferred_interrupts():
+            for request in requests:
+                self.requests[request.request_id] = request
+                self._scheduler.waiting.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request: now, or at the end of the step that is under way.
+
+        Raises:
+            RequestError: there is no such request, or it has ended.
+        """
+        with deferred_interrupts():
+            request = self.requests.pop(request_id, None)
+            if request is None:
+                raise RequestError(f"no request {request_id!r} is waiting or running")
+            if self._is_stepping:  # called by a signal handler, or when a stream is collected
+                self._aborted.append(request)
+            else:
+                self._end_aborted(request)
+
+    def close(self) -> None:
+        """Abort all requests, forget replays and the model."""
+        with deferred_interrupts():
+            for request_id in list(self.requests):
+                self.abort(request_id)
+            for replay in [*self._scheduler.running, *self._scheduler.waiting.in_turn(set())]:
+                self._scheduler.discard(replay)
+            self._ahead = None
+            self.runner = ClosedRunner()
+
+    def work(self) -> None:
+        """A step on behalf of some requests. If it fails, further steps find the request that is the reason."""
+        try:
+            self.advance()
+        except Exception:
+            if not self.is_retrying:
+                raise
+            log.warning("a step failed, and its requests are computed again", exc_info=True)
+
+    def replay_while_idle(self) -> None:
+        """Replay answers, as long as there is no other work."""
+        while not self.requests and self._scheduler.has_work:
+            self.work()
+
+    def advance(self) -> None:
+        """One step: schedule, plan, launch, commit, deliver.
+
+        With overlap the next step is scheduled while the device computes this one. Until the results are there, a
+        failure undoes the step for all its requests (`_guard`); after that it ends one request.
+        """
+        with self._guard() as guard:
+            step = guard.undo_on_failure(self._schedule())
+            if not step.parts:
+                self._suspects.passed([])
+                return
+            started = time.perf_counter()
+            with guard.interruptible():
+                plan = self.runner.plan(step)
+                pending = self.runner.launch(plan)
+            parts = self._scheduler.advance(step)
+            if self._overlap and self._suspects.group is None and self._scheduler.drafting is None:
+                self._ahead = guard.undo_on_failure(self._scheduler.schedule())
+            with guard.interruptible():
+                results = dict(zip(map(id, step.parts), pending.wait(), strict=True))
+            guard.keep_on_failure()
+            if self._scheduler.drafting is not None:
+                self._scheduler.drafting.timed(step, time.perf_counter() - started)
+            for part in parts:
+                if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled
+                    continue
+                with guard.failing(part.request):
+                    self._take(part, results[id(part)])
+                    self._deliver(part, results[id(part)])
+            self._suspects.passed([part.request for part in parts])
+
+    def _schedule(self) -> Step:
+        """The parts of the step scheduled ahead whose requests still run, or else a step scheduled now."""
+        ahead, self._ahead = self._ahead, None
+        step = ahead.alive() if ahead is not None else Step([])
+        return step if step.parts else self._scheduler.schedule(self._suspects.group)
+
+    def _take(self, part: Part, result: Result) -> None:
+        """Append the tokens of a part to its request, up to its end, and share what was computed of them."""
+        request = part.request
+        if not result.is_finite:
+            raise NonFiniteError(NOT_FINITE)
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.accept(part, result.num_accepted)
+        for at, token in enumerate(result.tokens):
+            if request.finish_reason is None:
+                before = request.last_token_at
+                request.append(token, result.logprobs[at] if result.logprobs else None, self._end_tokens)
+                self.meter.delivered(request, before)
+        if part.is_alive:  # otherwise it was retracted while it was computed
+            self._scheduler.commit(part)
+
+    def _deliver(self, part: Part, result: Result) -> None:
+        """Give the output of a part to its consumer."""
+        request = part.request
+        if not result.tokens:
+            return
+        if request.finish_reason is not None:
+            self._scheduler.finish(request)
+            self._end(request)
+        request.outputs.put(request)
+
+    @contextmanager
+    def _guard(self) -> Iterator[StepGuard]:
+        """What holds around every step, however it ends.
+
+        * Signal handlers wait, except where `StepGuard.interruptible` lets them run.
+        * When the step fails before its results are there, its requests, and those of the step scheduled ahead, start
+          again from what they have committed. A request that makes steps fail again and again ends with an error.
+        * Requests that failed by themselves end with an error, and those that were aborted meanwhile are aborted.
+        """
+        if self._is_stepping:
+            raise RequestError("a step is under way: a signal handler cannot start another one")
+        with deferred_interrupts() as interrupts:
+            guard = StepGuard(interrupts)
+            self._is_stepping = True
+            self.is_retrying = False
+            try:
+                yield guard
+                if self._config.audit:
+                    self._cache.audit()
+            except BaseException as error:
+                if not self._undo(guard, error):
+                    raise
+            finally:
+                self._is_stepping = False
+                for request, failure in (*self._scheduler.take_failures(), *guard.failures):
+                    self._fail(request, failure)
+                aborted, self._aborted = self._aborted, []
+                for request in aborted:
+                    self._end_aborted(request)
+            guard.raise_pending()
+
+    def _undo(self, guard: StepGuard, error: BaseException) -> bool:
+        """Undo steps that failed. Returns whether the failure is that of one request, which ends with it."""
+        if not guard.steps:
+            return False
+        self._ahead = None
+        self._scheduler.roll_back(*guard.steps)
+        if isinstance(error, Exception) and not guard.was_interrupted:
+            self.is_retrying = True
+            culprit = self._suspects.failed([part.request for part in guard.steps[0].parts])
+            if culprit is not None:
+                self.is_retrying = False
+                self._fail(culprit, error)
+                return True
+        return False
+
+    def _fail(self, request: Request, error: BaseException) -> None:
+        """End a request with an error."""
+        if request.error is not None:
+            return
+        request.finish_reason = "error"
+        request.error = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
+        log.warning("%s ends with an error: %s", request.request_id, request.error)
+        self._end(request)
+        request.outputs.put(request)
+        self._scheduler.discard(request)
+
+    def _end_aborted(self, request: Request) -> None:
+        if request.status is not Status.FINISHED:
+            request.finish_reason = "abort"
+            self._end(request)
+            request.outputs.put(request)
+            self._scheduler.discard(request)
+
+    def _end(self, request: Request) -> None:
+        """A request has its finish reason."""
+        if not request.is_replay:
+            self.requests.pop(request.request_id, None)
+            self.meter.ended(request.finish_reason or "")

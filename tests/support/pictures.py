@@ -1,0 +1,34 @@
+"""Small caches to be drawn: a token per character, pages of two."""
+
+from hybrid import CacheConfig, CacheMemory, HybridCache, Key
+from hybrid.cache.snapshot import take_snapshot
+from hybrid.observe.snapshot import Snapshot
+
+
+def cache_with(*texts: str, namespace: str = "") -> HybridCache:
+    """A cache in pages of 2 that served these texts, a token per character."""
+    cache = HybridCache(CacheMemory.of_indices(200, 50), CacheConfig(page_size=2, chunk_size=2))
+    for text in texts:
+        serve(cache, text, namespace)
+    return cache
+
+
+def serve(cache: HybridCache, text: str, namespace: str = "") -> None:
+    key = Key.of([*map(ord, text)], namespace)
+    lease = cache.open_whole(key)
+    assert lease is not None
+    whole = len(text) // 2 * 2
+    assert cache.reserve(lease, whole)
+    if lease.num_hit_tokens < whole:
+        cache.capture(lease, whole)
+        cache.advance(lease, whole)
+        cache.commit(lease, key, whole)
+    cache.close(lease)
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
+def snapshot_of(cache: HybridCache) -> Snapshot:
+    return take_snapshot(cache.tree, cache.stats())
