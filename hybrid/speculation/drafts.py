@@ -30,10 +30,13 @@ class Drafts:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether each token follows the one before it."""
-        return self.parents == tuple(range(-1, len(self.parents) - 1))
+    def first_path(self) -> Drafts:
+        """The first token, the first one after it, and so on: a chain."""
+        path: list[int] = []
+        for at, parent in enumerate(self.parents):
+            if parent == (path[-1] if path else -1):
+                path.append(at)
+        return Drafts(tuple(self.tokens[at] for at in path), tuple(range(-1, len(path) - 1)), self.drafter)
 
     def first(self, count: int) -> Drafts:
         """The first `count` tokens."""

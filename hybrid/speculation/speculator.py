@@ -114,7 +114,7 @@ class Speculator:
             proposed = drafter.propose(history, count)
             if not isinstance(proposed, tuple) or len(proposed) != 2:
                 raise ArgumentError(f"drafter {drafter.name}: propose must return (tokens, parents), got {proposed!r}")
-            drafts = checked(*proposed, drafter.name, count, self._vocab_size)
+            drafts = checked(*proposed, drafter.name, count, self._vocab_size).first_path()
         except Exception as error:
             if not stats.refused:
                 log.warning("drafts are refused: %s: %s", type(error).__name__, error)
