@@ -1,4 +1,4 @@
-"""What happens to drafts where something else happens: ends inside them, boundaries, retraction, aborts, full memory."""
+"""What happens to drafts where something else happens: ends inside them, boundaries, retraction, full memory."""
 
 from typing import Any
 
