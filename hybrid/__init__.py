@@ -7,7 +7,7 @@
 
 import importlib
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 _root = Path(__file__).resolve().parent.parent
 if (_root / "kernels" / "ops.py").is_file():
@@ -47,10 +47,14 @@ from hybrid.speculation.config import SpeculationConfig  # noqa: E402
 from hybrid.speculation.drafter import Drafter, History  # noqa: E402
 from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
 
+if TYPE_CHECKING:
+    from hybrid.serve.async_engine import AsyncEngine
+
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "AsyncEngine",
     "AuditError",
     "CacheConfig",
     "CacheMemory",
@@ -90,7 +94,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
     if name == "hf":  # imports transformers, which takes seconds
         return importlib.import_module("hybrid.hf")
+    if name == "AsyncEngine":  # imports asyncio
+        return importlib.import_module("hybrid.serve").AsyncEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,11 @@ EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if path.stem != 
 
 SHOWN = {
     "agent": [r"branch ' Use a tuple when': '.+'", r"rewound from \d+ to \d+ tokens", r"[1-9]\d+ of \d+ tokens cached"],
+    "asyncio_users": [
+        r"user 0: '.+' \(length, [1-9]\d+ of \d+ tokens cached\)",
+        r"user 2 left after \d+ tokens",
+        r"7 answers, 1 aborted",
+    ],
     "chat": [
         r"> Where is it defined\?",
         r"[1-9]\d+ of \d+ tokens cached",

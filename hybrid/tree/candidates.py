@@ -9,14 +9,21 @@ import math
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from random import Random
 from types import MethodType
 
+import numpy as np
+
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.policy import Facts, Order, Policy, PolicyWarning
-from hybrid.tree.queues import OrderedQueue, Queue, SampledQueue
+from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
+from hybrid.tree.queues import AgingQueue, OrderedQueue, Queue, SampledQueue
 from hybrid.units import Prices
+
+TOLD = 32
+"""Nodes below a change that are looked at for checkpoints to weigh again; the others are when a sample has them."""
 
 Hook = Callable[[Facts], None]
 
@@ -60,6 +67,9 @@ class Candidates:
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
     def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool]) -> Queue:
+        policy = self._policy
+        if isinstance(policy, AgingPolicy):
+            return AgingQueue(partial(self._weigh, policy), partial(self._ranks, policy), is_candidate, self._rng)
         if order is None:
             return SampledQueue(self._rank, is_candidate, self._rng)
         return OrderedQueue(self._rank, is_candidate, falls=order == "any")
@@ -163,11 +173,31 @@ class Candidates:
         """Report that the node got a checkpoint, or the usage of one that was not admitted."""
         if self._entered is not None:
             self._report("entered", self._entered, self.facts(node))
+        if node.children:
+            self.reweigh_below(node)
+
+    def reweigh_below(self, node: Node) -> None:
+        """What the checkpoints next below a node save, or would free, has changed. Of many some are told."""
+        below = [*islice(node.children.values(), TOLD)]
+        for _ in range(TOLD):
+            if not below:
+                break
+            node = below.pop()
+            if node.slot is None:
+                below.extend(islice(node.children.values(), TOLD))
+            else:
+                self._checkpoints.changed(node)
+                self._leaves.changed(node)
 
     def changed(self, node: Node) -> None:
         """Report that the node got its first child or request, or lost its last one, or that its kind has changed."""
         if self._changed is not None and (node.slot is not None or node.lost_checkpoint):
             self._report("changed", self._changed, self.facts(node))
+        if node.slot is not None:
+            self._checkpoints.changed(node)
+            self._leaves.changed(node)
+        if node.slot is None and len(node.children) == 1:
+            self.reweigh_below(node)
 
     def admits(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool) -> bool:
         """Whether a checkpoint that is not stored yet is worth more than the one that would be evicted for it.
@@ -202,6 +232,30 @@ class Candidates:
             reason = f"rank raised {error!r}"
         self._dismiss(reason)
         return facts.last_used
+
+    def _weigh(self, policy: AgingPolicy, node: Node) -> tuple[int, float]:
+        if self.failure is None:
+            try:
+                group, weight = policy.weigh(Facts(node, self.now, self._prices))
+                if not math.isnan(weight):
+                    return group, weight
+                reason = "a weight is NaN"
+            except Exception as error:
+                reason = f"weigh raised {error!r}"
+            self._dismiss(reason)
+        return 0, 0.0
+
+    def _ranks(self, policy: AgingPolicy, groups: Ints, weights: Floats, used: Ints) -> Floats:
+        if self.failure is None:
+            try:
+                ranks = policy.ranks(groups, weights, self.now - used)
+                if ranks.shape == used.shape and not math.isnan(ranks.min()):
+                    return ranks
+                reason = "a rank is NaN, or there are not as many as candidates"
+            except Exception as error:
+                reason = f"ranks raised {error!r}"
+            self._dismiss(reason)
+        return used.astype(np.float64)  # dismissed during a search: the queues are rebuilt after it
 
     def _report(self, name: str, hook: Hook, facts: Facts) -> None:
         if self.failure is not None:

@@ -74,6 +74,7 @@ class Evictor:
             if num_pages == 0:
                 self._drop_checkpoint(node, released)
                 if node.children:
+                    self._candidates.reweigh_below(node)
                     self._forest.join(node)
                 else:
                     self._candidates.enter(node, renewed=True)  # its pages may still be evicted
@@ -96,6 +97,8 @@ class Evictor:
             released.pages.extend(node.pages)
             parent = self._forest.remove(node)
             if parent.children:
+                if len(parent.children) == 1:
+                    self._candidates.reweigh_below(parent)
                 self._forest.join(parent)
                 return
             self._candidates.changed(parent)

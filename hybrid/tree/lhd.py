@@ -20,10 +20,13 @@ It descends from LHD (Beckmann et al., NSDI 2018); hazards with censored data, g
 from __future__ import annotations
 
 from collections import deque
-from math import exp, log2
+from math import log2
 
+import numpy as np
+
+from hybrid.tree.cohorts import Array, Cohorts
 from hybrid.tree.node import Kind
-from hybrid.tree.policy import Facts, Policy
+from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints
 
 BINS = 27
 """Half octaves of age + 1: the last begins at about 8000 requests."""
@@ -43,14 +46,14 @@ NEIGHBOURS = 0.5
 FADING, REFIT = 0.9, 50
 """Counts fade by this factor each time the tables are rebuilt."""
 
-EXPOSED_AT_ONCE = 96
-"""Records whose exposure is brought up to date with each request: all of some thousands within a refit."""
-
 MAX_WATCHED = 20_000
-"""Records beyond this many are forgotten once their checkpoint has gone."""
+"""Checkpoints that have gone and are still watched; beyond this many the one that went first is forgotten."""
 
 Class = tuple[object, ...]
 """(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits), and its prefixes."""
+
+ANY, SPARE = 0, 1
+"""The groups that are no class: all checkpoints; those that are spare and not used yet."""
 
 
 def age_bin(age: int) -> int:
@@ -72,17 +75,22 @@ EDGES = first_ages()
 BIN_OF = [age_bin(age) for age in range(EDGES[BINS] + 1)]
 LAST_AGE = len(BIN_OF) - 1
 
+_BIN_OF = np.array(BIN_OF)
+_WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])
+_MIDDLES = np.array([(EDGES[at] + max(EDGES[at], EDGES[at + 1] - 1)) / 2 for at in range(BINS)])
+
 
 class Record:
     """What is known of a checkpoint, there or gone.
 
     Attributes:
         last: request at which it was last put there or used.
-        counted: its exposure is counted up to this request.
         live: it is in the cache.
+        group: the number of its class.
+        watched: its exposure counts.
     """
 
-    __slots__ = ("below", "counted", "hits", "kind", "last", "live", "of", "turn")
+    __slots__ = ("below", "group", "hits", "kind", "last", "live", "turn", "watched")
 
     def __init__(self, facts: Facts) -> None:
         self.kind: Kind = facts.kind
@@ -90,9 +98,9 @@ class Record:
         self.hits: int = facts.hits
         self.below: bool = facts.has_below
         self.last: int = facts.now - facts.age
-        self.counted: int = self.last
         self.live: bool = True
-        self.of: Class = self.classify()
+        self.watched: bool = False
+        self.group: int = ANY
 
     def classify(self) -> Class:
         if self.hits < EXACT_HITS:
@@ -102,52 +110,40 @@ class Record:
         return (self.kind, self.below, min(self.hits, EXACT_HITS), fine)
 
 
-class Counts:
-    """Hits and exposure per age bin."""
-
-    __slots__ = ("exposure", "hits")
-
-    def __init__(self) -> None:
-        self.hits: list[float] = [0.0] * BINS
-        self.exposure: list[float] = [0.0] * BINS
-
-    def add(self, other: Counts) -> None:
-        self.hits = [a + b for a, b in zip(self.hits, other.hits, strict=True)]
-        self.exposure = [a + b for a, b in zip(self.exposure, other.exposure, strict=True)]
-
-    def fade(self) -> None:
-        self.hits = [FADING * value for value in self.hits]
-        self.exposure = [FADING * value for value in self.exposure]
-
-
-class LearnedHitDensity(Policy):
+class LearnedHitDensity(AgingPolicy):
     """Evict the fewest expected hits per byte, as learned from past hits."""
 
     def __init__(self) -> None:
         self._now = 0
         self._fitted_at = 0
-        self._counts: dict[Class, Counts] = {}
-        self._watched: deque[Record] = deque()
-        self._densities: dict[Class, list[float]] = {}
+        self._num_watched = 0
+        self._gone: deque[Record] = deque()
+        self._cohorts = Cohorts(EDGES[:BINS])
+        self._groups: dict[Class, int] = {(): ANY, ("spare",): SPARE}
+        self._parents = [ANY, ANY]
+        self._hits = np.zeros((2, BINS))
+        self._exposure = np.zeros((2, BINS))
+        self._densities = np.ones((2, BINS))
         self._fit()
 
     @property
     def num_watched(self) -> int:
         """Number of checkpoints, stored or not, whose use is being counted."""
-        return len(self._watched)
+        return self._num_watched
+
+    def weigh(self, facts: Facts) -> tuple[int, float]:
+        if facts.last_used == 0:  # spare and not used yet: evicted before all others, the least useful first
+            return SPARE, -1.0 / (1 + facts.tokens_saved)
+        record = facts.notes or self._record(facts)
+        return record.group, facts.tokens_saved / facts.bytes_freed * facts.priority_weight
 
     def rank(self, facts: Facts) -> float:
-        if facts.last_used == 0:  # spare and not used yet: evicted before all others, the least useful first
-            return -1.0 / (1 + facts.tokens_saved)
-        record = facts.notes or self._record(facts)
-        densities = self._densities
-        table = densities.get(record.of)
-        if table is None:
-            table = densities.get(record.of[:3]) or densities.get(record.of[:2]) or densities[()]
-        age = facts.age
-        density = table[BIN_OF[age] if age < LAST_AGE else BINS - 1]
-        value = density * facts.tokens_saved / facts.bytes_freed
-        return value * facts.priority_weight
+        group, weight = self.weigh(facts)
+        return float(self._densities[group, BIN_OF[min(facts.age, LAST_AGE)]]) * weight
+
+    def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
+        ranks: Floats = self._densities[groups, _BIN_OF[np.minimum(ages, LAST_AGE)]] * weights
+        return ranks
 
     # What happens
 
@@ -157,17 +153,22 @@ class LearnedHitDensity(Policy):
         if facts.last_used == 0:
             return
         record = facts.notes or self._record(facts)
-        self._expose(record)
-        record.last = record.counted = facts.now
-        record.live = facts.is_live
+        self._leave(record)
+        record.last = facts.now
         self._change(record, facts)
+        self._join(record)
+        if facts.is_live:
+            record.live = True
+        else:
+            self._let_go(record)
 
     def changed(self, facts: Facts) -> None:
         """Whether it has descendants, or its kind, has changed."""
         record = facts.notes
-        if record is not None:
-            self._expose(record)
+        if record is not None and (record.below is not facts.has_below or record.kind is not facts.kind):
+            self._leave(record)
             self._change(record, facts)
+            self._join(record)
 
     def hit(self, facts: Facts) -> None:
         """A request resumes from it."""
@@ -182,111 +183,132 @@ class LearnedHitDensity(Policy):
     def evicted(self, facts: Facts) -> None:
         """It goes; its record stays."""
         if facts.notes is not None:
-            facts.notes.live = False
+            self._let_go(facts.notes)
 
     def _record(self, facts: Facts) -> Record:
         record = facts.notes = Record(facts)
-        self._watched.append(record)
+        record.group = self._group(record.classify())
+        self._join(record)
         return record
 
     def _count(self, facts: Facts) -> None:
         record = facts.notes or self._record(facts)
-        self._expose(record)
+        self._leave(record)
         age = max(0, self._now - 1 - record.last)
-        self._of(record).hits[BIN_OF[min(age, LAST_AGE)]] += 1
+        self._hits[record.group, BIN_OF[min(age, LAST_AGE)]] += 1
         record.hits += 1
-        record.last = record.counted = self._now
-        record.of = record.classify()
+        record.last = self._now
+        record.group = self._group(record.classify())
+        self._join(record)
 
     def _change(self, record: Record, facts: Facts) -> None:
         record.below = facts.has_below
         record.kind = facts.kind
-        record.of = record.classify()
+        record.group = self._group(record.classify())
 
-    def _of(self, record: Record) -> Counts:
-        counts = self._counts.get(record.of)
-        if counts is None:
-            counts = self._counts[record.of] = Counts()
-        return counts
+    def _let_go(self, record: Record) -> None:
+        """Forget what has gone longest if too many have."""
+        if record.live:
+            record.live = False
+            self._gone.append(record)
+        while len(self._gone) > MAX_WATCHED:
+            oldest = self._gone.popleft()
+            if not oldest.live:
+                self._leave(oldest)
 
-    def _expose(self, record: Record) -> None:
-        """Count the requests since the last call as exposure, at the ages that the checkpoint had meanwhile."""
-        now = self._now
-        if record.counted >= now:
+    # Exposure
+
+    def _join(self, record: Record) -> None:
+        """Count its exposure from now on."""
+        record.watched = True
+        self._num_watched += 1
+        self._cohorts.add(record.group, record.last, 1)
+        self._expose(record, -1.0)
+
+    def _leave(self, record: Record) -> None:
+        """Count its exposure until now, and not from now on."""
+        if record.watched:
+            record.watched = False
+            self._num_watched -= 1
+            self._cohorts.add(record.group, record.last, -1)
+            self._expose(record, 1.0)
+
+    def _expose(self, record: Record, weight: float) -> None:
+        """Count what the next fit would count, if the record had its class since the last, up to now."""
+        age, end = max(0, self._fitted_at - record.last), self._now - record.last
+        if age >= end:
             return
-        age, end = record.counted - record.last, now - record.last
-        record.counted = now
-        counts = self._counts.get(record.of)
-        exposure = counts.exposure if counts is not None else self._of(record).exposure
+        exposure = self._exposure[record.group]
         at = BIN_OF[age] if age < LAST_AGE else BINS - 1
-        if at == BINS - 1 or end <= EDGES[at + 1]:
-            exposure[at] += end - age
-            return
         while at < BINS - 1 and end > EDGES[at + 1]:
-            exposure[at] += EDGES[at + 1] - age
+            exposure[at] += weight * (EDGES[at + 1] - age)
             age = EDGES[at + 1]
             at += 1
-        exposure[at] += end - age
+        exposure[at] += weight * (end - age)
 
     # What is learned
 
     def _advance(self, now: int) -> None:
-        if now == self._now:
-            return
-        watched, since = self._watched, self._now
-        for _ in range(min(len(watched), EXPOSED_AT_ONCE * (now - since))):
-            record = watched.popleft()
-            if record.counted < since:
-                self._expose(record)
-            if record.live or len(watched) < MAX_WATCHED:
-                watched.append(record)
         self._now = now
         if now - self._fitted_at >= REFIT:
-            self._fitted_at = now
             self._fit()
+
+    def _group(self, of: Class) -> int:
+        """The number of a class. One that is new has the densities of the coarser one until the next fit."""
+        group = self._groups.get(of)
+        if group is None:
+            parent = self._group(of[:-1]) if len(of) > 2 else ANY
+            group = self._groups[of] = len(self._groups)
+            self._parents.append(parent)
+            row = np.zeros((1, BINS))
+            self._hits, self._exposure = np.concatenate([self._hits, row]), np.concatenate([self._exposure, row])
+            self._densities = np.concatenate([self._densities, self._densities[parent : parent + 1]])
+        return group
 
     def _fit(self) -> None:
         """Make the table of densities anew. Coarse classes first: each is the prior of the finer ones."""
-        totals: dict[Class, Counts] = {}
-        for fine, counts in self._counts.items():
-            for length in (2, 3, 4):
-                totals.setdefault(fine[:length], Counts()).add(counts)
-            counts.fade()
-        middle = [(EDGES[at] + max(EDGES[at], EDGES[at + 1] - 1)) / 2 for at in range(BINS)]
-        hazards: dict[Class, list[float]] = {(): [1 / (age + 10) for age in middle]}
-        self._densities = {(): density(hazards[()])}
-        for of in sorted(totals, key=len):
-            coarser = hazards[of[:-1] if len(of) > 2 else ()]
-            hits, exposure = smooth(totals[of].hits), smooth(totals[of].exposure)
-            hazards[of] = [
-                (hit + PRIOR) / (exposed + PRIOR / above)
-                for hit, exposed, above in zip(hits, exposure, coarser, strict=True)
-            ]
-            self._densities[of] = density(hazards[of])
+        self._exposure += self._cohorts.exposure(len(self._groups), self._fitted_at, self._now)
+        self._fitted_at = self._now
+        hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)
+        levels = [np.array([at for of, at in self._groups.items() if len(of) == length]) for length in (2, 3, 4)]
+        for level in reversed(levels[1:]):
+            if len(level):
+                np.add.at(hits, parents[level], hits[level])
+                np.add.at(exposure, parents[level], exposure[level])
+        self._hits *= FADING
+        self._exposure *= FADING
+        hits, exposure = smooth(hits), smooth(exposure)
+        hazards = np.empty_like(hits)
+        hazards[[ANY, SPARE]] = 1 / (_MIDDLES + 10)
+        for level in levels:
+            if len(level):
+                coarser = hazards[parents[level]]
+                hazards[level] = (hits[level] + PRIOR) / (exposure[level] + PRIOR / coarser)
+        self._densities = density(hazards)
+        self._densities[SPARE] = 1.0
 
 
-def smooth(values: list[float]) -> list[float]:
-    """Each bin with a part of its neighbours'."""
-    padded = [0.0, *values, 0.0]
-    return [
-        value + NEIGHBOURS * (below + above) for below, value, above in zip(padded, values, padded[2:], strict=False)
-    ]
+def smooth(values: Array) -> Array:
+    """Each bin with a part of its neighbours', `[classes, bins]`."""
+    smoothed = values.copy()
+    smoothed[:, 1:] += NEIGHBOURS * values[:, :-1]
+    smoothed[:, :-1] += NEIGHBOURS * values[:, 1:]
+    return smoothed
 
 
-def density(hazard: list[float]) -> list[float]:
-    """Discounted hits to come over discounted time until then, from each age bin on.
+def density(hazards: Array) -> Array:
+    """Discounted hits to come over discounted time until then, from each age bin on, `[classes, bins]`.
 
     Within a bin the hazard is constant, so that both integrals have a closed form; one pass from the last bin back.
     """
-    densities = [0.0] * BINS
-    hits = time = 0.0
+    rates = hazards + DISCOUNT
+    stays = np.exp(-rates * _WIDTHS)
+    spent = (1 - stays) / rates
+    gained = spent * hazards
+    densities = np.empty_like(hazards)
+    hits = time = np.zeros(len(hazards))
     for at in range(BINS - 1, -1, -1):
-        width = 1e5 if at == BINS - 1 else EDGES[at + 1] - EDGES[at]
-        if width:
-            rate = hazard[at] + DISCOUNT
-            stays = exp(-rate * width)
-            spent = (1 - stays) / rate
-            hits = spent * hazard[at] + stays * hits
-            time = spent + stays * time
-        densities[at] = hits / time
+        hits = gained[:, at] + stays[:, at] * hits
+        time = spent[:, at] + stays[:, at] * time
+        densities[:, at] = hits / time
     return densities

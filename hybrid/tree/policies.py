@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hybrid.errors import ArgumentError
 from hybrid.tree.lhd import LearnedHitDensity
-from hybrid.tree.policy import Facts, Order, Policy
+from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy
 
 
 class LeastRecentlyUsed(Policy):
@@ -63,7 +63,7 @@ class LowestPriority(Policy):
         return facts.priority * 2.0**40 + facts.last_used
 
 
-class FlopAware(Policy):
+class FlopAware(AgingPolicy):
     """Recency plus computation saved per byte (after Marconi, MLSys 2025), both relative to the largest seen lately.
 
     Computation is counted in tokens of the forward pass: those since the nearest checkpoint above, and attention over
@@ -79,12 +79,15 @@ class FlopAware(Policy):
         self._attention = attention
         self._densest = 1e-30
 
-    def rank(self, facts: Facts) -> float:
+    def weigh(self, facts: Facts) -> tuple[int, float]:
         tokens = facts.tokens_saved
         saved = tokens + tokens * self._attention * (facts.num_tokens - tokens / 2)
         density = saved / max(facts.bytes_freed, 1)
         self._densest = max(self._densest, density)
-        return 1 / (1 + facts.age) + self._alpha * density / self._densest
+        return 0, density
+
+    def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
+        return 1 / (1 + ages) + (self._alpha / self._densest) * weights
 
     def evicted(self, facts: Facts) -> None:
         """Let the largest density seen decay, so that one outlier does not set the scale forever."""

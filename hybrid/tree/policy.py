@@ -9,12 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Literal
 
+import numpy as np
+
 from hybrid.tree.node import Kind, Node, NodeUsage
 from hybrid.units import Prices
 
 Order = Literal["rising", "any"]
 """How a use of a candidate changes its rank: "rising" never lowers it, "any" may."""
 
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 MAX_STEPS = 1000
 """Powers of two of a priority's weight, as far as a float has them."""
@@ -200,3 +205,24 @@ class Policy(ABC):
 
     def evicted(self, facts: Facts) -> None:  # noqa: B027
         """The checkpoint is about to be evicted."""
+
+
+class AgingPolicy(Policy):
+    """A policy whose ranks change with age alone, as long as nothing happens to a candidate or next to it.
+
+    What does not depend on age is asked for once and kept, a group and a weight for each candidate; the ranks of many
+    candidates follow from these and their ages in one call.
+    """
+
+    @abstractmethod
+    def weigh(self, facts: Facts) -> tuple[int, float]:
+        """The group of a candidate, 0 or more, and its weight: numbers for `ranks`."""
+
+    @abstractmethod
+    def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
+        """The ranks of candidates of these groups, weights and ages, each `[candidates]`: the lowest is evicted
+        first."""
+
+    def rank(self, facts: Facts) -> float:
+        group, weight = self.weigh(facts)
+        return float(self.ranks(np.array([group]), np.array([weight]), np.array([facts.age]))[0])

@@ -1,18 +1,23 @@
-"""The two kinds of queue of candidates for eviction, one for each kind of policy.
+"""The kinds of queue of candidates for eviction, one for each kind of policy.
 
 `OrderedQueue` is for ranks that change only with use (a heap), `SampledQueue` for ranks that change by themselves, with
-age or with what was learned (the lowest of a random sample). Both find a victim without looking at all candidates.
+age or with what was learned (the lowest of a random sample), and so is `AgingQueue`, for policies that rank a whole
+sample at once. All find a victim without looking at all candidates.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable
 from itertools import count
 from random import Random
 from typing import Protocol
 
+import numpy as np
+
 from hybrid.tree.node import Node
+from hybrid.tree.policy import Floats, Ints
 
 SAMPLE = 48
 """Number of candidates in a sample: the lowest of 48 is among the lowest 6 % in 19 of 20 cases."""
@@ -28,6 +33,10 @@ class Queue(Protocol):
 
     def used(self, node: Node) -> None:
         """A candidate's use was counted."""
+        ...
+
+    def changed(self, node: Node) -> None:
+        """Something about a node has changed, without a use."""
         ...
 
     def __contains__(self, node: Node) -> bool:
@@ -81,6 +90,9 @@ class OrderedQueue:
     def used(self, node: Node) -> None:
         if self._falls and id(node) in self._entered:
             self._enter(node)
+
+    def changed(self, node: Node) -> None:
+        pass  # its rank follows from its uses
 
     def peek(self) -> tuple[float, Node] | None:
         heap = self._heap
@@ -149,7 +161,9 @@ class SampledQueue:
         return len(self._nodes)
 
     def used(self, node: Node) -> None:
-        pass
+        pass  # it is ranked anew whenever it is in a sample
+
+    changed = used
 
     def peek(self) -> tuple[float, Node] | None:
         while len(self._nodes) > SAMPLE:
@@ -176,3 +190,145 @@ class SampledQueue:
             elif id(node) in self._places:
                 self.pop(node)
         return best
+
+
+class AgingQueue:
+    """Candidates in no order, each with what its rank needs beside its age: the lowest of a random sample is evicted
+    first.
+
+    What is kept of a candidate may be out of date, where something next to it has changed. The one that is found is
+    therefore weighed again, and so is one other of each sample.
+
+    Args:
+        weigh: returns the group and the weight of a candidate.
+        ranks: returns the ranks of candidates of some groups, weights and requests of their last use.
+        is_candidate: returns whether a node may be evicted at present.
+        rng: with an equal seed the same calls find the same victims.
+    """
+
+    def __init__(
+        self,
+        weigh: Callable[[Node], tuple[int, float]],
+        ranks: Callable[[Ints, Floats, Ints], Floats],
+        is_candidate: Callable[[Node], bool],
+        rng: Random,
+    ) -> None:
+        self._weigh = weigh
+        self._ranks = ranks
+        self._is_candidate = is_candidate
+        self._dice = np.random.default_rng(rng.getrandbits(64))
+        self._rolled, self._num_rolled = np.zeros(0), 0
+        self._nodes: list[Node] = []
+        self._places: dict[int, int] = {}
+        self._found: tuple[float, Node] | None = None  # until something in the queue changes
+        self._compact_at = 1024
+        self._groups = np.zeros(self._compact_at + 1, np.int64)
+        self._weights = np.zeros(self._compact_at + 1)
+        self._used = np.zeros(self._compact_at + 1, np.int64)
+        self._stale = np.zeros(self._compact_at + 1, np.bool_)
+
+    def push(self, node: Node, renewed: bool) -> None:
+        place = self._places.get(id(node))
+        if place is None:
+            if len(self._nodes) > self._compact_at:
+                self._compact()
+            place = self._places[id(node)] = len(self._nodes)
+            self._nodes.append(node)
+        self._stale[place] = True
+        self._found = None
+
+    def used(self, node: Node) -> None:
+        place = self._places.get(id(node))
+        if place is not None:
+            self._stale[place] = True
+            self._found = None
+
+    changed = used
+
+    def __contains__(self, node: Node) -> bool:
+        return id(node) in self._places
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def peek(self) -> tuple[float, Node] | None:
+        if self._found is not None and self._is_candidate(self._found[1]):
+            return self._found
+        self._found = None
+        while self._nodes and self._found is None:
+            self._found = self._lowest(self._sample(len(self._nodes)))
+        return self._found
+
+    def pop(self, node: Node) -> None:
+        self._found = None
+        place = self._places.pop(id(node))
+        last = self._nodes.pop()
+        if last is not node:
+            end = len(self._nodes)
+            self._nodes[place] = last
+            self._places[id(last)] = place
+            for column in (self._groups, self._weights, self._used, self._stale):
+                column[place] = column[end]
+
+    def _sample(self, size: int) -> Ints:
+        """Places of a sample; all of them while they are few."""
+        if size <= SAMPLE:
+            return np.arange(size)
+        start, self._num_rolled = self._num_rolled, self._num_rolled + SAMPLE
+        if self._num_rolled > len(self._rolled):
+            self._rolled, start, self._num_rolled = self._dice.random(64 * SAMPLE), 0, SAMPLE
+        return (self._rolled[start : self._num_rolled] * size).astype(np.int64)
+
+    def _lowest(self, places: Ints) -> tuple[float, Node] | None:
+        """The lowest of a sample. Nodes that are not candidates any more are removed from the queue."""
+        gone: dict[int, Node] = {}
+        for place in {int(places[0]), *places[self._stale[places]].tolist()}:
+            node = self._nodes[place]
+            if self._is_candidate(node):
+                self._renew(place, node)
+            else:
+                gone[place] = node
+        ranks = self._ranks(self._groups[places], self._weights[places], self._used[places])
+        found: tuple[float, Node] | None = None
+        while found is None:
+            at = int(ranks.argmin())
+            rank, place = float(ranks[at]), int(places[at])
+            if rank == math.inf:
+                break
+            node = self._nodes[place]
+            if place in gone or not self._is_candidate(node):
+                gone[place] = node
+                ranks[places == place] = math.inf
+            elif self._renew(place, node):
+                one = slice(place, place + 1)
+                ranks[places == place] = self._ranks(self._groups[one], self._weights[one], self._used[one])[0]
+            else:
+                found = rank, node
+        for node in gone.values():
+            self.pop(node)
+        return found
+
+    def _renew(self, place: int, node: Node) -> bool:
+        """Weigh a candidate again. Returns whether something has changed."""
+        group, weight = self._weigh(node)
+        used = node.usage.used_at
+        changed = group != self._groups[place] or weight != self._weights[place] or used != self._used[place]
+        self._groups[place], self._weights[place], self._used[place] = group, weight, used
+        self._stale[place] = False
+        return bool(changed)
+
+    def _compact(self) -> None:
+        """Drop nodes that are not candidates any more (`peek` does so too, but may not be called), and have room for as
+        many again."""
+        kept = [place for place, node in enumerate(self._nodes) if self._is_candidate(node)]
+        self._nodes = [self._nodes[place] for place in kept]
+        self._places = {id(node): place for place, node in enumerate(self._nodes)}
+        self._compact_at = max(1024, 2 * len(kept))
+
+        def room(column: np.ndarray) -> np.ndarray:
+            grown = np.zeros(self._compact_at + 1, column.dtype)
+            grown[: len(kept)] = column[kept]
+            return grown
+
+        self._groups, self._weights = room(self._groups), room(self._weights)
+        self._used, self._stale = room(self._used), room(self._stale)

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from hybrid.cache.cache import HybridCache
@@ -32,12 +33,12 @@ def test_bins_of_age_are_half_octaves_without_a_gap() -> None:
 @pytest.mark.parametrize("hazard", [0.5, 0.01, 1e-4])
 def test_where_the_hazard_is_constant_it_is_the_density(hazard: float) -> None:
     """A hit comes after 1 / hazard requests on average, which is what it costs to wait for it."""
-    assert density([hazard] * BINS) == pytest.approx([hazard] * BINS)
+    assert density(np.full((1, BINS), hazard))[0] == pytest.approx([hazard] * BINS)
 
 
 def test_what_comes_soon_counts_more_than_what_comes_late() -> None:
-    soon = density([0.1 if at < 6 else 1e-4 for at in range(BINS)])
-    late = density([1e-4 if at < 16 else 0.1 for at in range(BINS)])
+    hazards = [[0.1 if at < 6 else 1e-4 for at in range(BINS)], [1e-4 if at < 16 else 0.1 for at in range(BINS)]]
+    soon, late = density(np.array(hazards))
     assert soon[0] > 5 * late[0]
     assert late[10] > late[0]  # the longer it has waited, the nearer it is
     assert soon[10] < soon[0]

@@ -1,16 +1,18 @@
 """A policy that breaks its word is dismissed: a warning says why, LRU takes over, and nothing is lost."""
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from hybrid.cache.config import CacheConfig
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.policy import Facts, Policy, PolicyWarning
+from hybrid.tree.policy import AgingPolicy, Facts, Policy, PolicyWarning
 from support.caches import AuditedCache, key_of, release, serve, start
 
 TEXTS = ("ab", "abc", "de", "abf", "ghij", "ab", "abf", "klm")
@@ -237,3 +239,29 @@ def test_nothing_is_lost_where_warnings_are_errors(method: str) -> None:
                         cache.close(lease)
         assert cache.leases == set()
         release(cache)
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("method", ["weigh", "ranks"])
+@pytest.mark.parametrize(
+    "returned", [boom, lambda: None, lambda: "0.5", lambda: np.full(3, math.nan), lambda: (0, math.nan)]
+)
+def test_one_that_ranks_samples_is_dismissed_too(method: str, returned: Callable[[], object], elastic: bool) -> None:
+    class Aging(AgingPolicy):
+        num_calls = 0
+
+        def call(self, name: str, result: object) -> object:
+            self.num_calls += name == method
+            return returned() if name == method and self.num_calls == 3 else result
+
+        def weigh(self, facts: Facts) -> object:
+            return self.call("weigh", (0, facts.created * 7919.0 % 1009))
+
+        def ranks(self, groups: object, weights: np.ndarray, ages: object) -> object:
+            return self.call("ranks", weights)
+
+    cache = cache_with(Aging(), elastic=elastic)
+    with pytest.warns(PolicyWarning, match="LRU takes over"):
+        work(cache)
+    assert "Aging" in (cache.stats().policy_failure or "")
+    release(cache)

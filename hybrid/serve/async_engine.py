@@ -1,0 +1,176 @@
+"""The engine for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, TypeVar
+
+import torch
+
+from hybrid.cache.config import CacheConfig
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.engine import Engine
+from hybrid.engine.output import RequestOutput
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.stats import EngineStats
+from hybrid.errors import ArgumentError
+from hybrid.prompts.encode import Prompt, as_prompts
+from hybrid.serve.door import Asked
+from hybrid.serve.engine_thread import EngineThread
+from hybrid.serve.stream import OutputStream
+
+Result = TypeVar("Result")
+
+
+class AsyncEngine:
+    """An engine that any number of tasks use at once, in one or in several event loops.
+
+    A thread of its own owns the engine, and waits while there is no work. Use `async with`, or `close`.
+
+        async with hybrid.AsyncEngine.from_pretrained("tiny") as engine:
+            async for output in engine.stream("The with statement"):
+                print(output.delta, end="", flush=True)
+
+    Args:
+        engine: that nothing else uses from now on.
+        when_full: what a prompt does that finds `EngineConfig.max_waiting` requests waiting: "wait" until there is
+            room, by turns between namespaces, or "refuse": `QueueFullError`.
+
+    Raises:
+        ArgumentError: `when_full` is neither.
+
+    Attributes:
+        engine: for what never changes (`tokenizer`, `default_params`, `config`) and what any thread may read
+            (`cache.stats()`). Everything else through `call`.
+    """
+
+    def __init__(self, engine: Engine, *, when_full: Literal["wait", "refuse"] = "wait") -> None:
+        if when_full not in ("wait", "refuse"):
+            raise ArgumentError(f"AsyncEngine: when_full must be 'wait' or 'refuse', got {when_full!r:.100}")
+        if not isinstance(engine, Engine):
+            raise ArgumentError(f"AsyncEngine: an Engine is needed, or use from_pretrained; got {engine!r:.100}")
+        self.engine = engine
+        self._thread = EngineThread(engine, refuses=when_full == "refuse")
+        self._finalizer = weakref.finalize(self, self._thread.close)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        cache: CacheConfig | None = None,
+        config: EngineConfig | None = None,
+        when_full: Literal["wait", "refuse"] = "wait",
+    ) -> AsyncEngine:
+        """As `Engine.from_pretrained`. It blocks while the checkpoint is loaded; `await
+        asyncio.to_thread(AsyncEngine.from_pretrained, ...)` does not.
+
+        Raises:
+            CheckpointError: there is no usable checkpoint.
+            MemoryBudgetError: the cache's memory does not suffice.
+            ArgumentError: another argument is wrong.
+        """
+        engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, config=config)
+        return cls(engine, when_full=when_full)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        namespace: str = "",
+        request_id: str | None = None,
+    ) -> OutputStream:
+        """Answer one prompt; its outputs as they come, each with what is new (`delta`, `delta_token_ids`).
+
+        The request starts when the first output is awaited. It is aborted when the task that reads it is cancelled,
+        and when the stream is closed or dropped. A reader that is slow gets longer deltas, and holds up nothing. The
+        last output has a `finish_reason`; that of a request that failed is "error", and `error` says why.
+
+        Args:
+            prompt, params, namespace, request_id: as for `Engine.add_request`.
+
+        Raises:
+            HybridError: by the first output: all that `Engine.add_request` raises, and `ClosedError`.
+        """
+        return OutputStream(Asked(prompt, params, namespace, request_id), self._thread, keeps=self)
+
+    async def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        namespace: str = "",
+    ) -> list[RequestOutput]:
+        """Answer prompts together: one result per prompt, in order. A request that failed has
+        `finish_reason="error"`. When the task is cancelled, all of them are aborted.
+
+        Raises:
+            HybridError: all that `Engine.generate` raises, and `ClosedError`. The other prompts are aborted.
+        """
+        many = as_prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
+        if len(each) != len(many):
+            raise ArgumentError(
+                f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each"
+            )
+        asked = [Asked(prompt, own, namespace, None) for prompt, own in zip(many, each, strict=True)]
+        streams = [OutputStream(one, self._thread, keeps=self, only_ends=True) for one in asked]
+        try:
+            self._thread.ask([stream.begin() for stream in streams])
+            return [[output async for output in stream][-1] for stream in streams]
+        finally:
+            for stream in streams:
+                stream.abort()
+
+    async def abort(self, request_id: str) -> None:
+        """Stop a request. Its reader gets a last output with `finish_reason="abort"`.
+
+        Raises:
+            RequestError: there is no such request, or it has ended.
+        """
+        await self._thread.call(lambda engine: self._thread.abort(request_id))
+
+    async def call(self, function: Callable[[Engine], Result]) -> Result:
+        """Run a function with the engine in its thread, between two steps: to pin, to audit, to clear.
+
+            pin = await engine.call(lambda own: own.pin(prompt, ttl=60.0))
+
+        Raises:
+            ClosedError: the engine was closed.
+            Exception: that of the function.
+        """
+        result: Result = await self._thread.call(function)
+        return result
+
+    def stats(self) -> EngineStats:
+        """As `Engine.stats`; prompts that wait until the engine takes them count as waiting."""
+        return self._thread.stats()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether prompts are taken: the engine was not closed, and its thread did not end with an error."""
+        return self._thread.is_running
+
+    async def close(self) -> None:
+        """Abort all requests, free the memory of the cache, and wait until the thread has ended.
+
+        Readers get a last output with `finish_reason="abort"`; prompts that the engine did not take yet, and all calls
+        from now on, get a `ClosedError`.
+        """
+        self._thread.close()
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,286 @@
+"""The thread that owns an engine, and runs it for others.
+
+Other threads put commands into a queue; the thread runs them between two steps. While there is no work it waits for
+the next command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from hybrid.engine.engine import Engine
+from hybrid.engine.output import RequestOutput
+from hybrid.engine.stats import EngineStats
+from hybrid.errors import ClosedError, QueueFullError, RequestError
+from hybrid.serve.door import Asked, Door
+from hybrid.serve.inbox import Courier, Inbox
+
+log: logging.Logger = logging.getLogger(__name__)
+
+ADMISSION_SECONDS = 0.01
+"""Between two steps prompts are encoded for about this long, so that many at once do not hold up those that run."""
+
+
+_running: WeakSet[EngineThread] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Before Python ends: a thread that computes meanwhile would be stopped in the middle."""
+    for thread in list(_running):
+        thread.close()
+        thread.join()
+
+
+class EngineThread:
+    """Owns an engine.
+
+    Args:
+        engine: which nothing else uses from now on.
+        refuses: a prompt that finds as many waiting as the engine's configuration allows is refused with
+            `QueueFullError`; else it waits.
+
+    Attributes:
+        engine: as given.
+    """
+
+    def __init__(self, engine: Engine, *, refuses: bool) -> None:
+        self.engine = engine
+        self._refuses = refuses
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._lock = threading.RLock()  # re-entrant: a stream may be collected at any time, and posts its abort then
+        self._end: Callable[[], ClosedError] | None = None  # set when no command is run any more
+        self._is_closing = False
+        self._door = Door()
+        self._inboxes: dict[str, Inbox] = {}
+        self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
+        self._thread = threading.Thread(target=self._run, name="hybrid-engine", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    # In any thread
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken: it was not closed, and did not end with an error."""
+        return self._end is None and not self._is_closing
+
+    def stats(self) -> EngineStats:
+        """The engine's, with all that wait."""
+        stats = self.engine.stats()
+        return replace(stats, waiting=stats.waiting + len(self._door))
+
+    def ask(self, asked: list[tuple[Asked, Inbox]]) -> None:
+        """Run prompts; all of them are refused, or none.
+
+        Raises:
+            ClosedError: the thread has ended.
+        """
+        self._post(partial(self._take_in, asked))
+
+    def forget(self, inbox: Inbox) -> None:
+        """Abort all requests of an inbox, which is not read any more."""
+        with suppress(ClosedError):  # they have ended
+            self._post(partial(self._abort_all, inbox))
+
+    async def call(self, function: Callable[[Engine], Any]) -> Any:
+        """Run a function with the engine, between two steps.
+
+        Raises:
+            ClosedError: the thread has ended.
+            Exception: that of the function.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if future.done():  # the caller was cancelled
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def run() -> None:
+            result, error = None, None
+            try:
+                if self._end is not None:
+                    raise self._end()
+                result = function(self.engine)
+            except BaseException as failure:
+                error = failure
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(settle, result, error)
+
+        self._post(run)
+        return await future
+
+    def close(self) -> None:
+        """End the thread after the step that is under way. Does not wait for it. From any thread, at any time."""
+        with suppress(ClosedError):
+            self._post(self._begin_to_close)
+
+    def join(self) -> None:
+        """Wait until the thread has ended."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self._end is not None:
+                raise self._end()
+            self._commands.put(command)
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            self.engine.cache.adopt()
+            while not self._is_closing:
+                self._run_commands()
+                self._admit()
+                if self.engine.has_work:
+                    self._step()
+        except BaseException as error:
+            log.exception("the thread of the engine ends with an error")
+            self._finish(partial(_caused_by, error))
+            self._close_engine()
+        else:
+            self._close_engine()
+            self._finish(partial(ClosedError, "this engine was closed; make another one with from_pretrained"))
+
+    def _run_commands(self) -> None:
+        """Run the commands that are there; without other work, wait for one."""
+        is_idle = not self.engine.has_work and not len(self._door)
+        try:
+            while not self._is_closing:
+                self._commands.get(block=is_idle)()
+                is_idle = False
+        except Empty:
+            pass
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception:
+            if not self.engine.is_retrying:
+                raise
+            log.warning("a step failed, and its requests are computed again", exc_info=True)
+            return
+        for output in outputs:
+            self._deliver(output)
+
+    def _deliver(self, output: RequestOutput) -> None:
+        inbox = self._inboxes.get(output.request_id)
+        if inbox is not None and inbox.loop.is_closed() and output.finish_reason is None:
+            self._abort_all(inbox)  # it has no reader any more
+            return
+        if output.finish_reason is not None:
+            self._inboxes.pop(output.request_id, None)
+        if inbox is not None and (output.finish_reason is not None or not inbox.only_ends):
+            inbox.put(output)
+            self._notify(inbox)
+
+    def _notify(self, inbox: Inbox) -> None:
+        courier = self._couriers.get(inbox.loop)
+        if courier is None:
+            courier = self._couriers[inbox.loop] = Courier(inbox.loop)
+        courier.notify(inbox)
+
+    def _fail(self, inbox: Inbox, error: BaseException) -> None:
+        inbox.fail(error)
+        self._notify(inbox)
+
+    def _take_in(self, asked: list[tuple[Asked, Inbox]]) -> None:
+        limit = self.engine.config.max_waiting
+        waiting = self.engine.scheduler.waiting.num_requests + len(self._door)
+        if self._refuses and limit is not None and waiting + len(asked) > limit:
+            text = f"{waiting} requests wait, and {len(asked)} more are too many: max_waiting={limit}"
+            for _, inbox in asked:
+                self._fail(inbox, QueueFullError(text))
+            return
+        for one, inbox in asked:
+            self._door.add(one, inbox)
+
+    def _admit(self) -> None:
+        """Give the engine the prompts that it takes now."""
+        limit, began = self.engine.config.max_waiting, time.perf_counter()
+        while len(self._door):
+            waiting = self.engine.scheduler.waiting.num_requests
+            if limit is not None and waiting >= limit:
+                return
+            asked, inbox = self._door.next()
+            try:
+                name = self.engine.add_request(
+                    asked.prompt, asked.params, namespace=asked.namespace, request_id=asked.request_id
+                )
+                self._inboxes[name] = inbox
+            except QueueFullError as error:  # it is more than one request, and fewer are allowed now
+                if waiting:
+                    self._door.put_back(asked, inbox)
+                    return
+                self._fail(inbox, error)
+            except Exception as error:
+                self._fail(inbox, error)
+            if time.perf_counter() - began > ADMISSION_SECONDS:
+                return
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request, in the thread: its last output has `finish_reason="abort"`.
+
+        Raises:
+            RequestError: there is no such request.
+        """
+        waiting = next((inbox for asked, inbox in self._door if asked.request_id == request_id), None)
+        if waiting is None or request_id in self._inboxes:
+            self.engine.abort(request_id)
+            return
+        self._door.remove(waiting)
+        self._fail(waiting, RequestError(f"{request_id} was aborted before the engine took it"))
+
+    def _abort_all(self, inbox: Inbox) -> None:
+        self._door.remove(inbox)
+        for request_id in [name for name, other in self._inboxes.items() if other is inbox]:
+            del self._inboxes[request_id]
+            with suppress(RequestError):  # it has ended, and its output was not taken yet
+                self.engine.abort(request_id)
+
+    def _begin_to_close(self) -> None:
+        self._is_closing = True
+
+    def _close_engine(self) -> None:
+        """Abort what runs, for readers that have not got an error."""
+        try:
+            self.engine.close()
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    self._deliver(output)
+        except BaseException:
+            log.exception("the engine could not be closed")
+
+    def _finish(self, end: Callable[[], ClosedError]) -> None:
+        """From now on every call fails, and so do the readers that wait."""
+        with self._lock:
+            self._end = end
+        while not self._commands.empty():  # nothing is added any more
+            self._commands.get()()
+        for inbox in {*self._inboxes.values(), *(inbox for _, inbox in self._door)}:
+            self._fail(inbox, end())
+        self._inboxes.clear()
+
+
+def _caused_by(error: BaseException) -> ClosedError:
+    closed = ClosedError(f"the engine's thread ended with an error: {type(error).__name__}: {error}")
+    closed.__cause__ = error
+    return closed

@@ -1,0 +1,126 @@
+"""From the engine's thread to readers in event loops.
+
+A reader that is slow holds up nothing: its inbox keeps the latest output of each request, and outputs hold the whole
+answer. An event loop that is slow has at most one callback waiting, however many steps were made meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+
+from hybrid.engine.output import RequestOutput
+from hybrid.errors import RequestError
+
+
+class Inbox:
+    """The outputs of the requests of one call, for its one reader.
+
+    Args:
+        only_ends: keep only the last output of each request.
+
+    Attributes:
+        loop: the event loop that it is read in.
+        only_ends: as given.
+    """
+
+    def __init__(self, *, only_ends: bool = False) -> None:
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
+        self.only_ends = only_ends
+        self._lock = threading.Lock()
+        self._latest: dict[str, RequestOutput] = {}
+        self._read: dict[str, RequestOutput] = {}  # what the reader had last, of each request that has not ended
+        self._error: BaseException | None = None
+        self._arrived = asyncio.Event()
+        self._is_read = False
+        self._is_closed = False
+
+    # In the engine's thread
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output. It replaces one of the same request that was not read; nothing of it is lost by that."""
+        with self._lock:
+            self._latest[output.request_id] = output
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will come. The reader gets what it did not read, and then the error."""
+        with self._lock:
+            self._error = self._error or error
+
+    # In the event loop
+
+    def wake(self) -> None:
+        """There is something to read."""
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Nothing more is wanted: a reader that waits gets nothing."""
+        self._is_closed = True
+        self._arrived.set()
+
+    def check_reader(self) -> None:
+        """Check that the running task may read.
+
+        Raises:
+            RequestError: another task is waiting for outputs, or this is another event loop.
+        """
+        if self._is_read:
+            raise RequestError("another task is waiting for the next output of this stream; one task reads a stream")
+        if asyncio.get_running_loop() is not self.loop:
+            raise RequestError("this stream was started in another event loop; read it there")
+
+    async def take(self) -> list[RequestOutput]:
+        """Wait for outputs, and remove them. Their deltas begin where those that were taken before ended. There are
+        none once the inbox is closed.
+
+        Raises:
+            Exception: with which the call failed.
+        """
+        self._is_read = True
+        try:
+            while not self._is_closed:
+                await self._arrived.wait()
+                self._arrived.clear()
+                with self._lock:
+                    latest, self._latest, error = self._latest, {}, self._error
+                if error is not None:
+                    self._arrived.set()  # it stays
+                if latest:
+                    return [self._unread(output) for output in latest.values()]
+                if error is not None:
+                    raise error
+            return []
+        finally:
+            self._is_read = False
+
+    def _unread(self, output: RequestOutput) -> RequestOutput:
+        """An output with the deltas that the reader did not have."""
+        output = output.since(self._read.pop(output.request_id, None))
+        if output.finish_reason is None:
+            self._read[output.request_id] = output
+        return output
+
+
+class Courier:
+    """Wakes the readers of one event loop, with one callback for all of them."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._waiting: dict[Inbox, None] = {}
+
+    def notify(self, inbox: Inbox) -> None:
+        """Have the reader of an inbox woken. A loop that was closed has no readers any more."""
+        with self._lock:
+            is_first = not self._waiting
+            self._waiting[inbox] = None
+        if is_first:
+            with suppress(RuntimeError):  # the loop was closed
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for inbox in waiting:
+            inbox.wake()

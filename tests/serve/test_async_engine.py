@@ -1,0 +1,531 @@
+"""Many tasks on one engine: every reader gets its own answer, whole and in order, whatever the others do."""
+
+import asyncio
+import gc
+import random
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from hybrid import (
+    ArgumentError,
+    AsyncEngine,
+    CacheConfig,
+    ClosedError,
+    Engine,
+    EngineConfig,
+    MemoryBudgetError,
+    PromptError,
+    QueueFullError,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+)
+from hybrid.engine.model_runner import Result
+from hybrid.engine.scheduler import Step
+from support.engines import answer, engine_on, greedy, ids
+from support.scheduling import VOCAB, Counting, Known, engine_without_model
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    """What `Echo` answers."""
+    return [(prompt[0] * 31 + prompt[1] * 7 + at) % VOCAB for at in range(len(prompt), len(prompt) + count)]
+
+
+@dataclass
+class Echo(Counting):
+    """Tokens that follow from the prompt and the position, so that an answer of another request is noticed.
+
+    Attributes:
+        seconds: that a step takes.
+    """
+
+    seconds: float = 0.0
+
+    def launch(self, step: Step) -> Known:
+        if self.seconds:
+            time.sleep(self.seconds)
+        super().launch(step)
+        return Known([self._answer(part) for part in step.parts])
+
+    def _answer(self, part: Any) -> Result:
+        known = part.request.ids
+        token = (known[0] * 31 + known[1] * 7 + part.end) % VOCAB if part.samples else None
+        return Result(True, token, None)
+
+
+@asynccontextmanager
+async def echoing(
+    *, seconds: float = 0.0, fails: float = 0.0, pages: int = 400, when_full: Any = "wait", **config: Any
+) -> AsyncIterator[AsyncEngine]:
+    """An engine without a model, that must hold nothing when its requests have ended."""
+    runner = Echo(seconds=seconds, fails=fails)
+    engine = AsyncEngine(
+        engine_without_model(pages, 40, config=EngineConfig(**config), runner=runner), when_full=when_full
+    )
+    async with engine:
+        yield engine
+        await nothing_held(engine)
+
+
+async def nothing_held(engine: AsyncEngine) -> None:
+    """All requests have ended, and hold nothing."""
+
+    def check(own: Engine) -> bool:
+        own.cache.audit()
+        stats = own.cache.stats()
+        return not own.has_work and stats.pages_private == stats.states_private == 0
+
+    async with asyncio.timeout(20):
+        while not await engine.call(check):
+            await asyncio.sleep(0.005)
+    stats = engine.stats()
+    assert (stats.waiting, stats.running) == (0, 0)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run the coroutine of a test, for a minute at most."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(60):
+            await test()
+
+    asyncio.run(limited())
+
+
+async def read(engine: AsyncEngine, prompt: list[int], count: int, pause: float = 0.0, **more: Any) -> RequestOutput:
+    """Read a stream to its end. Deltas are the answer in order; the last output has a finish reason, and no other."""
+    tokens: list[int] = []
+    output = None
+    async for output in engine.stream(prompt, greedy(count), **more):
+        assert output.delta_token_ids or output.finish_reason is not None
+        tokens += output.delta_token_ids
+        assert output.token_ids == tokens
+        if pause:
+            await asyncio.sleep(pause)
+    assert output is not None
+    assert output.finish_reason is not None
+    return output
+
+
+def test_200_tasks_with_random_cancellations_and_slow_readers_lose_nothing() -> None:
+    rng = random.Random(11)
+
+    async def test() -> None:
+        async with echoing(fails=0.01, max_num_seqs=16, max_waiting=24) as engine:
+            done: list[int] = []
+
+            async def one(number: int) -> None:
+                prompt, count = ids(rng.randrange(2, 60), seed=number % 50), rng.randrange(1, 80)
+                pause = 0.01 if number % 20 == 0 else 0.0
+                output = await read(engine, prompt, count, pause, namespace="abc"[number % 3])
+                assert output.finish_reason == "length"
+                assert output.token_ids == expected(prompt, count)
+                done.append(number)
+
+            tasks = [asyncio.create_task(one(number)) for number in range(200)]
+            cancelled = rng.sample(range(200), 60)
+            for number in cancelled:
+                await asyncio.sleep(rng.random() * 0.01)
+                tasks[number].cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            wrong = [result for result in results if isinstance(result, Exception)]
+            assert wrong == []
+            assert {n for n, task in enumerate(tasks) if task.cancelled()} | set(done) == set(range(200))
+            assert len(done) >= 140
+            await nothing_held(engine)
+            stats = engine.stats()
+            assert stats.finished["error"] == 0
+            assert stats.finished["length"] >= len(done)
+
+    run(test)
+
+
+def test_a_reader_that_is_slow_gets_long_deltas_and_holds_up_nothing() -> None:
+    async def test() -> None:
+        async with echoing(max_num_seqs=8) as engine:
+            slow = engine.stream(ids(20), greedy(500))
+            tokens = (await anext(slow)).delta_token_ids
+            others = [read(engine, ids(20, seed=n), 60) for n in range(1, 8)]
+            await asyncio.gather(*others)
+            await nothing_held(engine)  # the slow one has ended, too
+            rest = [output async for output in slow]
+            assert len(rest) == 1
+            assert tokens + rest[0].delta_token_ids == rest[0].token_ids == expected(ids(20), 500)
+
+    run(test)
+
+
+def test_an_event_loop_that_is_held_up_holds_up_nothing() -> None:
+    async def test() -> None:
+        async with echoing() as engine:
+            stream = engine.stream(ids(20), greedy(300))
+            tokens = (await anext(stream)).delta_token_ids
+            while engine.stats().finished["length"] == 0:
+                time.sleep(0.01)  # a task that never gives way
+            rest = [output async for output in stream]
+            assert len(rest) <= 2
+            assert tokens + [token for output in rest for token in output.delta_token_ids] == expected(ids(20), 300)
+
+    run(test)
+
+
+# Cancelling
+
+
+async def until_running(engine: AsyncEngine, number: int) -> None:
+    async with asyncio.timeout(20):
+        while engine.stats().running != number:
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("where", ["waiting for an output", "between two outputs", "in generate"])
+def test_a_cancelled_task_aborts_its_request(where: str) -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.002) as engine:
+            kept: list[Any] = []
+
+            async def one() -> None:
+                if where == "in generate":
+                    await engine.generate([ids(20, seed=n) for n in range(3)], greedy(900))
+                    return
+                stream = engine.stream(ids(20), greedy(900))
+                kept.append(stream)  # so that it is not dropped
+                async for _ in stream:
+                    if where == "between two outputs":
+                        await asyncio.sleep(30)
+
+            task = asyncio.create_task(one())
+            await until_running(engine, 3 if where == "in generate" else 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await nothing_held(engine)
+            assert engine.stats().finished["abort"] == (3 if where == "in generate" else 1)
+            assert [output for stream in kept async for output in stream] == []
+
+    run(test)
+
+
+def test_a_task_that_is_cancelled_before_its_request_was_taken_leaves_nothing() -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.002, max_num_seqs=1, max_waiting=1) as engine:
+            tasks = [asyncio.create_task(read(engine, ids(20, seed=n), 300)) for n in range(6)]
+            while engine.engine.stats().waiting == 0 or engine.stats().waiting != 5:  # one of them in the engine
+                await asyncio.sleep(0.001)
+            for task in tasks[1:]:
+                task.cancel()
+            await asyncio.gather(*tasks[1:], return_exceptions=True)
+            assert (await tasks[0]).token_ids == expected(ids(20), 300)
+            assert engine.stats().finished == {"stop": 0, "length": 1, "abort": 1, "error": 0}
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["break", "aclose", "drop", "timeout"])
+def test_a_stream_that_is_given_up_aborts_its_request(how: str) -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.002) as engine:
+            stream = engine.stream(ids(20), greedy(900))
+            async for _ in stream:
+                if how == "timeout":
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(0):
+                            await anext(stream)
+                break
+            if how == "aclose":
+                await stream.aclose()
+                assert [output async for output in stream] == []
+            if how in ("break", "drop"):
+                del stream
+                gc.collect()
+            await nothing_held(engine)
+            assert engine.stats().finished["abort"] == 1
+
+    run(test)
+
+
+def test_a_request_is_aborted_by_its_id() -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.002, max_num_seqs=1, max_waiting=1) as engine:
+            first = asyncio.create_task(read(engine, ids(20), 900, request_id="first"))
+            await until_running(engine, 1)
+            second = asyncio.create_task(read(engine, ids(20), 900, request_id="second"))
+            third = asyncio.create_task(read(engine, ids(20), 900, request_id="third"))
+            while engine.stats().waiting != 2:
+                await asyncio.sleep(0.001)
+            await engine.abort("third")
+            with pytest.raises(RequestError, match="third was aborted before the engine took it"):
+                await third
+            await engine.abort("first")
+            await engine.abort("second")
+            assert (await first).finish_reason == (await second).finish_reason == "abort"
+            with pytest.raises(RequestError, match="no request 'first'"):
+                await engine.abort("first")
+
+    run(test)
+
+
+# Back-pressure
+
+
+def test_prompts_wait_for_room_by_turns_between_namespaces() -> None:
+    async def test() -> None:
+        async with echoing(max_num_seqs=1, max_waiting=1) as engine:
+            ended: list[str] = []
+
+            async def one(name: str, seed: int) -> None:
+                await read(engine, ids(20, seed=seed), 3, namespace=name)
+                ended.append(name)
+
+            tasks = [asyncio.create_task(one("many", n)) for n in range(40)]
+            tasks.append(asyncio.create_task(one("single", 99)))
+            await asyncio.gather(*tasks)
+            assert ended.index("single") <= 5
+
+    run(test)
+
+
+def test_with_refusals_a_full_queue_is_an_error_at_once() -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.002, max_num_seqs=1, max_waiting=2, when_full="refuse") as engine:
+            first = asyncio.create_task(read(engine, ids(20), 100))
+            await until_running(engine, 1)
+            with pytest.raises(QueueFullError, match="max_waiting=2"):
+                await engine.generate([ids(20, seed=n) for n in range(3)], greedy(4))
+            outputs = await engine.generate([ids(20, seed=n) for n in range(2)], greedy(4))
+            assert [output.token_ids for output in outputs] == [expected(ids(20, seed=n), 4) for n in range(2)]
+            await first
+
+    run(test)
+
+
+def test_many_prompts_at_once_do_not_hold_up_those_that_run() -> None:
+    """Prompts are encoded between steps, a few at a time."""
+
+    async def test() -> None:
+        async with echoing(max_num_seqs=64) as engine:
+            add, tokens = engine.engine.add_request, []
+
+            def slow(*arguments: Any, **more: Any) -> str:
+                tokens.append(engine.stats().completion_tokens)
+                time.sleep(0.004)
+                return add(*arguments, **more)
+
+            stream = engine.stream(ids(20), greedy(900))
+            await anext(stream)
+            engine.engine.add_request = slow  # type: ignore[method-assign]
+            await engine.generate([ids(20, seed=n) for n in range(30)], greedy(1))
+            assert tokens[-1] - tokens[0] >= 8
+            await stream.aclose()
+
+    run(test)
+
+
+# Idle, and the end
+
+
+def test_an_idle_engine_takes_no_processor_time() -> None:
+    async def test() -> None:
+        async with echoing() as engine:
+            await read(engine, ids(20), 5)
+            await nothing_held(engine)
+            before = time.process_time()
+            await asyncio.sleep(0.5)
+            assert time.process_time() - before < 0.05
+
+    run(test)
+
+
+def test_closing_ends_what_runs_and_what_waits() -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.002, max_num_seqs=1, max_waiting=1) as engine:
+            tasks = [asyncio.create_task(read(engine, ids(20, seed=n), 900)) for n in range(4)]
+            await until_running(engine, 1)
+            while engine.stats().waiting != 3:
+                await asyncio.sleep(0.001)
+            await engine.close()
+            await engine.close()
+            assert not engine.is_running
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            reasons = [end.finish_reason if isinstance(end, RequestOutput) else type(end) for end in ends]
+            assert reasons == ["abort", "abort", ClosedError, ClosedError]
+            for call in (engine.generate([ids(9)]), engine.call(len), engine.abort("x")):  # type: ignore[arg-type]
+                with pytest.raises(ClosedError, match="was closed"):
+                    await call
+            with pytest.raises(ClosedError):
+                await anext(engine.stream(ids(9)))
+            assert engine.stats().finished["abort"] == 2
+
+    with pytest.raises(ClosedError):  # `echoing` looks at it once more
+        run(test)
+
+
+def test_a_thread_that_dies_ends_all_with_an_error() -> None:
+    async def test() -> None:
+        settings = EngineConfig(max_waiting=1, max_num_seqs=1)
+        engine = AsyncEngine(engine_without_model(100, 12, config=settings, runner=Echo(seconds=0.002)))
+        tasks = [asyncio.create_task(read(engine, ids(20, seed=n), 900)) for n in range(5)]
+        await until_running(engine, 1)
+
+        def broken(only: object) -> None:
+            raise MemoryError("no memory for a list")
+
+        engine.engine.scheduler.schedule = broken  # type: ignore[method-assign,assignment]
+        for end in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(end, ClosedError)
+            assert isinstance(end.__cause__, MemoryError)
+        with pytest.raises(ClosedError, match="ended with an error: MemoryError: no memory for a list"):
+            await engine.generate([ids(9)])
+        assert not engine.is_running
+        await engine.close()
+
+    run(test)
+
+
+def test_an_engine_that_is_dropped_ends_its_thread(tiny: Engine) -> None:
+    before = threading.active_count()
+
+    async def test() -> None:
+        engine = AsyncEngine(engine_on(tiny))
+        await engine.generate([ids(20)], greedy(2))
+        dropped = weakref.ref(engine.engine)
+        del engine
+        while dropped() is not None:
+            await asyncio.sleep(0.005)
+            gc.collect()
+        while threading.active_count() > before:
+            await asyncio.sleep(0.005)
+
+    run(test)
+
+
+def test_an_engine_is_used_from_two_event_loops_at_once() -> None:
+    engine = AsyncEngine(engine_without_model(200, 40, runner=Echo(seconds=0.001)))
+    failures: list[BaseException] = []
+
+    async def some(offset: int) -> None:
+        results = await asyncio.gather(*(read(engine, ids(30, seed=offset + n), 40) for n in range(8)))
+        for n, output in enumerate(results):
+            assert output.token_ids == expected(ids(30, seed=offset + n), 40)
+
+    def other(offset: int) -> None:
+        try:
+            asyncio.run(some(offset))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=other, args=(100 * n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert failures == []
+    asyncio.run(nothing_held(engine))
+    asyncio.run(engine.close())
+
+
+def test_a_loop_that_ends_in_the_middle_leaves_nothing() -> None:
+    engine = AsyncEngine(engine_without_model(200, 40, runner=Echo(seconds=0.001)))
+    kept: list[Any] = []
+
+    async def begin() -> None:
+        kept.append(engine.stream(ids(20), greedy(900)))
+        await anext(kept[0])
+
+    asyncio.run(begin())
+    asyncio.run(nothing_held(engine))
+    assert engine.stats().finished["abort"] == 1
+
+    async def go_on() -> None:
+        with pytest.raises(RequestError, match="started in another event loop"):
+            await anext(kept[0])
+        await engine.close()
+
+    asyncio.run(go_on())
+
+
+def test_one_task_reads_a_stream_and_any_task_may_close_it() -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.02) as engine:
+            stream = engine.stream(ids(20), greedy(900))
+            await anext(stream)
+            reader = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError, match="another task is waiting"):
+                await anext(stream)
+            assert len((await reader).token_ids) >= 2
+            reader = asyncio.create_task(anext(stream))
+            await asyncio.sleep(0)
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await reader
+
+    run(test)
+
+
+# Bad input
+
+
+def test_bad_input_is_refused_and_others_are_not_affected() -> None:
+    async def test() -> None:
+        async with echoing() as engine:
+            good = asyncio.create_task(read(engine, ids(20), 100))
+            for prompt, error in (
+                ([], PromptError),
+                ([VOCAB], PromptError),
+                ([1.5], PromptError),
+                ("text", PromptError),
+            ):
+                with pytest.raises(error):
+                    await anext(engine.stream(prompt))  # type: ignore[arg-type]
+            with pytest.raises(MemoryBudgetError):
+                await engine.generate([ids(20), ids(20)], [greedy(4), greedy(90000)])
+            with pytest.raises(ArgumentError, match="2 SamplingParams for 1 prompts"):
+                await engine.generate(["a"], [greedy(), greedy()])
+            with pytest.raises(ArgumentError, match="namespace"):
+                engine.stream(ids(20), namespace=["a"])  # type: ignore[arg-type]
+            with pytest.raises(ArgumentError, match="request_id"):
+                await anext(engine.stream(ids(20), request_id=""))
+            with pytest.raises(ZeroDivisionError):
+                await engine.call(lambda own: 1 // 0)
+            assert (await good).token_ids == expected(ids(20), 100)
+
+    run(test)
+
+
+def test_wrong_arguments_of_an_engine_are_refused(tiny: Engine) -> None:
+    with pytest.raises(ArgumentError, match="when_full must be 'wait' or 'refuse', got 'queue'"):
+        AsyncEngine(engine_on(tiny), when_full="queue")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="use from_pretrained"):
+        AsyncEngine("tiny")  # type: ignore[arg-type]
+
+
+# On a model
+
+
+def test_streams_of_the_model_are_the_answers_of_a_plain_engine(tiny: Engine) -> None:
+    texts = ["def add(a, b):", "class Foo:", "The with statement", "import"]
+    params = SamplingParams(max_new_tokens=12)
+    wanted = [answer(engine_on(tiny), text, params).text for text in texts]
+
+    async def one(engine: AsyncEngine, text: str) -> str:
+        return "".join([output.delta async for output in engine.stream(text, params)])
+
+    async def test() -> None:
+        config = CacheConfig(memory="64MiB", page_size=16, chunk_size=16)
+        async with AsyncEngine.from_pretrained("tiny", cache=config) as engine:
+            assert await asyncio.gather(*(one(engine, text) for text in texts)) == wanted
+            again = await engine.generate(texts, params)
+            assert [output.text for output in again] == wanted
+            pin = await engine.call(lambda own: own.pin(ids(20))) if again[0].usage.cached_tokens > 99 else None
+            assert pin is None
+            await nothing_held(engine)
+
+    run(test)
