@@ -50,7 +50,7 @@ class Drafting:
             rows += part.num_rows - 1
 
     def _add(self, part: Part, limit: int, rows: int) -> None:
-        """Add up to `limit` drafts to a part, and allocate their memory, in a pass that has so many rows already."""
+        """Add up to `limit` drafts to a part, and allocate their memory, in a pass that has `rows` rows already."""
         request, lease, config = part.request, part.lease, self._cache.config
         boundary = ceil_div(part.end, config.grid) * config.grid
         limit = min(limit, request.num_left - 1, config.grid)
@@ -69,8 +69,8 @@ class Drafting:
             part.boundary = boundary
 
     def accept(self, part: Part, num_accepted: int) -> None:
-        """The drafts of a part were computed, and so many of them are what comes next: count these as computed, and
-        free the pages of the others."""
+        """The drafts of a part were computed, and `num_accepted` of them are what comes next: count these as computed,
+        and free the pages of the others."""
         request, lease, drafts = part.request, part.lease, part.drafts
         if drafts is None or not part.is_alive:
             return
@@ -87,7 +87,7 @@ class Drafting:
         self._speculator.verified(request.history, drafts, num_accepted)
 
     def timed(self, step: Step, seconds: float) -> None:
-        """A step was computed in so many seconds."""
+        """A step was computed, in this time."""
         if not any(part.is_prefill for part in step.parts):
             self._speculator.timed(sum(part.num_rows for part in step.parts), seconds)
 

@@ -166,7 +166,7 @@ class GramDrafter(Drafter):
         return self._indices[namespace]
 
     def _learn(self, index: GramIndex, history: History, count: int) -> None:
-        """Index the tokens of a history that are not, if there are at least so many."""
+        """Index the tokens of a history that are not, if there are at least `count`."""
         piece = self._pieces.get(history)
         if piece is None:
             piece = self._pieces[history] = index.open(history[:])
