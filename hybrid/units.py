@@ -10,14 +10,10 @@ from hybrid.errors import ArgumentError
 UNITS: dict[str, int] = {
     "": 1,
     "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}{more}": 1024**power for power, letter in enumerate("KMGT", 1) for more in ("", "I", "IB")},
 }
+"""Bytes of a unit, in capitals: 512MB is 512 * 1000**2, and 512M, 512Mi and 512MiB are 512 * 1024**2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +34,28 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def parse_bytes(text: str) -> int:
-    """Parse a number of bytes: "512MiB", "2 GB" or "1000000".
+def parse_memory(text: str) -> int | float:
+    """Parse an amount of memory.
+
+    Returns:
+        A number of bytes ("512MiB", "2 GB", "512M", "1000000"), or a fraction up to 1, a float ("50%", "0.5", "1.0").
 
     Raises:
-        ArgumentError: the text is not a number of bytes.
+        ArgumentError: the text is neither.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS or float(match[1]) == 0:
-        raise ArgumentError(f"not an amount of memory: {text!r}; write it as '512MiB', '4GiB' or '2GB'")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(%|[A-Za-z]*)\s*", text)
+    number, unit = (float(match[1]), match[2].upper()) if match is not None else (0.0, "")
+    if match is not None and number > 0:
+        is_fraction = unit == "%" or (unit == "" and "." in match[1])
+        fraction = number / 100 if unit == "%" else number
+        if is_fraction and fraction <= 1:
+            return fraction
+        if not is_fraction and unit in UNITS and number * UNITS[unit] >= 1:
+            return int(match[1]) if unit == "" else int(number * UNITS[unit])
+    raise ArgumentError(
+        f"not an amount of memory: {text!r:.100}; write bytes as '512MiB', '4GiB' or '2GB', or a part of what is free "
+        "as '50%'"
+    )
 
 
 def format_bytes(count: int) -> str:

@@ -23,6 +23,12 @@ SHOWN = {
         r"[1-9]\d% of the prompt tokens were not computed",
     ],
     "engine": [r"[1-9]\d+ of \d+ tokens cached", r"[1-9]\d% of the prompt tokens were not computed"],
+    "structured": [
+        r"cold schema: '\{.*\}'",
+        r"cached date: '20\d\d-\d\d', [1-9]\d+ tokens cached",
+        r"cached choice: 'a (module|statement)'",
+        r"parsed: \{'module': '(json|re|os)', 'functions': -?\d+\}",
+    ],
     "generate": [
         r"one: .*[1-9]\d+ of \d+ tokens cached",
         r"batch: .*[1-9]\d* of \d+ tokens cached",

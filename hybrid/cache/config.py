@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.tree.policies import policy_of
 from hybrid.tree.policy import Policy
-from hybrid.units import format_bytes, parse_bytes
+from hybrid.units import format_bytes, parse_memory
 
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
 """Where checkpoints can be placed."""
@@ -132,7 +132,7 @@ class CacheConfig:
         """`memory` as a number of bytes, or as a fraction (a float up to 1)."""
         amount = self.memory
         if isinstance(amount, str):
-            return parse_bytes(amount)
+            return parse_memory(amount)
         if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < math.inf:
             raise ArgumentError(
                 f"CacheConfig: memory must be bytes, a string such as '512MiB', or a fraction, got {amount!r}"

@@ -42,8 +42,3 @@ class Command:
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Console], Outcome]
-
-
-def escape(text: str) -> str:
-    """Text that rich prints unchanged, without reading markup in it."""
-    return text.replace("[", "\\[")

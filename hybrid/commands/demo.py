@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 from hybrid.cache.config import CacheConfig
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
@@ -266,8 +266,8 @@ class Narrator:
             )
         if self._verbose:
             for output in act.cached:
-                console.print(f"   [dim]{escape(output.explain)}[/dim]", soft_wrap=True)
-                console.print(f"   {escape(' '.join(output.text.split()))}", soft_wrap=True)
+                console.print(Text(f"   {output.explain}", style="dim"), soft_wrap=True)
+                console.print(Text(f"   {' '.join(output.text.split())}"), soft_wrap=True)
         if self._verbose or self._num_told == 4:
             console.print(_indented(act.tree), markup=False, soft_wrap=True)
             console.print(f"   [dim]{LEGEND}[/dim]", soft_wrap=True)

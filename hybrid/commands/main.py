@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,6 +13,7 @@ from rich.console import Console
 
 from hybrid import __version__
 from hybrid.commands import demo, generate, parity, stress, tree
+from hybrid.commands.arguments import check_encoding
 from hybrid.commands.command import Command
 from hybrid.errors import HybridError
 
@@ -31,19 +34,48 @@ Exit status: 0 on success, 1 if a check failed, 2 if the command or its input wa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
-    args = parse(arguments)
-    console = Console(highlight=False, quiet=args.json, width=None if sys.stdout.isatty() else 100)
     try:
-        outcome = args.command.run(args, console)
+        check_encoding(sys.argv[1:] if arguments is None else arguments)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal without the characters of a tree shows others
+        status = run(parse(arguments))
+        sys.stdout.flush()
     except HybridError as error:
-        print(f"hybrid: {error}", file=sys.stderr)
+        complain(str(error))
+        return 2
+    except BrokenPipeError:  # the reader has seen enough: `hybrid demo | head`
+        forget_output()
+        return 2
+    except OSError as error:
+        if error.filename is None:  # not a file that was to be read: the output, on a disk that is full
+            forget_output()
+            complain(f"the output cannot be written: {error.strerror or error}")
+        else:
+            complain(str(error))
         return 2
     except KeyboardInterrupt:
-        print("hybrid: interrupted", file=sys.stderr)
+        complain("interrupted")
         return 130
+    return status
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command that was parsed; returns its exit status."""
+    console = Console(highlight=False, quiet=args.json, width=None if sys.stdout.isatty() else 100)
+    outcome = args.command.run(args, console)
     if args.json:
         print(json.dumps(outcome.result))
     return 0 if outcome.passed else 1
+
+
+def complain(text: str) -> None:
+    """Say on stderr why the command ends."""
+    print(f"hybrid: {text}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+
+
+def forget_output() -> None:
+    """What could not be written is not tried again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid.cache.config import CacheConfig
+from hybrid.commands.arguments import integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.judge import ANSWER, Check, Judge
 from hybrid.commands.parity_drafts import drafts
@@ -264,7 +265,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-families", action="store_true", help="check small random checkpoints of every model family instead"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of random prompts and checkpoints (default: 0)")
+    parser.add_argument(
+        "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
+    )
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
+from hybrid.commands.arguments import integer, seconds
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.faults import (
     Alarm,
@@ -157,13 +158,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="tiny", help=MODEL_HELP)
     add("--no-model", action="store_true", help="use a model of arithmetic, whose right answers are known")
-    add("--seconds", type=float, default=20.0, help="duration (default: 20)")
-    add("--operations", type=int, default=None, help="stop after this number of operations instead")
+    add("--seconds", type=seconds, default=20.0, help="duration (default: 20)")
+    add("--operations", type=integer(1), default=None, help="stop after this number of operations instead")
     add("--no-signals", action="store_true", help="do not interrupt calls by a timer: the same seed gives the same run")
-    add("--audit-every", type=int, help="operations between audits (default: 1 with a model, 100 without)")
+    add("--audit-every", type=integer(1), help="operations between audits (default: 1 with a model, 100 without)")
     add(
         "--seed",
-        type=int,
+        type=integer(0),
         default=0,
         help="of requests and failures; it also selects mode (odd: not deterministic), memory, policy, overlap and "
         "drafts (8 to 15)",

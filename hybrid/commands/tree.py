@@ -7,6 +7,7 @@ import argparse
 from rich.console import Console
 
 from hybrid.cache.config import CacheConfig
+from hybrid.commands.arguments import integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.demo import Demo
 from hybrid.engine.engine import Engine
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("prompts", metavar="PROMPT", nargs="*", help="texts to continue first (default: the prompts of the demo)")
     add("--model", default="tiny", help=MODEL_HELP)
     add("--memory", default="8MiB", help="size of the cache (default: 8MiB, so that the demo's prompts do not all fit)")
-    add("--max-new-tokens", type=int, default=16, help="maximum length of an answer, in tokens (default: 16)")
+    add("--max-new-tokens", type=integer(1), default=16, help="maximum length of an answer, in tokens (default: 16)")
     add("--out", metavar="FILE", help="write a page for a browser, tree.html for example, instead of text")
 
 

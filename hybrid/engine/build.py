@@ -103,14 +103,19 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
             generation = GenerationConfig(eos_token_id=config.eos_token_id)
         end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
         end_tokens = frozenset([end] if isinstance(end, int) else end or ())
-        if not generation.do_sample:
-            return end_tokens, SamplingParams()
-        return end_tokens, SamplingParams(
-            temperature=1.0 if generation.temperature is None else generation.temperature,
-            top_k=generation.top_k or 0,
-            top_p=1.0 if generation.top_p is None else generation.top_p,
-            min_p=generation.min_p or 0.0,
-        )
+        common = {
+            "max_new_tokens": generation.max_new_tokens,
+            "min_tokens": generation.min_new_tokens,
+            "repetition_penalty": generation.repetition_penalty,
+        }
+        sampled = {
+            "temperature": 1.0 if generation.temperature is None else generation.temperature,
+            "top_k": generation.top_k,
+            "top_p": generation.top_p,
+            "min_p": generation.min_p,
+        }
+        stated = common | (sampled if generation.do_sample else {})
+        return end_tokens, SamplingParams(**{name: value for name, value in stated.items() if value is not None})
     except CheckpointError:
         raise
     except Exception as error:  # transformers raises many kinds for malformed values; ours are SamplingErrors

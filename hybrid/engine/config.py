@@ -16,6 +16,7 @@ class EngineConfig:
         max_num_batched_tokens: number of tokens computed in one step, at most.
         max_waiting: number of requests that wait, at most; another one is refused with `QueueFullError`. None: no
             limit.
+        max_model_len: number of tokens of a prompt and its answer, at most; None: what the model takes.
         enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as CUDA graphs.
         overlap: schedule the next step while the device computes this one. None: on a GPU.
         audit: run `HybridCache.audit` after every step. Slow; for tests.
@@ -27,6 +28,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 2048
     max_waiting: int | None = None
+    max_model_len: int | None = None
     enforce_eager: bool = False
     overlap: bool | None = None
     audit: bool = False
@@ -36,6 +38,11 @@ class EngineConfig:
             raise ArgumentError(f"EngineConfig: max_num_seqs must be at least 1, got {self.max_num_seqs}")
         if self.max_waiting is not None and self.max_waiting < 1:
             raise ArgumentError(f"EngineConfig: max_waiting must be at least 1, or None; got {self.max_waiting}")
+        length = self.max_model_len
+        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 2):
+            raise ArgumentError(
+                f"EngineConfig: max_model_len must be an integer of at least 2, or None; got {length!r}"
+            )
 
     def require_chunk(self, chunk_size: int) -> None:
         """Check that a step has room for one chunk and a token of every request.

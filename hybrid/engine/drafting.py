@@ -54,8 +54,8 @@ class Drafting:
         request, lease, config = part.request, part.lease, self._cache.config
         boundary = ceil_div(part.end, config.grid) * config.grid
         limit = min(limit, request.num_left - 1, config.grid)
-        if request.params.stop and not self._deterministic:
-            limit = min(limit, boundary - part.end)  # what a stop text cuts off must not replace the back
+        if request.may_end_anywhere and not self._deterministic:
+            limit = min(limit, boundary - part.end)  # what comes after the end must not replace the back
         drafts = self._speculator.propose(request.history, limit, rows) if limit > 0 else None
         if drafts is None:
             return

@@ -95,7 +95,7 @@ class Engine:
             end_tokens=loaded.end_tokens,
             overlap=overlap,
         )
-        self._intake = Intake(loaded, cache)
+        self._intake = Intake(loaded, cache, self.config.max_model_len)
         self._outputs = Outputs()
         self._numbers = count()
         self._is_closed = False

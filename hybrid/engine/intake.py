@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.build import LoadedModel
+from hybrid.engine.constraints import Constraints, are_needed
 from hybrid.engine.output import Outputs
-from hybrid.engine.request import Request
+from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.errors import MemoryBudgetError, PromptError
+from hybrid.engine.structured import Grammars
+from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError
 from hybrid.key import check_namespace
 from hybrid.memory.memory import smallest_memory
 from hybrid.prompts.detokenizer import TextStream
-from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits
+from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits, spellings
 from hybrid.units import ceil_div, format_bytes
 
 
@@ -21,15 +23,26 @@ class Intake:
     Args:
         loaded: the model that runs them.
         cache: the memory that they must fit into.
+        max_model_len: tokens of prompt and answer, at most; None: what the model takes.
+
+    Raises:
+        ArgumentError: `max_model_len` is more than the model takes.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: HybridCache) -> None:
+    def __init__(self, loaded: LoadedModel, cache: HybridCache, max_model_len: int | None = None) -> None:
         self._loaded = loaded
         self._cache = cache
         model, config = loaded.model.config, cache.config
-        limits = PromptLimits.of(
-            model.max_position_embeddings, model.vocab_size, cache.largest_request * config.page_size
-        )
+        if max_model_len is not None and max_model_len > model.max_position_embeddings:
+            raise ArgumentError(
+                f"EngineConfig: max_model_len={max_model_len} is more than this model takes, which is "
+                f"{model.max_position_embeddings} tokens"
+            )
+        self._max_len: int = max_model_len or model.max_position_embeddings
+        limits = PromptLimits.of(self._max_len, model.vocab_size, cache.largest_request * config.page_size)
+        self._grammars: Grammars | None = None
+        if loaded.tokenizer is not None:
+            self._grammars = Grammars(loaded.tokenizer, model.vocab_size, loaded.end_tokens)
         self._encoder = PromptEncoder(
             loaded.tokenizer,
             loaded.image_encoder,
@@ -38,13 +51,16 @@ class Intake:
             limits=limits,
         )
 
-    def encode(self, prompt: Prompt) -> EncodedPrompt:
+    def encode(self, prompt: Prompt, truncate: int | None = None) -> EncodedPrompt:
         """The token ids and images of a prompt.
+
+        Args:
+            truncate: keep this many of the last tokens; -1: as many as the model takes; None: all.
 
         Raises:
             PromptError: the prompt has an unsupported form, or is too large.
         """
-        return self._encoder.encode(prompt)
+        return self._encoder.encode(prompt, self._max_len - 1 if truncate == -1 else truncate)
 
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs
@@ -65,8 +81,8 @@ class Intake:
         """
         check_namespace(namespace)
         params = params or self._loaded.default_params
-        encoded = self.encode(prompt)
-        num_tokens, limit = len(encoded.ids), self._loaded.model.config.max_position_embeddings
+        encoded = self.encode(prompt, params.truncate_prompt_tokens)
+        num_tokens = len(encoded.ids)
         if not encoded.ids:
             raise PromptError("the prompt is empty; give at least one token")
         tokenizer = self._loaded.tokenizer
@@ -75,10 +91,44 @@ class Intake:
         outside = next((at for at in params.checkpoint_at if not -num_tokens <= at <= num_tokens), None)
         if outside is not None:
             raise PromptError(f"checkpoint_at={outside} is outside the prompt of {num_tokens} tokens")
-        max_len = min(limit, num_tokens + params.max_new_tokens)
+        max_len = min(self._max_len, num_tokens + params.max_new_tokens)
         self._check_memory(num_tokens, max_len)
-        text = TextStream(tokenizer, tuple(params.stop)) if tokenizer is not None else None
-        return Request(request_id, encoded, params, max_len, namespace=namespace, text=text, outputs=outputs)
+        continuation = self._continuation(params, encoded.ids)
+        return Request(
+            request_id, encoded, params, max_len, namespace=namespace, continuation=continuation, outputs=outputs
+        )
+
+    def _continuation(self, params: SamplingParams, prompt: list[int]) -> Continuation:
+        """What follows the tokens of an answer."""
+        tokenizer = self._loaded.tokenizer
+        text = None
+        if tokenizer is not None and params.detokenize:
+            text = TextStream(tokenizer, tuple(params.stop), params.min_tokens)
+        return Continuation(text, self._constraints(params, prompt) if are_needed(params) else None)
+
+    def _constraints(self, params: SamplingParams, prompt: list[int]) -> Constraints:
+        """What is done to the logits of an answer.
+
+        Raises:
+            PromptError: a token id is outside the vocabulary, or texts are given and there is no tokenizer.
+            SamplingError: the grammar of a structured answer cannot be used.
+        """
+        vocab_size, tokenizer = self._loaded.model.config.vocab_size, self._loaded.tokenizer
+        outside = next((token for token in params.logit_bias if token >= vocab_size), None)
+        if outside is not None:
+            raise PromptError(
+                f"logit_bias: token {outside} is outside the vocabulary: ids go from 0 to {vocab_size - 1}"
+            )
+        if params.bad_words and tokenizer is None:
+            raise PromptError("bad_words need a tokenizer, and this checkpoint has none; use logit_bias")
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._loaded.end_tokens)}
+        words = [ids for word in params.bad_words for ids in spellings(tokenizer, word)]
+        matcher = None
+        if params.structured is not None:
+            if self._grammars is None:
+                raise PromptError("structured output needs a tokenizer, and this checkpoint has none")
+            matcher = self._grammars.matcher(params.structured)
+        return Constraints(params, prompt, frozenset(token for token in ends if token < vocab_size), words, matcher)
 
     def _check_memory(self, prompt_len: int, max_len: int) -> None:
         config, most = self._cache.config, self._cache.largest_request

@@ -18,9 +18,12 @@ from hybrid.batch import StateSteps
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.planner import Padding, Plan, SampledRows, plan
-from hybrid.engine.sampler import Logprobs, sample, token_logprobs
+from hybrid.engine.sampler import Logprobs, sample, sample_edited, token_logprobs
 from hybrid.engine.step import Step
 from hybrid.engine.verification import Replay, Verification
+
+NOT_FINITE = -2
+"""In the place of the token of a row of logits with NaN or infinity."""
 
 
 class Result(NamedTuple):
@@ -28,8 +31,8 @@ class Result(NamedTuple):
 
     Attributes:
         is_finite: its logits and the checkpoints that it wrote hold no NaN and no infinity.
-        tokens: the drafts that were accepted, and the token after them; empty: the part does not end with the last
-            known token.
+        tokens: the drafts that were accepted, and the token after them, or `NO_TOKEN`; empty: the part does not end
+            with the last known token.
         logprobs: `{token_id: logprob}` of each token; None unless requested.
     """
 
@@ -68,7 +71,7 @@ class PendingTokens:
     """A pass on the model's device, of parts with S rows of logits that write C checkpoints.
 
     Attributes:
-        tokens: `[S]` the token after every row.
+        tokens: `[S]` the token after every row, or `NO_TOKEN`.
         finite: `[S]` whether the logits of a row are finite.
         parts: the rows of each part.
         verification: which drafts are accepted, and what is done with them; None: there are no drafts.
@@ -87,7 +90,7 @@ class PendingTokens:
 
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
-        tokens = torch.where(self.finite, self.tokens, -1).tolist()
+        tokens = torch.where(self.finite, self.tokens, NOT_FINITE).tolist()
         bad: set[int] = set()
         if self.finite_checkpoints is not None:
             checks = zip(self.writers, self.finite_checkpoints.tolist(), strict=True)
@@ -100,7 +103,7 @@ class PendingTokens:
             own = tokens[start : start + part.count]
             path = self.verification.path(index, own) if self.verification is not None else []
             rows = [0, *(draft + 1 for draft in path)]
-            is_finite = index not in bad and all(own[row] >= 0 for row in rows)
+            is_finite = index not in bad and NOT_FINITE not in (own[row] for row in rows)
             paths.append(path if is_finite else [])
             known = None
             if logprobs is not None and part.num_logprobs is not None:
@@ -167,7 +170,7 @@ class ModelRunner:
             if batch.log is not None:
                 verification = Verification(plan.parts, self._end_tokens, partial(self._replay, batch.log))
         finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
-        tokens = sample(logits, sampling)
+        tokens = sample(logits, sampling) if plan.edits is None else sample_edited(logits, plan.edits, sampling)
         rows = slice(sum(part.count for part in plan.sampled))
         most = max((part.num_logprobs for part in plan.sampled if part.num_logprobs is not None), default=None)
         checkpoints = plan.checkpoint_slots
@@ -176,7 +179,7 @@ class ModelRunner:
             finite[rows],
             plan.sampled,
             verification,
-            logprobs=None if most is None else token_logprobs(logits[rows], tokens[rows], most),
+            logprobs=None if most is None else token_logprobs(logits[rows], tokens[rows].clamp(min=0), most),
             writers=[row for row, _ in checkpoints],
             finite_checkpoints=self._are_finite([slot for _, slot in checkpoints]) if checkpoints else None,
         )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Batch, Embedded, Group
-from hybrid.engine.sampler import SamplingRows, sampling_numbers
-from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.constraints import Edits
+from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
@@ -110,6 +110,7 @@ class Plan:
         parts: of the step.
         sampled: the rows of logits of each part, without padding.
         is_padded: it is padded to one of few shapes.
+        edits: what is done to the logits before tokens are chosen; None: nothing.
     """
 
     numbers: Tensor
@@ -121,6 +122,7 @@ class Plan:
     parts: tuple[Part, ...]
     sampled: tuple[SampledRows, ...]
     is_padded: bool
+    edits: Edits | None = None
 
     @property
     def checkpoint_slots(self) -> list[tuple[int, int]]:
@@ -240,7 +242,8 @@ def plan(
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         _add_decodes(pieces, decodes, filler, width)
-    _add_sampling(pieces, parts, sampled, filler)
+    choices = _choices(parts, sampled)
+    _add_sampling(pieces, choices + [None] * filler)
     numbers = torch.from_numpy(np.concatenate(pieces.numbers))
     blocks = None
     if deterministic:
@@ -255,6 +258,7 @@ def plan(
         parts=tuple(parts),
         sampled=sampled,
         is_padded=padding is not None,
+        edits=Edits.of([row.edits if row is not None else None for row in choices]),
     )
 
 
@@ -304,14 +308,17 @@ def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions:
     return tuple(embeddings)
 
 
-def _add_sampling(pieces: _Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
-    """How the token after each row of logits is sampled: the one after a draft as it would be if the draft is right."""
-    rows: list[tuple[SamplingParams, float] | None] = []
+def _choices(parts: list[Part], sampled: tuple[SampledRows, ...]) -> list[SampleRow | None]:
+    """How the token after each row of logits is chosen: the one after a draft as if the drafts up to it are right."""
+    rows: list[SampleRow | None] = []
     for part, own in zip(parts, sampled, strict=True):
-        request = part.request
-        for ahead in range(own.count):
-            rows.append((request.params, request.random_number(ahead)) if own.samples else None)
-    numbers = sampling_numbers(rows + [None] * filler)
+        drafts = own.drafts.tokens if own.drafts is not None else ()
+        rows += [part.request.sample_row(drafts[:ahead]) if own.samples else None for ahead in range(own.count)]
+    return rows
+
+
+def _add_sampling(pieces: _Pieces, rows: list[SampleRow | None]) -> None:
+    numbers = sampling_numbers(rows)
     if numbers is not None:
         pieces.add(SAMPLING, numbers, (len(numbers), len(numbers[0])), np.float64)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
+from hybrid.engine.constraints import Constraints
 from hybrid.engine.output import Outputs, RequestOutput, Usage
-from hybrid.engine.sampler import new_seed, uniform
+from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
 from hybrid.prompts.detokenizer import TextStream
@@ -38,6 +41,19 @@ class RequestKind(StrEnum):
     REPLAY = "replay"
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """What follows the tokens of one answer.
+
+    Attributes:
+        text: decodes them; None: there is no tokenizer, or no text is wanted.
+        constraints: what is done to logits because of them; None: nothing.
+    """
+
+    text: TextStream | None = None
+    constraints: Constraints | None = None
+
+
 class Request:
     """A prompt and its continuation.
 
@@ -47,7 +63,7 @@ class Request:
         params: how to continue it.
         max_len: number of tokens of prompt and answer, at most.
         namespace: of the cache.
-        text: decodes the answer; None: there is no tokenizer.
+        continuation: follows the tokens of the answer.
         outputs: where its outputs go.
         kind: an answer, or a replay of one.
 
@@ -77,7 +93,7 @@ class Request:
         max_len: int,
         *,
         namespace: str = "",
-        text: TextStream | None = None,
+        continuation: Continuation | None = None,
         outputs: Outputs | None = None,
         kind: RequestKind = RequestKind.ANSWER,
     ) -> None:
@@ -85,7 +101,8 @@ class Request:
         self.params = params
         self.max_len = max_len
         self.namespace = namespace
-        self.text = text
+        self.text: TextStream | None = continuation.text if continuation is not None else None
+        self.constraints: Constraints | None = continuation.constraints if continuation is not None else None
         self.outputs: Outputs = outputs if outputs is not None else Outputs()
         self.kind = kind
         self.prompt_token_ids: list[int] = list(prompt.ids)
@@ -142,9 +159,11 @@ class Request:
         """Number of tokens of the answer."""
         return len(self.ids) - self.prompt_len
 
-    def random_number(self, ahead: int) -> float:
-        """For the next token, or the one that comes `ahead` tokens after it; 0 when it is the most likely one."""
-        return uniform(self.seed, self.num_output + ahead) if self.params.temperature else 0.0
+    def sample_row(self, drafts: Sequence[int] = ()) -> SampleRow:
+        """How the token after the known ones, and after draft tokens that may follow them, is chosen. Asking changes
+        nothing."""
+        number = uniform(self.seed, self.num_output + len(drafts)) if self.params.temperature else 0.0
+        return SampleRow(self.params, number, self.constraints.after(drafts) if self.constraints is not None else None)
 
     @property
     def num_left(self) -> int:
@@ -158,6 +177,11 @@ class Request:
             end_tokens: the model's.
         """
         return token in self.params.stop_token_ids or (token in end_tokens and not self.params.ignore_eos)
+
+    @property
+    def may_end_anywhere(self) -> bool:
+        """Whether more than single tokens ends the answer: a stop text, or the end of a grammar."""
+        return bool(self.params.stop) or self.constraints is not None
 
     @property
     def ends_with_next_token(self) -> bool:
@@ -185,7 +209,14 @@ class Request:
         self.ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        if self.is_end(token, end_tokens) or (self.text is not None and self.text.append(token)):
+        ends = self.is_end(token, end_tokens)
+        if self.constraints is not None and not ends:
+            self.constraints.accept(token)
+        if (
+            ends
+            or (self.text is not None and self.text.append(token))
+            or (self.constraints is not None and self.constraints.is_complete)
+        ):
             self.finish_reason = "stop"
         elif self._is_full(0):
             self.finish_reason = "length"

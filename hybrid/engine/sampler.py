@@ -1,4 +1,17 @@
-"""From logits to tokens: greedy or random, and their log-probabilities."""
+"""From logits to tokens: greedy or random, and their log-probabilities.
+
+The token at a position is a pure function of its row of logits, the parameters and the seed of its request, the number
+of tokens of the answer before it, and the history. In steps:
+
+* `Edits.apply` (`hybrid.engine.constraints`) does to the row what the parameters say, as the history demands;
+* `uniform(seed, index)` is the random number of token `index` of the answer;
+* `sample` chooses the token. A row's choice does not depend on the other rows.
+
+Nothing advances by asking: several positions, such as those along a path of draft tokens, may be asked for in one pass
+(`Request.sample_row(drafts)`), and one position again and again. The history advances where a token is appended to its
+request, and nowhere else. So an answer does not depend on whether prompts were cached, on what else is in the batch, on
+retraction, on failures, or on how many positions a pass computes.
+"""
 
 import secrets
 from collections.abc import Sequence
@@ -8,12 +21,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.engine.constraints import Edits, RowEdits
 from hybrid.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams()
 
 WHOLE = 2**52
 """A probability of 1 as a whole number; a token with less than 1 of it is never chosen."""
+
+
+class SampleRow(NamedTuple):
+    """How the token of one row of logits is chosen.
+
+    Attributes:
+        params: of its request.
+        number: its random number, in [0, 1); 0 where the token is the most likely one.
+        edits: what is done to the logits before; None: nothing.
+    """
+
+    params: SamplingParams
+    number: float
+    edits: RowEdits | None = None
 
 
 class SamplingRows(NamedTuple):
@@ -41,21 +69,21 @@ def uniform(seed: int, index: int) -> float:
     return np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
 
 
-def sampling_numbers(rows: Sequence[tuple[SamplingParams, float] | None]) -> list[list[float]] | None:
+def sampling_numbers(rows: Sequence[SampleRow | None]) -> list[list[float]] | None:
     """The numbers of `SamplingRows`; None when all rows are greedy.
 
     Args:
-        rows: (parameters, random number) of each; None: its token is not needed.
+        rows: how the token of each is chosen; None: its token is not needed.
     """
-    if not any(row is not None and row[0].temperature for row in rows):
+    if not any(row is not None and row.params.temperature for row in rows):
         return None
-    known = [row if row is not None else (GREEDY, 0.0) for row in rows]
+    known = [row if row is not None else SampleRow(GREEDY, 0.0) for row in rows]
     return [
-        [params.temperature for params, _ in known],
-        [params.top_k for params, _ in known],
-        [params.top_p for params, _ in known],
-        [params.min_p for params, _ in known],
-        [number for _, number in known],
+        [row.params.temperature for row in known],
+        [row.params.top_k for row in known],
+        [row.params.top_p for row in known],
+        [row.params.min_p for row in known],
+        [row.number for row in known],
     ]
 
 
@@ -89,6 +117,25 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     chosen = (summed <= (rows.uniform.unsqueeze(-1) * summed[..., -1:]).long()).sum(-1, keepdim=True)
     chosen = torch.minimum(chosen, (weights > 0).sum(-1, keepdim=True) - 1).clamp(min=0)  # no weight: NaN
     return torch.where(rows.temperature > 0, tokens.gather(-1, chosen).squeeze(-1), most_likely)
+
+
+NO_TOKEN = -1
+"""Instead of a token: the parameters of a request exclude all of them, or its own functions gave NaN."""
+
+
+def sample_edited(logits: Tensor, edits: Edits, rows: SamplingRows | None) -> Tensor:
+    """Choose a token of every row after its edits; the logits stay as they are.
+
+    Args:
+        logits: `[S, vocab]` fp32.
+        edits: what is done to the rows before.
+        rows: how; None: the most likely token of every row.
+
+    Returns:
+        `[S]` int64; `NO_TOKEN` where a row has NaN, plus infinity, or nothing but minus infinity.
+    """
+    edited = edits.apply(logits)
+    return torch.where(edited.max(-1).values.isfinite(), sample(edited, rows), NO_TOKEN)
 
 
 class Logprobs(NamedTuple):

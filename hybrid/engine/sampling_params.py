@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import reprlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from hybrid.errors import SamplingError
+
+LogitsProcessor = Callable[..., Tensor]
+"""`(answer, logits) -> logits` or `(prompt, answer, logits) -> logits`: lists of token ids, and one row `[vocab]` fp32.
+It must be a pure function of its arguments."""
 
 MAX_INT = 2**31 - 1
 """The largest token id, position and number of tokens."""
@@ -29,20 +35,39 @@ MAX_PIN_SECONDS = 1e9
 """The longest time to live of a pin, about 30 years; `math.inf` has no end."""
 
 MAX_STOP_TEXTS = 256
-"""The maximum number of stop texts of a request."""
+"""The maximum number of stop texts of a request, and of bad words."""
 
 MAX_STOP_CHARACTERS = 16384
-"""The maximum length of all stop texts of a request together."""
+"""The maximum length of all stop texts of a request together, and of all bad words."""
 
 MAX_LISTED = 1024
-"""The maximum number of entries of `stop_token_ids` and of `checkpoint_at`."""
+"""The maximum number of entries of a list in the parameters."""
+
+FORMS = ("json_schema", "json_object", "regex", "grammar", "choice")
+"""Keys of `SamplingParams.structured`."""
+
+MAX_PENALTY = 2.0
+"""Presence and frequency penalties are between minus this and this."""
+
+MAX_FACTOR = 1e6
+"""The largest repetition penalty."""
+
+MAX_BIAS = 100.0
+"""Entries of `logit_bias` are between minus this and this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue a prompt. The default is greedy.
 
-    Numbers may be those of Python or of NumPy; they are stored as Python's.
+    `SamplingParams()` are these defaults, whatever the checkpoint's `generation_config.json` says: that file makes
+    `Engine.default_params`, which are used where a call gives no parameters. To change some of them, use
+    `dataclasses.replace(engine.default_params, max_new_tokens=64)`.
+
+    Numbers may be those of Python or of NumPy, and lists may be arrays; they are stored as Python's. With
+    `temperature=0` answers are greedy whatever `top_k`, `top_p`, `min_p` and `seed` are. Options that change logits do
+    so in this order: `logit_bias`, penalties, `logits_processors`; at last tokens are excluded (`bad_words`,
+    `min_tokens`). Log-probabilities are those of the model, before all of these.
 
     Args:
         max_new_tokens: the maximum number of tokens of the answer.
@@ -61,6 +86,22 @@ class SamplingParams:
         pin_for: seconds for which the cached prefix of this request is not evicted (`math.inf`: until
             `Engine.unpin`); None: it is not pinned.
         priority: of what this request leaves in the cache, for eviction policies that use it. Higher is kept longer.
+        scheduling_priority: of waiting requests of one namespace those with lower values start earlier.
+        presence_penalty: subtracted from the logits of tokens that are in the answer so far; -2 to 2.
+        frequency_penalty: subtracted from the logits of tokens once per occurrence in the answer so far; -2 to 2.
+        repetition_penalty: positive logits of tokens in prompt or answer are divided by it, negative ones multiplied.
+        logit_bias: `{token_id: number}`, added to the logits of tokens; -100 to 100.
+        bad_words: texts that the answer does not contain, at the beginning of a word or alone, as the tokenizer encodes
+            them.
+        min_tokens: the answer has at least this many tokens: until then tokens that would end it are excluded, and stop
+            texts do not count.
+        logits_processors: functions `(answer, logits) -> logits` or `(prompt, answer, logits) -> logits` of token ids
+            and a row of logits. They must be pure: a token may be sampled again after a failure.
+        truncate_prompt_tokens: keep this many of the last tokens of a longer prompt; -1: as many as the model takes.
+        detokenize: decode the answer; otherwise `text` is empty.
+        structured: the answer follows a form, given by one entry: `{"json_schema": dict or JSON}`, `{"json_object":
+            True}`, `{"regex": text}`, `{"grammar": Lark grammar}` or `{"choice": [texts]}`. It ends when nothing can
+            follow, or with an end-of-text token where it may end. None: any answer.
 
     Raises:
         SamplingError: a value is out of range, or two contradict each other.
@@ -79,43 +120,72 @@ class SamplingParams:
     checkpoint_at: tuple[int, ...] | list[int] = ()
     pin_for: float | None = None
     priority: int = 0
+    scheduling_priority: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    bad_words: str | tuple[str, ...] | list[str] = ()
+    min_tokens: int = 0
+    logits_processors: tuple[LogitsProcessor, ...] | list[LogitsProcessor] = ()
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    structured: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1, MAX_INT),
+        for name, value in {**self._sampling(), **self._limits(), **self._logits()}.items():
+            object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_new_tokens:
+            raise SamplingError(
+                f"SamplingParams: min_tokens={self.min_tokens} is more than max_new_tokens={self.max_new_tokens}; "
+                "lower the one, or raise the other"
+            )
+        if self.structured is not None and (self.min_tokens or self.ignore_eos):
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise SamplingError(f"SamplingParams: {name} contradicts structured, which ends the answer; leave one out")
+        if self.stop and not self.detokenize:
+            raise SamplingError(
+                "SamplingParams: stop texts need detokenize=True: they are found in the text; use stop_token_ids"
+            )
+
+    def _sampling(self) -> dict[str, Any]:
+        """How a token is chosen, as checked values."""
+        return {
             "temperature": _temperature(self.temperature),
             "top_k": _integer("top_k", self.top_k, 0, MAX_INT, "; use 0 for all tokens"),
             "top_p": _probability("top_p", self.top_p, excluding_zero=True),
             "min_p": _probability("min_p", self.min_p),
-            "seed": None if self.seed is None else _integer("seed", self.seed, 0, 2**63 - 1, ", or None"),
-            "stop": _stop_texts(self.stop),
+            "seed": _optional("seed", self.seed, 0, 2**63 - 1),
+            "logprobs": _optional("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+        }
+
+    def _limits(self) -> dict[str, Any]:
+        """Where the answer ends, and what happens to the prompt, as checked values."""
+        return {
+            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, 1, MAX_INT),
+            "min_tokens": _integer("min_tokens", self.min_tokens, 0, MAX_INT),
+            "stop": _texts("stop", self.stop),
             "stop_token_ids": _integers("stop_token_ids", self.stop_token_ids, 0, "token ids"),
             "ignore_eos": _boolean("ignore_eos", self.ignore_eos),
-            "logprobs": None
-            if self.logprobs is None
-            else _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, ", or None"),
+            "detokenize": _boolean("detokenize", self.detokenize),
+            "truncate_prompt_tokens": _truncation(self.truncate_prompt_tokens),
             "checkpoint_at": _integers("checkpoint_at", self.checkpoint_at, -MAX_INT, "positions in tokens"),
             "pin_for": None if self.pin_for is None else _seconds(self.pin_for),
             "priority": _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY),
+            "scheduling_priority": _integer("scheduling_priority", self.scheduling_priority, -MAX_INT, MAX_INT),
         }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.temperature == 0:
-            self._refuse_without_effect()
 
-    def _refuse_without_effect(self) -> None:
-        """Greedy answers do not depend on these parameters: who sets them expects something else."""
-        wanted = {
-            "top_k": self.top_k not in (0, 1),
-            "top_p": self.top_p != 1,
-            "min_p": self.min_p != 0,
-            "seed": self.seed is not None,
+    def _logits(self) -> dict[str, Any]:
+        """What is done to logits, as checked values."""
+        return {
+            "presence_penalty": _number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+            "frequency_penalty": _number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+            "repetition_penalty": _number("repetition_penalty", self.repetition_penalty, 1 / MAX_FACTOR, MAX_FACTOR),
+            "logit_bias": _bias(self.logit_bias),
+            "bad_words": _texts("bad_words", self.bad_words),
+            "logits_processors": _functions(self.logits_processors),
+            "structured": None if self.structured is None else _form(self.structured),
         }
-        for name in (name for name, is_set in wanted.items() if is_set):
-            raise SamplingError(
-                f"SamplingParams: {name}={vars(self)[name]} has no effect with temperature=0 (greedy); set "
-                "temperature=1.0 or leave it out"
-            )
 
 
 def _refuse(name: str, expected: str, value: object) -> SamplingError:
@@ -139,6 +209,20 @@ def _integer(name: str, value: object, low: int, high: int, remedy: str = "") ->
     raise _refuse(name, f"an integer from {low} to {high}{remedy}", value)
 
 
+def _optional(name: str, value: object, low: int, high: int) -> int | None:
+    """None, or a value as an integer in `[low, high]`."""
+    return None if value is None else _integer(name, value, low, high, ", or None")
+
+
+def _truncation(value: object) -> int | None:
+    expected = "a positive number of tokens, -1 for as many as the model takes, or None"
+    if value is None or (isinstance(value, Integral) and not isinstance(value, bool) and int(value) == -1):
+        return None if value is None else -1
+    if isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= MAX_INT:
+        return int(value)
+    raise _refuse("truncate_prompt_tokens", expected, value)
+
+
 def _real(value: object) -> float:
     """A value as a float; NaN where it is not a number, or one that no float can hold."""
     if not isinstance(value, Real) or isinstance(value, bool):
@@ -147,6 +231,13 @@ def _real(value: object) -> float:
         return float(value)
     except OverflowError:
         return math.nan
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    number = _real(value)
+    if low <= number <= high:
+        return number
+    raise _refuse(name, f"a number from {low:g} to {high:g}", value)
 
 
 def _temperature(value: object) -> float:
@@ -179,6 +270,8 @@ def _boolean(name: str, value: object) -> bool:
 
 
 def _entries(name: str, values: object, of: str) -> Iterable[object]:
+    if isinstance(values, np.ndarray) and values.ndim == 1:
+        values = values.tolist() if len(values) <= MAX_LISTED else [None] * len(values)
     if not isinstance(values, tuple | list):
         raise _refuse(name, f"a tuple or list of {of}", values)
     if len(values) > MAX_LISTED:
@@ -191,23 +284,77 @@ def _integers(name: str, values: object, low: int, of: str) -> tuple[int, ...]:
     return tuple(_integer(f"{name} ({of})", value, low, MAX_INT) for value in _entries(name, values, of))
 
 
-def _stop_texts(values: object) -> tuple[str, ...]:
+def _bias(values: object) -> dict[int, float]:
+    """Numbers by token id. Ids may be texts, as in JSON."""
+    if not isinstance(values, Mapping):
+        raise _refuse("logit_bias", "a dict of numbers by token id", values)
+    if len(values) > MAX_LISTED:
+        raise SamplingError(f"SamplingParams: logit_bias must have at most {MAX_LISTED} entries; got {len(values)}")
+    checked = {}
+    for key, value in values.items():
+        is_text = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 11
+        token = _integer("logit_bias (token ids)", int(key) if is_text else key, 0, MAX_INT)
+        checked[token] = _number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS)
+    return checked
+
+
+def _form(value: object) -> dict[str, Any]:
+    """The form of a structured answer: one entry of `FORMS`. Whether a schema is one is found where it is compiled."""
+    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in FORMS:
+        raise _refuse("structured", f"a dict with one of the keys {', '.join(FORMS)}", value)
+    ((kind, form),) = value.items()
+    if kind == "choice":
+        form = _texts("structured (choice)", form)
+        if not form or isinstance(value[kind], str):
+            raise _refuse("structured (choice)", "a list of one text or more", value[kind])
+    elif kind == "json_object":
+        if form is not True:
+            raise _refuse("structured (json_object)", "True", form)
+    elif kind == "json_schema":
+        form = _schema(form)
+    elif not isinstance(form, str) or not form:
+        raise _refuse(f"structured ({kind})", "a text that is not empty", form)
+    return {kind: form}
+
+
+def _schema(value: object) -> dict[str, Any]:
+    """A JSON schema, from a dict or from JSON."""
+    expected = "a JSON schema: a dict, or the text of one"
+    try:
+        schema = json.loads(value if isinstance(value, str) else json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SamplingError(
+            f"SamplingParams: structured (json_schema) must be {expected}; got {_short(value)}: {error!s:.200}"
+        ) from error
+    if not isinstance(schema, dict):
+        raise _refuse("structured (json_schema)", expected, value)
+    return schema
+
+
+def _functions(values: object) -> tuple[LogitsProcessor, ...]:
+    for value in _entries("logits_processors", values, "functions"):
+        if not callable(value):
+            raise _refuse("logits_processors", "functions (answer, logits) -> logits", value)
+    return tuple(values)  # type: ignore[arg-type]
+
+
+def _texts(name: str, values: object) -> tuple[str, ...]:
     """One text, or a tuple or list of texts, as a tuple."""
     texts = (values,) if isinstance(values, str) else values
     if not isinstance(texts, tuple | list):
-        raise _refuse("stop", "a text, or a tuple or list of texts", values)
+        raise _refuse(name, "a text, or a tuple or list of texts", values)
     if len(texts) > MAX_STOP_TEXTS:
         raise SamplingError(
-            f"SamplingParams: stop must have at most {MAX_STOP_TEXTS} texts; got {len(texts)}. Give their common "
+            f"SamplingParams: {name} must have at most {MAX_STOP_TEXTS} texts; got {len(texts)}. Give their common "
             "beginning instead"
         )
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise _refuse("stop", "non-empty texts", text)
+            raise _refuse(name, "non-empty texts", text)
     length = sum(map(len, texts))
     if length > MAX_STOP_CHARACTERS:
         raise SamplingError(
-            f"SamplingParams: stop must have at most {MAX_STOP_CHARACTERS} characters in all its texts; got {length}. "
-            "Give the beginning of a long text instead"
+            f"SamplingParams: {name} must have at most {MAX_STOP_CHARACTERS} characters in all its texts; got "
+            f"{length}. Give the beginning of a long text instead"
         )
     return tuple(texts)

@@ -14,13 +14,16 @@ from hybrid.engine.guard import StepGuard
 from hybrid.engine.meter import Meter
 from hybrid.engine.model_runner import Result, Runner
 from hybrid.engine.request import Request, Status
+from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.step import Part, Step
 from hybrid.engine.suspects import Suspects
-from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError
+from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError, SamplingError
 from hybrid.interrupts import deferred_interrupts
 
 log: logging.Logger = logging.getLogger(__name__)
+
+NO_TOKEN_LEFT = "no token can be chosen: the parameters exclude all, or a logits processor gave NaN"
 
 NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
 
@@ -178,10 +181,13 @@ class StepLoop:
         if self._scheduler.drafting is not None:
             self._scheduler.drafting.accept(part, result.num_accepted)
         for at, token in enumerate(result.tokens):
-            if request.finish_reason is None:
-                before = request.last_token_at
-                request.append(token, result.logprobs[at] if result.logprobs else None, self._end_tokens)
-                self.meter.delivered(request, before)
+            if request.finish_reason is not None:
+                break
+            if token == NO_TOKEN:
+                raise SamplingError(NO_TOKEN_LEFT)
+            before = request.last_token_at
+            request.append(token, result.logprobs[at] if result.logprobs else None, self._end_tokens)
+            self.meter.delivered(request, before)
         if part.is_alive:  # otherwise it was retracted while it was computed
             self._scheduler.commit(part)
 

@@ -3,13 +3,15 @@
 First come requests that were retracted, in their old order. Then come new requests, by turns between namespaces: the
 next one is the oldest of the namespace that was served the fewest tokens (fair queueing), so that many requests of one
 client do not delay another's. A request that many others have overtaken comes first, whatever its namespace was served.
+Within a namespace those with a lower `scheduling_priority` come earlier, of equals the oldest: a client cannot delay
+others by its priorities.
 Replays come last.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from hybrid.engine.request import Request
 
@@ -99,7 +101,7 @@ class WaitingQueue:
             skipped: namespaces of which no new request may start. The caller may add to it.
         """
         yield from tuple(self._retracted)
-        queues = {name: iter(tuple(requests)) for name, requests in self._by_namespace.items()}
+        queues = {name: iter(self._in_order(requests)) for name, requests in self._by_namespace.items()}
         heads = {name: next(queue) for name, queue in queues.items()}
         while heads:
             name = min(heads, key=lambda name: (heads[name].latest_turn > self._num_started, self._served[name]))
@@ -113,3 +115,10 @@ class WaitingQueue:
             else:
                 del heads[name]
         yield from tuple(self._replays)
+
+    def _in_order(self, requests: Iterable[Request]) -> Sequence[Request]:
+        """The requests of a namespace as they may start, in view of their priorities."""
+        waiting = tuple(requests)
+        if not any(request.params.scheduling_priority for request in waiting):
+            return waiting
+        return sorted(waiting, key=lambda r: (r.latest_turn > self._num_started, r.params.scheduling_priority))

@@ -19,6 +19,7 @@ class TextStream:
     Args:
         tokenizer: a fast tokenizer of transformers.
         stop: texts that end the answer. Of several, the one whose last character comes first counts.
+        min_tokens: the text of this many tokens at the beginning of the answer is not searched for them.
 
     Attributes:
         text: the part of the answer that no later token can change. It only grows.
@@ -26,7 +27,7 @@ class TextStream:
         num_kept: number of tokens of the answer before the stop text; 0 until one was found.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...] = (), min_tokens: int = 0) -> None:
         self.text: str = ""
         self.stopped: bool = False
         self.num_kept: int = 0
@@ -34,6 +35,7 @@ class TextStream:
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop = stop_texts(stop)
         self._state = 0
+        self._min_tokens = min_tokens
         self._ids: list[int] = []
         self._pending: list[int] = []  # the last tokens, while they have no text
         self._ends: list[int] = []  # length of the decoded text after each token
@@ -87,6 +89,9 @@ class TextStream:
         """Add decoded text. Returns whether it completed a stop text; else `text` is extended as far as is certain."""
         before = len(self._decoded)
         self._decoded += piece
+        if len(self._ids) <= self._min_tokens:
+            self.text = self._decoded
+            return False
         self._state, found = self._stop.find(piece, self._state)
         if found is None:
             self.text = self._decoded[: len(self._decoded) - self._stop.num_held(self._state)]

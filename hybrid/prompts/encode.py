@@ -7,7 +7,7 @@ tokenized, the number of ids before their values, the size of images before they
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -23,8 +23,16 @@ from hybrid.prompts.images import Image, ImagePrompt, Media, PixelHash
 Message = dict[str, Any]
 """A chat message, as `{"role": "user", "content": "..."}`."""
 
-Prompt = str | list[int] | list[Message] | dict[str, list[Message]] | ImagePrompt
-"""A text, token ids, chat messages (also as `{"messages": [...]}`), or token ids with images."""
+Prompt = str | list[int] | list[Message] | dict[str, Any] | ImagePrompt
+"""A text, token ids, chat messages, or token ids with images. As a dict: `{"prompt": text}`, `{"prompt_token_ids":
+ids}`, or `{"messages": [...]}` with options of the chat template (`CHAT_OPTIONS`)."""
+
+CHAT_OPTIONS = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+"""Keys beside `messages` that are passed to the chat template, as in `apply_chat_template` of transformers. The entries
+of `chat_template_kwargs` are passed to it too, such as `enable_thinking`."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+"""Keys of which a prompt as a dict has one."""
 
 BYTES_PER_TOKEN = 32
 """The mean number of bytes per token, in UTF-8, that a text may have. In natural language and code it is 1 to 8; only
@@ -162,12 +170,19 @@ class PromptEncoder:
         self._page_size = page_size
         self._limits = limits
 
-    def encode(self, prompt: Prompt) -> EncodedPrompt:
+    def encode(self, prompt: Prompt, truncate: int | None = None) -> EncodedPrompt:
         """Encode a prompt and the images in it.
+
+        Args:
+            prompt: in any form.
+            truncate: keep this many of the last tokens; None: all.
 
         Raises:
             PromptError: the prompt has an unsupported form, is too large, or has images and there is no image encoder.
         """
+        prompt = unwrapped(prompt)
+        if truncate is not None:
+            return self._encode_end(prompt, truncate)
         if not isinstance(prompt, ImagePrompt):
             images = images_of(prompt, self._limits)
             if images and self._image_encoder is None:
@@ -185,6 +200,13 @@ class PromptEncoder:
         self._limits.check_ids(whole)
         prompt = ImagePrompt(whole, prompt.images, prompt.positions)
         return EncodedPrompt(whole, Media.of(prompt, self._hidden_size, self._page_size))
+
+    def _encode_end(self, prompt: Prompt, num_tokens: int) -> EncodedPrompt:
+        """Encode a prompt without images, and keep the last `num_tokens` tokens."""
+        if isinstance(prompt, ImagePrompt) or images_of(prompt, self._limits):
+            raise PromptError("truncate_prompt_tokens: a prompt with images cannot be truncated; shorten its text")
+        any_number = replace(self._limits, max_tokens=NO_LIMITS.max_tokens)
+        return EncodedPrompt(self._limits.check_ids(encode(self._tokenizer, prompt, any_number)[-num_tokens:]))
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -244,6 +266,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     Raises:
         PromptError: the prompt has another form or is too large, or there is no tokenizer or no chat template for it.
     """
+    prompt = unwrapped(prompt)
     messages = _messages_of(prompt)
     if messages is None and not isinstance(prompt, str):
         ids = None
@@ -261,9 +284,9 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
         return _tokenize(tokenizer, prompt, limits, add_special_tokens=True)
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
-    limits.check_text(_num_characters(messages, limits.max_text_bytes))
+    limits.check_text(_num_characters([messages, _chat_options(prompt)], limits.max_text_bytes))
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **_chat_options(prompt))
     except Exception as error:  # a template may raise anything for messages it does not support
         raise PromptError(f"the chat template refuses these messages: {error}") from error
     return _tokenize(tokenizer, text, limits, add_special_tokens=False)
@@ -289,6 +312,33 @@ def images_of(prompt: Prompt, limits: PromptLimits = NO_LIMITS) -> list[Any]:
                 "it first: transformers.image_utils.load_image(...)"
             )
     return [part["image"] for part in images]
+
+
+def unwrapped(prompt: Prompt) -> Prompt:
+    """The text or the ids of a prompt given as `{"prompt": ...}` or `{"prompt_token_ids": ...}`; others as they are.
+
+    Raises:
+        PromptError: a dict with other keys, or with several prompts.
+    """
+    if not isinstance(prompt, dict) or _is_message(prompt):
+        return prompt
+    kinds = [kind for kind in PROMPT_KEYS if kind in prompt]
+    known = {*kinds, *(("chat_template_kwargs", *CHAT_OPTIONS) if kinds == ["messages"] else ())}
+    unknown = [key for key in prompt if key not in known]
+    if len(kinds) != 1 or unknown:
+        raise PromptError(
+            f"a prompt as a dict has one of the keys {', '.join(PROMPT_KEYS)}, and beside messages options of the chat "
+            f"template: chat_template_kwargs, {', '.join(CHAT_OPTIONS)}; got the keys {_names(prompt)}"
+        )
+    return prompt if kinds == ["messages"] else cast("Prompt", prompt[kinds[0]])
+
+
+def spellings(tokenizer: Any, word: str) -> list[list[int]]:
+    """The token ids of a word at the beginning of a text, and of the word after a space."""
+    alone, after_space = (
+        list(tokenizer(text, add_special_tokens=False).input_ids) for text in (word, " " + word.lstrip())
+    )
+    return [ids for ids in (alone, after_space if after_space != alone else []) if ids]
 
 
 def load_tokenizer(path: Path) -> Any | None:
@@ -366,7 +416,29 @@ def _names(part: dict[Any, Any]) -> str:
 
 def _is_message(item: Any) -> bool:
     """Whether an item of a list is a chat message, rather than a prompt by itself."""
-    return isinstance(item, dict) and "messages" not in item
+    return isinstance(item, dict) and not any(key in item for key in PROMPT_KEYS)
+
+
+def _chat_options(prompt: Prompt) -> dict[str, Any]:
+    """What is passed to the chat template beside the messages.
+
+    Raises:
+        PromptError: `chat_template_kwargs` is not a dict of names.
+    """
+    options = {"add_generation_prompt": True}
+    if isinstance(prompt, dict):
+        more = prompt.get("chat_template_kwargs") or {}
+        if not isinstance(more, dict) or not all(isinstance(key, str) for key in more):
+            raise PromptError(f"chat_template_kwargs must be a dict of the template's variables; got {more!r:.100}")
+        reserved = [
+            key for key in more if key in ("tokenize", "conversation", "messages", "return_tensors", "return_dict")
+        ]
+        if reserved:
+            raise PromptError(f"chat_template_kwargs: {reserved[0]!r} is not a variable of a template; leave it out")
+        if prompt.get("continue_final_message"):
+            options["add_generation_prompt"] = False
+        options |= {key: prompt[key] for key in CHAT_OPTIONS if prompt.get(key) is not None} | more
+    return options
 
 
 def _messages_of(prompt: Prompt) -> list[Message] | None:

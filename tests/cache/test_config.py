@@ -6,7 +6,7 @@ import pytest
 
 from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError, HybridError, MemoryBudgetError
-from hybrid.units import format_bytes, parse_bytes
+from hybrid.units import format_bytes, parse_memory
 
 
 @pytest.mark.parametrize("name", ["page_size", "chunk_size"])
@@ -64,7 +64,7 @@ def test_memory_is_bytes_a_text_or_a_part_of_what_is_free(memory: int | float | 
 
 
 @pytest.mark.parametrize(
-    ("text", "num_bytes"),
+    ("text", "amount"),
     [
         ("7", 7),
         ("7B", 7),
@@ -74,10 +74,20 @@ def test_memory_is_bytes_a_text_or_a_part_of_what_is_free(memory: int | float | 
         ("3kb", 3000),
         ("1TiB", 2**40),
         ("0.5KiB", 512),
+        ("512M", 512 * 2**20),
+        ("2g", 2 * 2**30),
+        ("3Ki", 3 * 2**10),
+        ("50%", 0.5),
+        ("100 %", 1.0),
+        ("0.25", 0.25),
+        ("1", 1),
+        ("1.0", 1.0),
     ],
 )
-def test_texts_of_bytes_are_read(text: str, num_bytes: int) -> None:
-    assert parse_bytes(text) == num_bytes
+def test_texts_of_amounts_are_read(text: str, amount: float) -> None:
+    """A number without a unit is bytes where it is whole, as in Python, and a fraction otherwise."""
+    assert parse_memory(text) == amount
+    assert type(parse_memory(text)) is type(amount)
 
 
 @pytest.mark.parametrize(

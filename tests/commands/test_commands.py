@@ -11,13 +11,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from hybrid import CacheConfig, Engine, HybridCache
+from hybrid import CacheConfig, Engine, HybridCache, RequestOutput
 from hybrid.commands import demo, parity, stress
 from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.commands.main import main
 from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.commands.workload import Report, Stress
+from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
+from support.engines import answer, greedy
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -230,6 +232,41 @@ def test_generate_continues_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(output["token_ids"]) <= 5 for output in result["outputs"]] == [True, True]
     assert main([*arguments, "--chat", "--temperature", "1", "--seed", "3"]) == 0
     assert "tokens cached" in capsys.readouterr().out
+
+
+def test_generate_prints_an_answer_while_it_is_computed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    step = Engine.step
+
+    def watched(engine: Engine) -> list[RequestOutput]:
+        shown.append(capsys.readouterr().out)
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", watched)
+    prompts = ["The with [bold]statement", "C:\\", "import"]
+    assert main(["generate", "tiny", *prompts, "--max-new-tokens", "8", "--memory", "64M"]) == 0
+    shown.append(capsys.readouterr().out)
+    assert len([piece for piece in shown if piece]) >= 6
+    texts = [prompt + answer(Engine.from_pretrained("tiny"), prompt, greedy(8)).text for prompt in prompts]
+    for text, found in zip(texts, "".join(shown).split("tokens cached"), strict=False):
+        assert text in found
+
+
+def test_generate_says_which_prompt_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(Scheduler, "finish", lambda *_: 1 // 0)
+    status, result = run_json(capsys, "generate", "tiny", "import", "--max-new-tokens", "3", "--memory", "64M")
+    assert status == 1
+    assert result["outputs"][0]["error"].startswith("ZeroDivisionError")
+
+
+def test_what_cannot_be_written_is_one_line_and_status_2() -> None:
+    command = [sys.executable, "-m", "hybrid", "generate", "tiny", "a", "--max-new-tokens", "2", "--memory", "64M"]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "hybrid: the output cannot be written: No space left on device\n"
 
 
 def test_a_wrong_command_exits_with_2_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

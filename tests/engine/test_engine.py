@@ -126,8 +126,8 @@ def test_the_end_token_ends_an_answer_unless_it_is_ignored(tiny: Engine) -> None
 
 
 def test_an_answer_ends_at_the_model_s_limit(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny.model.config, "max_position_embeddings", 40)
     engine = engine_on(tiny)
-    monkeypatch.setattr(engine.model.config, "max_position_embeddings", 40)
     output = answer(engine, ids(35), greedy(50))
     assert output.finish_reason == "length"
     assert len(output.token_ids) == 5

@@ -12,7 +12,7 @@ import torch
 import hybrid
 from hybrid.engine.model_runner import PendingTokens
 from hybrid.engine.planner import SampledRows
-from hybrid.engine.sampler import SamplingRows, new_seed, sample, sampling_numbers, token_logprobs, uniform
+from hybrid.engine.sampler import SampleRow, SamplingRows, new_seed, sample, sampling_numbers, token_logprobs, uniform
 from hybrid.engine.sampling_params import SamplingParams
 
 LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
@@ -111,10 +111,9 @@ def test_a_value_out_of_range_is_refused_by_its_name(name: str, value: Any) -> N
 
 
 @pytest.mark.parametrize("setting", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"seed": 0}])
-def test_what_has_no_effect_on_a_greedy_answer_is_refused(setting: dict[str, Any]) -> None:
-    with pytest.raises(hybrid.SamplingError, match=r"no effect with temperature=0 \(greedy\)"):
-        SamplingParams(**setting)
-    SamplingParams(temperature=1.0, **setting)
+def test_a_temperature_of_zero_is_greedy_whatever_else_is_set(setting: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, **setting)
+    assert sampled(torch.tensor(LOGITS), params, 3) == [2, 2, 2]
 
 
 def test_an_unknown_parameter_is_refused() -> None:
@@ -168,7 +167,7 @@ def test_stops_are_kept_as_tuples_however_they_are_given() -> None:
 def sampled(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
     """`count` tokens of one request, all from the same logits."""
     seed = new_seed() if params.seed is None else params.seed
-    numbers = sampling_numbers([(params, uniform(seed, index)) for index in range(count)])
+    numbers = sampling_numbers([SampleRow(params, uniform(seed, index)) for index in range(count)])
     rows = None if numbers is None else SamplingRows(*torch.tensor(numbers, dtype=torch.float64))
     return sample(logits.expand(count, -1), rows).tolist()
 

@@ -1,0 +1,149 @@
+"""Structured output: answers that follow a JSON schema, a regular expression, a grammar, or are one of several texts.
+
+The grammar decides which tokens may come next, and the others are excluded from the logits: `llguidance` computes them
+(the extra `structured`). What may come next depends on the answer alone, so that hits and cold runs are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from hybrid.errors import ArgumentError, SamplingError
+
+Numbers = np.ndarray[Any, Any]
+
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,24}"}
+"""Between the parts of JSON there is white space for indentation, and no endless run of it."""
+
+MAX_GRAMMARS = 64
+"""The number of grammars that an engine keeps compiled."""
+
+
+class Matcher:
+    """A grammar, and the answer up to now.
+
+    Args:
+        matcher: of llguidance, at the beginning of an answer.
+    """
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow the answer."""
+        return bool(self._matcher.is_stopped())
+
+    def accept(self, token: int) -> None:
+        """The answer continues with this token.
+
+        Raises:
+            SamplingError: the grammar does not allow it, or is too large to be followed further.
+        """
+        if not self._matcher.consume_token(token):
+            raise SamplingError(f"structured: the answer cannot be followed: {self._matcher.get_error()!s:.300}")
+
+    def mask(self, drafts: Sequence[int] = ()) -> Numbers:
+        """Which tokens may follow the answer and these drafts: `[ceil(vocab / 32)]` int32, a bit for each token. Where
+        a draft is not allowed, no token after it counts, and the mask is that of its place.
+
+        Raises:
+            SamplingError: the grammar is too large to be followed further.
+        """
+        num_allowed = self._matcher.try_consume_tokens(list(drafts)) if drafts else 0
+        try:
+            bits = self._matcher.compute_bitmask()
+        finally:
+            if num_allowed:
+                self._matcher.rollback(num_allowed)
+        if self._matcher.is_error():
+            raise SamplingError(f"structured: the answer cannot be followed: {self._matcher.get_error()!s:.300}")
+        return np.frombuffer(bits, np.int32)
+
+
+class Grammars:
+    """Compiles the grammars of one engine, and keeps the last ones.
+
+    Args:
+        tokenizer: of transformers.
+        vocab_size: of the model; tokens beyond the tokenizer's are never allowed.
+        end_tokens: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, end_tokens: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_tokens = sorted(end_tokens)
+        self._wrapped: Any = None
+        self._compiled: dict[str, Any] = {}
+
+    def matcher(self, structured: Mapping[str, Any]) -> Matcher:
+        """A matcher at the beginning of an answer.
+
+        Args:
+            structured: as `SamplingParams.structured`.
+
+        Raises:
+            SamplingError: the schema, expression or grammar cannot be used.
+            ArgumentError: llguidance is not installed, or cannot use the tokenizer.
+        """
+        library = _library()
+        text = json.dumps(dict(structured), sort_keys=True)
+        if text not in self._compiled:
+            if self._wrapped is None:
+                self._wrapped = self._wrap(library)
+            self._compiled[text] = self._compile(library, structured)
+            while len(self._compiled) > MAX_GRAMMARS:
+                del self._compiled[next(iter(self._compiled))]
+        return Matcher(self._compiled[text].deep_copy())
+
+    def _wrap(self, library: ModuleType) -> Any:
+        import llguidance.hf
+
+        try:
+            return llguidance.hf.from_tokenizer(
+                self._tokenizer, n_vocab=self._vocab_size, eos_token=self._end_tokens or None
+            )
+        except Exception as error:  # the library raises many kinds
+            raise ArgumentError(f"structured: this tokenizer cannot be used: {error!s:.300}") from error
+
+    def _compile(self, library: ModuleType, structured: Mapping[str, Any]) -> Any:
+        (kind, value), *_ = structured.items()
+        try:
+            matcher = library.LLMatcher(self._wrapped, COMPILERS[kind](library.LLMatcher, value), log_level=0)
+        except ValueError as error:
+            raise SamplingError(f"structured: this {kind} cannot be used: {error!s:.500}") from error
+        if matcher.is_error():
+            reason = " ".join(str(matcher.get_error()).split())
+            raise SamplingError(f"structured: this {kind} cannot be used: {reason:.500}")
+        return matcher
+
+
+def _choice(matcher: Any, texts: Sequence[str]) -> str:
+    alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return str(matcher.grammar_from_lark(f"start: {alternatives}"))
+
+
+COMPILERS: dict[str, Callable[[Any, Any], str]] = {
+    "json_schema": lambda matcher, schema: matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS),
+    "json_object": lambda matcher, _: matcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS),
+    "regex": lambda matcher, regex: matcher.grammar_from_regex(regex),
+    "grammar": lambda matcher, lark: matcher.grammar_from_lark(lark),
+    "choice": _choice,
+}
+"""For each key of `SamplingParams.structured`: from its value to a grammar of llguidance."""
+
+
+def _library() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ArgumentError(
+            f"structured output needs llguidance ({error}): install this package with its extra 'structured'"
+        ) from error
+    return llguidance

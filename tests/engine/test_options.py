@@ -1,0 +1,350 @@
+"""The options of requests: what each does, and that hits, overlap and retraction do not change its answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hybrid
+from hybrid import Engine, PromptError, SamplingError, SamplingParams
+from hybrid.engine.constraints import Constraints, Edits
+from hybrid.engine.sampler import NO_TOKEN, sample_edited
+from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
+
+
+def no_even_tokens(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[::2] = -torch.inf
+    return logits
+
+
+def not_twice_in_a_row(prompt: list[int], answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[(answer or prompt)[-1]] = -torch.inf
+    return logits
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.7},
+    "repetition": {"repetition_penalty": 1.3},
+    "sampled": {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "temperature": 1.5, "seed": 5, "top_p": 0.9},
+    "bias": {"logit_bias": {7: 40.0, "11": 39.5, 3: -100}},
+    "bad words": {"bad_words": ["e", "the", " a"]},
+    "minimum": {"min_tokens": 10, "ignore_eos": False, "stop_token_ids": list(range(3, 500))},
+    "functions": {"logits_processors": [no_even_tokens, not_twice_in_a_row]},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Engine) -> dict[str, list[list[int]]]:
+    """The answers of an engine that keeps nothing, each computed alone."""
+    engine = engine_on(tiny, pages=256, enabled=False)
+    prompts = [ids(2 * GRID + 5, seed=n) for n in range(3)]
+    return {name: [answer(engine, p, params_of(name)).token_ids for p in prompts] for name in OPTIONS}
+
+
+def params_of(name: str, count: int = 20) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": count, "ignore_eos": True, **OPTIONS[name]})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_answers_do_not_depend_on_hits_overlap_and_retraction(
+    tiny: Engine, expected: dict[str, list[list[int]]], name: str, overlap: bool
+) -> None:
+    engine = engine_on(tiny, pages=10, states=12, overlap=overlap)
+    prompts = [ids(2 * GRID + 5, seed=n) for n in range(3)]
+    found = engine.generate(prompts, params_of(name), progress=False)
+    assert [output.token_ids for output in found] == expected[name]
+    assert name == "minimum" or engine.scheduler.num_retractions > 0
+    again = answer(engine, prompts[0], params_of(name))
+    assert again.usage.cached_tokens > 0
+    assert again.token_ids == expected[name][0]
+    assert_nothing_held(engine)
+
+
+def test_every_option_changes_the_answer(tiny: Engine, expected: dict[str, list[list[int]]]) -> None:
+    plain = answer(engine_on(tiny), ids(2 * GRID + 5), greedy(20)).token_ids
+    for name, answers in expected.items():
+        assert answers[0] != plain, name
+        assert set(answers[0]) != {answers[0][0]} or name == "bias", name
+
+
+def test_different_options_in_one_batch_do_not_meet(tiny: Engine, expected: dict[str, list[list[int]]]) -> None:
+    engine = engine_on(tiny, pages=256, states=64)
+    prompt = ids(2 * GRID + 5)
+    plain = answer(engine, prompt, greedy(20)).token_ids
+    found = engine.generate([prompt] * 9, [*map(params_of, OPTIONS), greedy(20)], progress=False)
+    assert [output.token_ids for output in found] == [*(answers[0] for answers in expected.values()), plain]
+
+
+# What each does, by its definition
+
+
+LOGITS = torch.tensor([[2.0, -1.0, 0.5, 3.0, 1.0, -2.0]])
+
+
+def edited(params: SamplingParams, prompt: list[int], answer: list[int], **more: Any) -> list[float]:
+    constraints = Constraints(params, prompt, frozenset(), **more)
+    for token in answer:
+        constraints.accept(token)
+    edits = Edits.of([constraints.after()])
+    assert edits is not None
+    return edits.apply(LOGITS)[0].tolist()
+
+
+def test_penalties_are_those_of_their_definition() -> None:
+    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
+    found = edited(params, [0, 1], [3, 3, 5])
+    assert found == [2.0 / 2, -1.0 * 2, 0.5, 3.0 / 2 - 0.5 - 2 * 0.25, 1.0, -2.0 * 2 - 0.5 - 0.25]
+
+
+def test_penalties_agree_with_those_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    prompt, said = [0, 1], [3, 3, 5]
+    theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[*prompt, *said]]), LOGITS.clone())
+    torch.testing.assert_close(torch.tensor([edited(SamplingParams(repetition_penalty=1.7), prompt, said)]), theirs)
+
+
+def test_bias_comes_before_penalties_and_exclusions_come_last() -> None:
+    params = SamplingParams(logit_bias={1: 3.0}, repetition_penalty=2.0, logits_processors=[lambda _, row: row + 1])
+    assert edited(params, [1], [], bad_words=[[0]]) == [-torch.inf, (-1.0 + 3.0) / 2 + 1, 1.5, 4.0, 2.0, -1.0]
+
+
+def test_a_bad_word_of_several_tokens_excludes_its_last_one_after_the_others() -> None:
+    constraints = Constraints(SamplingParams(), [2, 4], frozenset(), [[2, 4, 1]])
+    assert constraints.after().excluded == []  # the prompt does not count
+    assert constraints.after([2, 4]).excluded == [1]
+    assert constraints.after([4, 2]).excluded == []
+
+
+def test_asking_along_a_path_of_drafts_changes_nothing() -> None:
+    """Row i of a path is what the request would do had it accepted the tokens before it."""
+    params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.1, repetition_penalty=1.5, min_tokens=3)
+    words = [[4, 5]]
+
+    def rows(constraints: Constraints, drafts: list[int]) -> list[float]:
+        edits = Edits.of([constraints.after(drafts)])
+        assert edits is not None
+        return edits.apply(LOGITS)[0].tolist()
+
+    asked, path = Constraints(params, [0], frozenset([2]), words), [4, 5, 4, 4]
+    before = [rows(asked, path[:n]) for n in range(5)]
+    walked = Constraints(params, [0], frozenset([2]), words)
+    for n in range(5):
+        assert rows(walked, []) == before[n] == rows(asked, path[:n])
+        if n < 4:
+            walked.accept(path[n])
+
+
+def test_rows_without_a_token_left_are_recognised() -> None:
+    params = SamplingParams(logits_processors=[lambda _, row: row * float("nan")])
+    rows = [Constraints(SamplingParams(), [], frozenset(range(6))), Constraints(params, [], frozenset())]
+    edits = Edits.of(
+        [None, Constraints(SamplingParams(min_tokens=1), [], frozenset(range(6))).after(), rows[1].after()]
+    )
+    assert edits is not None
+    assert sample_edited(LOGITS.expand(3, -1), edits, None).tolist() == [3, NO_TOKEN, NO_TOKEN]
+
+
+def test_a_request_without_a_token_left_ends_and_the_others_do_not(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    none_left = greedy(8, logits_processors=[lambda _, row: row * float("nan")])
+    wrong = greedy(8, logits_processors=[lambda _, row: row[:5]])
+    prompts = [ids(2 * GRID, seed=n) for n in range(3)]
+    first, second, third = engine.generate(prompts, [none_left, greedy(8), wrong], progress=False)
+    assert first.finish_reason == third.finish_reason == "error"
+    assert first.error is not None
+    assert "no token can be chosen" in first.error
+    assert third.error is not None
+    assert "must return the row of logits, [1024]" in third.error
+    assert second.token_ids == answer(engine, prompts[1], greedy(8)).token_ids
+    assert_nothing_held(engine)
+
+
+def test_bad_words_are_not_in_the_text(tiny: Engine) -> None:
+    plain = answer(engine_on(tiny), "The module is", greedy(40)).text
+    word = max(plain.split(), key=len)
+    text = answer(engine_on(tiny), "The module is", greedy(40, bad_words=word)).text
+    assert word in plain.split()
+    assert word not in text.split()
+
+
+def test_an_answer_has_its_minimum_of_tokens_whatever_would_end_it(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    plain = answer(engine, ids(GRID), greedy(30))
+    stop, end = plain.text[:2], plain.token_ids[0]
+    assert answer(engine, ids(GRID), greedy(30, stop=stop)).usage.completion_tokens < 5
+    longer = answer(engine, ids(GRID), greedy(30, stop=stop, stop_token_ids=[end], min_tokens=20))
+    assert longer.usage.completion_tokens >= 20
+    assert end not in longer.token_ids[:20]
+
+
+def test_without_detokenizing_there_is_no_text(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    output = answer(engine, ids(GRID), greedy(8, detokenize=False))
+    assert output.text == ""
+    assert output.token_ids == answer(engine, ids(GRID), greedy(8)).token_ids
+
+
+# Prompts
+
+
+def test_prompts_may_be_dicts_and_arrays(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    tokens = engine.tokenizer("The import statement").input_ids
+    forms: list[Any] = [
+        "The import statement",
+        {"prompt": "The import statement"},
+        {"prompt_token_ids": tokens},
+        {"prompt_token_ids": np.array(tokens)},
+        np.array(tokens, np.int32),
+        {"prompt": tokens},
+    ]
+    outputs = engine.generate(forms, greedy(4), progress=False)
+    assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(tokens)}
+    assert engine.generate({"prompt": "The import statement"}, greedy(4), progress=False)[0].text == outputs[0].text
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "a", "prompt_token_ids": [1]},
+        {"prompt": "a", "tools": []},
+        {"prompt_token_ids": [1], "cache_salt": "x"},
+        {"messages": [], "temperature": 1},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": ["enable_thinking"]},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}},
+    ],
+)
+def test_a_dict_that_is_no_prompt_is_refused(tiny: Engine, prompt: dict[str, Any]) -> None:
+    with pytest.raises(PromptError):
+        engine_on(tiny).generate([prompt], greedy(4), progress=False)
+
+
+def test_the_chat_template_gets_tools_and_variables(copy: Path) -> None:
+    file = copy / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config["chat_template"] = (
+        "{% for m in messages %}{{ m['content'] }};{% endfor %}{% for t in tools or [] %}<{{ t['name'] }}>{% endfor %}"
+        "{% if not enable_thinking | default(true) %}quiet{% endif %}{% if add_generation_prompt %}:{% endif %}"
+    )
+    file.write_text(json.dumps(config))
+    engine = Engine.from_pretrained(copy, device="cpu", cache=hybrid.CacheConfig(memory="8MiB", page_size=16))
+    messages = [{"role": "user", "content": "hi"}]
+
+    def text_of(**more: Any) -> str:
+        output = answer(engine, {"messages": messages, **more}, greedy(1))
+        return str(engine.tokenizer.decode(output.prompt_token_ids))
+
+    assert text_of() == "hi;:"
+    assert text_of(tools=[{"name": "look"}]) == "hi;<look>:"
+    assert text_of(chat_template_kwargs={"enable_thinking": False}) == "hi;quiet:"
+    assert text_of(add_generation_prompt=False) == "hi;"
+    assert text_of(chat_template="{{ messages[0]['role'] }}") == "user"
+
+
+def test_a_long_prompt_is_truncated_to_its_last_tokens(tiny: Engine) -> None:
+    engine, prompt = engine_on(tiny), ids(5 * GRID)
+    output = answer(engine, prompt, greedy(4, truncate_prompt_tokens=20))
+    assert output.prompt_token_ids == prompt[-20:]
+    assert answer(engine, prompt[:10], greedy(4, truncate_prompt_tokens=20)).prompt_token_ids == prompt[:10]
+    text = "The import statement combines two operations. " * 3
+    tokens = engine.tokenizer(text).input_ids
+    assert answer(engine, text, greedy(4, truncate_prompt_tokens=7)).prompt_token_ids == tokens[-7:]
+
+
+def test_the_length_of_prompt_and_answer_can_be_limited(tiny: Engine) -> None:
+    from dataclasses import replace
+
+    config = hybrid.CacheConfig(page_size=GRID, chunk_size=GRID)
+    engine = tiny.with_cache(config, size=(64, 8), config=replace(tiny.config, max_model_len=50))
+    output = answer(engine, ids(40), greedy(30))
+    assert (output.usage.completion_tokens, output.finish_reason) == (10, "length")
+    with pytest.raises(PromptError, match="takes 50"):
+        answer(engine, ids(50), greedy(30))
+    assert answer(engine, ids(200), greedy(4, truncate_prompt_tokens=-1)).usage.prompt_tokens == 49
+    with pytest.raises(hybrid.ArgumentError, match="more than this model takes"):
+        tiny.with_cache(config, size=(64, 8), config=replace(tiny.config, max_model_len=10**6))
+
+
+# Scheduling
+
+
+def test_of_one_namespace_lower_priorities_start_earlier(tiny: Engine) -> None:
+    engine = engine_on(tiny, states=3)  # one request at a time
+    order = {}
+    for namespace, priority in [("a", 0), ("a", 5), ("a", -1), ("a", 5), ("b", 9)]:
+        params = greedy(2, scheduling_priority=priority)
+        order[engine.add_request(ids(GRID, seed=len(order)), params, namespace=namespace)] = (namespace, priority)
+    ended = list(run_to_end(engine))
+    assert [order[name] for name in ended if order[name][0] == "a"] == [("a", -1), ("a", 0), ("a", 5), ("a", 5)]
+    assert [order[name] for name in ended].index(("b", 9)) <= 1  # the other client has its turn
+
+
+# The checkpoint's own settings
+
+
+def test_the_defaults_of_a_checkpoint_are_used_and_those_of_the_class_are_its_own(copy: Path) -> None:
+    stated = {"do_sample": False, "repetition_penalty": 1.25, "max_new_tokens": 7, "min_new_tokens": 3}
+    (copy / "generation_config.json").write_text(json.dumps(stated))
+    engine = Engine.from_pretrained(copy, device="cpu", cache=hybrid.CacheConfig(memory="8MiB", page_size=16))
+    assert engine.default_params == SamplingParams(max_new_tokens=7, repetition_penalty=1.25, min_tokens=3)
+    prompt = list(range(10, 60))
+    by_default = engine.generate([prompt], progress=False)[0].token_ids
+    assert len(by_default) <= 7
+    assert by_default == answer(engine, prompt, engine.default_params).token_ids
+    assert answer(engine, prompt, greedy(12)).usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("nan")),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {1: 101}),
+        ("logit_bias", {True: 1}),
+        ("bad_words", [""]),
+        ("bad_words", 7),
+        ("min_tokens", -1),
+        ("min_tokens", 200),
+        ("logits_processors", [3]),
+        ("logits_processors", no_even_tokens),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
+        ("truncate_prompt_tokens", True),
+        ("detokenize", "no"),
+        ("scheduling_priority", 0.5),
+    ],
+)
+def test_a_wrong_option_is_refused_by_its_name(name: str, value: Any) -> None:
+    with pytest.raises(SamplingError, match=rf"^SamplingParams: {name}"):
+        SamplingParams(**{name: value})
+
+
+def test_options_that_contradict_each_other_or_the_checkpoint_are_refused(tiny: Engine) -> None:
+    with pytest.raises(SamplingError, match="need detokenize=True"):
+        SamplingParams(stop="a", detokenize=False)
+    with pytest.raises(PromptError, match="logit_bias: token 5000 is outside the vocabulary"):
+        answer(engine_on(tiny), ids(GRID), greedy(2, logit_bias={5000: 1}))
+
+
+def test_arrays_and_numbers_of_numpy_are_lists_and_numbers() -> None:
+    params = SamplingParams(
+        stop_token_ids=np.array([3, 4]),  # type: ignore[arg-type]
+        logit_bias={np.int64(3): np.float32(0.5)},
+        presence_penalty=np.float64(0.5),
+        min_tokens=np.int16(2),
+        truncate_prompt_tokens=np.int64(9),
+    )
+    assert params.stop_token_ids == (3, 4)
+    assert params.logit_bias == {3: 0.5}
+    assert type(params.truncate_prompt_tokens) is int

@@ -1,0 +1,163 @@
+"""Structured output: every answer follows its form, alone, in a batch, after a hit and after retraction."""
+
+import json
+import re
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid import ArgumentError, Engine, SamplingError, SamplingParams
+from hybrid.engine.constraints import Constraints, Edits
+from hybrid.engine.structured import Grammars
+from support.engines import GRID, answer, assert_nothing_held, engine_on, ids
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["map", "list"]}, "size": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+LARK = 'start: "[" item ("," item)* "]"\nitem: /[a-c]{2}/\n'
+FORMS: list[dict[str, Any]] = [
+    {"json_schema": SCHEMA},
+    {"json_schema": json.dumps(SCHEMA)},
+    {"json_object": True},
+    {"regex": "[0-9]{3}-[a-f]+;"},
+    {"grammar": LARK},
+    {"choice": ["yes, it is", "no", 'ünknown "quoted"']},
+]
+
+
+def params_of(form: dict[str, Any], **more: Any) -> SamplingParams:
+    return SamplingParams(structured=form, max_new_tokens=100, **{"temperature": 0.8, "seed": 3, **more})
+
+
+def follows(form: dict[str, Any], text: str) -> bool:
+    """Whether a text follows a form, by something else than what excluded the tokens."""
+    ((kind, value),) = form.items()
+    if kind == "json_schema":
+        found = json.loads(text)
+        return found.keys() == {"name", "size"} and found["name"] in ("map", "list") and 0 <= found["size"] <= 99
+    if kind == "json_object":
+        return isinstance(json.loads(text), dict)
+    pattern = r"\[[a-c]{2}(,[a-c]{2})*\]" if kind == "grammar" else value
+    return text in value if kind == "choice" else re.fullmatch(pattern, text) is not None
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
+def test_an_answer_follows_its_form(tiny: Engine, form: dict[str, Any]) -> None:
+    output = answer(engine_on(tiny), ids(20), params_of(form, seed=4 if "regex" not in form else 3))
+    if output.finish_reason == "stop":
+        assert follows(form, output.text), output.text
+    else:  # a list may be longer than the answer
+        assert "grammar" in form
+        assert follows(form, re.sub(r",[^,]*$", "]", output.text))
+
+
+def test_forms_in_one_batch_after_hits_and_retraction_are_those_of_cold_runs(tiny: Engine) -> None:
+    long = {"regex": "([a-f][0-9];){25}"}
+    forms = [long, FORMS[0], FORMS[4], long]
+    prompts = [ids(2 * GRID + 5, seed=n) for n in range(4)]
+    cold = [answer(engine_on(tiny, enabled=False), p, params_of(f)) for p, f in zip(prompts, forms, strict=True)]
+    engine = engine_on(tiny, pages=12, states=16)
+    for _ in range(2):
+        found = engine.generate(prompts, [params_of(form) for form in forms], progress=False)
+        assert [output.token_ids for output in found] == [output.token_ids for output in cold]
+    assert sum(output.usage.cached_tokens for output in found) > 0
+    assert engine.scheduler.num_retractions > 0
+    for output, form in zip(found, forms, strict=True):
+        assert output.finish_reason == "length" or follows(form, output.text)
+    assert_nothing_held(engine)
+
+
+def test_greedy_answers_and_answers_with_penalties_follow_their_form_too(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    for more in ({"temperature": 0}, {"temperature": 0, "repetition_penalty": 1.5, "logit_bias": {5: 100}}):
+        output = answer(engine, ids(20), params_of(FORMS[0], **more))
+        assert follows(FORMS[0], output.text)
+
+
+def test_a_request_without_a_form_is_not_affected_by_those_that_have_one(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    free = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    alone = answer(engine, ids(20), free).token_ids
+    found = engine.generate([ids(20)] * 3, [params_of(FORMS[0]), free, params_of(FORMS[3])], progress=False)
+    assert found[1].token_ids == alone
+
+
+def test_asking_along_a_path_of_drafts_changes_nothing(tiny: Engine) -> None:
+    grammars = Grammars(tiny.tokenizer, tiny.model.config.vocab_size, tiny.loaded.end_tokens)
+    path = tiny.tokenizer("123-ab;", add_special_tokens=False).input_ids
+    form = {"regex": "[0-9]{3}-[a-f]+;"}
+    params = SamplingParams(structured=form)
+
+    def constraints() -> Constraints:
+        return Constraints(params, [], frozenset(), (), grammars.matcher(form))
+
+    asked, walked = constraints(), constraints()
+    for n, token in enumerate(path):
+        edits = asked.after(path[:n]), walked.after()
+        assert np.array_equal(edits[0].mask, edits[1].mask)  # type: ignore[arg-type]
+        made = Edits.of([edits[0]])
+        assert made is not None
+        assert made.apply(torch.zeros(1, tiny.model.config.vocab_size))[0, token] == 0
+        walked.accept(token)
+    assert walked.is_complete
+    assert not asked.is_complete
+    wrong = asked.after([path[0], path[-1], path[0]])  # the second draft is not allowed
+    assert np.array_equal(wrong.mask, asked.after([path[0]]).mask)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"json": {}},
+        {"regex": "a", "choice": ["a"]},
+        {"choice": []},
+        {"choice": "yes"},
+        {"choice": [1]},
+        {"json_object": False},
+        {"json_schema": "{"},
+        {"json_schema": [1]},
+        {"json_schema": {"a": {1, 2}}},
+        {"regex": ""},
+        {"grammar": 5},
+        "regex",
+    ],
+    ids=repr,
+)
+def test_a_form_of_another_shape_is_refused(form: Any) -> None:
+    with pytest.raises(SamplingError, match=r"^SamplingParams: structured"):
+        SamplingParams(structured=form)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        ({"json_schema": {"type": "nonsense"}}, "this json_schema cannot be used: .*nonsense"),
+        ({"regex": "[0-9"}, "this regex cannot be used: .*unclosed"),
+        ({"grammar": "start: missing"}, "this grammar cannot be used: .*missing"),
+    ],
+)
+def test_a_form_that_cannot_be_compiled_is_refused_before_it_runs(tiny: Engine, form: Any, reason: str) -> None:
+    engine = engine_on(tiny)
+    with pytest.raises(SamplingError, match=reason):
+        answer(engine, ids(20), params_of(form))
+    assert_nothing_held(engine)
+    assert answer(engine, ids(20), params_of(FORMS[5])).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("more", [{"min_tokens": 3}, {"ignore_eos": True}])
+def test_what_contradicts_a_form_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(SamplingError, match="contradicts structured"):
+        SamplingParams(structured=FORMS[0], **more)
+
+
+def test_without_the_library_the_extra_is_named(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ArgumentError, match="extra 'structured'"):
+        answer(engine_on(tiny), ids(20), params_of(FORMS[5]))

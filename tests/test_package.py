@@ -1,0 +1,132 @@
+"""What is built of this project: the same bytes each time, with all that belongs into it and nothing else. Offline."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NAME = "hybrid_prefix_cache-0.1.0"
+EPOCH = 1_750_000_000
+NOT_OURS = (".*", "build", "dist", "*.egg-info", "__pycache__")
+
+
+def build(kind: str, source: Path, out: Path, umask: int) -> Path:
+    """Build a source distribution or a wheel with the project's backend, as another user with another umask would."""
+    out.mkdir()
+    code = f"import os, sys; os.umask({umask}); sys.path.insert(0, 'tools'); import reproducible as backend"
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", f"{code}; backend.build_{kind}({str(out)!r})"],
+        cwd=source,
+        env={**os.environ, "SOURCE_DATE_EPOCH": str(EPOCH)},
+        check=True,
+        capture_output=True,
+    )
+    (path,) = out.iterdir()
+    return path
+
+
+def touch(folder: Path, when: int, mode: int) -> None:
+    """Give all files another age and other modes."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode | (path.stat().st_mode & 0o111))
+            os.utime(path, (when, when))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project, without what is not part of it."""
+    copy = tmp_path_factory.mktemp("project") / "copy"
+    return Path(shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_OURS)))
+
+
+@pytest.fixture(scope="module")
+def sdist(sources: Path) -> Path:
+    return build("sdist", sources, sources.parent / "sdist", 0o022)
+
+
+@pytest.fixture(scope="module")
+def unpacked(sdist: Path) -> Path:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(sdist.parent.parent / "unpacked", filter="data")
+    return sdist.parent.parent / "unpacked" / NAME
+
+
+@pytest.fixture(scope="module")
+def wheel(unpacked: Path) -> Path:
+    """The wheel, built from the source distribution, as installers do."""
+    return build("wheel", unpacked, unpacked.parent / "wheel", 0o022)
+
+
+def test_two_builds_have_equal_bytes(sources: Path, sdist: Path, unpacked: Path, wheel: Path, tmp_path: Path) -> None:
+    """Built by another user, at another time, from files of another age."""
+    again = Path(shutil.copytree(sources, tmp_path / "again", ignore=shutil.ignore_patterns("*.egg-info", "build")))
+    touch(again, 1_600_000_000, 0o600)
+    assert build("sdist", again, tmp_path / "sdist", 0o077).read_bytes() == sdist.read_bytes()
+    shutil.rmtree(again / "build", ignore_errors=True)
+    assert build("wheel", again, tmp_path / "wheel", 0o077).read_bytes() == wheel.read_bytes()
+    with tarfile.open(sdist) as archive:
+        assert {entry.mtime for entry in archive.getmembers()} == {EPOCH}
+
+
+def test_the_source_distribution_holds_all_that_is_in_the_project(sources: Path, unpacked: Path) -> None:
+    def files(folder: Path) -> set[str]:
+        found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+        return {str(path) for path in found if not {"__pycache__", "build"} & set(path.parts)}
+
+    ours = {name for name in files(sources) if ".egg-info" not in name}
+    theirs = {name for name in files(unpacked) if ".egg-info" not in name}
+    assert ours - theirs == set()
+    assert theirs - ours == {"PKG-INFO", "setup.cfg"}
+    for folder in ("tests", "docs", "examples", "bench", "kernels", "models"):
+        assert any(name.startswith(f"{folder}/") for name in theirs)
+
+
+def test_the_wheel_holds_the_packages_and_the_licences_of_all_that_ships(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = message_from_string(archive.read(f"{NAME}.dist-info/METADATA").decode())
+        modes = {entry.external_attr >> 16 & 0o777 for entry in archive.infolist()}
+        licence = archive.read(f"{NAME}.dist-info/licenses/models/tiny/LICENSE.PSF").decode()
+    assert {name.split("/")[0] for name in names} == {"hybrid", f"{NAME}.dist-info"}
+    assert {"hybrid/kernels/ops.py", "hybrid/models/tiny/model.safetensors", "hybrid/observe/tree.html"} <= names
+    assert {"hybrid/py.typed", "hybrid/serve/async_engine.py", "hybrid/kernels/triton/attention.py"} <= names
+    assert not [name for name in names if Path(name).name.startswith(("train", "test_"))]
+    assert modes <= {0o644, 0o755}
+    assert f"{NAME}.dist-info/licenses/LICENSE" in names
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in licence
+    assert metadata["Name"] == "hybrid-prefix-cache"
+    assert metadata["License-Expression"] == "Apache-2.0 AND PSF-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "Programming Language :: Python :: 3.14" in metadata.get_all("Classifier", [])
+
+
+def test_the_wheel_can_be_imported_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = (
+        "import hybrid, hybrid.serve, hybrid.kernels.ops; from hybrid.commands.main import main; print(hybrid.__file__)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.strip() == str(tmp_path / "installed" / "hybrid" / "__init__.py")
+
+
+def test_the_source_distribution_runs_its_tests(unpacked: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:cov"]
+    tests = ["tests/test_key.py", "tests/tree/test_tree.py"]
+    result = subprocess.run([*command, *tests], cwd=unpacked, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
