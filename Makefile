@@ -4,7 +4,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -41,6 +41,11 @@ typecheck: setup
 
 pytest: setup
 	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist loadfile --cov --cov-report=term --cov-fail-under=90
+
+# As in `pytest`, where programs run in random order, but several programs of a launch take turns at each memory access.
+woven: setup  ## tests of kernels, interpreted with the programs of each launch interleaved
+	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist load --program-order=woven tests/kernels \
+		--ignore=tests/kernels/test_compile.py --ignore=tests/kernels/test_imitated_cpus.py
 
 parity: setup  ## hits do not change results, and logits are those of transformers
 	$(BIN)/hybrid parity

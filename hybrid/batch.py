@@ -1,9 +1,10 @@
 """The input of a forward pass: what every layer needs, built once per step and passed down."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid.kernels.batch_invariant import RowBlocks
 
@@ -69,6 +70,33 @@ class Embedded:
     values: Tensor
 
 
+class LowRank(NamedTuple):
+    """What an adapter adds to a weight: `b @ a`.
+
+    Attributes:
+        a: `[rank, inputs]`.
+        b: `[outputs, rank]`.
+    """
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """The rows of a batch that are computed with an adapter.
+
+    Attributes:
+        rows: `[N]` rows of the batch.
+        blocks: how the products of these rows are split into blocks, as in the batch.
+        weights: what is added to the weights of modules.
+    """
+
+    rows: Tensor
+    blocks: RowBlocks | None
+    weights: Mapping[nn.Module, LowRank]
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A packed batch of T new tokens: prefills first, then requests that decode, one token each and its drafts.
@@ -89,6 +117,7 @@ class Batch:
         embedded: the rows of images; None if there are none.
         log: the linear layers append what their states of the decoded tokens are computed from, in the order of the
             layers; None: it is not needed.
+        adapted: the rows of each adapter.
     """
 
     token_ids: Tensor
@@ -102,6 +131,7 @@ class Batch:
     rotary_positions: Tensor | None = None
     embedded: Embedded | None = None
     log: list[tuple[Tensor, ...]] | None = None
+    adapted: tuple[Adapted, ...] = ()
 
     @property
     def groups(self) -> tuple[Group, ...]:

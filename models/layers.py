@@ -49,6 +49,11 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""
         y = linear(x, self.weight, batch.blocks, self.products)
+        for adapted in batch.adapted:
+            weights = adapted.weights.get(self)
+            if weights is not None:  # single rows one by one: the bits of a row do not depend on who else is adapted
+                low = linear(x[adapted.rows], weights.a, adapted.blocks)
+                y[adapted.rows] += linear(low, weights.b, adapted.blocks)
         return y if self.bias is None else y + self.bias
 
     def matrix(self) -> Tensor:

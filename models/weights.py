@@ -122,6 +122,15 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     return {stored.name: stored for file in _files(path) for stored in _read_header(file)}
 
 
+def file_tensors(file: Path) -> dict[str, Stored]:
+    """Every tensor of one file by its name.
+
+    Raises:
+        CheckpointError: it is damaged or truncated, or has an unknown dtype.
+    """
+    return {stored.name: stored for stored in _read_header(file)}
+
+
 def _files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     names = ["model.safetensors"]

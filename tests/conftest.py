@@ -13,6 +13,8 @@ import torch
 # What tests share is in tests/support, imported as `support.<name>`.
 sys.path.insert(0, str(Path(__file__).parent))
 
+pytest_plugins = ["support.race_plugin"]
+
 # What the tests of the tensor half share: a tokenizer and a random checkpoint, made once per session. transformers
 # takes seconds to import, and the tests of the books do without it, so the fixtures import it.
 

@@ -23,6 +23,12 @@ SHOWN = {
         r"[1-9]\d% of the prompt tokens were not computed",
     ],
     "engine": [r"[1-9]\d+ of \d+ tokens cached", r"[1-9]\d% of the prompt tokens were not computed"],
+    "adapters": [
+        r"2 adapters of [1-9]\d+ bytes",
+        r"cached None: '.+', [1-9]\d+ tokens cached",
+        r"cached random-1: '.+', [1-9]\d+ tokens cached",
+        r"0 adapters of 0 bytes",
+    ],
     "structured": [
         r"cold schema: '\{.*\}'",
         r"cached date: '20\d\d-\d\d', [1-9]\d+ tokens cached",

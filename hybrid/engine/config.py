@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid.errors import ArgumentError
+from hybrid.units import parse_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class EngineConfig:
         max_waiting: number of requests that wait, at most; another one is refused with `QueueFullError`. None: no
             limit.
         max_model_len: number of tokens of a prompt and its answer, at most; None: what the model takes.
+        adapter_memory: bytes of all LoRA adapters together, at most, as "256MiB" or a number; they come on top of the
+            cache's memory. None: no limit.
         enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as CUDA graphs.
         overlap: schedule the next step while the device computes this one. None: on a GPU.
         audit: run `HybridCache.audit` after every step. Slow; for tests.
@@ -29,6 +32,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_waiting: int | None = None
     max_model_len: int | None = None
+    adapter_memory: int | str | None = None
     enforce_eager: bool = False
     overlap: bool | None = None
     audit: bool = False
@@ -43,6 +47,17 @@ class EngineConfig:
             raise ArgumentError(
                 f"EngineConfig: max_model_len must be an integer of at least 2, or None; got {length!r}"
             )
+        if self.adapter_memory is not None and self.adapter_bytes is None:
+            raise ArgumentError(
+                f"EngineConfig: adapter_memory must be a positive number of bytes or a text as '256MiB', or None; got "
+                f"{self.adapter_memory!r}"
+            )
+
+    @property
+    def adapter_bytes(self) -> int | None:
+        """`adapter_memory` as a number of bytes; None: no limit."""
+        memory = parse_memory(self.adapter_memory) if isinstance(self.adapter_memory, str) else self.adapter_memory
+        return memory if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0 else None
 
     def require_chunk(self, chunk_size: int) -> None:
         """Check that a step has room for one chunk and a token of every request.

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.pins import Pin
+from hybrid.engine.adapters import Adapters
 from hybrid.engine.build import LoadedModel, build_cache, is_deterministic, load
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
@@ -65,6 +66,7 @@ class Engine:
         deterministic: the outputs of hits are bitwise those of cold runs.
         scheduler: the requests that wait and run.
         speculation: how tokens are drafted; None: they are not.
+        adapters: LoRA adapters by name; `load` and `unload` them at any time.
     """
 
     def __init__(
@@ -95,7 +97,13 @@ class Engine:
             end_tokens=loaded.end_tokens,
             overlap=overlap,
         )
-        self._intake = Intake(loaded, cache, self.config.max_model_len)
+        self.adapters: Adapters = Adapters(
+            loaded.model,
+            self.config.adapter_bytes,
+            lambda: [request.adapter for request in self._steps.requests.values()],
+            cache.check_owner,
+        )
+        self._intake = Intake(loaded, cache, self.adapters, self.config.max_model_len)
         self._outputs = Outputs()
         self._numbers = count()
         self._is_closed = False

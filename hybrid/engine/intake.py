@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hybrid.cache.cache import HybridCache
+from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.constraints import Constraints, are_needed
 from hybrid.engine.output import Outputs
@@ -12,6 +13,7 @@ from hybrid.engine.structured import Grammars
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError
 from hybrid.key import check_namespace
 from hybrid.memory.memory import smallest_memory
+from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits, spellings
 from hybrid.units import ceil_div, format_bytes
@@ -23,15 +25,19 @@ class Intake:
     Args:
         loaded: the model that runs them.
         cache: the memory that they must fit into.
+        adapters: that requests may name.
         max_model_len: tokens of prompt and answer, at most; None: what the model takes.
 
     Raises:
         ArgumentError: `max_model_len` is more than the model takes.
     """
 
-    def __init__(self, loaded: LoadedModel, cache: HybridCache, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, cache: HybridCache, adapters: Adapters, max_model_len: int | None = None
+    ) -> None:
         self._loaded = loaded
         self._cache = cache
+        self._adapters = adapters
         model, config = loaded.model.config, cache.config
         if max_model_len is not None and max_model_len > model.max_position_embeddings:
             raise ArgumentError(
@@ -75,12 +81,14 @@ class Intake:
             outputs: where its outputs go.
 
         Raises:
-            ArgumentError: the namespace is not a string.
+            ArgumentError: the namespace is not a string, or there is no adapter of that name.
             PromptError: the prompt cannot be run.
             MemoryBudgetError: prompt and answer do not fit into the cache's memory.
         """
         check_namespace(namespace)
         params = params or self._loaded.default_params
+        adapter = self._adapters.named(params.adapter) if params.adapter is not None else None
+        namespace = namespace_of(adapter, namespace)
         encoded = self.encode(prompt, params.truncate_prompt_tokens)
         num_tokens = len(encoded.ids)
         if not encoded.ids:
@@ -93,18 +101,18 @@ class Intake:
             raise PromptError(f"checkpoint_at={outside} is outside the prompt of {num_tokens} tokens")
         max_len = min(self._max_len, num_tokens + params.max_new_tokens)
         self._check_memory(num_tokens, max_len)
-        continuation = self._continuation(params, encoded.ids)
+        continuation = self._continuation(params, encoded.ids, adapter)
         return Request(
             request_id, encoded, params, max_len, namespace=namespace, continuation=continuation, outputs=outputs
         )
 
-    def _continuation(self, params: SamplingParams, prompt: list[int]) -> Continuation:
+    def _continuation(self, params: SamplingParams, prompt: list[int], adapter: Adapter | None) -> Continuation:
         """What follows the tokens of an answer."""
         tokenizer = self._loaded.tokenizer
         text = None
         if tokenizer is not None and params.detokenize:
             text = TextStream(tokenizer, tuple(params.stop), params.min_tokens)
-        return Continuation(text, self._constraints(params, prompt) if are_needed(params) else None)
+        return Continuation(text, self._constraints(params, prompt) if are_needed(params) else None, adapter)
 
     def _constraints(self, params: SamplingParams, prompt: list[int]) -> Constraints:
         """What is done to the logits of an answer.

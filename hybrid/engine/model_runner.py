@@ -153,7 +153,11 @@ class ModelRunner:
 
     def plan(self, step: Step) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
-        padding, needs_launches = None, step.has_drafts or any(p.is_prefill or p.request.media for p in step.parts)
+        padding, needs_launches = (
+            None,
+            step.has_drafts
+            or any(part.is_prefill or part.request.media or part.request.adapter for part in step.parts),
+        )
         if self.graphs is not None and not needs_launches:
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
         config, on_gpu = self._cache.config, self._device.type == "cuda"

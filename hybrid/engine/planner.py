@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.batch import Batch, Embedded, Group
+from hybrid.batch import Adapted, Batch, Embedded, Group
 from hybrid.engine.constraints import Edits
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
+from hybrid.models.adapters import Adapter
 from hybrid.speculation.drafts import Drafts
 
 BATCH_INVARIANT_SPLITS = 16
@@ -111,6 +112,7 @@ class Plan:
         sampled: the rows of logits of each part, without padding.
         is_padded: it is padded to one of few shapes.
         edits: what is done to the logits before tokens are chosen; None: nothing.
+        adapted: the adapters of the step, with the blocks of their rows.
     """
 
     numbers: Tensor
@@ -123,6 +125,7 @@ class Plan:
     sampled: tuple[SampledRows, ...]
     is_padded: bool
     edits: Edits | None = None
+    adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
 
     @property
     def checkpoint_slots(self) -> list[tuple[int, int]]:
@@ -176,6 +179,10 @@ class Plan:
             rotary_positions=view("rotary_positions") if "rotary_positions" in self.layout else None,
             embedded=Embedded(view("embedded_rows"), self._embeddings(numbers.device)) if self.embeddings else None,
             log=[] if self.has_drafts else None,
+            adapted=tuple(
+                Adapted(view(f"adapted.{index}"), blocks, adapter.weights)
+                for index, (adapter, blocks) in enumerate(self.adapted)
+            ),
         )
 
     def _embeddings(self, device: torch.device) -> Tensor:
@@ -244,6 +251,8 @@ def plan(
         _add_decodes(pieces, decodes, filler, width)
     choices = _choices(parts, sampled)
     _add_sampling(pieces, choices + [None] * filler)
+    block_rows = chunk_size if deterministic else None
+    adapted = _add_adapted(pieces, parts, starts, block_rows) if any(part.request.adapter for part in parts) else ()
     numbers = torch.from_numpy(np.concatenate(pieces.numbers))
     blocks = None
     if deterministic:
@@ -258,6 +267,7 @@ def plan(
         parts=tuple(parts),
         sampled=sampled,
         is_padded=padding is not None,
+        adapted=adapted,
         edits=Edits.of([row.edits if row is not None else None for row in choices]),
     )
 
@@ -321,6 +331,24 @@ def _add_sampling(pieces: _Pieces, rows: list[SampleRow | None]) -> None:
     numbers = sampling_numbers(rows)
     if numbers is not None:
         pieces.add(SAMPLING, numbers, (len(numbers), len(numbers[0])), np.float64)
+
+
+def _add_adapted(
+    pieces: _Pieces, parts: list[Part], starts: list[int], chunk_size: int | None
+) -> tuple[tuple[Adapter, RowBlocks | None], ...]:
+    """The rows of each adapter, those of prompts first. `chunk_size` is None where results may depend on the batch."""
+    by_adapter: dict[Adapter, list[tuple[Part, range]]] = {}
+    for part, rows in zip(parts, map(range, starts, starts[1:]), strict=True):
+        if part.request.adapter is not None:
+            by_adapter.setdefault(part.request.adapter, []).append((part, rows))
+    adapted: list[tuple[Adapter, RowBlocks | None]] = []
+    for index, (adapter, own) in enumerate(by_adapter.items()):
+        rows = [row for _, part_rows in own for row in part_rows]
+        pieces.add(f"adapted.{index}", rows, (len(rows),))
+        ends = [0, *accumulate(len(part_rows) for part, part_rows in own if part.is_prefill)]
+        blocks = None if chunk_size is None else RowBlocks([*pairwise(ends)], ends[-1], len(rows), chunk_size)
+        adapted.append((adapter, blocks))
+    return tuple(adapted)
 
 
 def _add_prefills(pieces: _Pieces, parts: list[Part], starts: list[int]) -> None:

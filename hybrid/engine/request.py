@@ -16,6 +16,7 @@ from hybrid.engine.output import Outputs, RequestOutput, Usage
 from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
+from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
@@ -48,10 +49,12 @@ class Continuation:
     Attributes:
         text: decodes them; None: there is no tokenizer, or no text is wanted.
         constraints: what is done to logits because of them; None: nothing.
+        adapter: that they are computed with, as the prompt is; None: the model alone.
     """
 
     text: TextStream | None = None
     constraints: Constraints | None = None
+    adapter: Adapter | None = None
 
 
 class Request:
@@ -103,6 +106,7 @@ class Request:
         self.namespace = namespace
         self.text: TextStream | None = continuation.text if continuation is not None else None
         self.constraints: Constraints | None = continuation.constraints if continuation is not None else None
+        self.adapter: Adapter | None = continuation.adapter if continuation is not None else None
         self.outputs: Outputs = outputs if outputs is not None else Outputs()
         self.kind = kind
         self.prompt_token_ids: list[int] = list(prompt.ids)
@@ -141,6 +145,7 @@ class Request:
             self.params,
             num_tokens,
             namespace=self.namespace,
+            continuation=Continuation(adapter=self.adapter),
             kind=RequestKind.REPLAY,
         )
         replay.pin = self.pin

@@ -102,6 +102,7 @@ class SamplingParams:
         structured: the answer follows a form, given by one entry: `{"json_schema": dict or JSON}`, `{"json_object":
             True}`, `{"regex": text}`, `{"grammar": Lark grammar}` or `{"choice": [texts]}`. It ends when nothing can
             follow, or with an end-of-text token where it may end. None: any answer.
+        adapter: name of a LoRA adapter (`Engine.adapters`) that prompt and answer are computed with; None: none.
 
     Raises:
         SamplingError: a value is out of range, or two contradict each other.
@@ -131,6 +132,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     structured: Mapping[str, Any] | None = field(default=None, hash=False)
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in {**self._sampling(), **self._limits(), **self._logits()}.items():
@@ -184,6 +186,7 @@ class SamplingParams:
             "logit_bias": _bias(self.logit_bias),
             "bad_words": _texts("bad_words", self.bad_words),
             "logits_processors": _functions(self.logits_processors),
+            "adapter": _name(self.adapter),
             "structured": None if self.structured is None else _form(self.structured),
         }
 
@@ -296,6 +299,12 @@ def _bias(values: object) -> dict[int, float]:
         token = _integer("logit_bias (token ids)", int(key) if is_text else key, 0, MAX_INT)
         checked[token] = _number(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS)
     return checked
+
+
+def _name(value: object) -> str | None:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    raise _refuse("adapter", "the name of an adapter, or None", value)
 
 
 def _form(value: object) -> dict[str, Any]:

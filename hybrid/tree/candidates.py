@@ -22,7 +22,7 @@ from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, 
 from hybrid.tree.queues import AgingQueue, OrderedQueue, Queue, SampledQueue
 from hybrid.units import Prices
 
-TOLD = 32
+MAX_NOTIFIED = 32
 """Nodes below a change that are looked at for checkpoints to weigh again; the others are when a sample has them."""
 
 Hook = Callable[[Facts], None]
@@ -177,14 +177,14 @@ class Candidates:
             self.reweigh_below(node)
 
     def reweigh_below(self, node: Node) -> None:
-        """What the checkpoints next below a node save, or would free, has changed. Of many some are told."""
-        below = [*islice(node.children.values(), TOLD)]
-        for _ in range(TOLD):
+        """What the checkpoints next below a node save or would free has changed: rank up to `MAX_NOTIFIED` again."""
+        below = [*islice(node.children.values(), MAX_NOTIFIED)]
+        for _ in range(MAX_NOTIFIED):
             if not below:
                 break
             node = below.pop()
             if node.slot is None:
-                below.extend(islice(node.children.values(), TOLD))
+                below.extend(islice(node.children.values(), MAX_NOTIFIED))
             else:
                 self._checkpoints.changed(node)
                 self._leaves.changed(node)

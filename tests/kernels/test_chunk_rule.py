@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid.kernels import reference
 from hybrid.kernels.triton import delta_rule
-from support.interpreter import multiply_bfloat16, prepare_once_per_launch
+from support.interpreter import multiply_bfloat16
 from support.tensors import ints, rows_of, same_bits, starts_of, untouched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +38,6 @@ def _seed() -> None:
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         multiply_bfloat16(monkeypatch)
-        prepare_once_per_launch(monkeypatch)
 
 
 @pytest.fixture

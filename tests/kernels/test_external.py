@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid.kernels import external, reference
 from hybrid.kernels.triton import delta_rule
-from support.interpreter import interpret_fla, prepare_once_per_launch
+from support.interpreter import interpret_fla
 from support.tensors import ints, rows_of, same_bits, starts_of, untouched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,11 +32,9 @@ CHANNELS = 24
 
 
 @pytest.fixture(autouse=True)
-def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _clean() -> Iterator[None]:
     torch.manual_seed(0)
     external._kept.clear()
-    if DEVICE == "cpu":
-        prepare_once_per_launch(monkeypatch)
     yield
     external._imported.cache_clear()
 

@@ -17,6 +17,7 @@ import torch
 from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels import external, ops, reference
+from support.program_order import RANDOM
 from support.tensors import ints, starts_of
 
 TOKENS, HEADS, KV_HEADS, DIM, PAGE = 5, 4, 2, 16, 8
@@ -257,6 +258,11 @@ def answers(checkpoint: str, deterministic: bool) -> Told:
     """Tokens, cached tokens and log-probabilities of two prompts, asked twice."""
     config = CacheConfig(page_size=16, chunk_size=16, memory="8MiB", deterministic=deterministic)
     engine = Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config)
+    tensors = engine.cache.state_tensors.values()
+    for memory in (engine.cache.kv, *tensors):  # which share their bytes: free memory may hold any
+        memory.fill_(float("nan"))
+    for tensor in tensors:
+        tensor[0] = 0  # the empty state
     params = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=1)
     told = []
     for _ in range(2):
@@ -266,18 +272,29 @@ def answers(checkpoint: str, deterministic: bool) -> Told:
     return told
 
 
+def watched_answers(checkpoint: str, deterministic: bool, seed: int) -> Told:
+    """The same on interpreted kernels, whose launches are watched."""
+    from support.watched_launch import Watch, watched
+
+    with watched(Watch(RANDOM, seed)) as watch:
+        told = answers(checkpoint, deterministic)
+    assert watch.take() == []
+    return told
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
 def test_an_engine_runs_on_interpreted_kernels(
-    checkpoint: Path, family: str, deterministic: bool, tmp_path: Path
+    checkpoint: Path, family: str, deterministic: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Every kernel of ours in its place: the twins' answers, and hits that equal cold runs bit by bit."""
     if family != "qwen3_5_text":
         checkpoint = write_random_checkpoint(tmp_path / family, family)
     paths = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+    seed = request.config.option.program_seed
     program = (
         f"import json, sys; sys.path[:0] = {paths!r}; import test_ops as test; "
-        f"print(json.dumps(test.answers({str(checkpoint)!r}, {deterministic})))"
+        f"print(json.dumps(test.watched_answers({str(checkpoint)!r}, {deterministic}, {seed})))"
     )
     found = subprocess.run(
         [sys.executable, "-c", program],

@@ -27,30 +27,6 @@ def multiply_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-def prepare_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a launch make the language ready for the interpreter once per module, not again whenever a function is
-    called: half of the time goes into that."""
-    prepare, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    ready: set[int] = set()
-
-    def prepare_unless_ready(function: Any) -> Any:
-        module = id(function.__globals__)
-        if module in ready:
-            return None
-        ready.add(module)
-        return prepare(function)
-
-    def launch_anew(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        ready.clear()
-        try:
-            return launch(executor, *args, **kwargs)
-        finally:
-            ready.clear()
-
-    monkeypatch.setattr(interpreter, "_patch_lang", prepare_unless_ready)
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
-
-
 def interpret_fla(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let flash-linear-attention's chunk rule run: without its autotuner, which asks for a GPU, and with tensors to
     count the rounds of its loops, whose methods it calls."""

@@ -1,0 +1,261 @@
+"""LoRA adapters: equal to the merged model of PEFT, several in a batch, apart in the cache, loaded at run time."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from hybrid import (
+    ArgumentError,
+    CacheConfig,
+    CheckpointError,
+    Engine,
+    EngineConfig,
+    MemoryBudgetError,
+    UnsupportedModelError,
+)
+from hybrid.commands.random_checkpoints import write_random_checkpoint
+from support.checkpoints import random_model, text_config
+from support.engines import GRID, answer, assert_nothing_held, greedy, run_to_end
+
+TARGETS = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_a",
+    "out_proj",
+    "gate_proj",
+    "down_proj",
+]
+
+
+def make_adapter(model: Any, folder: Path, seed: int, targets: Sequence[str] = TARGETS, **settings: Any) -> Path:
+    """A random adapter of PEFT; both of its matrices are far from zero."""
+    torch.manual_seed(seed)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": [*targets], "task_type": "CAUSAL_LM", **settings})
+    adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.15)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    more = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}, "use_rslora": True}
+    return {
+        "one": make_adapter(random_model(text_config()), root / "one", 1),
+        "two": make_adapter(random_model(text_config()), root / "two", 2, ["q_proj", "v_proj", "up_proj"], **more),
+    }
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> Engine:
+    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB")
+    limits = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, audit=True)
+    return Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config, config=limits)
+
+
+def engine_on(loaded: Engine, folders: dict[str, Path], pages: int = 96, **settings: Any) -> Engine:
+    cache = CacheConfig(page_size=GRID, chunk_size=GRID, **settings)
+    engine = loaded.with_cache(cache, size=(pages, 24))
+    for name, folder in folders.items():
+        engine.adapters.load(name, folder)
+    return engine
+
+
+def prompt_of(seed: int, count: int = 45) -> list[int]:
+    return torch.randint(3, 320, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def merged_logprobs(folder: Path, ids: list[int]) -> torch.Tensor:
+    """Of PEFT's own merged model in transformers."""
+    model: Any = PeftModel.from_pretrained(random_model(text_config()), str(folder)).merge_and_unload()
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_an_adapter_computes_what_the_merged_model_of_peft_computes(
+    loaded: Engine, folders: dict[str, Path], name: str
+) -> None:
+    engine, prompt = engine_on(loaded, folders), prompt_of(0)
+    plain = answer(engine, prompt, greedy(12, logprobs=20))
+    found = answer(engine, prompt, greedy(12, logprobs=20, adapter=name))
+    expected = merged_logprobs(folders[name], [*prompt, *found.token_ids])
+    assert found.logprobs is not None
+    assert plain.logprobs is not None
+    for at, row in enumerate(found.logprobs, len(prompt) - 1):
+        for token, value in row.items():
+            assert value == pytest.approx(float(expected[at, token]), abs=2e-4)
+    assert max(abs(plain.logprobs[0][t] - found.logprobs[0].get(t, 0.0)) for t in plain.logprobs[0]) > 0.05
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_several_in_one_batch_give_each_what_it_gives_alone(
+    loaded: Engine, folders: dict[str, Path], deterministic: bool
+) -> None:
+    """In deterministic mode every bit: log-probabilities are compared as they are."""
+    names = [None, "one", "two", "one", None, "two"]
+    lengths = [45, 45, 37, 61, 20, 33]
+    params = [greedy(10, logprobs=3, adapter=name) for name in names]
+    prompts = [prompt_of(n, length) for n, length in enumerate(lengths)]
+    alone = [
+        answer(engine_on(loaded, folders, enabled=False, deterministic=deterministic), prompt, own)
+        for prompt, own in zip(prompts, params, strict=True)
+    ]
+    engine = engine_on(loaded, folders, pages=19, deterministic=deterministic)
+    for _ in range(2):
+        together = engine.generate(prompts, params, progress=False)
+        assert [output.token_ids for output in together] == [output.token_ids for output in alone]
+        if deterministic:
+            assert [output.logprobs for output in together] == [output.logprobs for output in alone]
+    assert_nothing_held(engine)
+
+
+def test_what_adapters_cache_is_apart(loaded: Engine, folders: dict[str, Path]) -> None:
+    engine, prompt = engine_on(loaded, folders), prompt_of(0, 70)
+    cold = {name: answer(engine, prompt, greedy(6, adapter=name)) for name in (None, "one", "two")}
+    assert [output.usage.cached_tokens for output in cold.values()] == [0, 0, 0]
+    for name, output in cold.items():
+        again = answer(engine, prompt, greedy(6, adapter=name))
+        assert again.usage.cached_tokens == 64
+        assert again.token_ids == output.token_ids
+    with pytest.raises(ArgumentError, match="marks those of adapters"):
+        answer(engine, prompt, namespace=f"\0adapter {engine.adapters['one'].digest}\0")
+
+
+def test_an_adapter_loaded_again_finds_what_it_cached_and_another_of_its_name_does_not(
+    loaded: Engine, folders: dict[str, Path]
+) -> None:
+    engine, prompt = engine_on(loaded, {}), prompt_of(0, 70)
+    engine.adapters.load("mine", folders["one"])
+    answer(engine, prompt, greedy(4, adapter="mine"))
+    engine.adapters.unload("mine")
+    assert engine.adapters.num_bytes == 0
+    engine.adapters.load("mine", folders["two"])
+    assert answer(engine, prompt, greedy(4, adapter="mine")).usage.cached_tokens == 0
+    engine.adapters.unload("mine")
+    engine.adapters.load("mine", folders["one"])
+    assert answer(engine, prompt, greedy(4, adapter="mine")).usage.cached_tokens == 64
+
+
+def test_adapters_come_and_go_while_requests_run(loaded: Engine, folders: dict[str, Path]) -> None:
+    engine, prompt = engine_on(loaded, {"one": folders["one"]}), prompt_of(0)
+    engine.add_request(prompt, greedy(12, adapter="one"), request_id="first")
+    engine.step()
+    engine.adapters.load("two", folders["two"])
+    engine.add_request(prompt, greedy(12, adapter="two"), request_id="second")
+    with pytest.raises(ArgumentError, match="1 requests use the adapter 'one'"):
+        engine.adapters.unload("one")
+    outputs = run_to_end(engine)
+    assert outputs["first"].token_ids == answer(engine, prompt, greedy(12, adapter="one")).token_ids
+    engine.adapters.unload("one")
+    assert list(engine.adapters) == ["two"]
+    with pytest.raises(ArgumentError, match=r"no adapter named 'one' is loaded \(loaded: 'two'\)"):
+        engine.add_request(prompt, greedy(4, adapter="one"))
+    assert_nothing_held(engine)
+
+
+def test_the_memory_of_adapters_is_counted_and_limited(loaded: Engine, folders: dict[str, Path]) -> None:
+    tensors = load_file(folders["one"] / "adapter_model.safetensors").values()
+    num_bytes = sum(tensor.numel() * 4 for tensor in tensors)
+    config = replace(loaded.config, adapter_memory=num_bytes)
+    engine = loaded.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID), size=(32, 8), config=config)
+    assert engine.adapters.load("one", folders["one"]).num_bytes == num_bytes == engine.adapters.num_bytes
+    with pytest.raises(MemoryBudgetError, match=r"EngineConfig\(adapter_memory="):
+        engine.adapters.load("two", folders["two"])
+    assert list(engine.adapters) == ["one"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "bamba"])
+def test_other_families_name_and_order_their_weights_otherwise(family: str, tmp_path: Path) -> None:
+    base = write_random_checkpoint(tmp_path / "base", family)
+    from transformers import AutoModelForCausalLM
+
+    from hybrid.hf.torch_functions import use_torch_functions
+
+    def fresh() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        use_torch_functions(model)
+        return model
+
+    targets = (
+        ["in_proj_qkvz", "in_proj_ba", "q_proj", "out_proj"]
+        if family == "qwen3_next"
+        else ["in_proj", "out_proj", "v_proj"]
+    )
+    folder = make_adapter(fresh(), tmp_path / "adapter", 3, targets)
+    cache = CacheConfig(page_size=GRID, chunk_size=GRID, memory="32MiB")
+    engine = Engine.from_pretrained(base, device="cpu", dtype="float32", cache=cache)
+    engine.adapters.load("mine", folder)
+    prompt = prompt_of(0, 40)
+    found = answer(engine, prompt, greedy(4, logprobs=10, adapter="mine"))
+    model: Any = PeftModel.from_pretrained(fresh(), str(folder)).merge_and_unload()
+    with torch.no_grad():
+        expected = torch.log_softmax(model(torch.tensor([[*prompt, *found.token_ids]])).logits[0].float(), -1)
+    assert found.logprobs is not None
+    for at, row in enumerate(found.logprobs, len(prompt) - 1):
+        for token, value in row.items():
+            assert value == pytest.approx(float(expected[at, token]), abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"use_dora": True}, UnsupportedModelError, "use_dora=True"),
+        ({"bias": "all"}, UnsupportedModelError, "bias='all'"),
+        ({"peft_type": "IA3"}, UnsupportedModelError, "type 'IA3'"),
+        ({"modules_to_save": ["lm_head"]}, UnsupportedModelError, "modules_to_save"),
+        ({"lora_alpha": "six"}, CheckpointError, "must be numbers"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_refused(
+    loaded: Engine, folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], error: Any, message: str
+) -> None:
+    folder = Path(shutil.copytree(folders["one"], tmp_path / "changed"))
+    config = json.loads((folder / "adapter_config.json").read_text()) | change
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    engine = engine_on(loaded, {})
+    with pytest.raises(error, match=message):
+        engine.adapters.load("mine", folder)
+    assert not engine.adapters
+
+
+def test_weights_that_do_not_fit_are_refused(loaded: Engine, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(folders["two"], tmp_path / "changed"))
+    file = folder / "adapter_model.safetensors"
+    whole = load_file(file)
+    name = next(name for name in whole if name.endswith("q_proj.lora_B.weight"))
+    missing = {key: value for key, value in whole.items() if key != name}
+    wrong = [
+        ({**whole, "base_model.model.lm_head.lora_A.weight": torch.ones(2, 64)}, "belong to no matrix product"),
+        ({**whole, name: whole[name][:-1].contiguous()}, "do not fit a weight"),
+        ({**whole, name: whole[name] * float("nan")}, "NaN"),
+        ({**whole, name: whole[name].to(torch.int8)}, "expected a matrix of floats"),
+        (missing, "only one of lora_A and lora_B"),
+    ]
+    engine = engine_on(loaded, {})
+    for tensors, message in wrong:
+        save_file(tensors, file)
+        with pytest.raises(CheckpointError, match=message):
+            engine.adapters.load("mine", folder)
+    file.write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="damaged or truncated"):
+        engine.adapters.load("mine", folder)
+    with pytest.raises(CheckpointError, match="is not an adapter"):
+        engine.adapters.load("mine", tmp_path)
+    with pytest.raises(ArgumentError, match="is loaded; unload it first"):
+        engine_on(loaded, folders).adapters.load("one", folders["one"])
