@@ -26,7 +26,7 @@ Medians = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Line:
-    """One figure.
+    """One figure, or one thing that must be right.
 
     Attributes:
         value: what is judged, a ratio if nothing else is said; None: nothing to compare with ran here.
@@ -35,16 +35,19 @@ class Line:
         medians: the measurements behind it.
         unit: of the medians.
         details: counts, rates and settings behind it.
+        right, found: whether a thing is as it must be, and how it was found; None: the line is a figure.
     """
 
     name: str
-    value: float | None
+    value: float | None = None
     target: float | None = None
     at_most: bool = False
     part: str = ""
     medians: Medians = field(default_factory=dict)
     unit: str = "s"
     details: dict[str, Any] = field(default_factory=dict)
+    right: bool | None = None
+    found: str = ""
 
     @property
     def reached(self) -> bool:
@@ -55,6 +58,8 @@ class Line:
 
     @property
     def mark(self) -> str:
+        if self.right is not None:
+            return "ok" if self.right else "WRONG"
         return "" if self.target is None else "ok" if self.reached else "MISS"
 
     @property
@@ -63,30 +68,17 @@ class Line:
         return "" if self.target is None else f"{'<=' if self.at_most else '>='} {self.target:g}"
 
     def row(self) -> tuple[str, ...]:
-        measured = ", ".join(f"{name} {quantity(x, self.unit)}" for name, x in self.medians.items() if x is not None)
-        return self.mark, self.part, self.name, "" if self.value is None else number(self.value), self.goal, measured
+        medians = (f"{name} {quantity(x, self.unit)}" for name, x in self.medians.items() if x is not None)
+        value = "" if self.value is None else number(self.value)
+        return self.mark, self.part, self.name, value, self.goal, self.found or ", ".join(medians)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "reached": self.reached}
 
 
-@dataclass(frozen=True)
-class Check:
-    """One thing that must be right."""
-
-    name: str
-    passed: bool
-    detail: str
-    part: str = ""
-
-    def row(self) -> tuple[str, ...]:
-        return "ok" if self.passed else "WRONG", self.part, self.name, "", "", self.detail
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-Result = Line | Check
+def check(name: str, right: bool, found: str) -> Line:
+    """The line of something that must be right."""
+    return Line(name, right=right, found=found)
 
 
 def ratio(name: str, medians: Medians, over: str, under: str, target: float | None = None, **how: Any) -> Line:
@@ -110,11 +102,11 @@ def quantity(value: float, unit: str) -> str:
     return f"{number(1000 * value)} ms" if unit == "s" else f"{number(value)} {unit}"
 
 
-def status(results: Sequence[Result]) -> int:
+def status(lines: Sequence[Line]) -> int:
     """The exit status: 2 when a result is wrong, 1 when a target is missed, else 0."""
-    if any(isinstance(result, Check) and not result.passed for result in results):
+    if any(line.right is False for line in lines):
         return 2
-    return 1 if any(isinstance(result, Line) and not result.reached for result in results) else 0
+    return 1 if any(not line.reached for line in lines) else 0
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], notes: Iterable[object] = ()) -> None:
@@ -132,11 +124,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], notes:
 
 
 def finish(lines: Sequence[Line], taken_on: dict[str, Any], as_json: bool, **more: Any) -> int:
-    """Print all figures, as a table or as one JSON object, and return the exit status.
-
-    Args:
-        more: what else belongs to the result.
-    """
+    """Print all figures, and what else belongs to the result, as a table or JSON object. Returns the exit status."""
     if as_json:
         print(json.dumps({"machine": taken_on, **more, "lines": [line.to_json() for line in lines]}))
     else:
@@ -145,12 +133,7 @@ def finish(lines: Sequence[Line], taken_on: dict[str, Any], as_json: bool, **mor
 
 
 def arguments(description: str | None, runs: int | None = None, threads: bool = False) -> ArgumentParser:
-    """A parser with the options that programs share.
-
-    Args:
-        runs: the default of `--runs`; None: the program has no such option.
-        threads: whether it has `--threads`.
-    """
+    """A parser with the options that programs share: `--runs` where it has a default, `--threads` if asked for."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     if runs is not None:
         parser.add_argument("--runs", type=int, default=runs, help=f"measured runs per side (default: {runs})")

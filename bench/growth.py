@@ -1,22 +1,25 @@
 #!/usr/bin/env python
 """How the cost of the bookkeeping grows: one operation at growing sizes, and the exponent of its growth.
 
-    python bench/growth.py [--only NAME ...] [--json]
+    python bench/growth.py [--full] [--only NAME ...] [--json]
 
 Each figure is the fastest of some repetitions, in microseconds; the exponent is the slope of a line through the figures
-in a logarithmic plot: 0 is flat, 1 is linear. Nothing here needs a model, tensors or a GPU.
+in a logarithmic plot: 0 is flat, 1 is linear. `--full` adds sizes that take minutes and gigabytes. Nothing here needs a
+model, tensors or a GPU.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from random import Random
 
-from common import Line, arguments, finish, machine, timed
+from common import Line, Medians, arguments, finish, machine, timed
+from hit_rate import NoStore
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
@@ -26,7 +29,7 @@ from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policies import policy_of
 from hybrid.tree.tree import Tree
 
-PAGE = 16
+PAGE, PAGES_OF_A_PIECE = 16, 4
 Work = Callable[[], object]
 
 
@@ -35,15 +38,21 @@ def fastest(works: Iterator[Work], times: int = 30) -> float:
     return 1e6 * min(timed(work) for work, _ in zip(works, range(times), strict=False))
 
 
-def cache_of(num_pages: int, num_states: int, policy: str = "lru") -> HybridCache:
-    config = CacheConfig(page_size=PAGE, chunk_size=PAGE, eviction=policy)
-    return HybridCache(CacheMemory.of_indices(num_pages, num_states), config)
+def cache_of(num_pieces: int, policy: str = "lru", stored: int = 0) -> HybridCache:
+    """A cache with one budget: a piece holds four pages, or one state, or `stored` checkpoints."""
+    store = NoStore(64 * PAGES_OF_A_PIECE // stored) if stored else None
+    memory = CacheMemory.of_bytes(num_pieces * 64 * PAGES_OF_A_PIECE, 64, 64 * PAGES_OF_A_PIECE, store=store)
+    return HybridCache(memory, CacheConfig(page_size=PAGE, chunk_size=PAGE, eviction=policy))
+
+
+def opened(cache: HybridCache, key: Key, num_tokens: int = 0) -> Lease:
+    lease = cache.open(key, len(key) - 1, num_tokens)
+    assert lease is not None
+    return lease
 
 
 def request(cache: HybridCache, key: Key) -> None:
-    lease = cache.open(key, len(key) - 1, len(key))
-    assert lease is not None
-    end = (len(key) - 1) // PAGE * PAGE
+    lease, end = opened(cache, key, len(key)), (len(key) - 1) // PAGE * PAGE
     if end > lease.num_hit_tokens:
         cache.capture(lease, end)
     cache.advance(lease, len(key))
@@ -61,9 +70,8 @@ def evict_a_page(num_tokens: int) -> Iterator[Work]:
 
 def chain(depth: int, policy: str) -> tuple[HybridCache, Lease, Key]:
     """A request that has committed so many pages one after the other."""
-    cache, key = cache_of(depth + 200, 8, policy), Key.of(range((depth + 101) * PAGE))
-    lease = cache.open(key, len(key) - 1, len(key))
-    assert lease is not None
+    cache, key = cache_of(depth // 4 + 60, policy), Key.of(range((depth + 101) * PAGE))
+    lease = opened(cache, key, len(key))
     cache.advance(lease, len(key))
     for end in range(PAGE, depth * PAGE + 1, PAGE):
         cache.commit(lease, key, end)
@@ -83,29 +91,83 @@ def open_below_a_chain(depth: int) -> Iterator[Work]:
     cache.close(lease)
     short = Key.of([*range(PAGE * 5), *[7] * PAGE])
     while True:
-        yield lambda: cache.close(cache.open(short, len(short) - 1, 0))  # type: ignore[arg-type]
+        yield lambda: cache.close(opened(cache, short))
 
 
-def shortage(num_leases: int) -> Iterator[Work]:
-    """Pages for a request when there are none, next to so many running requests."""
-    cache = cache_of(4 * num_leases + 400, num_leases + 8)
-    for number in range(num_leases):
-        cache.open(Key.of([number] * 4 * PAGE), 4 * PAGE - 1, 4 * PAGE)
-    number = 0
+def shortage(cache: HybridCache) -> Iterator[Work]:
+    """A request that gets its pages when there are none: others are evicted for it."""
+    numbers = count(1)
+
+    def fill() -> None:
+        request(cache, Key.of([-next(numbers)] * (4 * PAGE + 1)))
+
+    def serve(key: Key) -> None:
+        lease = opened(cache, key)
+        assert cache.reserve(lease, 8 * PAGE)
+        cache.close(lease)
+
+    while not cache.stats().evicted_pages:
+        fill()
     while True:
-        number += 1
-        while cache.memory.pages.num_free > 2:
-            number += 1
-            request(cache, Key.of([-number] * (4 * PAGE + 1)))
-        lease = cache.open(Key.of([-number] * PAGE + [1]), PAGE, 0)
-        if lease is not None:
-            yield partial(cache.reserve, lease, 3 * PAGE)
-            cache.close(lease)
+        fill()
+        yield partial(serve, Key.of([-next(numbers)] * PAGE + [1]))
+
+
+def shortage_beside_requests(num_leases: int) -> Iterator[Work]:
+    cache = cache_of(2 * num_leases + 100)
+    for number in range(num_leases):
+        opened(cache, Key.of([number] * 4 * PAGE), 4 * PAGE)
+    return shortage(cache)
+
+
+def shortage_beside_pins(num_pins: int) -> Iterator[Work]:
+    cache = cache_of(4 * num_pins + 100)
+    for number in range(num_pins):
+        key = Key.of([number] * (PAGE + 1))
+        request(cache, key)
+        cache.pin(key, 3600 + number)
+    return shortage(cache)
+
+
+def move_pages(num_leases: int) -> Iterator[Work]:
+    """A state slot for a request, where it takes that pages of running requests, half of them shared with the tree, are
+    moved together."""
+    cache, leases = cache_of((num_leases + 128) * 3 // 2), []
+    for number in range(num_leases + 128):
+        key = Key.of([number] * 2 * PAGE)
+        leases.append(opened(cache, key, 2 * PAGE))
+        cache.advance(leases[-1], 2 * PAGE)
+        if number // 2 % 2:
+            cache.commit(leases[-1], key, 2 * PAGE)
+    for lease in leases[-128::2]:  # two pages of four are free in each of 64 pieces
+        cache.close(lease)
+    cache.clear()
+    while cache.memory.arena is not None and cache.memory.arena.num_free:
+        opened(cache, Key.of([0]))
+    for _ in range(30):
+        yield lambda: opened(cache, Key.of([0]))
+
+
+def move_checkpoints(num_nodes: int) -> Iterator[Work]:
+    """Four pages for a request, where it takes that stored checkpoints are moved together: three are in a piece, and of
+    each three one is evicted."""
+    cache = cache_of(num_nodes + 64, stored=3)
+    keys = [Key.of([number] * (PAGE + 1)) for number in range(num_nodes)]
+    for key in keys:
+        request(cache, key)
+    for key in (key for number, key in enumerate(keys) if number % 3):
+        cache.close(opened(cache, key))  # those that are used again are evicted last
+    cache.allocator.evict(cache.tree.evict_checkpoints, num_nodes // 3)
+    lease = opened(cache, Key.of([-1] * PAGE * num_nodes))
+    while cache.memory.arena is not None and cache.memory.pages.num_free:
+        cache.reserve(lease, (len(lease.block_table) + cache.memory.pages.num_free) * PAGE)
+    for _ in range(30):
+        yield lambda: cache.reserve(lease, (len(lease.block_table) + PAGES_OF_A_PIECE) * PAGE)
 
 
 def requests(policy: str, num_nodes: int) -> Iterator[Work]:
     """A request that evicts, in a tree of so many nodes."""
-    rng, cache = Random(0), cache_of(4 * num_nodes + 64, num_nodes, policy)
+    rng, cache = Random(0), cache_of(7 * num_nodes // 4, policy)
     for number in count():
         key = Key.of([number % 50] * PAGE + [rng.randrange(10**6) for _ in range(3 * PAGE + 1)])
         if number < num_nodes * 11 // 10:
@@ -114,29 +176,34 @@ def requests(policy: str, num_nodes: int) -> Iterator[Work]:
             yield partial(request, cache, key)
 
 
-OPERATIONS: dict[str, tuple[Callable[[int], Iterator[Work]], tuple[int, ...]]] = {
-    "evict a page of a leaf, by its tokens": (evict_a_page, (10**4, 10**5, 10**6)),
-    "commit a page, by pages before it": (commit_a_page, (100, 1000, 5000)),
-    "open below a chain of commits, by its length": (open_below_a_chain, (5, 500, 5000)),
-    "pages in a shortage, by running requests": (shortage, (10, 100, 1000)),
-    "request with lru, by nodes": (partial(requests, "lru"), (1000, 10_000)),
-    "request with lhd, by nodes": (partial(requests, "lhd"), (1000, 10_000)),
-    "request with flop_aware, by nodes": (partial(requests, "flop_aware"), (1000, 10_000)),
+NODES = 10**3, 10**4, 10**5
+OPERATIONS: dict[str, tuple[Callable[[int], Iterator[Work]], tuple[int, ...], tuple[int, ...]]] = {
+    "evict a page of a leaf, by its tokens": (evict_a_page, (10**4, 10**5, 10**6), ()),
+    "commit a page, by pages before it": (commit_a_page, (100, 1000, 10_000), ()),
+    "open below a chain of commits, by its length": (open_below_a_chain, (5, 500, 5000), ()),
+    "request in a shortage, by running requests": (shortage_beside_requests, (10, 100, 1000, 10_000), ()),
+    "request in a shortage, by pins": (shortage_beside_pins, (10, 100, 4000, 10_000), ()),
+    "move pages together, by running requests": (move_pages, (10, 100, 1000, 10_000), ()),
+    "move stored checkpoints together, by nodes": (move_checkpoints, NODES, (10**6,)),
+    "request with lru, by nodes": (partial(requests, "lru"), NODES, (10**6,)),
+    "request with lhd, by nodes": (partial(requests, "lhd"), NODES[:2], NODES[2:]),
+    "request with flop_aware, by nodes": (partial(requests, "flop_aware"), NODES[:2], NODES[2:]),
 }
+"""What is measured, at which sizes, and at which besides with `--full`."""
 
 
 def main() -> int:
     parser = arguments(__doc__)
+    parser.add_argument("--full", action="store_true", help="the largest sizes too")
     parser.add_argument("--only", nargs="+", default=[""], help="operations whose names contain one of these")
     args = parser.parse_args()
     lines = []
-    for name, (make, sizes) in OPERATIONS.items():
-        if not any(part in name for part in args.only):
-            continue
-        figures = {size: fastest(make(size)) for size in sizes}
-        exponent = math.log(figures[sizes[-1]] / figures[sizes[0]]) / math.log(sizes[-1] / sizes[0])
-        medians: dict[str, float | None] = {str(size): figures[size] for size in sizes}
-        lines.append(Line(name, exponent, 0.25, at_most=True, medians=medians, unit="us"))
+    for name, (make, usual, large) in OPERATIONS.items():
+        if any(part in name for part in args.only):
+            figures = {size: fastest(make(size)) for size in (*usual, *(large if args.full else ()))}
+            slope = statistics.linear_regression([*map(math.log, figures)], [*map(math.log, figures.values())]).slope
+            medians: Medians = {str(size): figure for size, figure in figures.items()}
+            lines.append(Line(name, slope, 0.25, at_most=True, medians=medians, unit="us"))
     return finish(lines, machine(), args.json)
 
 

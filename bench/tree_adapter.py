@@ -128,4 +128,4 @@ class HybridTree:
         for pool, free in ((memory.pages, self.kv.free_indices()), (memory.states, self.st.stack[: self.st.top])):
             pool.allocate(pool.capacity)
             pool.free([int(index) for index in free])
-        audit(self.tree, memory, [], Pins(self.tree, memory, Allocator(self.tree, memory, [])))
+        audit(self.tree, memory, [], Pins(self.tree, memory, Allocator(self.tree, memory)))

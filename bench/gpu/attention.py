@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu.harness import Bench, Call, Case, Peers, Planned, Result, compare, each_with, plan, relative_error
+from common import Line
+from gpu.harness import Bench, Call, Case, Peers, Planned, compare, each_with, plan, relative_error
 from torch import Tensor
 
 from hybrid.engine.planner import BATCH_INVARIANT_SPLITS
@@ -58,22 +59,14 @@ def sdpa_extend(sets: Sequence[Contiguous], scale: float) -> list[Call]:
 
 class Attention:
     """Requests of equal length with `new` query tokens each, in as many sets as rotating takes. All sets are in one
-    pool of several layers, in pages that are never adjacent.
+    pool of several layers, in pages that are never adjacent. A call reads `kv_bytes` of keys and values."""
 
-    Args:
-        visible: which drafts a draft sees, `[new, new]`.
-
-    Attributes:
-        kv_bytes: of keys and values that a call reads.
-    """
-
-    def __init__(self, bench: Bench, requests: int, length: int, new: int, visible: Tensor | None = None) -> None:
+    def __init__(self, bench: Bench, requests: int, length: int, new: int) -> None:
         s = bench.sizes
         heads, kv_heads, head_dim = s.heads
         self.bench, self.requests, self.length, self.new = bench, requests, length, new
         self.scale = head_dim**-0.5
         self.kv_bytes = requests * length * s.kv_bytes
-        self.visible = None if visible is None else visible.repeat(requests, 1)
         pages = -(-length // s.page_size)
         sets = bench.sets(self.kv_bytes)
         per_layer = -(-sets // s.layers)
@@ -89,7 +82,7 @@ class Attention:
     def ours(self, num_splits: int | None) -> list[Call]:
         def call(query: Tensor, cache: Tensor, table: Tensor) -> Tensor:
             where = (self.starts, self.lengths, self.scale, self.bench.sizes.page_size)
-            return self.bench.ops.paged_attention(query, cache, table, *where, num_splits, self.visible)
+            return self.bench.ops.paged_attention(query, cache, table, *where, num_splits)
 
         return each_with(call, self.sets)
 
@@ -108,15 +101,14 @@ class Attention:
         """The rows of some requests."""
         return tokens.unflatten(0, (self.requests, self.new))[requests].flatten(0, 1)
 
-    def checks(self, name: str, *splits: int | None) -> Iterator[Result]:
+    def checks(self, name: str, *splits: int | None) -> Iterator[Line]:
         """The first and the last request of the first set against fp64."""
         query, cache, table = self.sets[0]
         chosen = sorted({0, self.requests - 1})
         few = cache[table[chosen]].double()
         pages = torch.arange(table[chosen].numel(), device=table.device).view(len(chosen), -1)
         where = (self.starts[: len(chosen) + 1], self.lengths[: len(chosen)], self.scale, self.bench.sizes.page_size)
-        seen = None if self.visible is None else self.of(self.visible, chosen)
-        truth = reference.paged_attention(self.of(query, chosen).double(), few.flatten(0, 1), pages, *where, None, seen)
+        truth = reference.paged_attention(self.of(query, chosen).double(), few.flatten(0, 1), pages, *where)
         for num_splits, call in ((num_splits, self.ours(num_splits)[0]) for num_splits in splits):
             self.bench.poison(query)
             found = call()
@@ -132,7 +124,7 @@ class Attention:
 
 
 def decode_attention(bench: Bench) -> Iterator[Planned]:
-    """One token of each request, whose time goes into reading keys and values; trees of drafts."""
+    """One token of each request, whose time goes into reading keys and values."""
 
     def decode(name: str, requests: int, length: int) -> Case:
         work = Attention(bench, requests, length, 1)
@@ -156,16 +148,8 @@ def decode_attention(bench: Bench) -> Iterator[Planned]:
             error=work.error,
         )
 
-    def tree(name: str, requests: int, count: int) -> Case:
-        visible = torch.eye(count, dtype=torch.bool, device=bench.device.device)
-        for draft in range(1, count):  # a binary tree: a draft sees those above it and itself
-            visible[draft] |= visible[(draft - 1) // 2]
-        work = Attention(bench, requests, bench.sizes.decode[0][1] + count, count, visible)
-        return Case(work.ours(None), partial(work.checks, name, None))
-
     for requests, length in bench.sizes.decode:
         yield plan(f"decode {requests} x {length}", 15, decode, requests, length)
-    yield plan(f"drafts, {bench.sizes.drafts[0]} trees of {bench.sizes.drafts[1]}", 5, tree, *bench.sizes.drafts)
 
 
 def extend_attention(bench: Bench) -> Iterator[Planned]:

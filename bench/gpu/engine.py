@@ -4,12 +4,11 @@ that results do not depend on the cache or the batch."""
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from common import Check, Line, Medians, Result, ratio, timed
+from common import Line, Medians, check, ratio, timed
 from gpu.harness import Bench, Timing
 from torch import Tensor
 
@@ -83,7 +82,7 @@ def seconds_of(outputs: Sequence[RequestOutput]) -> list[float]:
     return [output.time_to_first_token for output in outputs if output.time_to_first_token is not None]
 
 
-def hit(bench: Bench) -> Iterator[Result]:
+def hit(bench: Bench) -> Iterator[Line]:
     """The first token after a long cached document, against that of the question alone."""
     s, ids = bench.sizes, prompts_of(bench, 2)
     for mode, deterministic in (("fast", False), ("deterministic", True)):
@@ -98,7 +97,7 @@ def hit(bench: Bench) -> Iterator[Result]:
         ][2:]  # the first two warm up
         hits, alone = zip(*pairs, strict=True)
         cached = {output.usage.cached_tokens for output in hits}
-        yield Check(f"hits, {mode}", cached == {s.document}, f"cached tokens {sorted(cached)} of {s.document}")
+        yield check(f"hits, {mode}", cached == {s.document}, f"cached tokens {sorted(cached)} of {s.document}")
         details = {"hit": seconds_of(hits), "alone": seconds_of(alone)}
         medians: Medians = {name: statistics.median(values) for name, values in details.items()}
         name = f"first token, {mode}: hit {s.document} + {s.question} new, over {s.question} alone"
@@ -112,12 +111,8 @@ def hit(bench: Bench) -> Iterator[Result]:
 
 
 def decode_steps(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> tuple[Timing, int]:
-    """Decode requests together, step by step.
-
-    Returns:
-        The timing of `Engine.step` by the host's clock: the time between two tokens of a request; and the tokens of
-        all requests together, in the middle of the measured steps.
-    """
+    """Decode requests together, step by step. Returns the timing of `Engine.step` by the host's clock, and the tokens
+    of all requests together in the middle of the measured steps."""
     s, requests = bench.sizes, len(prompts)
     before = sum(len(prompt) for prompt in prompts) // max(1, s.batched_tokens - requests) + requests
     params = SamplingParams(max_new_tokens=2 * before + WARM_STEPS + s.steps_timed + 16, ignore_eos=True)
@@ -142,7 +137,7 @@ def decode_steps(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> 
     return timing, tokens - requests * s.steps_timed // 2
 
 
-def decode(bench: Bench) -> Iterator[Result]:
+def decode(bench: Bench) -> Iterator[Line]:
     """Steps in which all requests decode, against the time that the copy bandwidth takes for what they must read."""
     s, ids = bench.sizes, prompts_of(bench, 3)
     prompts = {shape: [ids(shape[1]) for _ in range(shape[0])] for shape in s.decoding}
@@ -180,7 +175,7 @@ def _over_reading(bench: Bench, name: str, timing: Timing, tokens: int, requests
     return ratio(f"{name}, over reading weights, KV and states", medians, "step", "floor", target, **how)
 
 
-def _alone_or_together(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> Iterator[Result]:
+def _alone_or_together(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> Iterator[Line]:
     """In deterministic mode a request gives the same bits alone, in a batch, and after a hit."""
     params = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=3)
     chosen = [prompt[: bench.sizes.question * 3 + 5] for prompt in prompts]
@@ -189,18 +184,17 @@ def _alone_or_together(bench: Bench, engine: Engine, prompts: Sequence[list[int]
     alone = engine.generate([chosen[-1]], params, progress=False)[0]
     again = engine.generate([chosen[-1]], params, progress=False)[0]
     engine.cache.clear()
-    yield Check("the second is a hit", again.usage.cached_tokens > 0, f"{again.usage.cached_tokens} cached tokens")
+    yield check("the second is a hit", again.usage.cached_tokens > 0, f"{again.usage.cached_tokens} cached tokens")
     for name, other in ((f"alone or among {len(chosen)}", together[-1]), ("a hit or cold", again)):
         same = other.token_ids == alone.token_ids and other.logprobs == alone.logprobs
-        yield Check(name, same, "the same bits" if same else "OTHER LOG-PROBABILITIES")
+        yield check(name, same, "the same bits" if same else "OTHER LOG-PROBABILITIES")
 
 
-def sharing(bench: Bench) -> Iterator[Result]:
+def sharing(bench: Bench) -> Iterator[Line]:
     """Requests that share the beginning of their prompts and arrive together, with the cache and without."""
     s, params = bench.sizes, SamplingParams(max_new_tokens=bench.sizes.group[-1], ignore_eos=True)
     count, shared, least, most, _ = s.group
     first: dict[str, list[float]] = {"cache on": [], "cache off": []}
-    whole: dict[str, list[float]] = {"cache on": [], "cache off": []}
     cached = 0
     for side in first:
         ids, rng = prompts_of(bench, 4), random.Random(5)  # both sides get the same prompts
@@ -211,18 +205,15 @@ def sharing(bench: Bench) -> Iterator[Result]:
             engine.cache.clear()
             document = ids(shared)
             prompts = [document + ids(rng.randint(least, most)) for _ in range(count)]
-            start = time.perf_counter()
             outputs = engine.generate(prompts, params, progress=False)
             if run:
-                whole[side].append(time.perf_counter() - start)
                 first[side].append(statistics.median(seconds_of(outputs)))
                 cached = max(cached, sum(output.usage.cached_tokens for output in outputs))
         engine.cache.audit()
         del engine
         bench.device.release()
     enough = cached >= (count - 1) * (shared // s.page_size * s.page_size)
-    yield Check("the shared part is computed once", enough, f"{cached} cached tokens in {count} requests")
-    for what, spent, target in (("median time to first token", first, 5.0), ("all of them", whole, None)):
-        medians: Medians = {side: statistics.median(values) for side, values in spent.items()}
-        name, target = f"{count} requests sharing {shared}, {what}, off over on", bench.asked(target)
-        yield ratio(name, medians, "cache off", "cache on", target, details={**spent})
+    yield check("the shared part is computed once", enough, f"{cached} cached tokens in {count} requests")
+    medians: Medians = {side: statistics.median(values) for side, values in first.items()}
+    name, target = f"{count} requests sharing {shared}, median time to first token, off over on", bench.asked(5.0)
+    yield ratio(name, medians, "cache off", "cache on", target, details={**first})

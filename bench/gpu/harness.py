@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import COLUMNS, Check, Line, Medians, Result, print_table, ratio, status, timed
+from common import Line, Medians, check, ratio, status, timed
 from gpu.sizes import Sizes
 from torch import Tensor
 
@@ -190,7 +190,7 @@ class Case:
     """A kernel on one size, with everything that is measured of it."""
 
     calls: Sequence[Call] = ()  # of our kernel, each on buffers of its own; empty: there are only checks
-    checks: Callable[[], Iterator[Result]] = lambda: iter(())  # results against the truth, before anything is timed
+    checks: Callable[[], Iterator[Line]] = lambda: iter(())  # results against the truth, before anything is timed
     num_bytes: float = 0  # that must be moved; `target` is the part of the copy bandwidth to reach
     target: float | None = None
     operations: float = 0  # compared with the matmul rate
@@ -221,20 +221,20 @@ def relative_error(found: Tensor, truth: Tensor) -> float:
     return float(difference.norm() / truth.norm().clamp(min=1e-30))
 
 
-def compare(name: str, found: Tensor, truth: Tensor, allowed: float | None = None) -> Check:
+def compare(name: str, found: Tensor, truth: Tensor, allowed: float | None = None) -> Line:
     """Whether a result is near enough to the truth; NaN is not."""
     error, allowed = relative_error(found, truth), TOLERANCE[found.dtype] if allowed is None else allowed
-    return Check(name, error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}")
+    return check(name, error <= allowed, f"error {error:.1e}, allowed {allowed:.0e}")
 
 
-def compare_states(name: str, found: Tensor, truth: Tensor) -> Check:
+def compare_states(name: str, found: Tensor, truth: Tensor) -> Line:
     return compare(name, found, truth, STATE_TOLERANCE if found.dtype == torch.float32 else None)
 
 
-def same_bits(name: str, found: Tensor, truth: Tensor) -> Check:
+def same_bits(name: str, found: Tensor, truth: Tensor) -> Line:
     """Whether two tensors are bitwise equal."""
     same = torch.equal(*(x.contiguous().view(torch.uint8) for x in (found, truth)))
-    return Check(name, same, "the same bits" if same else "OTHER BITS")
+    return check(name, same, "the same bits" if same else "OTHER BITS")
 
 
 def _outputs(result: Any) -> tuple[Tensor, ...]:
@@ -303,7 +303,7 @@ class Bench:
         if output.is_floating_point():
             torch.full_like(output, float("nan"), dtype=self.sizes.dtype)
 
-    def twins(self, name: str, operation: str, *arguments: Any, fp64: bool = False) -> Iterator[Check]:
+    def twins(self, name: str, operation: str, *arguments: Any, fp64: bool = False) -> Iterator[Line]:
         """An operation against its twin, which may compute in fp64: what it returns, and the arguments that it writes,
         of which the twin gets copies; rows of them that the twin leaves as they are keep their bits."""
         op = OPS[operation]
@@ -327,7 +327,7 @@ class Bench:
             yield judge(f"{name}, {argument}", arguments[at][~kept], theirs[at][~kept])
             yield same_bits(f"{name}, the rest of {argument}", arguments[at][kept], before[at][kept])
 
-    def measure(self, planned: Planned) -> Iterator[Result]:
+    def measure(self, planned: Planned) -> Iterator[Line]:
         """All figures of a case."""
         name = planned.name
         if not self.has(planned.seconds, name):
@@ -345,7 +345,7 @@ class Bench:
         del case
         self.device.release()
 
-    def _rates(self, name: str, case: Case, ours: Timing) -> Iterator[Result]:
+    def _rates(self, name: str, case: Case, ours: Timing) -> Iterator[Line]:
         details, medians = asdict(ours), {"ours": ours.seconds}
         if case.num_bytes:
             floor: Medians = {**medians, "floor": case.num_bytes / self.roofline.bandwidth}
@@ -397,17 +397,15 @@ class Report:
     path: Path
     head: dict[str, Any]
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
-    results: list[Result] = field(default_factory=list)
+    results: list[Line] = field(default_factory=list)
 
-    def add(self, section: str, result: Result) -> None:
+    def add(self, section: str, result: Line) -> None:
         self.results.append(replace(result, part=section))
         self.write()
 
     def write(self) -> None:
-        lines, checks = (
-            [result.to_json() for result in self.results if isinstance(result, kind)] for kind in (Line, Check)
-        )
-        everything = {**self.head, "sections": self.sections, "lines": lines, "checks": checks, "status": self.status}
+        lines = [line.to_json() for line in self.results]
+        everything = {**self.head, "sections": self.sections, "lines": lines, "status": self.status}
         partial = self.path.with_suffix(".part")
         partial.write_text(json.dumps(everything, indent=1, default=str), encoding="utf-8")
         partial.replace(self.path)
@@ -417,10 +415,6 @@ class Report:
         """As `common.status`; 1 too when something was not measured."""
         unmeasured = any(section["status"] != "done" or section["skipped"] for section in self.sections.values())
         return status(self.results) or int(unmeasured)
-
-    def show(self) -> None:
-        """Print everything, then what must be looked at, a short line each."""
-        print_table(COLUMNS, [result.row() for result in self.results], self.summary())
 
     def summary(self) -> list[str]:
         """Every target, every check that failed, everything that was not measured, and the number of checks."""
@@ -435,4 +429,4 @@ class Report:
             if entry["status"] != "done":
                 said.append(f"{entry['status'].upper():7} {name}: {entry.get('error', '').strip()[-200:]}")
             said += [f"SKIPPED {name}: {what[:100]}" for what in entry["skipped"]]
-        return [*said, f"{sum(isinstance(result, Check) for result in self.results)} checks"]
+        return [*said, f"{sum(result.right is not None for result in self.results)} checks"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu.harness import Bench, Call, Case, Peers, Planned, Result, each_with, plan
+from common import Line
+from gpu.harness import Bench, Call, Case, Planned, each_with, plan
 from torch import Tensor
 
 from hybrid.kernels.reference import sigmoid, softplus
@@ -56,53 +57,39 @@ def fla_step(
 
 
 def delta_step(bench: Bench) -> Iterator[Planned]:
-    """One token of each request, or its drafts: convolution, gates and rule on the slots of the pool."""
+    """One token of each request: convolution, gates and rule on the slots of the pool."""
     s = bench.sizes
-    for requests, each in (*((requests, 1) for requests in s.steps), s.drafts):
-        what = f"of {requests}" if each == 1 else f"of {requests} x {each} drafts"
-        yield plan(f"delta rule step {what}", 12, _step, bench, requests, each)
-
-
-def _step(name: str, bench: Bench, requests: int, each: int) -> Case:
-    s, tokens = bench.sizes, requests * each
     _, value_heads, _, value_dim = s.linear_heads
-    moved = (requests + tokens) * (s.state_bytes + s.window_bytes) + tokens * s.channels * s.dtype.itemsize
-    moved += (tokens * value_heads * (value_dim + 2) + s.channels * s.width) * s.dtype.itemsize
-    sets = bench.sets(moved)
-    taken = requests if each == 1 else requests + tokens  # drafts write slots of their own
-    work = Linear(bench, 1 + taken * sets)
-    slots = (1 + bench.shuffled(taken * sets)).view(sets, taken)
-    starts = bench.ints([*range(0, tokens + 1, each)])
-    gates = [[bench.normal(tokens, value_heads) for _ in range(2)] for _ in range(sets)]
-    rows = [row.clone() for row in slots]  # a copy is aligned, as an engine's are
-    fixed = (work.taps, work.rate, work.dt_bias, work.conv, work.recurrent, starts)
-    inputs = [
-        (bench.normal(tokens, s.channels), *ab, *fixed, row[:requests].repeat_interleave(each), row[-tokens:])
-        for ab, row in zip(gates, rows, strict=True)
-    ]
 
-    def fla() -> list[Call]:
-        q, k = (bench.normal(requests, work.key_heads, work.key_dim) for _ in range(2))
-        v = bench.normal(requests, value_heads, value_dim)
-        return [
-            fla_step(q, k, v, *work.gates(a, b), work.recurrent, read, write) for _, a, b, *_, read, write in inputs
-        ]
+    def step(name: str, requests: int) -> Case:
+        moved = 2 * requests * (s.state_bytes + s.window_bytes) + requests * s.channels * s.dtype.itemsize
+        moved += (requests * value_heads * (value_dim + 2) + s.channels * s.width) * s.dtype.itemsize
+        sets = bench.sets(moved)
+        work = Linear(bench, 1 + requests * sets)
+        slots = (1 + bench.shuffled(requests * sets)).view(sets, requests)
+        fixed = (work.taps, work.rate, work.dt_bias, work.conv, work.recurrent, bench.ints([*range(requests + 1)]))
+        inputs = []
+        for row in slots:
+            a, b = (bench.normal(requests, value_heads) for _ in range(2))
+            read, write = row.clone(), row.clone()  # a copy is aligned, as an engine's are
+            inputs.append((bench.normal(requests, s.channels), a, b, *fixed, read, write))
 
-    rival: Peers = {"FLA's recurrent rule without convolution and gates, with gather and scatter": fla}
-    target = 0.8 if requests >= 64 else None
-    return Case(
-        each_with(bench.ops.gated_delta_step, inputs),
-        partial(bench.twins, name, "gated_delta_step", *inputs[0]),
-        num_bytes=moved,
-        target=target,
-        peers=rival if each == 1 else {},
-        peer_target=1.0,
-    )
+        def fla() -> list[Call]:
+            q, k = (bench.normal(requests, work.key_heads, work.key_dim) for _ in range(2))
+            v, pool = bench.normal(requests, value_heads, value_dim), work.recurrent
+            return [fla_step(q, k, v, *work.gates(a, b), pool, read, write) for _, a, b, *_, read, write in inputs]
 
+        return Case(
+            each_with(bench.ops.gated_delta_step, inputs),
+            partial(bench.twins, name, "gated_delta_step", *inputs[0]),
+            num_bytes=moved,
+            target=0.8 if requests >= 64 else None,
+            peers={"FLA's recurrent rule without convolution and gates, with gather and scatter": fla},
+            peer_target=1.0,
+        )
 
-def _none(like: Tensor) -> Tensor:
-    """No captures."""
-    return torch.empty(0, 3, dtype=torch.int64, device=like.device)
+    for requests in s.steps:
+        yield plan(f"delta rule step of {requests}", 12, step, requests)
 
 
 def chunk_rule(bench: Bench) -> Iterator[Planned]:
@@ -135,7 +122,8 @@ def _chunks(name: str, bench: Bench, requests: int, tokens: int) -> Case:
     captures = torch.stack((each, torch.full_like(each, s.page_size), spare), 1)
     checks = partial(bench.twins, name, "chunk_gated_delta_rule", *arguments(0, captures))
     run = partial(bench.ops.chunk_gated_delta_rule, batch_invariant=True)
-    return Case(each_with(run, [arguments(at, _none(starts)) for at in range(sets)]), checks, tokens=requests * tokens)
+    none = bench.ints([]).view(0, 3)
+    return Case(each_with(run, [arguments(at, none) for at in range(sets)]), checks, tokens=requests * tokens)
 
 
 def convolution(bench: Bench) -> Iterator[Planned]:
@@ -147,11 +135,11 @@ def convolution(bench: Bench) -> Iterator[Planned]:
         work = Linear(bench, 1 + bench.sets(moved))
         starts, slots = bench.ints([0, tokens]), [bench.ints([slot]) for slot in range(1, len(work.conv))]
         xs = [bench.normal(tokens, s.channels) for _ in slots]
-        inputs = [(x, work.taps, work.conv, starts, slot, slot, _none(x)) for x, slot in zip(xs, slots, strict=True)]
+        none = bench.ints([]).view(0, 3)
+        inputs = [(x, work.taps, work.conv, starts, slot, slot, none) for x, slot in zip(xs, slots, strict=True)]
 
-        calls = each_with(partial(bench.ops.causal_conv1d, batch_invariant=True), inputs)
-        checks = partial(bench.twins, name, "causal_conv1d", *inputs[0])
-        return Case(calls, checks, num_bytes=moved)
+        run, checks = bench.ops.causal_conv1d, partial(bench.twins, name, "causal_conv1d", *inputs[0])
+        return Case(each_with(partial(run, batch_invariant=True), inputs), checks, num_bytes=moved)
 
     for tokens in s.prompts:
         yield plan(f"convolution of {tokens}", 10, prompts, tokens)
@@ -292,7 +280,7 @@ def experts(bench: Bench) -> Iterator[Planned]:
             y = ops.expert_linear(ops.silu_and_mul(gate, up), second, order, ends, 0, start * top_k, ())
             return ops.combine_experts(y, places, shares)
 
-        def checks() -> Iterator[Result]:
+        def checks() -> Iterator[Line]:
             yield from bench.twins(f"{name}, their order", "sort_by_expert", chosen, count, start)
             rest = (order, ends, top_k, start * top_k, ())
             yield from bench.twins(name, "expert_linear", *xs[0], weight, *rest, fp64=True)

@@ -26,7 +26,6 @@ class Sizes:
     )
     extend: tuple[tuple[int, int], ...] = ((1, 0), (1, 4096), (1, 32768), (4, 4096))  # (requests, tokens before)
     new: int = 512  # tokens of an extend
-    drafts: tuple[int, int] = (8, 8)  # (requests, tokens of the tree of each)
     steps: tuple[int, ...] = (1, 8, 64, 256)  # requests of a delta rule decode
     copies: tuple[int, ...] = (1, 8, 32)  # states
     prompts: tuple[int, ...] = (512, 2048, 8192)  # tokens of a prompt, for the chunk rule and the convolution
@@ -114,7 +113,6 @@ TOY = Sizes(
     decode=((1, 32), (2, 48)),
     extend=((1, 0), (2, 32)),
     new=16,
-    drafts=(2, 5),
     steps=(1, 3),
     copies=(1, 2),
     prompts=(32,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from hybrid.cache.compactor import Compactor
 from hybrid.cache.held import HeldSlots
@@ -25,7 +25,6 @@ class Allocator:
     Args:
         tree: evicts.
         memory: the pools, and who moves their contents.
-        leases: their block tables follow pages that are moved.
         digests: of what the tree owns; None: contents are not verified.
         on_evict: called with what the tree has evicted, before it is freed.
 
@@ -37,7 +36,6 @@ class Allocator:
         self,
         tree: Tree,
         memory: CacheMemory,
-        leases: Collection[Lease],
         digests: Digests | None = None,
         on_evict: Callable[[Released], None] | None = None,
     ) -> None:
@@ -50,7 +48,7 @@ class Allocator:
         self._checkpoints = memory.checkpoints
         self._on_evict = on_evict
         self._digests = digests
-        self._elastic = _Elastic(tree, memory, leases, digests) if memory.arena is not None else None
+        self._elastic = _Elastic(tree, memory, digests) if memory.arena is not None else None
 
     @property
     def num_moved(self) -> int:
@@ -98,6 +96,18 @@ class Allocator:
             return None
         return slot, pages
 
+    def give_pages(self, lease: Lease, pages: Sequence[int]) -> None:
+        """Append pages that were allocated for a request to its block table."""
+        if self._elastic is not None:
+            self._elastic.compactor.note_private(lease, pages)
+        lease.block_table.extend(pages)
+
+    def free_pages(self, pages: Sequence[int]) -> None:
+        """Free pages of a request."""
+        self._pages.free(pages)
+        if self._elastic is not None:
+            self._elastic.compactor.forget_pages(pages)
+
     def free_states(self, slots: Sequence[int]) -> None:
         """Free state slots of a request."""
         self._states.free(slots)
@@ -131,6 +141,16 @@ class Allocator:
         finally:
             self._free(released)
         return released
+
+    def share(self, lease: Lease) -> None:
+        """The tree owns pages of a lease from now on."""
+        if self._elastic is not None:
+            self._elastic.compactor.note_sharer(lease)
+
+    def unshare(self, lease: Lease) -> None:
+        """A lease that may share pages of the tree is about to be closed."""
+        if self._elastic is not None:
+            self._elastic.compactor.forget_sharer(lease)
 
     def hand_over_pages(self, pages: Sequence[int], node: Node) -> None:
         """These pages were a request's, and a node was inserted with them."""
@@ -183,6 +203,7 @@ class Allocator:
             self._on_evict(released)
         if self._elastic is not None:
             self._elastic.compactor.forget_checkpoints(released.slots)
+            self._elastic.compactor.forget_pages(released.pages)
         if self._digests is not None:
             self._digests.forget(released.pages, released.slots)
         self._pages.free(released.pages)
@@ -236,7 +257,7 @@ class _Elastic:
         held_checkpoints: locked checkpoints; where those are state slots, the same object.
     """
 
-    def __init__(self, tree: Tree, memory: CacheMemory, leases: Collection[Lease], digests: Digests | None) -> None:
+    def __init__(self, tree: Tree, memory: CacheMemory, digests: Digests | None) -> None:
         assert memory.arena is not None
         assert isinstance(memory.pages, ArenaPool) and isinstance(memory.states, ArenaPool)
         assert isinstance(memory.checkpoints, ArenaPool)
@@ -247,7 +268,7 @@ class _Elastic:
         self.held_checkpoints = self.held_states
         if memory.stores_smaller:
             self.held_checkpoints = HeldSlots(memory.checkpoints.per_piece, 0)
-        self.compactor = Compactor(memory, leases, digests)
+        self.compactor = Compactor(memory, digests)
         self._tree = tree
 
     def max_pages(self, extra_pieces: int = 0) -> int:

@@ -40,6 +40,7 @@ from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
+from hybrid.observe import notebook
 from hybrid.observe.draw import draw
 from hybrid.observe.snapshot import Decode
 from hybrid.tree.node import Checkpoint, Kind, Match, Released
@@ -99,7 +100,7 @@ class HybridCache:
         )
         self._digests = memory.digests() if config.verify_contents else None
         self.leases: set[Lease] = set()
-        self.allocator: Allocator = Allocator(self.tree, memory, self.leases, self._digests, on_evict)
+        self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
         self._capturer = Capturer(self.tree, memory, self.allocator)
         self._committer = Committer(self.tree, memory, self.allocator)
@@ -202,6 +203,7 @@ class HybridCache:
         try:
             if found.deepest is not None:
                 lease.page_lock = self.tree.lock_match(found)
+                self.allocator.share(lease)
                 found = found._replace(deepest=lease.page_lock.node)  # what follows the match can be evicted
             if found.checkpoint is not None:
                 assert found.checkpoint.slot is not None
@@ -211,7 +213,7 @@ class HybridCache:
             if allocated is not None:
                 opened = True
                 lease.front, pages = allocated
-                lease.block_table.extend(pages)
+                self.allocator.give_pages(lease, pages)
                 if self.memory.stores_smaller:
                     self._restore(lease)
                 self._use(lease, key, limit, found)
@@ -240,7 +242,7 @@ class HybridCache:
             pages = self.allocator.allocate_pages(missing)
             if pages is None:
                 return False
-            lease.block_table.extend(pages)
+            self.allocator.give_pages(lease, pages)
         return True
 
     def trim(self, lease: Lease, num_pages: int) -> None:
@@ -370,7 +372,9 @@ class HybridCache:
         for lock in lease.locks:
             self.allocator.unlock(lock)
         lease.page_lock = lease.state_lock = None
-        self.memory.pages.free(lease.private_pages)
+        if lease.num_shared:
+            self.allocator.unshare(lease)
+        self.allocator.free_pages(lease.private_pages)
         self.allocator.free_states(lease.private_slots())
         lease.block_table = array("i")
         lease.num_shared = 0
@@ -435,6 +439,11 @@ class HybridCache:
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""
         return draw(take_snapshot(self.tree, self.stats()), path, decode, width=width)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        stats = self.stats()
+        return notebook.memory(stats.kinds, self.memory.num_bytes[1], stats.rows, self.draw())
 
     def audit(self, contents: bool = False) -> None:
         """Prove that every page and every slot is in exactly one place, and that the tree is consistent.

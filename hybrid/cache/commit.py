@@ -90,7 +90,7 @@ class Committer:
     def _share_pages(self, lease: Lease, inserted: Inserted, num_pages: int) -> None:
         """The tree owns the lease's first `num_pages` pages now, or had others for them, and the lease's are freed. Map
         the tree's, and lock them."""
-        page_size, lock = self._tree.page_size, None
+        page_size, lock, shared = self._tree.page_size, None, lease.num_shared
         if num_pages >= lease.num_shared:
             lock = self._tree.lock_pages(inserted.node, num_pages * page_size)
         num_existing = inserted.num_existing // page_size
@@ -99,12 +99,14 @@ class Committer:
             duplicates = lease.block_table[lease.num_shared : num_existing]
             lease.block_table[:num_existing] = self._tree.pages(inserted.node, inserted.num_existing)
             lease.num_shared = num_existing
-            self._memory.pages.free(duplicates)
+            self._allocator.free_pages(duplicates)
         if lock is not None:
             lease.num_shared = num_pages
             old, lease.page_lock = lease.page_lock, lock
             if old is not None:
                 self._tree.unlock(old)
+        if lease.num_shared and not shared:
+            self._allocator.share(lease)
 
     def _store(self, key: Key, captured: Checkpoint) -> Checkpoint | None:
         """What the tree takes of a captured state: itself, or a copy that is stored smaller. None when there is no

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 
 from hybrid.cache.lease import Lease
 from hybrid.memory.arena import ArenaPool
@@ -14,30 +15,54 @@ from hybrid.tree.node import Node
 class Compactor:
     """Moves pages, and checkpoints of the tree that are not locked. States of requests stay where they are.
 
-    It knows which node owns which unit, so that no move walks the tree.
+    It knows which node or lease owns which unit, so that no move walks the tree, or the block tables of leases that do
+    not share the page: a move costs the same in a memory of any size.
 
     Args:
         memory: the pools, and who moves their contents.
-        leases: their block tables follow the pages that are moved.
         digests: they follow too; None: there are none.
 
     Attributes:
         num_moved: how many units were moved so far.
     """
 
-    def __init__(self, memory: CacheMemory, leases: Collection[Lease], digests: Digests | None) -> None:
+    def __init__(self, memory: CacheMemory, digests: Digests | None) -> None:
         self.num_moved: int = 0
         self._memory = memory
-        self._leases = leases
         self._digests = digests
-        # Per page, the node that it was inserted with: where to look for its owner.
-        self._inserted_with: list[Node | None] = [None] * memory.pages.size
+        # Per page, the lease that it is private to, or the node that it was inserted with: where to look for its owner.
+        self._owners: list[Lease | Node | None] = [None] * memory.pages.size
+        self._places = array("i", bytes(4 * memory.pages.size))  # per page, how many are before it on its path
+        self._sharers: dict[int, dict[Lease, None]] = {}  # leases that share pages of the tree, by their first page
         self._checkpoints: dict[int, Node] = {}
 
+    def note_private(self, lease: Lease, pages: Sequence[int]) -> None:
+        """These pages are about to follow those of a lease."""
+        for place, page in enumerate(pages, len(lease.block_table)):
+            self._owners[page] = lease
+            self._places[page] = place
+
     def note_pages(self, pages: Iterable[int], node: Node) -> None:
-        """A node was inserted with these pages."""
+        """A node was inserted with these pages, which were private to a lease."""
         for page in pages:
-            self._inserted_with[page] = node
+            self._owners[page] = node
+
+    def forget_pages(self, pages: Iterable[int]) -> None:
+        """These pages are free."""
+        for page in pages:
+            self._owners[page] = None
+
+    def note_sharer(self, lease: Lease) -> None:
+        """A lease shares pages of the tree from now on."""
+        self._sharers.setdefault(lease.block_table[0], {})[lease] = None
+
+    def forget_sharer(self, lease: Lease) -> None:
+        """A lease that may share pages of the tree is about to be closed."""
+        first = lease.block_table[0]
+        sharers = self._sharers.get(first, {})
+        sharers.pop(lease, None)
+        if not sharers:
+            self._sharers.pop(first, None)
 
     def note_checkpoint(self, slot: int, node: Node) -> None:
         """A node owns the checkpoint in this slot."""
@@ -97,11 +122,15 @@ class Compactor:
         The node that a page was inserted with may have been split, joined or removed since; its run knows the page.
         """
         for old, new in moves.items():
-            node = self._inserted_with[old]
-            if node is not None and node.run.move_page(old, new):
-                self._inserted_with[new] = node
-        for lease in self._leases:
-            table = lease.block_table
-            if not moves.keys().isdisjoint(table):
-                for index, page in enumerate(table):
-                    table[index] = moves.get(page, page)
+            owner, place = self._owners[old], self._places[old]
+            self._owners[old], self._owners[new], self._places[new] = None, owner, place
+            if isinstance(owner, Lease):
+                owner.block_table[place] = new
+            elif owner is not None:
+                sharers = self._sharers.get(owner.run.first_page, {})
+                owner.run.move_page(place, new)
+                for lease in sharers:
+                    if place < lease.num_shared and lease.block_table[place] == old:
+                        lease.block_table[place] = new
+                if place == 0 and sharers:
+                    self._sharers[new] = self._sharers.pop(old)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from hybrid.cache.allocator import Allocator
 from hybrid.errors import ArgumentError, MemoryBudgetError
@@ -51,6 +52,8 @@ class Pins:
         self._memory = memory
         self._allocator = allocator
         self._pins: dict[Pin, None] = {}
+        self._next_to_expire: list[tuple[float, int, Pin]] = []  # a heap; pins that have ended may be in it
+        self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -76,6 +79,7 @@ class Pins:
             return None
         pin = Pin(node.end, time.monotonic() + ttl, self._allocator.pin(node))
         self._pins[pin] = None
+        self._note_end(pin)
         if self._pinned_share() > MAX_PINNED:
             self.remove(pin)
             raise MemoryBudgetError(PINNED_TOO_MUCH)
@@ -106,7 +110,7 @@ class Pins:
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""
-        pin = min(self._pins, key=lambda pin: pin.expires, default=None)
+        pin = self._first_to_expire()
         if pin is not None:
             self.remove(pin)
         return pin is not None
@@ -115,8 +119,22 @@ class Pins:
         """End the pins whose time is over."""
         if self._pins:
             now = time.monotonic()
-            for pin in [pin for pin in self._pins if pin.expires <= now]:
+            while (pin := self._first_to_expire()) is not None and pin.expires <= now:
                 self.remove(pin)
+
+    def _note_end(self, pin: Pin) -> None:
+        heap = self._next_to_expire
+        if len(heap) > 2 * len(self._pins) + 64:  # most of them have ended
+            heap[:] = [entry for entry in heap if entry[2] in self._pins]
+            heapify(heap)
+        self._num_added += 1
+        heappush(heap, (pin.expires, self._num_added, pin))
+
+    def _first_to_expire(self) -> Pin | None:
+        heap = self._next_to_expire
+        while heap and heap[0][2] not in self._pins:
+            heappop(heap)
+        return heap[0][2] if heap else None
 
     def locks(self) -> list[Lock]:
         """The locks that pins hold."""

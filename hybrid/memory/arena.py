@@ -10,7 +10,8 @@ pieces: `plan_moves` selects units to move together, so that a piece becomes fre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from hybrid.errors import OwnershipError
@@ -23,6 +24,9 @@ MAX_WASTE = 0.03
 
 MAX_STATES = 4
 """But not more states than this: a piece becomes free only when all its states are freed or moved."""
+
+MAX_PASSED_OVER = 64
+"""Planning to empty a piece passes over this many pieces with a unit that may not move, and then gives up."""
 
 
 class PieceLayout(NamedTuple):
@@ -132,6 +136,7 @@ class ArenaPool:
         self._is_free = bytearray(self.size)
         self._free_in: dict[int, list[int]] = {}  # piece of this kind -> its free units
         self._open: dict[int, None] = {}  # pieces with a free unit, in the order in which they are filled
+        self._with_free: list[dict[int, None]] = [{} for _ in range(per_piece + 1)]  # the same, by how many are free
         self._num_free = 0
         for piece in range(-(-reserved // per_piece)):
             arena.reserve(piece)
@@ -196,8 +201,7 @@ class ArenaPool:
             units = self._free_in[piece]
             part = units[: -(count - len(taken)) - 1 : -1]
             del units[len(units) - len(part) :]
-            if not units:
-                del self._open[piece]
+            self._recount(piece, len(units) + len(part))
             taken += part
         for unit in taken:
             self._is_free[unit] = 0
@@ -228,21 +232,28 @@ class ArenaPool:
         self._num_free += 1
         if len(units) == self.per_piece:
             del self._free_in[piece]
-            self._open.pop(piece, None)
             self._num_free -= self.per_piece
             for other in units:
                 self._is_free[other] = 0
             self.arena.give_back(piece)
-        else:
-            self._open[piece] = None
+        self._recount(piece, len(units) - 1)
 
     def _add(self, piece: int, units: list[int]) -> None:
         self._free_in[piece] = units[::-1]
         self._num_free += len(units)
         for unit in units:
             self._is_free[unit] = 1
-        if units:
+        self._recount(piece, 0)
+
+    def _recount(self, piece: int, before: int) -> None:
+        """The number of free units of a piece has changed from `before`, or the piece is free."""
+        self._with_free[before].pop(piece, None)
+        num_free = len(self._free_in.get(piece, ()))
+        if num_free:
+            self._with_free[num_free][piece] = None
             self._open[piece] = None
+        else:
+            self._open.pop(piece, None)
 
     def plan_moves(self, may_move: Callable[[int], bool]) -> dict[int, int] | None:
         """Which units to move where, so that a piece becomes free: those of the emptiest piece that can be emptied.
@@ -252,31 +263,36 @@ class ArenaPool:
         Args:
             may_move: whether a unit in use may be moved.
         """
-        pieces = sorted(self._open, key=lambda piece: (-len(self._free_in[piece]), piece))
-        for piece in pieces:
-            if piece * self.per_piece < self.reserved:
+        passed_over: list[int] = []
+        for piece in self._emptiest_first():
+            first = piece * self.per_piece
+            used = [unit for unit in range(first, first + self.per_piece) if not self._is_free[unit]]
+            if len(used) > self._num_free - len(self._free_in[piece]) or len(passed_over) == MAX_PASSED_OVER:
+                break  # and the fuller ones cannot be emptied either
+            if first < self.reserved or not all(map(may_move, used)):
+                passed_over.append(piece)
                 continue
-            free_here = self._free_in[piece]
-            used = [
-                unit for unit in range(piece * self.per_piece, (piece + 1) * self.per_piece) if not self._is_free[unit]
-            ]
-            if len(used) > self._num_free - len(free_here):
-                return None  # and the fuller ones cannot be emptied either
-            if not all(map(may_move, used)):
-                continue
-            fullest_first = [other for other in reversed(pieces) if other != piece]
-            targets = [unit for other in fullest_first for unit in reversed(self._free_in[other])]
-            if len(targets) >= len(used):
-                return dict(zip(used, targets, strict=False))
+            targets = (unit for other in self._fullest_first() if other != piece for unit in self._free_in[other][::-1])
+            return dict(zip(used, targets, strict=False))
+        for piece in passed_over:  # others are tried next time
+            pieces = self._with_free[len(self._free_in[piece])]
+            pieces[piece] = pieces.pop(piece)
         return None
+
+    def _emptiest_first(self) -> Iterator[int]:
+        """The pieces with a free unit."""
+        return chain.from_iterable(reversed(self._with_free))
+
+    def _fullest_first(self) -> Iterator[int]:
+        """The pieces with a free unit."""
+        return chain.from_iterable(self._with_free)
 
     def move(self, moves: dict[int, int]) -> None:
         """The contents of units were moved: the old places are free, the new ones are in use."""
         for target in moves.values():
             piece = target // self.per_piece
             self._free_in[piece].remove(target)
-            if not self._free_in[piece]:
-                del self._open[piece]
+            self._recount(piece, len(self._free_in[piece]) + 1)
             self._is_free[target] = 0
         self._num_free -= len(moves)
         for source in moves:

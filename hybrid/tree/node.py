@@ -111,15 +111,28 @@ class Run:
         nodes = self.nodes
         return nodes[0] if nodes[0].end >= num_tokens else nodes[bisect_left(nodes, num_tokens, key=end_of)]
 
-    def move_page(self, page: int, to: int) -> bool:
-        """Replace a page id. False when the run, or the one that it was joined to, does not have the page."""
+    @property
+    def current(self) -> Run:
+        """The run that has this one's nodes now."""
         run = self
         while run.joined is not None:
             run = run.joined
-        if page not in run.pages:
-            return False
-        run.pages[run.pages.index(page)] = to
-        return True
+        return run
+
+    @property
+    def first_page(self) -> int:
+        """The first page of the path that the run is part of."""
+        run = self.current
+        while run.start:
+            above = run.nodes[0].parent
+            assert above is not None
+            run = above.run
+        return run.pages[0]
+
+    def move_page(self, place: int, to: int) -> None:
+        """Replace the id of a page, by the number of pages before it on its path."""
+        run = self.current
+        run.pages[place - run.start // run.page_size] = to
 
     def index(self, node: Node) -> int:
         """Which of the nodes a node is."""

@@ -63,9 +63,9 @@ def test_a_rehearsal_runs_every_section(tmp_path: Path) -> None:
     errors = [section.get("error") for section in figures["sections"].values()]
     assert status == figures["status"] == 0, (errors, printed[-3000:])
     assert {section["status"] for section in figures["sections"].values()} == {"done"}
-    assert all(check["passed"] for check in figures["checks"])
+    assert all(line["right"] is not False for line in figures["lines"])
     assert all(line["target"] is None for line in figures["lines"])
-    assert {entry["part"] for entry in (*figures["lines"], *figures["checks"])} == set(figures["sections"])
+    assert {entry["part"] for entry in figures["lines"]} == set(figures["sections"])
     assert len(figures["sections"]) == 12
     assert "cold prefill" in printed
 
@@ -74,7 +74,7 @@ def test_a_rehearsal_runs_our_kernels_interpreted(tmp_path: Path) -> None:
     status, figures, printed = rehearse(tmp_path / "gpu.json", "triton", "--only", *KERNELS)
     assert status == 0, printed[-3000:]
     assert figures["machine"]["kernels"] == "triton"
-    assert len(figures["checks"]) > 10
+    assert sum(line["right"] is not None for line in figures["lines"]) > 10
 
 
 # What is judged, and how a run ends
@@ -91,7 +91,7 @@ def report(bench: Path, tmp_path: Path, *results: Any, **section: Any) -> Any:
 def test_the_status_says_what_was_missed_and_what_was_wrong(bench: Path, tmp_path: Path) -> None:
     gpu = load("gpu.harness")
     fast, slow = gpu.Line("a", 0.9, 0.85), gpu.Line("b", 1.1, 1.05, True)
-    right, wrong = gpu.Check("c", True, ""), gpu.Check("d", False, "")
+    right, wrong = gpu.check("c", True, ""), gpu.check("d", False, "")
     assert report(bench, tmp_path, fast, right).status == 0
     assert report(bench, tmp_path, gpu.Line("no target", 7.0), right).status == 0
     assert report(bench, tmp_path, fast, slow).status == 1
@@ -108,7 +108,7 @@ def test_the_summary_says_in_a_line_each_what_was_asked(bench: Path, tmp_path: P
         gpu.Line("a", 0.9, 0.85),
         gpu.Line("b", 1.1, 1.05, True),
         gpu.Line("c", 3.0),
-        gpu.Check("d", False, "far"),
+        gpu.check("d", False, "far"),
     ]
     told = report(bench, tmp_path, *results, skipped=["a size"]).summary()
     assert told == [
@@ -163,9 +163,9 @@ def test_sets_rotate_through_more_than_the_cache(bench: Path, monkeypatch: pytes
 def test_nan_passes_no_comparison(bench: Path) -> None:
     gpu = load("gpu.harness")
     x = torch.randn(8)
-    assert gpu.compare("same", x, x).passed
-    assert not gpu.compare("not a number", torch.full((8,), float("nan")), x).passed
-    assert not gpu.compare("something else", -x, x).passed
+    assert gpu.compare("same", x, x).right
+    assert not gpu.compare("not a number", torch.full((8,), float("nan")), x).right
+    assert not gpu.compare("something else", -x, x).right
 
 
 def test_a_section_that_fails_is_recorded_and_leaves_what_it_had(bench: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_section_that_fails_is_recorded_and_leaves_what_it_had(bench: Path, tm
         raise RuntimeError("no such kernel")
 
     made, work = shared.Report(tmp_path / "report.json", {}), working(rehearsal=True)
-    script.run_section("broken", section, 1, work, made)
+    script.run_section("broken", section, work, made)
     assert made.sections["broken"]["status"] == "failed"
     assert "no such kernel" in made.sections["broken"]["error"]
     assert [result.name for result in made.results] == ["before"]
@@ -184,11 +184,14 @@ def test_a_section_that_fails_is_recorded_and_leaves_what_it_had(bench: Path, tm
 
 
 def test_what_the_budget_does_not_hold_is_skipped_and_said(bench: Path, tmp_path: Path) -> None:
-    made, work = load("gpu.harness").Report(tmp_path / "report.json", {}), working(rehearsal=True)
-    load("gpu.run").run_section("states", lambda _: iter(()), 1000, work, made)
-    assert made.sections["states"]["status"] == "skipped"
-    assert made.summary()[0].startswith("SKIPPED states: 1000 s are needed")
+    shared, work = load("gpu.harness"), working(rehearsal=True)
+    made = shared.Report(tmp_path / "report.json", {})
+    long = shared.Planned("a long case", 1000, shared.Case)
+    load("gpu.run").run_section("states", lambda _: iter([long]), work, made)
+    assert made.sections["states"]["status"] == "done"
+    assert made.summary()[0] == "SKIPPED states: a long case"
     assert made.status == 1
+    work.skipped = []
     assert work.has(30, "short")
     assert not work.has(90, "long")
     assert work.skipped == ["long"]

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from random import Random
 
 import pytest
 
@@ -279,4 +280,29 @@ def test_the_pin_that_would_end_first_is_given_up(cache: AuditedCache, clock: Cl
         cache.clear()
         gone.append([text for text in "abc" if not kept(cache, text)])
     assert gone == [["b"], ["b", "c"], ["a", "b", "c"]]
+    assert not cache.give_up_a_pin()
+
+
+def test_pins_end_in_the_order_of_their_times_however_many_came_and_went(cache: AuditedCache, clock: Clock) -> None:
+    rng, key = Random(0), key_of(cache, "ab")
+    serve(cache, key)
+    ends: dict[Pin, float] = {}
+    for _ in range(300):
+        ttl = rng.choice([5, 10, 20, 40, math.inf])
+        pin = cache.pin(key, ttl)
+        assert pin is not None
+        ends[pin] = clock.now + ttl
+        clock.now += rng.random()
+        if rng.random() < 0.4:
+            gone = rng.choice(list(ends))
+            cache.unpin(gone)
+            del ends[gone]
+        cache.pins.expire()
+        ends = {pin: end for pin, end in ends.items() if end > clock.now}
+        assert set(cache.pins) == set(ends)
+    while ends:
+        first = min(ends.values())
+        assert cache.give_up_a_pin()
+        (gone,) = set(ends) - set(cache.pins)
+        assert ends.pop(gone) == first
     assert not cache.give_up_a_pin()

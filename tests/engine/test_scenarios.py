@@ -10,6 +10,7 @@ from hybrid import Engine
 from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.engine.request import Status
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from support.scheduling import engine_without_model
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 6, 9])
@@ -120,6 +121,17 @@ def test_requests_launched_together_compute_their_common_prefix_once(tiny: Engin
     assert [output.usage.cached_tokens for output in outputs] == [0] + [5 * GRID] * 4
     ends = [node.end for _, node in engine.cache.tree.nodes() if node.slot is not None]
     assert 5 * GRID in ends  # the checkpoint at the end of what they share
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_prompt_that_another_contains_waits_for_the_part_of_it_that_it_can_use(deterministic: bool) -> None:
+    """Its last token is computed in any case: of a prompt that ends on the grid the last chunk cannot be a hit."""
+    engine = engine_without_model(pages=60, states=20, deterministic=deterministic)
+    shared = ids(3 * GRID)
+    longer = engine.add_request(shared + ids(2 * GRID, seed=1), greedy(2))
+    whole = engine.add_request(shared, greedy(2))
+    outputs = run_to_end(engine)
+    assert [outputs[name].usage.cached_tokens for name in (longer, whole)] == [0, 2 * GRID]
 
 
 def test_waiting_for_a_shared_prefix_holds_back_no_other(tiny: Engine) -> None:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybrid.errors import OwnershipError
-from hybrid.memory.arena import ALIGNMENT, MAX_STATES, MAX_WASTE, Arena, ArenaPool, PieceLayout
+from hybrid.memory.arena import ALIGNMENT, MAX_PASSED_OVER, MAX_STATES, MAX_WASTE, Arena, ArenaPool, PieceLayout
 
 MIB = 2**20
 
@@ -218,6 +218,21 @@ def test_after_a_move_the_old_places_are_free_and_the_others_are_not() -> None:
     assert (pool.arena.num_free, pool.num_used, pool.num_loose) == (3, 0, 0)
 
 
+def test_planning_passes_over_few_pieces_that_cannot_be_emptied_and_over_others_the_next_time() -> None:
+    pool = Arena(1000).pool(2, 0, "page")
+    pages = take(pool, 2000)
+    pool.free(pages[::2])
+    asked: list[int] = []
+
+    def may_move(page: int) -> bool:
+        asked.append(page)
+        return page == pages[201]
+
+    plans = [pool.plan_moves(may_move) for _ in range(20)]
+    assert len(asked) <= 20 * MAX_PASSED_OVER
+    assert {page for plan in plans for page in plan or ()} == {pages[201]}
+
+
 class ArenaMachine(RuleBasedStateMachine):
     """Three kinds over one arena. The model: for each kind, the set of units handed out. A piece belongs to the kind
     that has a unit in it."""
@@ -271,9 +286,17 @@ class ArenaMachine(RuleBasedStateMachine):
         assert set(moves) <= used - stuck
         assert not set(moves.values()) & used
         assert len(set(moves.values())) == len(moves)
+        assert len(moves) == min(map(len, self.movable(pool, used, stuck)))
         pool.move(moves)
         self.used[kind] = used - set(moves) | set(moves.values())
         assert self.arena.num_free == before + 1
+
+    @staticmethod
+    def movable(pool: ArenaPool, used: set[int], stuck: set[int]) -> list[set[int]]:
+        """The units in use of each piece that could be emptied."""
+        pieces = [range(piece * pool.per_piece, (piece + 1) * pool.per_piece) for piece in pool.pieces]
+        mine = [used & set(piece) for piece in pieces if piece[0] >= pool.reserved]
+        return [units for units in mine if len(units) < pool.per_piece and not units & stuck]
 
     @rule(kind=st.integers(1, 2))
     def a_piece_can_be_emptied_where_the_loose_units_would_fill_one(self, kind: int) -> None:

@@ -1,0 +1,74 @@
+"""The table of growth: each operation does, at a small size, what its row says."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hybrid.cache.cache import HybridCache
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def growth(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("growth")
+
+
+@pytest.fixture
+def caches(growth: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[HybridCache]:
+    """The caches that operations have made."""
+    made: list[HybridCache] = []
+
+    def keep(*sizes: Any, **options: Any) -> HybridCache:
+        made.append(growth_cache(*sizes, **options))
+        return made[-1]
+
+    growth_cache = growth.cache_of
+    monkeypatch.setattr(growth, "cache_of", keep)
+    return made
+
+
+def evicted_and_moved(works: Iterator[Any], caches: list[HybridCache], times: int) -> list[tuple[int, int]]:
+    """What each of the first operations evicted and moved."""
+    found = []
+    for work, _ in zip(works, range(times), strict=False):
+        before = caches[-1].stats()
+        work()
+        after = caches[-1].stats()
+        found.append((after.evicted_pages - before.evicted_pages, after.moved_pages - before.moved_pages))
+    caches[-1].audit()
+    return found
+
+
+@pytest.mark.parametrize("name", ["shortage_beside_requests", "shortage_beside_pins", "requests"])
+def test_a_shortage_evicts(growth: ModuleType, caches: list[HybridCache], name: str) -> None:
+    works = growth.requests("lhd", 30) if name == "requests" else getattr(growth, name)(20)
+    assert all(evicted for evicted, _ in evicted_and_moved(works, caches, 30))
+
+
+@pytest.mark.parametrize(("name", "size"), [("move_pages", 30), ("move_checkpoints", 300)])
+def test_units_are_moved_and_nothing_is_evicted(
+    growth: ModuleType, caches: list[HybridCache], name: str, size: int
+) -> None:
+    found = evicted_and_moved(getattr(growth, name)(size), caches, 30)
+    assert not any(evicted for evicted, _ in found)
+    assert all(moved for _, moved in found)
+
+
+def test_the_exponent_is_that_of_the_figures(
+    growth: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(growth, "fastest", lambda size: float(size**2))
+    monkeypatch.setattr(growth, "OPERATIONS", {"an operation": (lambda size: size, (1, 10, 100), (1000,))})
+    for arguments, sizes in (([], 3), (["--full"], 4)):
+        monkeypatch.setattr("sys.argv", ["growth.py", "--json", *arguments])
+        assert growth.main() == 1
+        (line,) = json.loads(capsys.readouterr().out)["lines"]
+        assert line["value"] == pytest.approx(2)
+        assert len(line["medians"]) == sizes
