@@ -133,8 +133,8 @@ OPS: dict[str, Op] = {
     for op in (
         Op("add_rms_norm", "elementwise", _fake_add_rms_norm, compiled=True),
         Op("batch_invariant_linear", "matmul", _fake_linear),
-        Op("causal_conv1d", "convolution", _like(0), writes=("state",), external=True),
-        Op("chunk_gated_delta_rule", "delta_rule", _like(2), writes=("state",), external=True),
+        Op("causal_conv1d", "convolution", _like(0), writes=("state",), external=True, compiled=True),
+        Op("chunk_gated_delta_rule", "delta_rule", _like(2), writes=("state",), external=True, compiled=True),
         Op("combine_experts", "experts", _fake_combine_experts),
         Op("copy_states", "memory", _nothing, writes=("rows",)),
         Op("expert_linear", "experts", _fake_expert_linear, compiled=True),

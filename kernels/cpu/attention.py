@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.cpu.threads import share
-from hybrid.kernels.cpu.vectors import KINDS, LANES, ZERO, at, compiled, dot, exp, fma, get, numbers, put
+from hybrid.kernels.cpu.vectors import KINDS, LANES, ZERO, at, compiled, dot, exp, fma, get, keep, numbers, put
 from hybrid.kernels.reference import attention as twins
 
 MIN_SHARED = 1 << 16
@@ -68,6 +68,7 @@ def _attend(query, cache, table, rows, lengths, output, strides, sizes, scale, k
             y = at(output, (row * heads + kv_head * group + i) * size)
             for j in range(size):
                 put(y, j, get(total, j) / summed)
+    keep(memory)
 
 
 def paged_attention(

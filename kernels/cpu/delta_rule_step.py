@@ -11,7 +11,20 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.cpu.threads import share
-from hybrid.kernels.cpu.vectors import KINDS, ZERO, at, compiled, compiled_inline, dot, fma, get, numbers, put, sigmoid
+from hybrid.kernels.cpu.vectors import (
+    KINDS,
+    ZERO,
+    at,
+    compiled,
+    compiled_inline,
+    dot,
+    fma,
+    get,
+    keep,
+    numbers,
+    put,
+    sigmoid,
+)
 from hybrid.kernels.reference import delta_rule_step as twins
 
 MIN_SHARED = 1 << 15
@@ -134,6 +147,10 @@ def _step(  # type: ignore[no-untyped-def]
                 v, y = at(x, 2 * keys + head * value_dim), at(output, (token * heads + head) * value_dim)
                 s, t = at(before, head * matrix), at(state, head * matrix)
                 _rule(q, k, v, decay, beta, s, t, y, from_k, from_q, key_dim, value_dim)
+    keep(spare_window)
+    keep(spare_state)
+    keep(scratch)
+    keep(rounded)
 
 
 def gated_delta_step(
@@ -161,6 +178,7 @@ def gated_delta_step(
             mixed, a, b, weight, rate, dt_bias, conv, recurrent, cu_seqlens, state_read, state_write
         )
     mixed, a, b = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (mixed, a, b))
+    state_read, state_write = state_read.contiguous(), state_write.contiguous()
     tokens, key_heads = mixed.shape[0], (channels - heads * value_dim) // (2 * key_dim)
     output = torch.empty(tokens, heads, value_dim, dtype=mixed.dtype)
     tensors = (mixed, a, b, weight, rate, dt_bias, conv, recurrent, state_read, state_write, output)

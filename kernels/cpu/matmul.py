@@ -22,6 +22,7 @@ from hybrid.kernels.cpu.vectors import (
     at,
     compiled,
     compiled_inline,
+    keep,
     numbers,
     put,
     tile,
@@ -145,6 +146,7 @@ def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, fir
         o = at(out, many * out_stride + column)
         b, s = at(w, column * w_stride), at(scale, column)
         _rows(a, x_stride, b, w_stride, s, o, out_stride, rows - many, width, length, p)
+    keep(partial)
 
 
 @compiled

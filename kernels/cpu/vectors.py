@@ -85,6 +85,17 @@ def _narrowed(builder: Any, value: Any, element: Any) -> Any:
 
 
 @intrinsic
+def keep(context, array):  # type: ignore[no-untyped-def]
+    """Use an array: Numba frees it after its last use, and does not see those through a pointer. It comes at the end of
+    every function that takes the address of an array of its own."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return context.get_dummy_value()
+
+    return types.void(array), generate
+
+
+@intrinsic
 def at(context, pointer, index):  # type: ignore[no-untyped-def]
     """A pointer to element `index`."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels import reference
-from hybrid.kernels.cpu import attention, delta_rule_step, elementwise, experts, matmul
+from hybrid.kernels.cpu import attention, convolution, delta_rule, delta_rule_step, elementwise, experts, matmul
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -78,8 +78,11 @@ def test_a_product_is_right_and_its_rows_are_by_themselves(
         assert same_bits(matmul.multiply(alone, weight, scale), together[order])
 
 
-def test_large_products_have_the_same_bits_on_any_number_of_threads(threads: Callable[[int], None]) -> None:
-    weight, x = torch.randn(1100, 700), torch.randn(5, 700)
+@pytest.mark.parametrize(("rows", "inner"), [(5, 700), (100, 2 * matmul.LENGTH)])
+def test_large_products_have_the_same_bits_on_any_number_of_threads(
+    rows: int, inner: int, threads: Callable[[int], None]
+) -> None:
+    weight, x = torch.randn(1100, inner), torch.randn(rows, inner)
     results = []
     for count in (1, 2, 3, 4):
         threads(count)
@@ -296,6 +299,67 @@ def test_tokens_that_follow_each_other_are_those_of_single_steps() -> None:
         assert same_bits(step, y[at : at + 1])
     for pool, single in zip(pools, one_by_one, strict=True):
         assert same_bits(pool[[5, 6]], single[[5, 6]])
+
+
+# Prompts
+
+
+Prompt = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def prompt_of(layer: Layer, count: int, heads: tuple[int, int], dims: tuple[int, int]) -> tuple[Tensor, Prompt]:
+    """What goes into the convolution, and into the chunk rule: (q, k, v, g, beta)."""
+    (key_heads, value_heads), (key_dim, value_dim) = heads, dims
+    mixed, gates = layer.tokens(count)[0], torch.rand(2, count, value_heads)
+    keys, values = (key_heads, key_dim), (value_heads, value_dim)
+    q, k, v = mixed.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
+    rows = (q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values))
+    return mixed, (*rows, -gates[0], gates[1].to(layer.dtype))
+
+
+CHUNK = 16
+PARTS = [(0, 1, 5, 41), (41, 2, 6, 3), (44, 3, 3, 2 * CHUNK)]
+"""(first row, slot read, slot written, tokens) of each request."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "dims", "width"), [((2, 4), (12, 20), 4), ((2, 6), (13, 11), 3), ((2, 2), (64, 64), 2)], ids=str
+)
+def test_prompts_of_a_linear_layer_agree_with_the_twins_and_are_by_themselves(
+    heads: tuple[int, int], dims: tuple[int, int], width: int, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    layer = Layer(heads, dims, width, dtype)
+    count = sum(part[3] for part in PARTS)
+    mixed, inputs = prompt_of(layer, count, heads, dims)
+    starts, captures = starts_of([part[3] for part in PARTS]), ints([0, CHUNK, 7]).view(1, 3)
+    slots = starts, ints([part[1] for part in PARTS]), ints([part[2] for part in PARTS]), captures
+    ours, theirs = layer.pools(), layer.pools()
+    conv = convolution.causal_conv1d(mixed, layer.weights[0], ours[0], *slots)
+    rule = delta_rule.chunk_gated_delta_rule(*inputs, ours[1], *slots, CHUNK)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for mine, twin in (
+        (conv, reference.causal_conv1d(mixed, layer.weights[0], theirs[0], *slots)),
+        (rule, reference.chunk_gated_delta_rule(*inputs, theirs[1], *slots, CHUNK)),
+    ):
+        torch.testing.assert_close(mine, twin, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-5, equal_nan=True)
+    for at, (first, read, write, length) in enumerate(PARTS):  # alone, and cut at a multiple of the chunk
+        threads(at + 1)
+        pools, source = layer.pools(), read
+        for start in range(0, length, CHUNK):
+            end = min(start + CHUNK, length)
+            rows, own = slice(first + start, first + end), (starts_of([end - start]), ints([source]), ints([write]))
+            none = torch.zeros(0, 3).long()
+            y = convolution.causal_conv1d(mixed[rows], layer.weights[0], pools[0], *own, none)
+            z = delta_rule.chunk_gated_delta_rule(*(part[rows] for part in inputs), pools[1], *own, none, CHUNK)
+            assert same_bits(y, conv[rows])
+            assert same_bits(z, rule[rows])
+            source = write
+            if at == 0 and end == CHUNK:
+                assert all(same_bits(pool[write], kept[7]) for pool, kept in zip(pools, ours, strict=True))
+        assert all(same_bits(pool[write], together[write]) for pool, together in zip(pools, ours, strict=True))
 
 
 def test_types_that_are_not_compiled_are_computed_by_the_twins() -> None:

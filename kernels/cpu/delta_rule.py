@@ -1,0 +1,216 @@
+"""The gated delta rule of prompts over state slots, chunk by chunk and head by head.
+
+In a chunk, with d the log of the decay since its start and S the state before it, what the tokens add solves
+(I + A) n = beta (v - exp(d) k S), where A[i, j] = beta_i exp(d_i - d_j) k_i k_j for j < i; then
+o = exp(d) q S + B n with B[i, j] = exp(d_i - d_j) q_i k_j for j <= i, and the state after it is
+exp(d_last) S + sum of exp(d_last - d_i) k_i n_i (Yang et al., "Gated Delta Networks", 2024).
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid.kernels.cpu.threads import share
+from hybrid.kernels.cpu.vectors import (
+    KINDS,
+    ZERO,
+    at,
+    compiled,
+    compiled_inline,
+    dot,
+    exp,
+    fma,
+    get,
+    keep,
+    numbers,
+    put,
+)
+from hybrid.kernels.reference import delta_rule as twins
+
+MIN_SHARED = 1 << 15
+"""Elements of values that are worth a thread."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+UNROLLED = 8
+"""Rows of a matrix that are added up while an output is in a register."""
+
+_ONE, _EPS = np.float32(1), np.float32(1e-6)
+_INDEX = np.int64(0)
+
+
+@compiled_inline
+def _add_product(y, y_stride, a, a_stride, b, b_stride, rows, inner, width):  # type: ignore[no-untyped-def]
+    """`y += a @ b`; an output is added up in the order of `inner`."""
+    whole = inner - inner % UNROLLED
+    for row in range(rows):
+        out, own = at(y, row * y_stride), at(a, row * a_stride)
+        for i in range(0, whole, UNROLLED):
+            s = at(b, i * b_stride)
+            a0, a1, a2, a3 = get(own, i), get(own, i + 1), get(own, i + 2), get(own, i + 3)
+            a4, a5, a6, a7 = get(own, i + 4), get(own, i + 5), get(own, i + 6), get(own, i + 7)
+            for j in range(width):
+                total = fma(a1, get(s, b_stride + j), fma(a0, get(s, j), get(out, j)))
+                total = fma(a3, get(s, 3 * b_stride + j), fma(a2, get(s, 2 * b_stride + j), total))
+                total = fma(a5, get(s, 5 * b_stride + j), fma(a4, get(s, 4 * b_stride + j), total))
+                put(out, j, fma(a7, get(s, 7 * b_stride + j), fma(a6, get(s, 6 * b_stride + j), total)))
+        for i in range(whole, inner):
+            s, factor = at(b, i * b_stride), get(own, i)
+            for j in range(width):
+                put(out, j, fma(factor, get(s, j), get(out, j)))
+
+
+@compiled_inline
+def _clear(x, count):  # type: ignore[no-untyped-def]
+    for i in range(count):
+        put(x, i, ZERO)
+
+
+@compiled_inline
+def _unit_rows(x, stride, y, count, size, factor):  # type: ignore[no-untyped-def]
+    """Rows of unit length, times a factor."""
+    for row in range(count):
+        own, out = at(x, row * stride), at(y, row * size)
+        scale = factor / np.float32(math.sqrt(dot(own, own, size) + _EPS))
+        for i in range(size):
+            put(out, i, get(own, i) * scale)
+
+
+@compiled_inline
+def _chunk(q, k, v, g, beta, y, state, memory, strides, count, chunk, key_dim, value_dim):  # type: ignore[no-untyped-def]
+    """One chunk of a head; q, k and v are at its first token, `state` is changed in place."""
+    of_q, of_k, of_v, of_g, of_beta, of_y = strides
+    units_q, units_k = memory, at(memory, chunk * key_dim)
+    turned = at(units_k, chunk * key_dim)
+    from_q = at(turned, chunk * key_dim)
+    from_k = at(from_q, chunk * chunk)
+    added, from_state = at(from_k, chunk * chunk), at(from_k, chunk * chunk + chunk * value_dim)
+    decay = at(from_state, chunk * value_dim)
+    _unit_rows(q, of_q, units_q, count, key_dim, _ONE / np.float32(math.sqrt(np.float32(key_dim))))
+    _unit_rows(k, of_k, units_k, count, key_dim, _ONE)
+    total = ZERO
+    for i in range(count):
+        total += get(g, i * of_g)
+        put(decay, i, total)
+        for m in range(key_dim):
+            put(turned, m * chunk + i, get(units_k, i * key_dim + m))
+    _clear(from_k, chunk * chunk)
+    _add_product(from_k, chunk, units_k, key_dim, turned, chunk, count, key_dim, count)
+    _clear(added, chunk * value_dim)
+    _add_product(added, value_dim, units_k, key_dim, state, value_dim, count, key_dim, value_dim)
+    for i in range(count):
+        rate, grown, own = get(beta, i * of_beta), exp(get(decay, i)), at(added, i * value_dim)
+        for j in range(value_dim):
+            put(own, j, rate * fma(-grown, get(own, j), get(v, i * of_v + j)))
+        for j in range(i):
+            put(from_k, i * chunk + j, -rate * exp(get(decay, i) - get(decay, j)) * get(from_k, i * chunk + j))
+        _add_product(own, value_dim, at(from_k, i * chunk), chunk, added, value_dim, 1, i, value_dim)
+    _clear(from_q, chunk * chunk)
+    _add_product(from_q, chunk, units_q, key_dim, turned, chunk, count, key_dim, count)
+    _clear(from_state, chunk * value_dim)
+    _add_product(from_state, value_dim, units_q, key_dim, state, value_dim, count, key_dim, value_dim)
+    for i in range(count):
+        grown, own = exp(get(decay, i)), at(from_state, i * value_dim)
+        for j in range(value_dim):
+            put(own, j, grown * get(own, j))
+        for j in range(i + 1):
+            put(from_q, i * chunk + j, exp(get(decay, i) - get(decay, j)) * get(from_q, i * chunk + j))
+        _add_product(own, value_dim, at(from_q, i * chunk), chunk, added, value_dim, 1, i + 1, value_dim)
+        for j in range(value_dim):
+            put(y, i * of_y + j, get(own, j))
+    for i in range(count):
+        left = exp(total - get(decay, i))
+        for m in range(key_dim):
+            put(turned, m * chunk + i, left * get(turned, m * chunk + i))
+    grown = exp(total)
+    for i in range(key_dim * value_dim):
+        put(state, i, grown * get(state, i))
+    _add_product(state, value_dim, turned, chunk, added, value_dim, key_dim, count, value_dim)
+
+
+@compiled
+def _rule(  # type: ignore[no-untyped-def]
+    q, k, v, g, beta, state, starts, reads, writes, captures, y, strides, sizes, of_slot, kind, first, last
+):
+    """The value heads `[first, last)` of all requests."""
+    q, k, v, beta, y = numbers(q, kind), numbers(k, kind), numbers(v, kind), numbers(beta, kind), numbers(y, kind)
+    g, state = numbers(g, ZERO), numbers(state, ZERO)
+    starts, reads, writes = numbers(starts, _INDEX), numbers(reads, _INDEX), numbers(writes, _INDEX)
+    captures = numbers(captures, _INDEX)
+    of_q, of_k, of_v, of_g, of_beta, of_y = strides
+    requests, num_captures, group, key_dim, value_dim, chunk = sizes
+    matrix = key_dim * value_dim
+    scratch = np.empty(matrix + chunk * (3 * key_dim + 2 * chunk + 2 * value_dim + 1), np.float32)
+    current = numbers(scratch.ctypes.data, ZERO)
+    memory = at(current, matrix)
+    for request in range(requests):
+        start, end = starts[request], starts[request + 1]
+        for head in range(first, last):
+            before, after = at(state, reads[request] * of_slot), at(state, writes[request] * of_slot)
+            for i in range(matrix):
+                put(current, i, get(before, head * matrix + i))
+            for token in range(start, end, chunk):
+                count = min(chunk, end - token)
+                key_head = head // group
+                own_q, own_k = at(q, token * of_q + key_head * key_dim), at(k, token * of_k + key_head * key_dim)
+                own_v, out = at(v, token * of_v + head * value_dim), at(y, token * of_y + head * value_dim)
+                own_g, own_beta = at(g, token * of_g + head), at(beta, token * of_beta + head)
+                _chunk(
+                    own_q,
+                    own_k,
+                    own_v,
+                    own_g,
+                    own_beta,
+                    out,
+                    current,
+                    memory,
+                    strides,
+                    count,
+                    chunk,
+                    key_dim,
+                    value_dim,
+                )
+                for i in range(num_captures):
+                    if captures[3 * i] == request and captures[3 * i + 1] == token + chunk - start:
+                        target = at(state, captures[3 * i + 2] * of_slot + head * matrix)
+                        for j in range(matrix):
+                            put(target, j, get(current, j))
+            for i in range(matrix):
+                put(after, head * matrix + i, get(current, i))
+    keep(scratch)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+    chunk_size: int,
+) -> Tensor:
+    """`reference.chunk_gated_delta_rule`."""
+    heads, key_dim, value_dim = state.shape[1:]
+    is_known = v.dtype in DTYPES and q.dtype == k.dtype == beta.dtype == v.dtype
+    is_known = is_known and g.dtype == state.dtype == torch.float32
+    lies_right = all(tensor.stride()[1:] == (tensor.shape[2], 1) for tensor in (q, k, v))
+    lies_right = lies_right and g.stride(1) == 1 and beta.stride(1) == 1
+    if not is_known or not lies_right or state.stride()[1:] != (key_dim * value_dim, value_dim, 1):
+        return twins.chunk_gated_delta_rule(
+            q, k, v, g, beta, state, cu_seqlens, state_read, state_write, captures, chunk_size
+        )
+    captures, y = captures.contiguous(), torch.empty(v.shape, dtype=v.dtype)
+    state_read, state_write = state_read.contiguous(), state_write.contiguous()
+    tensors = (q, k, v, g, beta, state, cu_seqlens, state_read, state_write, captures, y)
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    strides = tuple(tensor.stride(0) for tensor in (q, k, v, g, beta, y))
+    sizes = cu_seqlens.numel() - 1, len(captures), heads // k.shape[1], key_dim, value_dim, chunk_size
+    numbers = strides, sizes, state.stride(0), KINDS[v.dtype]
+    share(lambda first, last: _rule(*addresses, *numbers, first, last), heads, 1, v.numel() // MIN_SHARED)
+    return y
