@@ -15,7 +15,7 @@ setup: .venv/.installed  ## .venv with this package and what its tests need
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip uninstall --quiet --yes hybrid  # another project's package, which would hide this one
+	@$(BIN)/python -m pip uninstall --quiet --yes hybrid >/dev/null 2>&1  # another package of that name would hide this one
 	@command -v nvidia-smi >/dev/null 2>&1 \
 		|| $(BIN)/python -m pip install --quiet --constraint constraints.txt "torch==2.13.0+cpu" >/dev/null 2>&1 || true
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"

@@ -40,6 +40,7 @@ from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
+from hybrid.observe import notebook
 from hybrid.observe.draw import draw
 from hybrid.observe.snapshot import Decode
 from hybrid.tree.node import Checkpoint, Kind, Match, Released
@@ -431,6 +432,11 @@ class HybridCache:
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""
         return draw(take_snapshot(self.tree, self.stats()), path, decode, width=width)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        stats = self.stats()
+        return notebook.memory(stats.kinds, self.memory.num_bytes[1], stats.rows, self.draw())
 
     def audit(self, contents: bool = False) -> None:
         """Prove that every page and every slot is in exactly one place, and that the tree is consistent.

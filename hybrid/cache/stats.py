@@ -48,3 +48,25 @@ class CacheStats:
         """Part of the prompt tokens that were not computed."""
         usable = self.usable_tokens  # read first: in another thread than the owner's both may grow meanwhile
         return min(1.0, usable / self.prompt_tokens) if self.prompt_tokens else 0.0
+
+    @property
+    def kinds(self) -> list[tuple[str, int, str]]:
+        """What the memory holds, as (name, bytes, colour of a picture)."""
+        private = self.pages_private * self.page_bytes + self.states_private * self.checkpoint_bytes
+        return [
+            ("pages cached", self.pages_cached * self.page_bytes, "#4a90d9"),
+            ("checkpoints", self.checkpoints * self.checkpoint_bytes, "#e8913a"),
+            ("in use by requests", private, "#888888"),
+        ]
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """The main figures, as (name, value) for people."""
+        rows = [
+            ("hit rate", f"{self.hit_rate:.1%} of {self.prompt_tokens} prompt tokens in {self.requests} requests"),
+            ("pages", f"{self.pages_cached} cached, {self.pages_private} in use, {self.pages_free} free"),
+            ("checkpoints", f"{self.checkpoints}, and {self.states_private} states in use"),
+            ("evicted", f"{self.evicted_pages} pages, {self.evicted_checkpoints} checkpoints"),
+            ("pins", str(self.pins)),
+        ]
+        return rows + ([("policy", self.policy_failure)] if self.policy_failure else [])

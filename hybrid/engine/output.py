@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hybrid.cache.pins import Pin
+from hybrid.observe import notebook
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,21 @@ class RequestOutput:
         None: the reader had none."""
         num_tokens, num_characters = (len(previous.token_ids), len(previous.text)) if previous is not None else (0, 0)
         return replace(self, delta=self.text[num_characters:], delta_token_ids=self.token_ids[num_tokens:])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        times = [] if self.time_to_first_token is None else [f"first token after {self.time_to_first_token:.3f} s"]
+        times += [] if self.tokens_per_second is None else [f"{self.tokens_per_second:.1f} tokens per second"]
+        rows = [
+            ("request", self.request_id),
+            ("answer", f"{self.usage.completion_tokens} tokens, {self.finish_reason or 'unfinished'}"),
+            ("time", ", ".join(times)),
+            ("hit", self.explain),
+            ("error", self.error or ""),
+        ]
+        shown = self.text or " ".join(map(str, self.token_ids))
+        given = [row for row in rows if row[1]]
+        return notebook.answer(shown, self.usage.cached_tokens, self.usage.prompt_tokens, given)
 
 
 class Source(Protocol):
