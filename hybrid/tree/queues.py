@@ -22,6 +22,9 @@ from hybrid.tree.policy import Floats, Ints
 SAMPLE = 48
 """Number of candidates in a sample: the lowest of 48 is among the lowest 6 % in 19 of 20 cases."""
 
+LARGE_SAMPLE = 256
+"""The same where a sample is ranked at once: the lowest is among the lowest 1.2 % in 19 of 20 cases."""
+
 
 class Queue(Protocol):
     """Candidates of one kind."""
@@ -205,7 +208,7 @@ class AgingQueue:
     first.
 
     What is kept of a candidate may be out of date, where something next to it has changed. The one that is found is
-    therefore weighed again, and so is one other of each sample.
+    therefore weighed again, and so are those of a sample that were told of a change, or else one of all in turn.
 
     Args:
         weigh: returns the group and the weight of a candidate.
@@ -226,6 +229,7 @@ class AgingQueue:
         self._is_candidate = is_candidate
         self._dice = np.random.default_rng(rng.getrandbits(64))
         self._rolled, self._num_rolled = np.zeros(0), 0
+        self._turn = 0
         self._nodes: list[Node] = []
         self._places: dict[int, int] = {}
         self._found: tuple[float, Node] | None = None  # until something in the queue changes
@@ -281,17 +285,20 @@ class AgingQueue:
 
     def _sample(self, size: int) -> Ints:
         """Places of a sample; all of them while they are few."""
-        if size <= SAMPLE:
+        if size <= LARGE_SAMPLE:
             return np.arange(size)
-        start, self._num_rolled = self._num_rolled, self._num_rolled + SAMPLE
+        start, self._num_rolled = self._num_rolled, self._num_rolled + LARGE_SAMPLE
         if self._num_rolled > len(self._rolled):
-            self._rolled, start, self._num_rolled = self._dice.random(64 * SAMPLE), 0, SAMPLE
+            self._rolled, start, self._num_rolled = self._dice.random(64 * LARGE_SAMPLE), 0, LARGE_SAMPLE
         return (self._rolled[start : self._num_rolled] * size).astype(np.int64)
 
     def _lowest(self, places: Ints) -> tuple[float, Node] | None:
         """The lowest of a sample. Nodes that are not candidates any more are removed from the queue."""
         gone: dict[int, Node] = {}
-        for place in {int(places[0]), *places[self._stale[places]].tolist()}:
+        stale = places[self._stale[places]]
+        self._turn = (self._turn + 1) % len(self._nodes)
+        weighed = set(stale.tolist() if len(stale) else [self._turn])
+        for place in weighed:
             node = self._nodes[place]
             if self._is_candidate(node):
                 self._renew(place, node)
@@ -308,7 +315,8 @@ class AgingQueue:
             if place in gone or not self._is_candidate(node):
                 gone[place] = node
                 ranks[places == place] = math.inf
-            elif self._renew(place, node):
+            elif place not in weighed and self._renew(place, node):
+                weighed.add(place)
                 one = slice(place, place + 1)
                 ranks[places == place] = self._ranks(self._groups[one], self._weights[one], self._used[one])[0]
             else:
