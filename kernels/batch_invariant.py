@@ -11,18 +11,16 @@ in the batch:
 
 This holds by construction and needs nothing from the BLAS but to repeat itself. To multiply several chunks, or several
 single rows, at once is faster: `choose` tries on a weight which larger products give the same bits on this machine,
-with its number of threads, at every place and beside other rows. Where Numba is installed, single rows in fp32 are
-multiplied by code of ours that is batch invariant for any number of rows (`hybrid.kernels.cpu`). On a GPU a kernel of
-ours has tiles of fixed shape.
+with its number of threads, at every place and beside other rows. Where Numba is installed, code of ours multiplies
+all rows, which is batch invariant by construction and in fast mode the fastest too (`hybrid.kernels.cpu`). On a GPU a
+kernel of ours has tiles of fixed shape.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +104,7 @@ class Products:
             zeros.
         columns: single rows for which no size is large enough are multiplied one by one with this many outputs after
             another; 0: with all outputs at once.
-        is_compiled: single rows are multiplied by compiled code, whatever their number.
+        is_compiled: all rows are multiplied by compiled code, which is batch invariant by construction.
     """
 
     chunk_rows: int = 0
@@ -117,11 +115,14 @@ class Products:
     def __str__(self) -> str:
         rows = ", ".join(map(str, self.sizes))
         text = f"single rows in blocks of {rows}" + (f", else by {self.columns} columns" if self.columns else "")
-        text = "single rows compiled" if self.is_compiled else text
+        if self.is_compiled:
+            return "compiled"
         return f"{text}; chunks up to {self.chunk_rows} rows" if self.chunk_rows else text
 
 
 ONE_BY_ONE = Products()
+
+COMPILED = Products(is_compiled=True)
 
 
 def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, products: Products = ONE_BY_ONE) -> Tensor:
@@ -133,6 +134,8 @@ def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, products:
         blocks: the rows; None: one product, whose bits depend on the number of rows.
         products: how to multiply them, from `choose`.
     """
+    if products.is_compiled:
+        return compiled_matmul().multiply(x, weight)
     if blocks is None:
         return torch.nn.functional.linear(x, weight)
     if ops.uses_triton(x.device):
@@ -166,9 +169,7 @@ def multiply_single_rows(x: Tensor, matrix: Tensor, products: Products) -> Tenso
         matrix: `[in, out]`.
     """
     if products.is_compiled:
-        compiled = compiled_products()
-        assert not isinstance(compiled, str)
-        return compiled.multiply_single_rows(x, matrix)
+        return compiled_matmul().multiply(x, matrix.t())
     rows, sizes = x.shape[0], products.sizes
     if rows in sizes:
         return torch.mm(x if x.data_ptr() % ALIGNMENT == 0 else x.clone(), matrix)
@@ -215,27 +216,32 @@ def choose(weight: Tensor, chunk: int, takes_chunks: bool = True, may_compile: b
         weight: `[out, in]` as it is in memory.
         chunk: rows of a chunk.
         takes_chunks: whether chunks of prompts are multiplied with it.
-        may_compile: use compiled code for single rows where that is possible.
+        may_compile: use compiled code where that is possible.
     """
+    if may_compile and can_compile(weight):
+        return COMPILED
     trial = _Trial(weight, max(MAX_CHUNK_ROWS, chunk) if takes_chunks else MAX_SINGLE_ROWS)
     chunk_rows = trial.chunk_rows(chunk) if takes_chunks else 0
-    if may_compile and ops.setting() == "auto":
-        compiled = compiled_products()
-        if not isinstance(compiled, str) and compiled.can_multiply(weight):
-            return Products(chunk_rows, is_compiled=True)
     sizes = trial.sizes(MAX_SINGLE_ROWS, prefers_blocks=weight.element_size() < 4)
     columns = COLUMNS if 1 in sizes and sizes[-1] < BLOCK_ROWS and trial.columns_agree(COLUMNS) else 0
     return Products(chunk_rows, sizes, columns)
 
 
-@lru_cache
-def compiled_products() -> ModuleType | str:
-    """`hybrid.kernels.cpu.matmul`, or why it cannot be used. The first call imports Numba."""
-    try:
-        return import_module("hybrid.kernels.cpu.matmul")
-    except Exception as error:  # a broken installation fails in any way: a missing library, a version of NumPy
-        log.info("products of single rows are not compiled (%s: %s)", type(error).__name__, error)
-        return f"{type(error).__name__}: {error}"
+def compiled_matmul() -> Any:
+    """`hybrid.kernels.cpu.matmul`, where products are compiled."""
+    return ops.compiled_module("matmul")
+
+
+def can_compile(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether rows are multiplied with a weight `[..., out, in]` by compiled code.
+
+    Args:
+        dtype: of the rows; None: that of the weight.
+    """
+    if ops.setting() != "auto" or weight.device.type != "cpu":
+        return False
+    found = compiled_matmul()
+    return not isinstance(found, str) and found.can_multiply(weight, dtype or weight.dtype)
 
 
 def choose_for_experts(weight: Tensor) -> Products:
@@ -244,6 +250,8 @@ def choose_for_experts(weight: Tensor) -> Products:
     All rows of an expert are single rows: which of them come together depends on the batch. Prompts have many of them,
     so that blocks are preferred to products of one row.
     """
+    if can_compile(weight):
+        return COMPILED
     sizes: tuple[int, ...] = ()
     at = {weight[expert].data_ptr() % ALIGNMENT: expert for expert in range(len(weight))}
     for expert in at.values():

@@ -10,7 +10,7 @@ of its twin in `hybrid.kernels.reference`.
 | GPU    | our Triton kernels; FLA's chunk rule and causal-conv1d, where they can be imported  | `auto`            |
 | GPU    | our Triton kernels alone                                                           | `triton`          |
 | any    | the twins                                                                          | `reference`       |
-| CPU    | the twins                                                                          | `auto`            |
+| CPU    | code compiled by Numba where it is installed (`hybrid.kernels.cpu`), else the twins | `auto`            |
 | CPU    | our Triton kernels, interpreted: `TRITON_INTERPRET=1` must be set; for tests       | `triton`          |
 
 Deterministic mode asks for `batch_invariant`: kernels of FLA and causal-conv1d are not used then, since their results
@@ -20,7 +20,9 @@ depend on the batch and on what their autotuner found.
 import logging
 import os
 from collections.abc import Callable
+from functools import lru_cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +49,7 @@ class Op(NamedTuple):
         writes: the arguments that it writes.
         external: another package may compute it too, where results may depend on the batch
             (`hybrid.kernels.external`).
+        compiled: `hybrid.kernels.cpu` computes it on a CPU, where Numba is installed.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Op(NamedTuple):
     fake: Fake
     writes: tuple[str, ...] = ()
     external: bool = False
+    compiled: bool = False
 
     @property
     def twin(self) -> Callable[..., Any]:
@@ -65,9 +69,24 @@ class Op(NamedTuple):
         """Our Triton kernel. The first use imports Triton."""
         return self._function("triton")
 
+    def compiled_function(self) -> Callable[..., Any] | None:
+        """The function that is compiled for this CPU; None: there is none here."""
+        module = compiled_module(self.file) if self.compiled and setting() == "auto" else ""
+        return None if isinstance(module, str) else vars(module)[self.name]
+
     def _function(self, folder: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(import_module(f"hybrid.kernels.{folder}.{self.file}"), self.name)
         return function
+
+
+@lru_cache
+def compiled_module(file: str) -> ModuleType | str:
+    """A module of `hybrid.kernels.cpu`, or why it cannot be used. The first call imports Numba."""
+    try:
+        return import_module(f"hybrid.kernels.cpu.{file}")
+    except Exception as error:  # a broken installation fails in any way: a missing library, a version of NumPy
+        log.info("nothing is compiled for this CPU (%s: %s)", type(error).__name__, error)
+        return f"{type(error).__name__}: {error}"
 
 
 def _like(index: int) -> Fake:
@@ -112,21 +131,21 @@ def _fake_sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -
 OPS: dict[str, Op] = {
     op.name: op
     for op in (
-        Op("add_rms_norm", "elementwise", _fake_add_rms_norm),
+        Op("add_rms_norm", "elementwise", _fake_add_rms_norm, compiled=True),
         Op("batch_invariant_linear", "matmul", _fake_linear),
         Op("causal_conv1d", "convolution", _like(0), writes=("state",), external=True),
         Op("chunk_gated_delta_rule", "delta_rule", _like(2), writes=("state",), external=True),
         Op("combine_experts", "experts", _fake_combine_experts),
         Op("copy_states", "memory", _nothing, writes=("rows",)),
-        Op("expert_linear", "experts", _fake_expert_linear),
-        Op("gated_delta_step", "delta_rule_step", _fake_gated_delta_step, writes=("conv", "recurrent")),
-        Op("gated_rms_norm", "elementwise", _like(0)),
-        Op("norm_rotate_store", "elementwise", _like(0), writes=("cache",)),
-        Op("paged_attention", "attention", _like(0)),
-        Op("rms_norm", "elementwise", _like(0)),
+        Op("expert_linear", "experts", _fake_expert_linear, compiled=True),
+        Op("gated_delta_step", "delta_rule_step", _fake_gated_delta_step, writes=("conv", "recurrent"), compiled=True),
+        Op("gated_rms_norm", "elementwise", _like(0), compiled=True),
+        Op("norm_rotate_store", "elementwise", _like(0), writes=("cache",), compiled=True),
+        Op("paged_attention", "attention", _like(0), compiled=True),
+        Op("rms_norm", "elementwise", _like(0), compiled=True),
         Op("route_experts", "experts", _fake_route_experts),
-        Op("sigmoid_and_mul", "elementwise", _like(0)),
-        Op("silu_and_mul", "elementwise", _like(0)),
+        Op("sigmoid_and_mul", "elementwise", _like(0), compiled=True),
+        Op("silu_and_mul", "elementwise", _like(0), compiled=True),
         Op("sort_by_expert", "experts", _fake_sort_by_expert),
         Op("store_kv", "memory", _nothing, writes=("cache",)),
     )
@@ -163,6 +182,9 @@ def implementation(name: str, device: torch.device) -> Callable[..., Any]:
     """
     op = OPS[name.removeprefix(BATCH_DEPENDENT)]
     if not uses_triton(device):
+        found = op.compiled_function() if device.type == "cpu" else None
+        if found is not None:
+            return _logged(op, device, "compiled for this CPU", found)
         return _logged(op, device, "the twin in plain torch", op.twin)
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(
@@ -171,10 +193,10 @@ def implementation(name: str, device: torch.device) -> Callable[..., Any]:
         )
     what = "our Triton kernel"
     if name.startswith(BATCH_DEPENDENT) and setting() == "auto":
-        found = import_module("hybrid.kernels.external").implementation(op.name)
-        if not isinstance(found, str):
-            return _logged(op, device, found.package, found.function)
-        what += f": {found}"
+        other = import_module("hybrid.kernels.external").implementation(op.name)
+        if not isinstance(other, str):
+            return _logged(op, device, other.package, other.function)
+        what += f": {other}"
     return _logged(op, device, what, op.kernel)
 
 
@@ -198,6 +220,9 @@ def choose_at_first_call(name: str) -> Callable[..., Any]:
     return call
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that nobody traces."""
+
 _library = torch.library.Library("hybrid", "DEF")
 
 
@@ -205,10 +230,17 @@ def _define(name: str) -> Callable[..., Any]:
     """Register the operation with torch; returns it."""
     op = OPS[name.removeprefix(BATCH_DEPENDENT)]
     _library.define(name + torch.library.infer_schema(op.twin, mutates_args=op.writes))
-    _library.impl(name, choose_at_first_call(name), "CompositeExplicitAutograd")
+    direct = choose_at_first_call(name)
+    _library.impl(name, direct, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hybrid::{name}", op.fake, lib=_library)
     defined: Callable[..., Any] = getattr(torch.ops.hybrid, name).default
-    return defined
+
+    def call(*args: Any) -> Any:
+        # torch's dispatcher takes longer than a small operation on a CPU; only who traces needs it
+        is_plain = type(args[0]) in PLAIN and args[0].device.type == "cpu" and not torch.compiler.is_compiling()
+        return direct(*args) if is_plain else defined(*args)
+
+    return call
 
 
 add_rms_norm: Callable[..., Any] = _define("add_rms_norm")

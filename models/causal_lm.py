@@ -5,14 +5,15 @@ The class of a family makes its layers, lists their tensors per token and per se
 """
 
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import Products, linear
 from hybrid.models.layers import Chosen, Linear, RMSNorm, Rotary
@@ -24,6 +25,32 @@ log: logging.Logger = logging.getLogger(__name__)
 
 MROPE_SECTION = (11, 11, 10)
 """Number of rotary frequencies of time, height and width where the configuration has none (those of Qwen3.5)."""
+
+
+def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
+    """The inverse frequencies of rotary positions, and the factor of their cosines and sines.
+
+    Scalings other than the default are computed by transformers. Those that depend on the length of a sequence are
+    fixed, so that keys do not change as it grows: `dynamic` as up to the model's own length, where it has no effect;
+    `longrope` with the factors for sequences beyond the original length.
+
+    Raises:
+        ValueError: they are not finite.
+    """
+    rope = config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    with torch.device("cpu"):
+        if kind == "default":
+            rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+            return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        seq_len = rope["original_max_position_embeddings"] + 1 if kind == "longrope" else None
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
+        if not (frequencies.isfinite().all() and math.isfinite(scale)):
+            raise ValueError(f"the rotary frequencies of {rope} are not finite")
+        return frequencies.float(), float(scale)
 
 
 class TextModel(nn.Module):
@@ -77,12 +104,11 @@ class CausalLM(nn.Module):
         self.mtp: nn.Module | None = predictor
         if config.tie_word_embeddings:
             self.tie_head()
-        rope = config.rope_parameters
-        rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu") / rotary_dim
-        self.inverse_frequencies: Tensor = 1.0 / (rope["rope_theta"] ** exponents)
-        self.axes: Tensor = torch.zeros(len(exponents), dtype=torch.int64, device="cpu")
-        for axis, size in enumerate(rope.get("mrope_section", MROPE_SECTION)):
+        self.inverse_frequencies: Tensor
+        self.rotary_scale: float
+        self.inverse_frequencies, self.rotary_scale = rotary_frequencies(config, head_dim)
+        self.axes: Tensor = torch.zeros(len(self.inverse_frequencies), dtype=torch.int64, device="cpu")
+        for axis, size in enumerate(config.rope_parameters.get("mrope_section", MROPE_SECTION)):
             if axis:  # height and width alternate with time: every third frequency, up to the end of their section
                 self.axes[axis : 3 * size : 3] = axis
 
@@ -131,6 +157,22 @@ class CausalLM(nn.Module):
         blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
         return linear(x, self.lm_head.weight, blocks, self.lm_head.products).float()
 
+    @torch.inference_mode()
+    def replay(
+        self, log: Sequence[tuple[Tensor, ...]], rows: Tensor, steps: StateSteps, state: dict[str, Tensor]
+    ) -> None:
+        """Compute the states of some decoded tokens of a pass once more, and keep them.
+
+        Args:
+            log: the pass's `Batch.log`.
+            rows: `[N]` the tokens, among the decoded ones of the pass.
+            steps: where their states are read and written.
+            state: the state pool's tensors by name; written.
+        """
+        mixers = [layer.parts[1] for layer in self.model.layers if layer.is_linear]
+        for mixer, inputs in zip(mixers, log, strict=True):
+            mixer.step(tuple(part[rows] for part in inputs), steps, state)
+
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """The angles of a step's tokens.
 
@@ -142,7 +184,10 @@ class CausalLM(nn.Module):
         each = positions.unsqueeze(-1) if positions.dim() == 1 else positions[self.axes.to(positions.device)].t()
         angles = each.float() * self.inverse_frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return Rotary(angles.cos().to(dtype), angles.sin().to(dtype))
+        cos, sin = angles.cos(), angles.sin()
+        if self.rotary_scale != 1:
+            cos, sin = cos * self.rotary_scale, sin * self.rotary_scale
+        return Rotary(cos.to(dtype), sin.to(dtype))
 
     def make_batch_invariant(self) -> None:
         """Choose, per kind of weight, the fastest products whose rows have the same bits in every batch on this

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import ALIGNMENT, ONE_BY_ONE, Products, choose, linear
+from hybrid.kernels.batch_invariant import ALIGNMENT, COMPILED, ONE_BY_ONE, Products, can_compile, choose, linear
 
 Chosen = dict[tuple[object, ...], Products]
 """Products per kind of weight: its role, type, shape, strides and alignment."""
@@ -59,6 +59,11 @@ class Linear(nn.Module):
     def matrix(self) -> Tensor:
         """The matrix that rows are multiplied by, `[outputs, inputs]`."""
         return self.weight
+
+    def compile_products(self) -> None:
+        """Multiply by compiled code where that is possible, in deterministic mode and out of it."""
+        if can_compile(self.matrix()):
+            self.products = COMPILED
 
     def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
         """Choose products whose rows have the same bits in every batch.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import ALIGNMENT, ONE_BY_ONE, Products, choose_for_experts, linear
+from hybrid.kernels.batch_invariant import ALIGNMENT, COMPILED, ONE_BY_ONE, Products, choose_for_experts, linear
 from hybrid.kernels.reference import sigmoid
 from hybrid.models.layers import MLP, Chosen, Linear
 from hybrid.models.weights import Layouts, Source
@@ -83,13 +83,15 @@ class Experts(nn.Module):
             chunk_size: rows of a chunk.
             chosen: products of other weights; each kind is tried once.
         """
-        sizes = []
+        found = []
         for weight in (self.gate_up_proj, self.down_proj):
             kind = ("experts", weight.dtype, tuple(weight.shape), weight.stride(), weight.data_ptr() % ALIGNMENT)
             if kind not in chosen:
                 chosen[kind] = choose_for_experts(weight)
-            sizes.append(chosen[kind].sizes)
-        self.products = Products(sizes=tuple(size for size in sizes[0] if size in sizes[1]) or (1,))
+            found.append(chosen[kind])
+        gate_up, down = found
+        both = tuple(size for size in gate_up.sizes if size in down.sizes) or (1,)
+        self.products = COMPILED if gate_up.is_compiled and down.is_compiled else Products(sizes=both)
 
 
 class SparseMoE(nn.Module):

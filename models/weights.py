@@ -9,7 +9,7 @@ import mmap
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,12 @@ DTYPES = {
 }
 """Types of the safetensors format."""
 
+SCALE = "_scale_inv"
+"""End of the name of a tensor with the factors of another one, which is stored as 8-bit floats."""
+
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""Types that need factors."""
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types that weights are read from."""
 
@@ -84,6 +90,7 @@ class Stored:
         name: of the tensor.
         dtype, shape: of the tensor.
         start: its first byte in the file.
+        scale: a factor for each block of it, of `block` rows and columns; None: its values are as they are.
     """
 
     file: mmap.mmap
@@ -92,6 +99,8 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    scale: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
 
     @property
     def num_bytes(self) -> int:
@@ -144,6 +153,50 @@ def file_tensors(file: Path) -> dict[str, Stored]:
         CheckpointError: it is damaged or truncated, or has an unknown dtype.
     """
     return {stored.name: stored for stored in _read_header(file)}
+
+
+def with_scales(tensors: Mapping[str, Stored], quantization: Any) -> dict[str, Stored]:
+    """The tensors without those that hold factors, which are given to the tensors that they belong to.
+
+    Args:
+        tensors: by name.
+        quantization: the `quantization_config` of the checkpoint; its `weight_block_size` are rows and columns.
+
+    Raises:
+        CheckpointError: factors do not fit.
+    """
+    scales = {name.removesuffix(SCALE): stored for name, stored in tensors.items() if name.endswith(SCALE)}
+    if not scales:
+        return dict(tensors)
+    settings = quantization if isinstance(quantization, dict) else getattr(quantization, "__dict__", {})
+    block = settings.get("weight_block_size") or (128, 128)
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise CheckpointError(f"quantization_config: weight_block_size must be two numbers, got {block!r:.100}")
+    found = {}
+    for name, stored in tensors.items():
+        if name in scales:
+            found[name] = replace(stored, scale=_scale_of(stored, scales[name], tuple(block)), block=tuple(block))
+        elif not name.endswith(SCALE) or name.removesuffix(SCALE) not in tensors:
+            found[name] = stored
+    return found
+
+
+def _scale_of(stored: Stored, scale: Stored, block: tuple[int, ...]) -> Tensor:
+    *outer, rows, columns = stored.shape if len(stored.shape) >= 2 else (0, 0)
+    expected = (*outer, -(-rows // block[0]), -(-columns // block[1]))
+    if scale.shape != expected or scale.dtype not in FLOATS or stored.dtype not in EIGHT_BITS:
+        raise CheckpointError(
+            f"{stored.path}: {stored.name} is {stored.dtype} {list(stored.shape)} with factors {scale.dtype} "
+            f"{list(scale.shape)}; expected 8-bit floats with factors {list(expected)}, one for each block of "
+            f"{block[0]} x {block[1]}"
+        )
+    return scale.tensor().float()
+
+
+def _restored(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
+    """A matrix of 8-bit floats times its factors, in fp32."""
+    factors = scale.repeat_interleave(block[1], 1)[:, : values.shape[1]]
+    return values.float() * factors.repeat_interleave(block[0], 0)[: values.shape[0]]
 
 
 def _weight_map(path: Path) -> dict[str, str] | None:
@@ -263,10 +316,10 @@ class Loader:
             shape = (sum(len(use.rows) for _, use in uses if use.rows is not None), *shape[1:])
         if stored.shape != shape:
             raise CheckpointError(f"{self.path}: {stored.name} has shape {stored.shape}, expected {shape}")
-        if stored.dtype not in FLOATS:
+        if stored.dtype not in FLOATS and stored.scale is None:
             raise CheckpointError(
-                f"{self.path}: {stored.name} is {stored.dtype}; quantized weights are not supported, use the "
-                "checkpoint in bfloat16"
+                f"{self.path}: {stored.name} is {stored.dtype}; of quantized weights 8-bit floats with factors "
+                f"({stored.name}{SCALE}) are supported, else use the checkpoint in bfloat16"
             )
 
     def _parameter(self, name: str) -> Tensor:
@@ -282,6 +335,14 @@ class Loader:
 
     def _fill(self, parameter: Tensor, source: Source, stored: Stored, on_read: Callable[[int], object]) -> None:
         target, read = parameter[source.at], stored.tensor()
+        if stored.scale is not None:
+            if read.dim() > 2:  # experts: one after another
+                for index, values in enumerate(read):
+                    target[index].copy_(_restored(values, stored.scale[index], stored.block))
+                stored.release()
+                on_read(stored.num_bytes)
+                return
+            read = _restored(read, stored.scale, stored.block)
         if source.rows is None:
             self._copy(target, read, stored, on_read)
             return

@@ -1,124 +1,197 @@
-"""Matrix products of single rows, batch invariant by construction and as fast as the weight can be read.
+"""Matrix products, batch invariant by construction and as fast as a weight can be read.
 
-Every output element is one chain of additions in the order of the inner dimension, whatever other rows and columns are
-computed beside it: neither the number of rows, nor a row's place, nor its address matters. Several rows share one pass
-over the weight: `SWEEP` rows of it at a time, `COLUMNS` wide, are read for all of them and stay in the first cache.
+An output is the sum of the products along a row of x and a row of the weight, always in the same order
+(`hybrid.kernels.cpu.vectors`). Neither the number of rows nor a row's place, neighbours or address matters, nor the
+number of threads: each takes some of the outputs.
 
-Numba compiles the loops when this module is first imported and keeps the code on disk; importing it without Numba
-raises ImportError.
+Several outputs are computed together, in tiles of up to 3 rows of x and some rows of the weight, so that what is
+loaded is used several times. Many rows of x are taken in blocks that stay in the CPU's second cache.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from itertools import pairwise
-from typing import Any
-
-import numba
 import numpy as np
 import torch
-from numba import float32, int64, void
 from torch import Tensor
 
-SWEEP = 8
-"""Steps of the inner dimension that are added up while an output is in a register. The loop is written out."""
+from hybrid.kernels.cpu.threads import share
+from hybrid.kernels.cpu.vectors import (
+    HAS_FMA,
+    HAS_WIDE_REGISTERS,
+    KINDS,
+    LANES,
+    ZERO,
+    at,
+    compiled,
+    compiled_inline,
+    numbers,
+    put,
+    tile,
+)
 
-COLUMNS = 512
-"""Outputs of a row that are computed before the next ones."""
+COLUMNS = 12
+"""Rows of the weight that few rows of x are multiplied with before the next ones; tiles divide it."""
 
-MIN_SHARED_PRODUCTS = 1 << 20
-"""Multiplications below which a product is not worth a second thread."""
+MANY_ROWS = 24
+"""Rows of x from which on they are taken in blocks."""
+
+BLOCK = 48
+"""Rows of the weight, and of x where they are long, that are taken together where there are many rows of x."""
+
+SHORT_BLOCK = 240
+"""Rows of x in a block where they are short."""
+
+LENGTH = 1024
+"""Elements of a row that a tile takes at once where there are many rows of x."""
+
+MIN_SHARED = 1 << 18
+"""Multiplications that are worth a thread."""
+
+_COLUMNS_OF_2, _COLUMNS_OF_3 = (4, 4) if HAS_WIDE_REGISTERS else (3, 2)
+"""Columns of tiles of 2 and of 3 rows: as many as the registers hold."""
+
+_tile_1_1, _tile_1_4 = tile(1, 1), tile(1, 4)
+_tile_2_1, _tile_2 = tile(2, 1), tile(2, _COLUMNS_OF_2)
+_tile_3_1, _tile_3 = tile(3, 1), tile(3, _COLUMNS_OF_3)
+_tile_3_goes_on, _tile_3_ends = tile(3, _COLUMNS_OF_3, False, False), tile(3, _COLUMNS_OF_3, False, True)
 
 
-def can_multiply(weight: Tensor) -> bool:
-    """Whether single rows can be multiplied with a weight `[out, in]`: fp32, on the CPU, stored by columns."""
-    return weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.t().is_contiguous()
+@compiled_inline
+def _rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, columns, length, partial):  # type: ignore[no-untyped-def]
+    """The product of any number of rows of x and up to COLUMNS rows of w."""
+    row = 0
+    while row < rows:
+        a, y = at(x, row * x_stride), at(out, row * out_stride)
+        left, column = rows - row, 0
+        if left >= 3:
+            while column + _COLUMNS_OF_3 <= columns:
+                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
+                _tile_3(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                column += _COLUMNS_OF_3
+            while column < columns:
+                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
+                _tile_3_1(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                column += 1
+            row += 3
+        elif left == 2:
+            while column + _COLUMNS_OF_2 <= columns:
+                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
+                _tile_2(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                column += _COLUMNS_OF_2
+            while column < columns:
+                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
+                _tile_2_1(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                column += 1
+            row += 2
+        else:
+            while column + 4 <= columns:
+                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
+                _tile_1_4(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                column += 4
+            while column < columns:
+                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
+                _tile_1_1(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                column += 1
+            row += 1
 
 
-def multiply_single_rows(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x @ matrix` for rows of which each may be in any batch, with torch's number of threads.
+@compiled_inline
+def _pieces(x, x_stride, w, w_stride, scale, out, out_stride, rows, columns, length, partial):  # type: ignore[no-untyped-def]
+    """The product of rows of x and of w that are whole numbers of tiles, in pieces of LENGTH."""
+    for place in range((rows // 3) * (columns // _COLUMNS_OF_3) * 3 * _COLUMNS_OF_3 * LANES):
+        put(partial, place, ZERO)
+    start = 0
+    while start < length:
+        size = min(LENGTH, length - start)
+        is_last = start + size == length
+        place = 0
+        for row in range(0, rows, 3):
+            a = at(x, row * x_stride + start)
+            for column in range(0, columns, _COLUMNS_OF_3):
+                b, s = at(w, column * w_stride + start), at(scale, column)
+                o, p = at(out, row * out_stride + column), at(partial, place)
+                if is_last:
+                    _tile_3_ends(a, x_stride, b, w_stride, s, o, out_stride, p, size)
+                else:
+                    _tile_3_goes_on(a, x_stride, b, w_stride, s, o, out_stride, p, size)
+                place += 3 * _COLUMNS_OF_3 * LANES
+        start += size
+
+
+@compiled_inline
+def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, first, last):  # type: ignore[no-untyped-def]
+    """Columns `[first, last)` of the product."""
+    is_long = length > LENGTH
+    partial = np.empty(BLOCK * BLOCK * LANES, np.float32)
+    p = numbers(partial.ctypes.data, ZERO)
+    many = 0 if rows < MANY_ROWS else rows - rows % 3
+    block = BLOCK if is_long else SHORT_BLOCK
+    for row in range(0, many, block):
+        count = min(block, many - row)
+        a = at(x, row * x_stride)
+        for column in range(first, last, BLOCK):
+            width = min(BLOCK, last - column)
+            tiled = width - width % _COLUMNS_OF_3
+            o = at(out, row * out_stride + column)
+            b, s = at(w, column * w_stride), at(scale, column)
+            if is_long:
+                _pieces(a, x_stride, b, w_stride, s, o, out_stride, count, tiled, length, p)
+            else:
+                _rows(a, x_stride, b, w_stride, s, o, out_stride, count, tiled, length, p)
+            if tiled < width:
+                b, s, o = at(b, tiled * w_stride), at(s, tiled), at(o, tiled)
+                _rows(a, x_stride, b, w_stride, s, o, out_stride, count, width - tiled, length, p)
+    a = at(x, many * x_stride)
+    for column in range(first, last, COLUMNS):
+        width = min(COLUMNS, last - column)
+        o = at(out, many * out_stride + column)
+        b, s = at(w, column * w_stride), at(scale, column)
+        _rows(a, x_stride, b, w_stride, s, o, out_stride, rows - many, width, length, p)
+
+
+@compiled
+def _multiply(x, w, scale, out, x_stride, w_stride, out_stride, w_kind, out_kind, rows, length, first, last):  # type: ignore[no-untyped-def]
+    x, scale = numbers(x, ZERO), numbers(scale, ZERO)
+    w, out = numbers(w, w_kind), numbers(out, out_kind)
+    _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, first, last)
+
+
+PAIRS = {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)} | {
+    (torch.int8, dtype) for dtype in (torch.float32, torch.bfloat16)
+}
+"""Types of a weight and of x that can be multiplied. The first product of each is compiled."""
+
+
+def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether rows of a type can be multiplied with a weight `[out, in]`: types that are known, the weight on a CPU and
+    stored by rows, and the CPU adds products with one rounding."""
+    is_known = HAS_FMA and (weight.dtype, dtype) in PAIRS
+    return is_known and weight.device.type == "cpu" and weight.stride(-1) == 1
+
+
+def multiply(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """`x @ weight.T`, accumulated in fp32, with torch's number of threads.
 
     Args:
-        x: `[rows, in]` fp32.
-        matrix: `[in, out]` fp32, contiguous.
+        x: `[rows, in]` fp32 or bfloat16.
+        weight: `[out, in]` fp32, bfloat16 or int8, stored by rows.
+        scale: `[out]` fp32, of the rows of an int8 weight.
 
     Returns:
-        `[rows, out]`.
+        `[rows, out]` in the type of `x`.
     """
-    output = x.new_empty(x.shape[0], matrix.shape[1])
-    arrays = x.contiguous().numpy(), matrix.numpy(), output.numpy()
-
-    def part(start: int, stop: int) -> None:
-        _multiply(*arrays, start, stop)
-
-    columns, threads = matrix.shape[1], torch.get_num_threads()
-    blocks = -(-columns // COLUMNS)
-    if threads == 1 or blocks == 1 or matrix.numel() * x.shape[0] < MIN_SHARED_PRODUCTS:
-        part(0, columns)
-        return output
-    threads = min(threads, blocks)
-    bounds = [min(columns, blocks * share // threads * COLUMNS) for share in range(threads + 1)]
-    pool = _pool(torch.get_num_threads() - 1)
-    waiting = [pool.submit(part, start, stop) for start, stop in pairwise(bounds[1:])]
-    part(bounds[0], bounds[1])
-    for future in waiting:
-        future.result()
+    output = x.new_empty(x.shape[0], weight.shape[0])
+    multiply_into(output, x, weight, scale)
     return output
 
 
-@lru_cache(maxsize=1)
-def _pool(size: int) -> ThreadPoolExecutor:
-    """The threads besides the caller's."""
-    return ThreadPoolExecutor(size, thread_name_prefix="hybrid-matmul")
+def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None = None) -> None:
+    """`multiply`, written to `output`, whose rows are contiguous."""
+    (rows, inner), outputs = x.shape, weight.shape[0]
+    kinds = KINDS[weight.dtype], KINDS[x.dtype]
+    x = x.float().contiguous() if x.stride(1) != 1 or x.dtype != torch.float32 else x
+    addresses = x.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
+    strides = x.stride(0), weight.stride(0), output.stride(0)
 
+    def part(first: int, last: int) -> None:
+        _multiply(*addresses, *strides, *kinds, rows, inner, first, last)
 
-_matrix: Any = float32[:, ::1]
-
-_compile: Any = numba.njit(
-    void(_matrix, _matrix, _matrix, int64, int64),
-    fastmath={"contract"},  # a product and its addition are rounded once: nothing else is rearranged
-    error_model="numpy",
-    nogil=True,
-    cache=True,
-)
-
-
-@_compile
-def _multiply(x, matrix, output, start, stop):  # type: ignore[no-untyped-def]
-    """Write columns `[start, stop)` of `x @ matrix`; `start` is a multiple of COLUMNS."""
-    rows, inner = x.shape
-    whole = inner - inner % SWEEP
-    for first in range(start, stop, COLUMNS):
-        last = min(first + COLUMNS, stop)
-        width = last - first  # slices, and indices from 0 on: only then are the loops compiled to vector code
-        for row in range(rows):
-            output[row, first:last] = np.float32(0)
-        for k in range(0, whole, SWEEP):
-            w0 = matrix[k, first:last]
-            w1 = matrix[k + 1, first:last]
-            w2 = matrix[k + 2, first:last]
-            w3 = matrix[k + 3, first:last]
-            w4 = matrix[k + 4, first:last]
-            w5 = matrix[k + 5, first:last]
-            w6 = matrix[k + 6, first:last]
-            w7 = matrix[k + 7, first:last]
-            for row in range(rows):
-                y = output[row, first:last]
-                x0, x1, x2, x3 = x[row, k], x[row, k + 1], x[row, k + 2], x[row, k + 3]
-                x4, x5, x6, x7 = x[row, k + 4], x[row, k + 5], x[row, k + 6], x[row, k + 7]
-                for j in range(width):
-                    total = y[j] + x0 * w0[j]
-                    total += x1 * w1[j]
-                    total += x2 * w2[j]
-                    total += x3 * w3[j]
-                    total += x4 * w4[j]
-                    total += x5 * w5[j]
-                    total += x6 * w6[j]
-                    total += x7 * w7[j]
-                    y[j] = total
-        for k in range(whole, inner):
-            w0 = matrix[k, first:last]
-            for row in range(rows):
-                y = output[row, first:last]
-                x0 = x[row, k]
-                for j in range(width):
-                    y[j] += x0 * w0[j]
+    share(part, outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid.kernels import batch_invariant
+from hybrid.kernels import ops
 from hybrid.kernels.batch_invariant import (
     ALIGNMENT,
     BLOCK_ROWS,
+    COMPILED,
     Products,
     RowBlocks,
     choose,
@@ -201,6 +202,7 @@ def odd_rows_differ(x: Tensor, y: Tensor) -> Tensor:
 
 def test_a_product_that_depends_on_the_place_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     let_products_be(monkeypatch, odd_rows_differ)
+    monkeypatch.setenv("HYBRID_KERNELS", "reference")
     for weight in (by_columns(6, 160), by_columns(50, 33).contiguous()):
         assert choose(weight, CHUNK).sizes == (1,)
         assert choose_for_experts(weight.unsqueeze(0)).sizes == (1,)
@@ -218,7 +220,8 @@ def test_where_one_row_takes_another_way_than_a_block(dtype: torch.dtype, monkey
     assert 1 not in choose_for_experts(weight.unsqueeze(0)).sizes
 
 
-def test_experts_whose_weights_are_aligned_otherwise_are_all_tried() -> None:
+def test_experts_whose_weights_are_aligned_otherwise_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "reference")
     weight = torch.randn(5, 7, 33)
     chosen = choose_for_experts(weight)
     x = torch.randn(40, 33)
@@ -240,31 +243,30 @@ def test_what_was_chosen_can_be_read_and_its_cost_measured() -> None:
 # Compiled products
 
 
-def test_compiled_products_are_the_products_whatever_the_number_of_threads() -> None:
-    compiled = pytest.importorskip("hybrid.kernels.cpu.matmul", reason="Numba is not installed")
-    threads = torch.get_num_threads()
-    for outputs, inputs in [(6, 160), (777, 161), (1100, 1030), (1, 7)]:
-        weight, x = by_columns(outputs, inputs), torch.randn(21, inputs)
-        assert compiled.can_multiply(weight)
-        together = compiled.multiply_single_rows(x, weight.t())
-        exact = x.double() @ weight.double().t()
-        torch.testing.assert_close(together.double(), exact, rtol=1e-5, atol=1e-5 * inputs**0.5)
-        try:
-            for count in (1, 2, 3):
-                torch.set_num_threads(count)
-                assert same_bits(compiled.multiply_single_rows(x, weight.t()), together)
-                assert same_bits(compiled.multiply_single_rows(x[7:8], weight.t()), together[7:8])
-        finally:
-            torch.set_num_threads(threads)
+def test_where_products_are_compiled_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **more: object) -> None:
+        raise AssertionError("a product was tried")
+
+    monkeypatch.setattr(torch, "mm", refuse)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(50, 33).to(dtype)
+        assert choose(weight, CHUNK) == choose_for_experts(weight.unsqueeze(0)) == COMPILED
+    assert str(COMPILED) == "compiled"
 
 
 def test_weights_that_cannot_be_compiled_for_are_multiplied_by_torch() -> None:
-    compiled = pytest.importorskip("hybrid.kernels.cpu.matmul", reason="Numba is not installed")
-    for weight in (by_columns(50, 33, torch.bfloat16), by_columns(50, 33).contiguous()):
-        assert not compiled.can_multiply(weight)
+    for weight in (by_columns(50, 33, torch.bfloat16), by_columns(50, 33), torch.randn(50, 33).half()):
         assert not choose(weight, CHUNK).is_compiled
+        assert not choose_for_experts(weight.unsqueeze(0)).is_compiled
 
 
-def test_without_numba_products_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_invariant, "compiled_products", lambda: "ModuleNotFoundError: No module named 'numba'")
-    assert not choose(by_columns(50, 33), CHUNK).is_compiled
+@pytest.mark.parametrize("missing", ["Numba", "the setting"])
+def test_without_compiled_products_they_are_those_of_torch(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if missing == "Numba":
+        monkeypatch.setattr(ops, "compiled_module", lambda file: "ModuleNotFoundError: No module named 'numba'")
+    else:
+        monkeypatch.setenv("HYBRID_KERNELS", "reference")
+    weight = torch.randn(50, 33)
+    assert not choose(weight, CHUNK).is_compiled
+    assert not choose_for_experts(weight.unsqueeze(0)).is_compiled
+    assert ops.OPS["rms_norm"].compiled_function() is None

@@ -126,12 +126,14 @@ def test_an_operation_writes_what_it_says_and_its_fake_has_the_right_shape(name:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_cpu_an_operation_is_its_twin(name: str) -> None:
+    """Bit by bit, unless it is compiled: then to rounding."""
     plain = name.removeprefix(ops.BATCH_DEPENDENT)
     ours = ARGUMENTS[plain]()
     theirs = tuple(arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in ours)
     got, expected = op(name)(*ours), getattr(reference, plain)(*theirs)
-    torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    tolerance = 1e-5 if ops.OPS[plain].compiled_function() is not None else 0.0
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def layer(x: torch.Tensor, scale: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -196,6 +198,14 @@ def test_a_kernel_has_its_twin_in_the_file_of_the_same_name_with_the_same_signat
         assert kernels[name] == twins[name]
 
 
+def test_a_compiled_operation_has_the_signature_of_its_twin() -> None:
+    compiled = {name: op.compiled_function() for name, op in ops.OPS.items() if op.compiled}
+    assert compiled
+    for name, function in compiled.items():
+        assert function is not None
+        assert inspect.signature(function) == inspect.signature(ops.OPS[name].twin)
+
+
 def test_every_operation_is_in_both_folders() -> None:
     files = {path.stem for path in FOLDER.glob("triton/[!_]*.py")}
     assert {op.file for op in ops.OPS.values()} == files
@@ -232,12 +242,18 @@ def test_triton_on_a_cpu_without_its_interpreter_is_refused(monkeypatch: pytest.
         ops.implementation("rms_norm", torch.device("cpu"))
 
 
-def test_the_choice_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("setting", "choice"), [("reference", "the twin in plain torch"), ("auto", "compiled for this CPU")]
+)
+def test_the_choice_is_told_once(
+    setting: str, choice: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", setting)
     call = ops.choose_at_first_call("rms_norm")
     with caplog.at_level(logging.INFO, logger="hybrid.kernels.ops"):
         for _ in range(3):
             call(torch.randn(2, 8), torch.ones(8), 1e-6)
-    assert caplog.messages == ["rms_norm on cpu: the twin in plain torch"]
+    assert caplog.messages == [f"rms_norm on cpu: {choice}"]
 
 
 def test_why_another_package_is_not_used_is_told(

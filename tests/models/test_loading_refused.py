@@ -67,7 +67,7 @@ def test_another_architecture_is_refused_with_those_that_run(model_type: str, co
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, ["rope_type", "linear"]),
+        ({"rope_parameters": {"rope_type": "spiral", "factor": 2.0, "rope_theta": 1e4}}, ["rope_type", "spiral"]),
         ({"layer_types": layers("FFF")}, ["linear_attention"]),
         ({"layer_types": layers("LLL")}, ["full_attention"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),

@@ -1,0 +1,114 @@
+"""Attention of one token over keys and values in pages.
+
+Scores of a token over all its keys, their softmax, and the sum of its values are computed head by head, positions in
+their order: a token's bits depend on its own sequence alone.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid.kernels.cpu.threads import share
+from hybrid.kernels.cpu.vectors import KINDS, LANES, ZERO, at, compiled, dot, exp, fma, get, numbers, put
+from hybrid.kernels.reference import attention as twins
+
+MIN_SHARED = 1 << 16
+"""Elements of keys that are worth a thread."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_ONE, _LOWEST = np.float32(1), np.float32(-np.inf)
+_INDEX = np.int64(0)
+
+
+@compiled
+def _attend(query, cache, table, rows, lengths, output, strides, sizes, scale, kind, first, last):  # type: ignore[no-untyped-def]
+    """The KV heads `[first, last)`, counted through all requests, with the query heads that read them.
+
+    `rows` are the rows of query and output of each request.
+    """
+    query, cache, output = numbers(query, kind), numbers(cache, kind), numbers(output, kind)
+    table, rows, lengths = numbers(table, _INDEX), numbers(rows, _INDEX), numbers(lengths, _INDEX)
+    of_page, of_kind, of_offset, of_head, of_query, width = strides
+    heads, kv_heads, size, page_size, longest = sizes
+    group = heads // kv_heads
+    memory = np.empty(group * (longest + LANES) + size, np.float32)
+    scores, total = numbers(memory.ctypes.data, ZERO), at(numbers(memory.ctypes.data, ZERO), group * (longest + LANES))
+    for each in range(first, last):
+        request, kv_head = each // kv_heads, each % kv_heads
+        length, row = lengths[request], rows[request]
+        for position in range(length):
+            page = table[request * width + position // page_size]
+            key = at(cache, page * of_page + position % page_size * of_offset + kv_head * of_head)
+            for i in range(group):
+                q = at(query, row * of_query + (kv_head * group + i) * size)
+                put(scores, i * length + position, dot(q, key, size) * scale)
+        for i in range(group):
+            own = at(scores, i * length)
+            most = _LOWEST
+            for position in range(length):
+                most = get(own, position) if not get(own, position) <= most else most  # NaN stays
+            for position in range(length):
+                put(own, position, exp(get(own, position) - most))
+            summed = ZERO
+            for position in range(length):
+                summed += get(own, position)
+            for j in range(size):
+                put(total, j, ZERO)
+            position = 0
+            while position < length:
+                page = table[request * width + position // page_size]
+                values = at(cache, page * of_page + of_kind + kv_head * of_head)
+                count = min(page_size, length - position)
+                for offset in range(count):
+                    weight, value = get(own, position + offset), at(values, offset * of_offset)
+                    for j in range(size):
+                        put(total, j, fma(weight, get(value, j), get(total, j)))
+                position += count
+            y = at(output, (row * heads + kv_head * group + i) * size)
+            for j in range(size):
+                put(y, j, get(total, j) / summed)
+
+
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    chunk_size: int,
+    num_splits: int | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
+    """`reference.paged_attention`. Requests of one new token are compiled, others are left to the twin."""
+    is_known = query.dtype in DTYPES and cache.dtype == query.dtype and cache.stride(-1) == 1
+    starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
+    single = [row for row, length in enumerate(lengths) if length and starts[row + 1] - starts[row] == 1]
+    if not is_known or visible is not None or not single:
+        return twins.paged_attention(
+            query, cache, block_table, cu_seqlens, seq_lens, scale, chunk_size, num_splits, visible
+        )
+    query = query.contiguous()
+    if len(single) == len(lengths):
+        output = torch.empty(query.shape, dtype=query.dtype)
+        rows, table = cu_seqlens, block_table
+    else:
+        others = [row for row in range(len(lengths)) if row not in single]
+        output = query.new_empty(query.shape)
+        for row in others:
+            start, end = starts[row], starts[row + 1]
+            own = cu_seqlens[row : row + 2] - start
+            part = block_table[row : row + 1], own, seq_lens[row : row + 1]
+            output[start:end] = twins.paged_attention(query[start:end], cache, *part, scale, chunk_size)
+        rows, table, seq_lens = cu_seqlens[:-1][single], block_table[single], seq_lens[single]
+    table, rows, seq_lens = table.contiguous(), rows.contiguous(), seq_lens.contiguous()
+    longest = max(lengths[row] for row in single)
+    heads, size = query.shape[1:]
+    page_size, kv_heads = cache.shape[2:4]
+    addresses = tuple(tensor.data_ptr() for tensor in (query, cache, table, rows, seq_lens, output))
+    strides = (*cache.stride()[:4], query.stride(0), table.shape[1])
+    numbers = strides, (heads, kv_heads, size, page_size, longest), np.float32(scale), KINDS[query.dtype]
+    work = sum(lengths[row] for row in single) * kv_heads * size // MIN_SHARED
+    share(lambda first, last: _attend(*addresses, *numbers, first, last), len(single) * kv_heads, 1, work)
+    return output

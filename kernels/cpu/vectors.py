@@ -1,0 +1,326 @@
+"""What compiled operations are built from: numbers in memory of either type, functions whose order of operations is
+fixed, and the tile of a matrix product.
+
+Nothing here is left to the compiler's rounding: a product that is added is written as `fma`, sums run over `LANES`
+partial sums that are added up as a tree. So bits do not depend on the width of the CPU's vectors, on a row's address
+or on its neighbours.
+
+bfloat16 numbers are 16 bits of memory (`uint16`); arithmetic is fp32.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16
+"""Partial sums of a sum along a row: element i is added to sum i % LANES."""
+
+compiled: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True)
+"""Compile at the first call, and keep the code on disk. Numba knows the code by the time at which the function's own
+file was changed: after a change here, delete `__pycache__` in this folder."""
+
+compiled_inline: Callable[..., Any] = njit(nogil=True, error_model="numpy")
+"""Compile as a part of the functions that call it."""
+
+FEATURES: dict[str, bool] = dict(llvm.get_host_cpu_features())
+
+HAS_FMA: bool = FEATURES.get("fma", False) or FEATURES.get("neon", False)
+"""Whether the CPU multiplies and adds with one rounding; otherwise `fma` would be a slow function."""
+
+HAS_WIDE_REGISTERS: bool = FEATURES.get("avx512f", False)
+"""Whether a register holds `LANES` numbers, and there are 32 of them."""
+
+_FLOAT, _INT, _LONG, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(16)
+_FLOATS = types.CPointer(types.float32)
+
+
+ZERO = np.float32(0)
+
+KINDS: dict[torch.dtype, Any] = {torch.float32: ZERO, torch.bfloat16: np.uint16(0), torch.int8: np.int8(0)}
+"""A number of the kind that memory of a type holds: from its type compiled code knows what to compile."""
+
+
+@intrinsic
+def numbers(context, address, kind):  # type: ignore[no-untyped-def]
+    """A pointer to numbers of a kind at an address."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], args[1].type.as_pointer())
+
+    return types.CPointer(kind)(types.int64, kind), generate
+
+
+def _widened(builder: Any, value: Any, count: int | None = None) -> Any:
+    """fp32 from a number, or a vector of `count` numbers, as it is in memory: fp32, bfloat16 or int8."""
+
+    def of(element: Any) -> Any:
+        return element if count is None else ir.VectorType(element, count)
+
+    kind = value.type if count is None else value.type.element
+    if isinstance(kind, ir.FloatType):
+        return value
+    if kind.width == 8:
+        return builder.sitofp(value, of(_FLOAT))
+    sixteen = _INT(16) if count is None else ir.Constant(of(_INT), [16] * count)
+    return builder.bitcast(builder.shl(builder.zext(value, of(_INT)), sixteen), of(_FLOAT))
+
+
+def _narrowed(builder: Any, value: Any, element: Any) -> Any:
+    """A number as it is in memory: fp32, or bfloat16 rounded to the nearest, ties to even; NaN stays NaN."""
+    if isinstance(element, ir.FloatType):
+        return value
+    bits = builder.bitcast(value, _INT)
+    odd = builder.and_(builder.lshr(bits, _INT(16)), _INT(1))
+    rounded = builder.add(builder.add(bits, odd), _INT(0x7FFF))
+    quiet = builder.or_(bits, _INT(0x400000))
+    bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+    return builder.trunc(builder.lshr(bits, _INT(16)), _HALF)
+
+
+@intrinsic
+def at(context, pointer, index):  # type: ignore[no-untyped-def]
+    """A pointer to element `index`."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.int64), generate
+
+
+@intrinsic
+def get(context, pointer, index):  # type: ignore[no-untyped-def]
+    """Element `index` as fp32."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _widened(builder, builder.load(builder.gep(args[0], [args[1]])))
+
+    return types.float32(pointer, types.int64), generate
+
+
+@intrinsic
+def put(context, pointer, index, value):  # type: ignore[no-untyped-def]
+    """Write element `index`, rounded to the type in memory."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        target, index, value = args
+        builder.store(_narrowed(builder, value, target.type.pointee), builder.gep(target, [index]))
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, types.float32), generate
+
+
+@intrinsic
+def fma(context, x, y, z):  # type: ignore[no-untyped-def]
+    """`x * y + z` in fp32, rounded once."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _fma(builder, *args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
+def _as_int(context, x):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], _INT)
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def _as_float(context, x):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.bitcast(args[0], _FLOAT)
+
+    return types.float32(types.int32), generate
+
+
+_LOG2E, _ROUND = np.float32(1.44269504), np.float32(12582912.0)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693145752), np.float32(1.42860677e-6)
+_LARGEST, _SMALLEST = np.float32(88.0), np.float32(-87.0)
+_C0, _C2, _C3 = np.float32(1.0), np.float32(0.5), np.float32(1 / 6)
+_C4, _C5, _C6, _C7 = np.float32(1 / 24), np.float32(1 / 120), np.float32(1 / 720), np.float32(1 / 5040)
+
+
+@compiled_inline
+def exp(x):  # type: ignore[no-untyped-def]
+    """e to the power of x in fp32, to two units in the last place. Beyond [-87, 88] that of the nearest end; of NaN
+    NaN."""
+    x = _LARGEST if x > _LARGEST else x
+    x = _SMALLEST if x < _SMALLEST else x
+    shifted = fma(x, _LOG2E, _ROUND)  # the power of two is in its lowest bits
+    power = shifted - _ROUND
+    rest = fma(-power, _LN2_HIGH, x)
+    rest = fma(-power, _LN2_LOW, rest)
+    y = fma(_C7, rest, _C6)
+    y = fma(y, rest, _C5)
+    y = fma(y, rest, _C4)
+    y = fma(y, rest, _C3)
+    y = fma(y, rest, _C2)
+    y = fma(y, rest, _C0)
+    y = fma(y, rest, _C0)
+    return y * _as_float(np.int32((_as_int(shifted) + np.int32(127)) << np.int32(23)))
+
+
+@compiled_inline
+def sigmoid(x):  # type: ignore[no-untyped-def]
+    """The logistic function in fp32."""
+    return _C0 / (_C0 + exp(-x))
+
+
+# Vectors of LANES numbers
+
+_VECTOR = ir.VectorType(_FLOAT, LANES)
+_ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
+
+
+def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    name = "llvm.fma.f32" if isinstance(x.type, ir.FloatType) else f"llvm.fma.v{x.type.count}f32"
+    kind = ir.FunctionType(x.type, [x.type] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x, y, z])
+
+
+def _lanes(builder: Any, pointer: Any, index: Any, mask: Any | None = None) -> Any:
+    """`LANES` numbers from an index on as fp32; zeros where a mask has no bit."""
+    element = pointer.type.pointee
+    vector = ir.VectorType(element, LANES)
+    at = builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+    size = 4 if isinstance(element, ir.FloatType) else element.width // 8
+    if mask is None:
+        value = builder.load(at)
+        value.align = size
+        return _widened(builder, value, LANES)
+    kind = ir.FunctionType(vector, [at.type, _INT, mask.type, vector])
+    name = f"llvm.masked.load.v{LANES}{'f32' if size == 4 else f'i{8 * size}'}.p0"
+    load = cgutils.get_or_insert_function(builder.module, kind, name)
+    value = builder.call(load, [at, _INT(size), mask, ir.Constant(vector, [0] * LANES)])
+    return _widened(builder, value, LANES)
+
+
+def _first(builder: Any, count: Any) -> Any:
+    """A mask of the first `count` lanes."""
+    vector = ir.VectorType(_INT, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), builder.trunc(count, _INT), _INT(0))
+    each = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(vector, [0] * LANES))
+    return builder.icmp_signed("<", ir.Constant(vector, list(range(LANES))), each)
+
+
+def _sum(builder: Any, vector: Any) -> Any:
+    """The sum of a vector's lanes: halves are added until one number is left."""
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        nothing = ir.Constant(vector.type, ir.Undefined)
+        parts = (ir.Constant(ir.VectorType(_INT, half), [*range(at, at + half)]) for at in (0, half))
+        vector = builder.fadd(*(builder.shuffle_vector(vector, nothing, part) for part in parts))
+    return builder.extract_element(vector, _INT(0))
+
+
+def _sums_of_products(builder: Any, xs: list[Any], ws: list[Any], start: list[Any], length: Any) -> list[Any]:
+    """For every x and every w the partial sums of their products along rows, added to `start`: one loop over the rows
+    that keeps all of them in registers.
+
+    Args:
+        xs, ws: pointers to rows of `length` numbers.
+        start: vectors, of each x for all ws.
+    """
+
+    def step(index: Any, sums: list[Any], mask: Any | None = None) -> list[Any]:
+        others = [_lanes(builder, w, index, mask) for w in ws]
+        found = []
+        for at, x in enumerate(xs):
+            own = _lanes(builder, x, index, mask)
+            found += [_fma(builder, own, w, sums[at * len(ws) + i]) for i, w in enumerate(others)]
+        return found
+
+    def phis(*incoming: tuple[Any, list[Any]]) -> list[Any]:
+        merged = [builder.phi(_VECTOR) for _ in start]
+        for block, values in incoming:
+            for phi, value in zip(merged, values, strict=True):
+                phi.add_incoming(value, block)
+        return merged
+
+    whole = builder.and_(length, _LONG(-LANES))
+    entry = builder.basic_block
+    loop, rest, tail, end = (builder.append_basic_block(name) for name in ("loop", "rest", "tail", "end"))
+    builder.cbranch(builder.icmp_signed(">", whole, _LONG(0)), loop, rest)
+    builder.position_at_end(loop)
+    index = builder.phi(_LONG)
+    index.add_incoming(_LONG(0), entry)
+    sums = phis((entry, start))
+    added = step(index, sums)
+    following = builder.add(index, _LONG(LANES))
+    index.add_incoming(following, loop)
+    for phi, value in zip(sums, added, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, whole), loop, rest)
+    builder.position_at_end(rest)
+    sums = phis((entry, start), (loop, added))
+    builder.cbranch(builder.icmp_signed("<", whole, length), tail, end)
+    builder.position_at_end(tail)
+    last = step(whole, sums, _first(builder, builder.sub(length, whole)))
+    builder.branch(end)
+    builder.position_at_end(end)
+    return phis((rest, sums), (tail, last))
+
+
+@intrinsic
+def dot(context, x, y, length):  # type: ignore[no-untyped-def]
+    """The sum of the products of two rows, fp32."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        x, y, length = args
+        return _sum(builder, _sums_of_products(builder, [x], [y], [_ZERO], length)[0])
+
+    return types.float32(x, y, types.int64), generate
+
+
+def tile(rows: int, columns: int, starts: bool = True, ends: bool = True) -> Any:
+    """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
+    out_stride, partial, length)`.
+
+    x is a pointer to fp32; w and out are pointers of any types, strides are in elements. Where w is int8, results are
+    multiplied by the scale of w's row. A tile may be cut along `length` without a change in bits: `partial` holds its
+    partial sums.
+
+    Args:
+        starts: it starts at 0, not from partial sums.
+        ends: it writes results, not partial sums.
+    """
+
+    @intrinsic
+    def product(context, x, x_stride, w, w_stride, scale, out, out_stride, partial, length):  # type: ignore[no-untyped-def]
+        long = types.int64
+
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            x, x_stride, w, w_stride, scale, out, out_stride, partial, length = args
+            xs = [builder.gep(x, [builder.mul(x_stride, _LONG(row))]) for row in range(rows)]
+            ws = [builder.gep(w, [builder.mul(w_stride, _LONG(column))]) for column in range(columns)]
+            places = [
+                builder.bitcast(builder.gep(partial, [_LONG(at * LANES)]), _VECTOR.as_pointer())
+                for at in range(rows * columns)
+            ]
+            start = [_ZERO] * len(places)
+            if not starts:
+                start = [builder.load(place, align=4) for place in places]
+            sums = _sums_of_products(builder, xs, ws, start, length)
+            for at, total in enumerate(sums):
+                if not ends:
+                    builder.store(total, places[at], align=4)
+                    continue
+                value, (row, column) = _sum(builder, total), divmod(at, columns)
+                if w.type.pointee == ir.IntType(8):
+                    value = builder.fmul(value, builder.load(builder.gep(scale, [_LONG(column)])))
+                place = builder.gep(out, [builder.add(builder.mul(out_stride, _LONG(row)), _LONG(column))])
+                builder.store(_narrowed(builder, value, out.type.pointee), place)
+            return context.get_dummy_value()
+
+        return types.void(x, long, w, long, _FLOATS, out, long, _FLOATS, long), generate
+
+    return product

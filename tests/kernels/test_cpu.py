@@ -1,0 +1,306 @@
+"""The operations that are compiled for the CPU at hand, held to fp64, to their twins, and to the promise that a row's
+bits depend on the row alone: not on its place, its neighbours, its address or the number of threads.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid.kernels import reference
+from hybrid.kernels.cpu import attention, delta_rule_step, elementwise, experts, matmul
+from support.tensors import ints, poisoned_pages, same_bits, starts_of
+
+DTYPES = [torch.float32, torch.bfloat16]
+PAIRS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.int8, torch.float32)]
+PAIRS += [(torch.int8, torch.bfloat16)]
+EPS = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads for the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def inside(x: Tensor, before: int = 3, after: int = 5) -> Tensor:
+    """The same numbers as a part of longer rows, NaN before and after."""
+    wide = x.new_full((*x.shape[:-1], before + x.shape[-1] + after), float("nan"))
+    view = wide[..., before : before + x.shape[-1]]
+    view.copy_(x)
+    return view
+
+
+def close(ours: Tensor, exact: Tensor, roundings: float = 4) -> None:
+    """Equal up to so many roundings to the type of `ours`."""
+    step = roundings * torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours.double(), exact.double(), rtol=step, atol=step)
+
+
+# Products
+
+
+def weight_of(outputs: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """A weight, and the scale of its rows if it has one."""
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, (outputs, inner), dtype=dtype), torch.rand(outputs) / 100
+    return inside(torch.randn(outputs, inner).to(dtype)), None
+
+
+SIZES = [(1, 7), (6, 160), (777, 161), (50, 33), (97, 1030), (100, 2 * matmul.LENGTH + 5)]
+"""(out, in)."""
+
+
+@pytest.mark.parametrize(("weight_dtype", "dtype"), PAIRS)
+@pytest.mark.parametrize(("outputs", "inner"), SIZES)
+def test_a_product_is_right_and_its_rows_are_by_themselves(
+    outputs: int, inner: int, weight_dtype: torch.dtype, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    weight, scale = weight_of(outputs, inner, weight_dtype)
+    rows = matmul.MANY_ROWS + 7
+    x = inside(torch.randn(rows, inner).to(dtype))
+    together = matmul.multiply(x, weight, scale)
+    factor = 1.0 if scale is None else scale.double()
+    exact, size = x.double() @ weight.double().t() * factor, x.double().abs() @ weight.double().abs().t() * factor
+    assert ((together.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size).all()
+    for count in (1, 2, 3, 4, 8, matmul.MANY_ROWS, rows):
+        threads(1 + count % 3)
+        order = torch.randperm(rows)[:count]
+        alone = torch.empty(count * inner + 1, dtype=dtype)[1:].view(count, inner).copy_(x[order])
+        assert same_bits(matmul.multiply(alone, weight, scale), together[order])
+
+
+def test_large_products_have_the_same_bits_on_any_number_of_threads(threads: Callable[[int], None]) -> None:
+    weight, x = torch.randn(1100, 700), torch.randn(5, 700)
+    results = []
+    for count in (1, 2, 3, 4):
+        threads(count)
+        results.append(matmul.multiply(x, weight))
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_so(dtype: torch.dtype) -> None:
+    x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [-float("inf"), 1.0]]).to(dtype)
+    one = torch.ones(1, 2, dtype=dtype)
+    product = matmul.multiply(x, one).squeeze(1)
+    assert product.isnan().tolist() == [True, False, False]
+    assert product[1:].tolist() == [float("inf"), -float("inf")]
+    for y in (
+        elementwise.silu_and_mul(x, x),
+        elementwise.sigmoid_and_mul(x, x),
+        elementwise.rms_norm(x, torch.ones(2), EPS),
+    ):
+        assert not y[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_experts_are_those_of_the_twin_and_of_each_pair_by_itself(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(5, 24, 33).to(dtype), torch.randn(40, 33).to(dtype)
+    chosen = torch.stack([torch.randperm(5)[:2] for _ in range(40)])
+    order, places, ends = reference.sort_by_expert(chosen, 5, 0)
+    together = experts.expert_linear(x, weight, order, ends, 2, 0, ())
+    twin = reference.expert_linear(x, weight, order, ends, 2, 0, ())
+    torch.testing.assert_close(together, twin, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+    for row in range(40):
+        own_order, own_places, own_ends = reference.sort_by_expert(chosen[row : row + 1], 5, 0)
+        alone = experts.expert_linear(x[row : row + 1], weight, own_order, own_ends, 2, 0, ())
+        assert same_bits(alone[own_places[0]], together[places[row]])
+
+
+# Rows
+
+
+SHAPES = [(7, 24), (1, 100), (3, 2500), (5, 3, 33), (64,), (400, 130)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_norms_agree_with_fp64(shape: tuple[int, ...], dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    def norm(x: Tensor) -> Tensor:
+        return x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+
+    x, scale = inside(torch.randn(shape).to(dtype)), torch.randn(shape[-1]) + 1
+    y = elementwise.rms_norm(x, scale, EPS)
+    close(y, norm(x) * scale.double())
+    other = torch.randn(shape).to(dtype)
+    total, z = elementwise.add_rms_norm(x, other, scale, EPS)
+    assert same_bits(total, other + x)
+    close(z, norm(total) * scale.double())
+    threads(3)
+    assert same_bits(elementwise.rms_norm(x, scale, EPS), y)
+    assert same_bits(elementwise.add_rms_norm(x, other, scale, EPS)[1], z)
+    assert same_bits(elementwise.rms_norm(x.flatten()[-shape[-1] :].clone(), scale, EPS), y.flatten()[-shape[-1] :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gates_agree_with_fp64(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, gate = inside(20 * torch.randn(shape).to(dtype)), 20 * torch.randn(shape).to(dtype)
+    weight = torch.randn(shape[-1]).to(dtype)
+    sigmoid = gate.double().sigmoid()
+    silu, product = elementwise.silu_and_mul(gate, x), elementwise.sigmoid_and_mul(x, gate)
+    close(silu, gate.double() * sigmoid * x.double(), 8)
+    close(product, x.double() * sigmoid, 8)
+    normalised = x.double() * (x.double().square().mean(-1, keepdim=True) + EPS).rsqrt()
+    close(elementwise.gated_rms_norm(x, gate, weight, EPS), weight.double() * normalised * gate.double() * sigmoid, 8)
+    last = shape[-1]
+    assert same_bits(elementwise.silu_and_mul(gate.flatten()[-last:], x.flatten()[-last:]), silu.flatten()[-last:])
+    assert same_bits(elementwise.silu_and_mul(gate[..., 1:], x[..., 1:]), silu[..., 1:])  # another place in a vector
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_comes_before_attention_agrees_with_its_twin(dtype: torch.dtype) -> None:
+    tokens, heads, kv_heads, size, rotary = 9, 6, 2, 40, 10
+    q = torch.randn(tokens, heads, 2 * size).to(dtype)[..., :size]
+    k, v = torch.randn(2, tokens, kv_heads, size).to(dtype)
+    scales, angles = torch.randn(2, size), torch.randn(tokens, rotary)
+    slots = ints([0, 1, -1, 9, 17, -1, 30, 31, 8])
+    ours, theirs = poisoned_pages(4, 8, kv_heads, size, dtype), poisoned_pages(4, 8, kv_heads, size, dtype)
+    rest = EPS, angles.cos().to(dtype), angles.sin().to(dtype)
+    y = elementwise.norm_rotate_store(q, k, v, *scales, *rest, ours, slots)
+    expected = reference.norm_rotate_store(q, k, v, *scales, *rest, theirs, slots)
+    close(y, expected, 8)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    close(ours.nan_to_num(), theirs.nan_to_num(), 8)
+    assert same_bits(ours[:, 1][~ours[:, 1].isnan()], theirs[:, 1][~theirs[:, 1].isnan()])
+    alone = elementwise.norm_rotate_store(
+        q[3:4], k[3:4], v[3:4], *scales, EPS, *(a[3:4] for a in rest[1:]), ours, slots[3:4]
+    )
+    assert same_bits(alone, y[3:4])
+
+
+# Decode steps
+
+
+def pages_of(lengths: list[int], page_size: int, heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Pages that hold sequences of these lengths, NaN elsewhere, and their block table in a mixed order."""
+    width = max(-(-length // page_size) for length in lengths)
+    order = torch.randperm(width * len(lengths) + 3)
+    cache, table = poisoned_pages(len(order), page_size, heads, size, dtype), torch.zeros(len(lengths), width).long()
+    for row, length in enumerate(lengths):
+        for page in range(-(-length // page_size)):
+            table[row, page] = order[row * width + page]
+            count = min(page_size, length - page * page_size)
+            cache[table[row, page], :, :count] = torch.randn(2, count, heads, size).to(dtype)
+    return cache, table
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 40), (4, 4, 64), (3, 1, 33)])
+def test_attention_of_a_token_agrees_with_its_twin_and_is_by_itself(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    lengths = [1, 8, 9, 75, 700]
+    cache, table = pages_of(lengths, 8, kv_heads, size, dtype)
+    query = 2 * torch.randn(5, heads, size).to(dtype)
+    rest = size**-0.5, 16
+    y = attention.paged_attention(query, cache, table, starts_of([1] * 5), ints(lengths), *rest)
+    expected = reference.paged_attention(
+        query.double(), cache.double(), table, starts_of([1] * 5), ints(lengths), *rest
+    )
+    close(y, expected, 16)
+    for count in (1, 2, 3):
+        threads(count)
+        assert same_bits(attention.paged_attention(query, cache, table, starts_of([1] * 5), ints(lengths), *rest), y)
+    for row in range(5):
+        alone = attention.paged_attention(
+            query[row : row + 1], cache, table[row : row + 1], starts_of([1]), ints(lengths[row : row + 1]), *rest
+        )
+        assert same_bits(alone, y[row : row + 1])
+
+
+def test_a_prompt_of_one_token_has_its_bits_beside_longer_ones() -> None:
+    cache, table = pages_of([20, 33, 17], 8, 2, 16, torch.float32)
+    query, starts = torch.randn(12, 4, 16), starts_of([1, 10, 1])
+    together = attention.paged_attention(query, cache, table, starts, ints([20, 33, 17]), 0.25, 16)
+    twin = reference.paged_attention(query, cache, table, starts, ints([20, 33, 17]), 0.25, 16)
+    torch.testing.assert_close(together, twin)
+    for row, (start, end), length in ((0, (0, 1), 20), (1, (1, 11), 33), (2, (11, 12), 17)):
+        part = table[row : row + 1], starts_of([end - start]), ints([length])
+        assert same_bits(attention.paged_attention(query[start:end], cache, *part, 0.25, 16), together[start:end])
+    empty = attention.paged_attention(query[:2], cache, table[:2], starts_of([1, 1]), ints([20, 0]), 0.25, 16)
+    assert same_bits(empty[0], together[0])
+    assert not empty[1].any()
+
+
+class Layer:
+    """A linear-attention layer's weights and pools."""
+
+    def __init__(self, heads: tuple[int, int], dims: tuple[int, int], width: int, dtype: torch.dtype) -> None:
+        (key_heads, value_heads), (key_dim, value_dim) = heads, dims
+        channels = 2 * key_heads * key_dim + value_heads * value_dim
+        self.heads, self.dtype, self.channels = value_heads, dtype, channels
+        self.weights = (
+            torch.randn(channels, width).to(dtype),
+            -4 * torch.rand(value_heads),
+            torch.randn(value_heads).to(dtype),
+        )
+        self.conv = torch.randn(8, 3, width - 1, channels).to(dtype)
+        self.recurrent = torch.randn(8, 3, value_heads, key_dim, value_dim)
+        self.conv[5:], self.recurrent[5:] = float("nan"), float("nan")
+
+    def tokens(self, count: int) -> tuple[Tensor, ...]:
+        gates = 3 * torch.randn(2, count, self.heads)
+        return inside(torch.randn(count, self.channels).to(self.dtype)), *gates.to(self.dtype)
+
+    def pools(self) -> tuple[Tensor, Tensor]:
+        """Copies of one layer's windows and states."""
+        return self.conv.clone()[:, 1], self.recurrent.clone()[:, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "dims", "width"), [((2, 4), (12, 20), 4), ((2, 6), (13, 11), 4), ((4, 4), (64, 64), 2)], ids=str
+)
+def test_a_decode_step_of_a_linear_layer_agrees_with_its_twin_and_is_by_itself(
+    heads: tuple[int, int], dims: tuple[int, int], width: int, dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    layer = Layer(heads, dims, width, dtype)
+    tokens, reads, writes = layer.tokens(3), ints([1, 2, 3]), ints([1, 5, 6])
+    ours, theirs = layer.pools(), layer.pools()
+    y = delta_rule_step.gated_delta_step(*tokens, *layer.weights, *ours, starts_of([1] * 3), reads, writes)
+    expected = reference.gated_delta_step(*tokens, *layer.weights, *theirs, starts_of([1] * 3), reads, writes)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0, equal_nan=True)
+    for row, count in ((2, 1), (1, 2), (0, 3)):
+        threads(count)
+        pools, own = layer.pools(), slice(row, row + 1)
+        arguments = (*(part[own] for part in tokens), *layer.weights, *pools, starts_of([1]), reads[own], writes[own])
+        assert same_bits(delta_rule_step.gated_delta_step(*arguments), y[own])
+        slot = int(writes[row])
+        assert all(same_bits(pool[slot], together[slot]) for pool, together in zip(pools, ours, strict=True))
+
+
+def test_tokens_that_follow_each_other_are_those_of_single_steps() -> None:
+    layer = Layer((2, 4), (12, 20), 4, torch.float32)
+    tokens, pools, one_by_one = layer.tokens(3), layer.pools(), layer.pools()
+    y = delta_rule_step.gated_delta_step(
+        *tokens, *layer.weights, *pools, starts_of([3]), ints([1, -1, 5]), ints([-1, 5, 6])
+    )
+    for at, (read, write) in enumerate(((1, 7), (7, 5), (5, 6))):
+        own = tuple(part[at : at + 1] for part in tokens)
+        step = delta_rule_step.gated_delta_step(
+            *own, *layer.weights, *one_by_one, starts_of([1]), ints([read]), ints([write])
+        )
+        assert same_bits(step, y[at : at + 1])
+    for pool, single in zip(pools, one_by_one, strict=True):
+        assert same_bits(pool[[5, 6]], single[[5, 6]])
+
+
+def test_types_that_are_not_compiled_are_computed_by_the_twins() -> None:
+    x, scale = torch.randn(3, 24).half(), torch.rand(24)
+    assert same_bits(elementwise.rms_norm(x, scale, EPS), reference.rms_norm(x, scale, EPS))
+    assert same_bits(elementwise.silu_and_mul(x, x), reference.silu_and_mul(x, x))
+    assert not matmul.can_multiply(torch.randn(8, 24).half(), torch.float16)
+    assert not matmul.can_multiply(torch.randn(24, 8).t(), torch.float32)
