@@ -35,7 +35,7 @@ def integer(name: str, value: object, low: int, high: int = MAX_INT, *, remedy: 
     Args:
         remedy: what else may be given, for the message.
     """
-    if isinstance(value, Integral) and not isinstance(value, bool) and low <= value <= high:
+    if isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high:
         return int(value)
     upper = f" to {high}" if high < MAX_INT else " on"
     raise ArgumentError(f"{name} must be an integer from {low}{upper}{remedy}; got {shown(value)}")

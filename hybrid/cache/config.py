@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Integral
 
 from hybrid import checks
 from hybrid.errors import ArgumentError, MemoryBudgetError
@@ -160,10 +160,13 @@ class CacheConfig:
                 return parse_memory(amount)
             except ArgumentError as error:
                 raise ArgumentError(f"CacheConfig: memory is {error}") from None
-        real = isinstance(amount, Real) and not isinstance(amount, bool) and 0 < amount < math.inf
-        if not real or (amount > 1 and amount != int(amount)):
+        try:
+            exact = checks.number("memory", amount)
+        except ArgumentError:
+            exact = -1.0
+        if not 0 < exact < math.inf or (exact > 1 and exact != int(exact)):
             raise ArgumentError(
                 "CacheConfig: memory must be a whole number of bytes, a string such as '512MiB' or '50%', or a "
                 f"fraction up to 1.0; got {checks.shown(amount)}"
             )
-        return float(amount) if not isinstance(amount, Integral) and amount <= 1 else int(amount)
+        return int(amount) if isinstance(amount, Integral) else exact if exact <= 1 else int(exact)
