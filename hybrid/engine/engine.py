@@ -125,6 +125,7 @@ class Engine:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        load_dtype: str | None = None,
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
         speculation: SpeculationConfig | str | None = None,
@@ -135,6 +136,9 @@ class Engine:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
             dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
+            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row and
+                take a byte each, experts aside; an answer then differs from that of the checkpoint, in the same way for
+                hits and cold runs. None: they have the type `dtype`.
             cache: settings of the cache.
             config: settings of the engine.
             speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
@@ -147,7 +151,7 @@ class Engine:
         """
         settings = cache if cache is not None else CacheConfig()
         _check_settings(settings, config)
-        loaded = load(model, device, dtype, settings.chunk_size)
+        loaded = load(model, device, dtype, settings.chunk_size, load_dtype)
         return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
 
     def with_cache(
