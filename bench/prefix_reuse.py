@@ -19,7 +19,7 @@ from common import Line, alternate, arguments, finish, machine, ratio, timed
 
 from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.engine.model_runner import Pending, Runner
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from hybrid.hf.torch_functions import use_torch_functions
 
 VOCAB = 8192

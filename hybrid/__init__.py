@@ -43,6 +43,8 @@ from hybrid.errors import (  # noqa: E402
 from hybrid.key import Key  # noqa: E402
 from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
+from hybrid.speculation.config import SpeculationConfig  # noqa: E402
+from hybrid.speculation.drafter import Drafter, History  # noqa: E402
 from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
 
 if TYPE_CHECKING:
@@ -59,11 +61,13 @@ __all__ = [
     "CacheStats",
     "CheckpointError",
     "ClosedError",
+    "Drafter",
     "Engine",
     "EngineConfig",
     "EngineStats",
     "Facts",
     "Histogram",
+    "History",
     "HybridCache",
     "HybridError",
     "Image",
@@ -83,6 +87,7 @@ __all__ = [
     "RequestOutput",
     "SamplingError",
     "SamplingParams",
+    "SpeculationConfig",
     "UnsupportedModelError",
     "Usage",
     "__version__",

@@ -9,9 +9,26 @@ from torch import Tensor, nn
 from hybrid.kernels.batch_invariant import RowBlocks
 
 
+class StateSteps(NamedTuple):
+    """Where the linear layers read and write the states of N decoded tokens.
+
+    Attributes:
+        starts: `[R + 1]` where the tokens of each request begin.
+        read: `[N]` the slot that a token continues from; -1: from the token before it.
+        write: `[N]` the slot that holds the state after it; -1: it is not kept.
+    """
+
+    starts: Tensor
+    read: Tensor
+    write: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The R requests of a batch that are of one kind: those that prefill, or those that decode.
+
+    A decoded token with drafts after it is, for attention, one request for each of these tokens: each of them sees
+    those up to itself, and is computed as it would be alone.
 
     Attributes:
         rows: their tokens within the batch.
@@ -21,6 +38,7 @@ class Group:
         state_read, state_write: `[R]` state slots. They are equal only for the request's own slot; -1 in
             `state_write`: no state is written.
         num_splits: maximum number of parts the keys of a request are split into; None: as many as keep the device busy.
+        run_starts: as `StateSteps.starts`, where there are drafts; None: every request has one token.
     """
 
     rows: slice
@@ -30,6 +48,13 @@ class Group:
     state_read: Tensor
     state_write: Tensor
     num_splits: int | None
+    run_starts: Tensor | None = None
+
+    @property
+    def steps(self) -> StateSteps:
+        """Where the linear layers read and write the states of decoded tokens."""
+        starts = self.cu_seqlens if self.run_starts is None else self.run_starts
+        return StateSteps(starts, self.state_read, self.state_write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +99,7 @@ class Adapted:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A packed batch of T new tokens: prefills first, then requests that decode, one token each.
+    """A packed batch of T new tokens: prefills first, then requests that decode, one token each and its drafts.
 
     All integers are int64.
 
@@ -90,6 +115,8 @@ class Batch:
             batch.
         rotary_positions: `[3, T]` rotary positions (time, height, width) if there are images; None: `positions`.
         embedded: the rows of images; None if there are none.
+        log: the linear layers append what their states of the decoded tokens are computed from, in the order of the
+            layers; None: it is not needed.
         adapted: the rows of each adapter.
     """
 
@@ -103,6 +130,7 @@ class Batch:
     blocks: RowBlocks | None
     rotary_positions: Tensor | None = None
     embedded: Embedded | None = None
+    log: list[tuple[Tensor, ...]] | None = None
     adapted: tuple[Adapted, ...] = ()
 
     @property

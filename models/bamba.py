@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
 from hybrid.kernels.reference.elementwise import rotate, silu, softplus
@@ -64,21 +64,33 @@ class Mamba2(nn.Module):
         dt = softplus(dt.float() + self.dt_bias.float()).clamp(*self.limits)
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
-        if self.rate is None:
-            self.rate = -self.A_log.float().exp()
         parts = []
         if (prompts := batch.prefills) is not None:
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
             y, b, c = self._split(state_space.biased_causal_conv1d(mixed[prompts.rows], *taps, conv, *slots))
-            rule = state_space.chunk_state_space(y, dt[prompts.rows], b, c, self.rate, recurrent, *slots, chunk_size)
+            rule = state_space.chunk_state_space(y, dt[prompts.rows], b, c, self._rate(), recurrent, *slots, chunk_size)
             parts.append(self._with_skip(rule, y))
         if (decodes := batch.decodes) is not None:
-            own = (decodes.state_read, decodes.state_write)
-            y, b, c = self._split(state_space.biased_causal_conv1d_update(mixed[decodes.rows], *taps, conv, *own))
-            rule = state_space.state_space_step(y, dt[decodes.rows], b, c, self.rate, recurrent, *own)
-            parts.append(self._with_skip(rule, y))
+            inputs = (mixed[decodes.rows], dt[decodes.rows])
+            if batch.log is not None:
+                batch.log.append(inputs)
+            parts.append(self.step(inputs, decodes.steps, state))
         total = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj(self.norm(total.flatten(1), gate), batch)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """The convolution and the rule for decoded tokens: `inputs` are the rows of `mixed` and `dt`."""
+        mixed, dt = inputs
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        weight, bias, slots = self.conv1d.weight.squeeze(1), self.conv1d.bias, (steps.read, steps.write)
+        y, b, c = self._split(state_space.biased_causal_conv1d_update(mixed, weight, bias, conv, *slots))
+        return self._with_skip(state_space.state_space_step(y, dt, b, c, self._rate(), recurrent, *slots), y)
+
+    def _rate(self) -> Tensor:
+        """`-exp(A_log)` in fp32, computed once."""
+        if self.rate is None:
+            self.rate = -self.A_log.float().exp()
+        return self.rate
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y, b, c = mixed.split(self.inner_widths, dim=-1)

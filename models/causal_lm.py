@@ -7,13 +7,13 @@ The class of a family makes its layers, lists their tensors per token and per se
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import Products, linear
 from hybrid.models.layers import Chosen, Linear, RMSNorm, Rotary
@@ -155,7 +155,23 @@ class CausalLM(nn.Module):
         rows = batch.sample_rows
         x = self.model.norm.of_sum(x[rows], residual[rows])[1]
         blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
-        return linear(x, self.lm_head.weight, blocks, self.lm_head.products).float()
+        return linear(x, self.lm_head.weight, blocks, self.lm_head.products, self.lm_head.scale).float()
+
+    @torch.inference_mode()
+    def replay(
+        self, log: Sequence[tuple[Tensor, ...]], rows: Tensor, steps: StateSteps, state: dict[str, Tensor]
+    ) -> None:
+        """Compute the states of some decoded tokens of a pass once more, and keep them.
+
+        Args:
+            log: the pass's `Batch.log`.
+            rows: `[N]` the tokens, among the decoded ones of the pass.
+            steps: where their states are read and written.
+            state: the state pool's tensors by name; written.
+        """
+        mixers = [layer.parts[1] for layer in self.model.layers if layer.is_linear]
+        for mixer, inputs in zip(mixers, log, strict=True):
+            mixer.step(tuple(part[rows] for part in inputs), steps, state)
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """The angles of a step's tokens.

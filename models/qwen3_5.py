@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.models.causal_lm import CausalLM
@@ -65,24 +65,22 @@ class GatedDeltaNet(nn.Module):
                 )
             )
         if decodes is not None:
-            tokens = decodes.rows
-            parts.append(
-                kernels.gated_delta_step(
-                    mixed[tokens],
-                    a[tokens],
-                    b[tokens],
-                    taps,
-                    self._rate(),
-                    self.dt_bias,
-                    conv,
-                    recurrent,
-                    decodes.cu_seqlens,
-                    decodes.state_read,
-                    decodes.state_write,
-                )
-            )
+            inputs = (mixed[decodes.rows], a[decodes.rows], b[decodes.rows])
+            if batch.log is not None:
+                batch.log.append(inputs)
+            parts.append(self.step(inputs, decodes.steps, state))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj(self.norm(y, gate).flatten(1), batch)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """The convolution and the rule for decoded tokens: `inputs` are the rows of `mixed`, `a` and `b`."""
+        mixed, a, b = inputs
+        conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        rates = (self.conv1d.weight.squeeze(1), self._rate(), self.dt_bias)
+        y: Tensor = kernels.gated_delta_step(
+            mixed, a, b, *rates, conv, recurrent, steps.starts, steps.read, steps.write
+        )
+        return y
 
     def _rate(self) -> Tensor:
         """`-exp(A_log)` in fp32, computed once."""

@@ -16,7 +16,7 @@ from hybrid import errors
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("hybrid/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("models/**/*.py")])
 
-ORDER = "kernels < words < tree, memory, prompts, models, observe < cache < engine, hf < serve < commands"
+ORDER = "kernels < words < tree, memory, prompts, models, observe < cache < speculation < engine, hf < serve < commands"
 """The rule of imports: a file imports from its own room and from rooms to the left of it, never from another room in
 the same place of the line. Words are the files of `hybrid/` itself."""
 
@@ -234,11 +234,13 @@ def test_the_public_names_are_these() -> None:
         "CacheStats",
         "CheckpointError",
         "ClosedError",
+        "Drafter",
         "Engine",
         "EngineConfig",
         "EngineStats",
         "Facts",
         "Histogram",
+        "History",
         "HybridCache",
         "HybridError",
         "Image",
@@ -258,6 +260,7 @@ def test_the_public_names_are_these() -> None:
         "RequestOutput",
         "SamplingError",
         "SamplingParams",
+        "SpeculationConfig",
         "UnsupportedModelError",
         "Usage",
         "__version__",

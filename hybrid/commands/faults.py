@@ -128,8 +128,8 @@ class OverflowingPending:
         """One result per part."""
         results = self.pending.wait()
         at = self.at % len(results)
-        if results[at].token is not None:
-            results[at] = results[at]._replace(token=OVERFLOW)
+        if results[at].tokens:
+            results[at] = results[at]._replace(tokens=(*results[at].tokens[:-1], OVERFLOW))
         return results
 
 

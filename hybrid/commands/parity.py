@@ -6,7 +6,6 @@ Logits are compared with transformers' own model, and hits with cold runs, bit b
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,94 +19,21 @@ from rich.table import Table
 from hybrid.cache.config import CacheConfig
 from hybrid.commands.arguments import integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
+from hybrid.commands.judge import ANSWER, Check, Judge
+from hybrid.commands.parity_drafts import drafts
 from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.engine.scheduler import Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.kernels.batch_invariant import seconds_of
 from hybrid.models.loading import open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
 
 TOLERANCE = 1e-4
 """Largest difference allowed between a logit and transformers', as a fraction of the logits' range."""
-
-ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the table.
-
-    Attributes:
-        passed: whether it holds.
-        hit_tokens: prompt tokens that the warm runs did not compute, None where hits do not matter. A scenario without
-            hits fails.
-        detail: the measurement in words.
-    """
-
-    name: str
-    passed: bool
-    hit_tokens: int | None
-    detail: str
-
-
-class Judge:
-    """Runs requests warm, and each of them cold and alone, and compares.
-
-    Args:
-        engine: its weights are used; every scenario gets a cache of its own.
-        seed: of the random prompts.
-    """
-
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
-        self.engine: Engine = engine
-        self._random = random.Random(seed)
-        config = engine.cache.config
-        self.grid: int = config.grid
-        self._config = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True)
-        self._cold = engine.with_cache(
-            CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, enabled=False),
-            size=(256, 16),
-        )
-
-    def ids(self, count: int) -> list[int]:
-        """Random token ids."""
-        return [self._random.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
-
-    def warm(self, pages: int = 256, states: int = 64) -> Engine:
-        """An engine with an empty cache of its own: one budget, the size of `pages` and `states`."""
-        page_bytes, state_bytes = self.engine.cache.unit_bytes
-        return self.engine.with_cache(replace(self._config, memory=pages * page_bytes + states * state_bytes))
-
-    def differences(self, outputs: list[RequestOutput]) -> list[str]:
-        """The outputs that differ from a cold run of the same prompt alone, in a token or in a log-probability."""
-        wrong = []
-        for output in outputs:
-            cold = self._cold.generate([output.prompt_token_ids], ANSWER, progress=False)[0]
-            assert cold.usage.cached_tokens == 0
-            if cold.token_ids != output.token_ids:
-                wrong.append(f"{output.request_id}: tokens differ")
-            elif cold.logprobs != output.logprobs:
-                wrong.append(f"{output.request_id}: log-probabilities differ")
-        return wrong
-
-    def check(self, name: str, outputs: list[RequestOutput], *conditions: tuple[str, bool]) -> Check:
-        """A scenario passes if its outputs equal cold runs, something was hit, and its own conditions hold.
-
-        Args:
-            conditions: (message, holds) of each further condition.
-        """
-        hits = sum(output.usage.cached_tokens for output in outputs)
-        wrong = (
-            self.differences(outputs)
-            + ([] if hits else ["nothing was hit"])
-            + [message for message, holds in conditions if not holds]
-        )
-        detail = "; ".join(wrong) if wrong else f"{len(outputs)} requests, bitwise equal"
-        return Check(name, not wrong, hits, detail)
 
 
 def repeated_prompt(judge: Judge) -> Check:
@@ -317,7 +243,8 @@ def run_parity(model: str | Path, seed: int = 0) -> Parity:
     engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
     judge = Judge(engine, seed)
     checks = against_transformers(engine, open_checkpoint(model).path, judge)
-    return Parity(checks + [scenario(judge) for scenario in SCENARIOS], product_costs(engine))
+    checks += [scenario(judge) for scenario in SCENARIOS]
+    return Parity(checks + drafts(judge), product_costs(engine))
 
 
 def run_all_families(seed: int = 0) -> dict[str, Parity]:

@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,12 +34,15 @@ from hybrid.commands.faults import (
     failing_allocations,
     nan_logits,
 )
-from hybrid.commands.toy_model import CONFIG, ToyRunner, toy_tokenizer
+from hybrid.commands.liar import Liar, right_in_the_toy_model
+from hybrid.commands.toy_model import CONFIG, VOCAB_SIZE, ToyRunner, toy_tokenizer
 from hybrid.commands.workload import Report, Stress
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.memory.memory import CacheMemory
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.drafter import History
 from hybrid.tree.policies import POLICIES
 
 GRID = 16
@@ -66,6 +70,16 @@ def limits(seed: int) -> EngineConfig:
     return replace(LIMITS, overlap=seed // 4 % 2 == 1)
 
 
+def speculation(
+    seed: int, vocab_size: int, right: Callable[[History, int], list[int]] | None = None
+) -> SpeculationConfig | None:
+    """The drafters of a run. Of sixteen seeds the last eight draft: what was cached, and lies; right tokens where they
+    are known."""
+    if seed // 8 % 2 == 0:
+        return None
+    return SpeculationConfig(drafters=("cache", Liar(seed, vocab_size, right or (lambda *_: []))), adaptive=False)
+
+
 def toy_engine(seed: int, faults: Faults) -> tuple[Engine, ToyRunner]:
     """A tiny engine on the toy model."""
     toy = ToyRunner(GRID, faults.make_nan)
@@ -75,7 +89,8 @@ def toy_engine(seed: int, faults: Faults) -> tuple[Engine, ToyRunner]:
         memory = CacheMemory.of_indices(PAGES, STATES)
     loaded = LoadedModel(model=SimpleNamespace(config=CONFIG), device=torch.device("cpu"), tokenizer=toy_tokenizer())
     cache = HybridCache(memory, cache_config(seed))
-    return Engine(loaded, cache, limits(seed), runner=FaultyRunner(toy, faults)), toy
+    drafts = speculation(seed, VOCAB_SIZE, right_in_the_toy_model)
+    return Engine(loaded, cache, limits(seed), runner=FaultyRunner(toy, faults), speculation=drafts), toy
 
 
 def model_engine(model: str | Path, seed: int, faults: Faults) -> Engine:
@@ -87,7 +102,8 @@ def model_engine(model: str | Path, seed: int, faults: Faults) -> Engine:
         engine = engine.with_cache(replace(config, memory=PAGES * page_bytes + STATES * state_bytes))
     else:
         engine = engine.with_cache(config, size=(PAGES, STATES))
-    return Engine(engine.loaded, engine.cache, engine.config, runner=FaultyRunner(engine.runner, faults))
+    runner, drafts = FaultyRunner(engine.runner, faults), speculation(seed, engine.model.config.vocab_size)
+    return Engine(engine.loaded, engine.cache, engine.config, runner=runner, speculation=drafts)
 
 
 def run_stress(
@@ -104,7 +120,7 @@ def run_stress(
 
     Args:
         model: a checkpoint, or None for the toy model.
-        seed: of the requests and faults; also selects mode, memory, policy and overlap.
+        seed: of the requests and faults; also selects mode, memory, policy, overlap and drafts.
         seconds: duration.
         operations: stop after this number of operations instead.
         progress: show a progress bar; None: when there is a terminal.
@@ -150,7 +166,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=integer(0),
         default=0,
-        help="of requests and failures; it also selects mode (odd: not deterministic), memory, policy and overlap",
+        help="of requests and failures; it also selects mode (odd: not deterministic), memory, policy, overlap and "
+        "drafts (8 to 15)",
     )
 
 

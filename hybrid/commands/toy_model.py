@@ -17,10 +17,11 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models
 
 from hybrid.engine.model_runner import Result
-from hybrid.engine.scheduler import Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.prompts.images import ImagePrompt, Media
+from hybrid.speculation.drafts import Drafts, accepted
 from hybrid.units import ceil_div
 
 VOCAB_SIZE = 50
@@ -99,11 +100,12 @@ class ToyRunner:
     def _compute(self, part: Part) -> Result:
         lease, start = part.lease, part.start * TOKEN_BYTES
         request = part.request
-        ids = request.ids.tobytes() if request.media is None else request.key().ids
-        ids = ids[: part.end * TOKEN_BYTES]
+        known = request.ids[: part.end] + array("i", part.drafts.tokens if part.drafts is not None else ())
+        drafted = known.tobytes() if request.media is None else request.media.key(known, "").ids
+        ids = drafted[: part.end * TOKEN_BYTES]
         state = self.states.get(lease.read_slot)
         is_broken = self._is_broken()
-        self._write_pages(part, ids)
+        self._write_pages(part, drafted)
         self.wrong_contents += self._read_pages(part) != ids or state != zlib.crc32(ids[:start])
         for checkpoint in lease.captured:
             if part.start < checkpoint.num_tokens <= part.end:
@@ -113,8 +115,26 @@ class ToyRunner:
         slot = lease.back if part.swaps else lease.front
         assert slot is not None
         self.states[slot] = after
-        token = after % VOCAB_SIZE if part.samples and after is not None else None
-        return Result(after is not None, token, None)
+        if part.drafts is not None and after is not None:
+            return Result(True, self._verify(part, part.drafts, after, drafted[len(ids) :]))
+        return Result(after is not None, (after % VOCAB_SIZE,) if part.samples and after is not None else ())
+
+    def _verify(self, part: Part, drafts: Drafts, state: int, ids: bytes) -> tuple[int, ...]:
+        """Accept drafts, and keep the states after them as `hybrid.engine.verification` says. Returns the tokens."""
+        states = [state]
+        for at in range(len(drafts)):
+            states.append(zlib.crc32(ids[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES], states[-1]))
+        sampled = [each % VOCAB_SIZE for each in states]
+        count = len(accepted(drafts, sampled, lambda token: part.request.is_end(token, frozenset())))
+        front, back = (part.lease.back, part.lease.front) if part.swaps else (part.lease.front, part.lease.back)
+        assert front is not None
+        boundary = part.boundary_before(part.end + count)
+        if boundary is None:
+            self.states[front] = states[count]
+        else:
+            assert back is not None
+            self.states[front], self.states[back] = states[boundary - part.end], states[count]
+        return tuple(sampled[: count + 1])
 
     def _write_pages(self, part: Part, ids: bytes) -> None:
         """Write the tokens of a part to the pages that are its lease's own."""

@@ -17,11 +17,13 @@ from tqdm import tqdm
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.pins import Pin
+from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters
 from hybrid.engine.build import LoadedModel, build_cache, is_deterministic, load
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
-from hybrid.engine.intake import Intake
+from hybrid.engine.drafting import Drafting
+from hybrid.engine.intake import Intake, params_of_each
 from hybrid.engine.model_runner import ModelRunner, Runner
 from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Request
@@ -32,6 +34,8 @@ from hybrid.engine.step_loop import StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.speculator import make_speculator
 
 OTHER_THREAD = (
     "another thread owns this engine, and an engine is used by one thread. With asyncio, or for requests from several "
@@ -54,6 +58,7 @@ class Engine:
         cache: an empty cache for the model.
         config: limits of requests and steps.
         runner: computes the steps; None: a `ModelRunner` with the model.
+        speculation: how tokens are drafted, as in `from_pretrained`.
 
     Attributes:
         loaded: the model, its tokenizer, and its defaults.
@@ -61,6 +66,7 @@ class Engine:
         config: as given.
         deterministic: the outputs of hits are bitwise those of cold runs.
         scheduler: the requests that wait and run.
+        speculation: how tokens are drafted; None: they are not.
         adapters: LoRA adapters by name; `load` and `unload` them at any time.
     """
 
@@ -71,13 +77,17 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         runner: Runner | None = None,
+        speculation: SpeculationConfig | str | None = None,
     ) -> None:
         self.loaded = loaded
         self.cache = cache
         self.config: EngineConfig = config or EngineConfig()
         self.config.require_chunk(cache.config.chunk_size)
         self.deterministic: bool = is_deterministic(cache.config, loaded.device)
-        self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic)
+        self.speculation: SpeculationConfig | None = SpeculationConfig.of(speculation)
+        speculator = make_speculator(self.speculation, cache, loaded.model.config.vocab_size)
+        drafting = Drafting(speculator, cache, self.config, self.deterministic) if speculator is not None else None
+        self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
         # without a device of its own, nothing is computed while the next step is scheduled
         overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
         self._steps = StepLoop(
@@ -106,7 +116,7 @@ class Engine:
         graphs = None
         if device.type == "cuda" and not self.config.enforce_eager and model.decode_can_be_recorded:
             graphs = DecodeGraphs(model, self.cache.kv, self.cache.state_tensors, device)
-        return ModelRunner(model, self.cache, device, self.deterministic, graphs)
+        return ModelRunner(model, self.cache, device, self.deterministic, graphs, self.loaded.end_tokens)
 
     @classmethod
     def from_pretrained(
@@ -115,8 +125,10 @@ class Engine:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        load_dtype: str | None = None,
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
+        speculation: SpeculationConfig | str | None = None,
     ) -> Engine:
         """Load a checkpoint with its tokenizer, and allocate its cache.
 
@@ -124,17 +136,23 @@ class Engine:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
             dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
+            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row and
+                take a byte each, experts aside; an answer then differs from that of the checkpoint, in the same way for
+                hits and cold runs. None: they have the type `dtype`.
             cache: settings of the cache.
             config: settings of the engine.
+            speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
+                next where it was cached), or a `SpeculationConfig`; None: nothing is drafted.
 
         Raises:
             CheckpointError: there is no usable checkpoint.
             MemoryBudgetError: the cache's memory does not suffice.
             ArgumentError: another argument is wrong.
         """
-        settings = cache or CacheConfig()
-        loaded = load(model, device, dtype, settings.chunk_size)
-        return cls(loaded, build_cache(loaded, settings), config)
+        settings = cache if cache is not None else CacheConfig()
+        _check_settings(settings, config)
+        loaded = load(model, device, dtype, settings.chunk_size, load_dtype)
+        return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
 
     def with_cache(
         self,
@@ -142,6 +160,7 @@ class Engine:
         size: tuple[int, int] | None = None,
         *,
         config: EngineConfig | None = None,
+        speculation: SpeculationConfig | str | None = None,
     ) -> Engine:
         """Another engine on the same weights, with a cache of its own.
 
@@ -149,16 +168,19 @@ class Engine:
             cache: its settings. `chunk_size` must be this engine's: the model was loaded with it.
             size: numbers of pages and of state slots of the cache, instead of `cache.memory`.
             config: settings of the engine; None: this engine's.
+            speculation: as in `from_pretrained`.
 
         Raises:
             ArgumentError: another chunk size.
             MemoryBudgetError: the memory does not suffice.
         """
+        _check_settings(cache, config)
         if cache.chunk_size != self.cache.config.chunk_size:
             raise ArgumentError(
                 f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
             )
-        return Engine(self.loaded, build_cache(self.loaded, cache, size), config or self.config)
+        made = build_cache(self.loaded, cache, size)
+        return Engine(self.loaded, made, config or self.config, speculation=speculation)
 
     @property
     def runner(self) -> Runner:
@@ -215,11 +237,7 @@ class Engine:
         """
         self._claim()
         many = as_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
-        if len(each) != len(many):
-            raise ArgumentError(
-                f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each"
-            )
+        each = params_of_each(params, len(many))
         outputs = Outputs()
         requests = [self._request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
@@ -397,6 +415,7 @@ class Engine:
             bytes_free=bytes_free,
             time_to_first_token=meter.first_token.histogram(),
             time_between_tokens=meter.between_tokens.histogram(),
+            speculation=scheduler.drafting.stats if scheduler.drafting is not None else {},
         )
 
     def close(self) -> None:
@@ -463,3 +482,10 @@ class Engine:
         """Release a pin. One that was released before stays so."""
         with deferred_interrupts():
             self.cache.unpin(pin)
+
+
+def _check_settings(cache: object, config: object) -> None:
+    if not isinstance(cache, CacheConfig):
+        raise ArgumentError(f"cache must be a CacheConfig, such as CacheConfig(memory='4GiB'); got {shown(cache)}")
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ArgumentError(f"config must be an EngineConfig, or None; got {shown(config)}")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from hybrid.engine.request import Request
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from hybrid.interrupts import DeferredInterrupts
 
 

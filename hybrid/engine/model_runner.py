@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from hybrid.batch import StateSteps
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import DecodeGraphs
-from hybrid.engine.planner import Padding, Plan, plan
+from hybrid.engine.planner import Padding, Plan, SampledRows, plan
 from hybrid.engine.sampler import Logprobs, sample, sample_edited, token_logprobs
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
+from hybrid.engine.verification import Replay, Verification
 
 NOT_FINITE = -2
 """In the place of the token of a row of logits with NaN or infinity."""
@@ -28,13 +31,19 @@ class Result(NamedTuple):
 
     Attributes:
         is_finite: its logits and the checkpoints that it wrote hold no NaN and no infinity.
-        token: the next token, or `NO_TOKEN`; None: the part does not end with the last known token.
-        logprobs: `{token_id: logprob}`; None unless requested.
+        tokens: the drafts that were accepted, and the token after them, or `NO_TOKEN`; empty: the part does not end
+            with the last known token.
+        logprobs: `{token_id: logprob}` of each token; None unless requested.
     """
 
     is_finite: bool
-    token: int | None
-    logprobs: dict[int, float] | None
+    tokens: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...] | None = None
+
+    @property
+    def num_accepted(self) -> int:
+        """Number of drafts that were accepted."""
+        return max(0, len(self.tokens) - 1)
 
 
 class Pending(Protocol):
@@ -59,22 +68,22 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class PendingTokens:
-    """A pass on the model's device, of S parts that write C checkpoints.
+    """A pass on the model's device, of parts with S rows of logits that write C checkpoints.
 
     Attributes:
-        tokens: `[S]` the next token of every part, or `NO_TOKEN`.
-        finite: `[S]` whether the logits of a part are finite.
-        samples: `[S]` whether the token of a part is wanted.
-        num_logprobs: `[S]` the number of log-probabilities requested for each part; None: none.
-        logprobs: of all parts; None: not requested.
+        tokens: `[S]` the token after every row, or `NO_TOKEN`.
+        finite: `[S]` whether the logits of a row are finite.
+        parts: the rows of each part.
+        verification: which drafts are accepted, and what is done with them; None: there are no drafts.
+        logprobs: of all rows; None: not requested.
         writers: `[C]` the parts that write the checkpoints.
         finite_checkpoints: `[C]` whether the checkpoints are finite; None: there are none.
     """
 
     tokens: Tensor
     finite: Tensor
-    samples: Sequence[bool]
-    num_logprobs: Sequence[int | None]
+    parts: Sequence[SampledRows]
+    verification: Verification | None = None
     logprobs: Logprobs | None = None
     writers: Sequence[int] = ()
     finite_checkpoints: Tensor | None = None
@@ -82,29 +91,36 @@ class PendingTokens:
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
         tokens = torch.where(self.finite, self.tokens, NOT_FINITE).tolist()
-        bad = {row for row, token in enumerate(tokens) if token == NOT_FINITE}
+        bad: set[int] = set()
         if self.finite_checkpoints is not None:
             checks = zip(self.writers, self.finite_checkpoints.tolist(), strict=True)
-            bad |= {row for row, is_finite in checks if not is_finite}
-        rows = zip(tokens, self.samples, self._logprobs(tokens), strict=True)
-        return [
-            Result(row not in bad, token if samples else None, known)
-            for row, (token, samples, known) in enumerate(rows)
-        ]
+            bad = {part for part, is_finite in checks if not is_finite}
+        logprobs = [values.tolist() for values in self.logprobs] if self.logprobs is not None else None
+        results: list[Result] = []
+        paths: list[list[int]] = []
+        start = 0
+        for index, part in enumerate(self.parts):
+            own = tokens[start : start + part.count]
+            path = self.verification.path(index, own) if self.verification is not None else []
+            rows = [0, *(draft + 1 for draft in path)]
+            is_finite = index not in bad and NOT_FINITE not in (own[row] for row in rows)
+            paths.append(path if is_finite else [])
+            known = None
+            if logprobs is not None and part.num_logprobs is not None:
+                known = tuple(_logprobs_of(logprobs, start + row, own[row], part.num_logprobs) for row in rows)
+            results.append(Result(is_finite, tuple(own[row] for row in rows) if part.samples else (), known))
+            start += part.count
+        if self.verification is not None:
+            self.verification.keep(paths)
+        return results
 
-    def _logprobs(self, tokens: list[int]) -> list[dict[int, float] | None]:
-        if self.logprobs is None:
-            return [None] * len(tokens)
-        values, most_likely, chosen = (part.tolist() for part in self.logprobs)
-        found: list[dict[int, float] | None] = []
-        for row, (token, count) in enumerate(zip(tokens, self.num_logprobs, strict=True)):
-            if count is None:
-                found.append(None)
-                continue
-            known = dict(zip(most_likely[row][:count], values[row][:count], strict=True))
-            known.setdefault(token, chosen[row])
-            found.append(known)
-        return found
+
+def _logprobs_of(logprobs: list[Any], row: int, token: int, count: int) -> dict[int, float]:
+    """`{token_id: logprob}` of a row."""
+    values, most_likely, chosen = logprobs
+    known = dict(zip(most_likely[row][:count], values[row][:count], strict=True))
+    known.setdefault(token, chosen[row])
+    return known
 
 
 class ModelRunner:
@@ -116,50 +132,66 @@ class ModelRunner:
         device: of the model.
         deterministic: results must not depend on the rest of the batch.
         graphs: CUDA graphs for steps without prompt parts; None: every step is launched kernel by kernel.
+        end_tokens: the model's tokens that end an answer.
     """
 
     def __init__(
-        self, model: Any, cache: HybridCache, device: torch.device, deterministic: bool, graphs: DecodeGraphs | None
+        self,
+        model: Any,
+        cache: HybridCache,
+        device: torch.device,
+        deterministic: bool,
+        graphs: DecodeGraphs | None,
+        end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.model: Any = model
         self.graphs = graphs
         self._cache = cache
         self._device = device
         self._deterministic = deterministic
+        self._end_tokens = end_tokens
 
     def plan(self, step: Step) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
-        padding = None
-        if self.graphs is not None and not any(
-            part.is_prefill or part.request.media or part.request.adapter for part in step.parts
-        ):
+        padding, needs_launches = (
+            None,
+            step.has_drafts
+            or any(part.is_prefill or part.request.media or part.request.adapter for part in step.parts),
+        )
+        if self.graphs is not None and not needs_launches:
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
         config, on_gpu = self._cache.config, self._device.type == "cuda"
         return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, pin=on_gpu)
 
     def launch(self, plan: Plan) -> PendingTokens:
         """Give a plan to the device, without waiting for the results."""
+        verification = None
         if self.graphs is not None and plan.is_padded:
             logits, sampling = self.graphs.run(plan)
         else:
             batch, sampling = plan.on(self._device)
             logits = self.model(batch, self._cache.kv, self._cache.state_tensors)
+            if batch.log is not None:
+                verification = Verification(plan.parts, self._end_tokens, partial(self._replay, batch.log))
         finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
         tokens = sample(logits, sampling) if plan.edits is None else sample_edited(logits, plan.edits, sampling)
-        num_parts = len(plan.samples)
-        most = max((count for count in plan.num_logprobs if count is not None), default=None)
+        rows = slice(sum(part.count for part in plan.sampled))
+        most = max((part.num_logprobs for part in plan.sampled if part.num_logprobs is not None), default=None)
         checkpoints = plan.checkpoint_slots
         return PendingTokens(
-            tokens[:num_parts],
-            finite[:num_parts],
-            plan.samples,
-            plan.num_logprobs,
-            logprobs=None
-            if most is None
-            else token_logprobs(logits[:num_parts], tokens[:num_parts].clamp(min=0), most),
+            tokens[rows],
+            finite[rows],
+            plan.sampled,
+            verification,
+            logprobs=None if most is None else token_logprobs(logits[rows], tokens[rows].clamp(min=0), most),
             writers=[row for row, _ in checkpoints],
             finite_checkpoints=self._are_finite([slot for _, slot in checkpoints]) if checkpoints else None,
         )
+
+    def _replay(self, log: list[tuple[Tensor, ...]], replay: Replay) -> None:
+        """Keep the states after drafts that were accepted."""
+        rows, *steps = (torch.tensor(numbers, device=self._device) for numbers in replay)
+        self.model.replay(log, rows, StateSteps(*steps), self._cache.state_tensors)
 
     def _are_finite(self, slots: list[int]) -> Tensor:
         """`[C]` whether the states in these slots are finite."""

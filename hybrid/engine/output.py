@@ -18,12 +18,16 @@ class Usage:
         cached_tokens: prompt tokens that were not computed (the usable hit).
         page_tokens: prompt tokens whose pages were cached (the page hit).
         completion_tokens: tokens of the answer.
+        drafted_tokens: drafts that were computed for the answer.
+        accepted_tokens: of these, those that were what came next.
     """
 
     prompt_tokens: int
     cached_tokens: int
     page_tokens: int
     completion_tokens: int
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group
 from hybrid.engine.constraints import Edits
-from hybrid.engine.sampler import SamplingRows, sampling_numbers
-from hybrid.engine.scheduler import Part, Step
+from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
+from hybrid.engine.step import Part, Step
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.models.adapters import Adapter
+from hybrid.speculation.drafts import Drafts
 
 BATCH_INVARIANT_SPLITS = 16
 """Number of pieces into which the keys of a decoded token are split when results must not depend on the batch."""
@@ -37,6 +38,29 @@ ALIGNMENT = 2
 
 MIN_WIDTH = 16
 """Width of the narrowest block table of a padded plan, in pages."""
+
+
+class SampledRows(NamedTuple):
+    """The rows of logits of one part: one for its last known token, and one for each draft after it.
+
+    Attributes:
+        samples: the token after its last known one is wanted.
+        num_logprobs: number of log-probabilities that are requested; None: none.
+        drafts: the drafts.
+        count: number of rows.
+    """
+
+    samples: bool
+    num_logprobs: int | None = None
+    drafts: Drafts | None = None
+    count: int = 1
+
+    @classmethod
+    def of(cls, part: Part) -> SampledRows:
+        """Those of a part."""
+        samples = part.samples
+        count = part.request.params.logprobs if samples else None
+        return cls(samples, count, part.drafts, part.num_rows - (part.end - part.start) + 1)
 
 
 class Padding(NamedTuple):
@@ -84,8 +108,8 @@ class Plan:
         num_prefill_tokens: tokens of prompt parts.
         blocks: as in the batch.
         embeddings: of the rows of images, in pieces.
-        samples: for each part, without padding, whether its last token is followed by a new one.
-        num_logprobs: for each part the number of log-probabilities that are requested; None: none.
+        parts: of the step.
+        sampled: the rows of logits of each part, without padding.
         is_padded: it is padded to one of few shapes.
         edits: what is done to the logits before tokens are chosen; None: nothing.
         adapted: the adapters of the step, with the blocks of their rows.
@@ -97,8 +121,8 @@ class Plan:
     num_prefill_tokens: int
     blocks: RowBlocks | None
     embeddings: tuple[Tensor, ...]
-    samples: tuple[bool, ...]
-    num_logprobs: tuple[int | None, ...]
+    parts: tuple[Part, ...]
+    sampled: tuple[SampledRows, ...]
     is_padded: bool
     edits: Edits | None = None
     adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
@@ -118,6 +142,11 @@ class Plan:
         numbers = self.numbers.to(device, non_blocking=True)
         return self.batch(numbers), self.sampling(numbers)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the pass computes drafts."""
+        return "decodes.run_starts" in self.layout
+
     def batch(self, numbers: Tensor) -> Batch:
         """The batch as views of numbers of this layout."""
 
@@ -135,6 +164,7 @@ class Plan:
                 state_read=view(f"{kind}.state_read"),
                 state_write=view(f"{kind}.state_write"),
                 num_splits=self.splits[kind],
+                run_starts=view(f"{kind}.run_starts") if f"{kind}.run_starts" in self.layout else None,
             )
 
         return Batch(
@@ -148,6 +178,7 @@ class Plan:
             blocks=self.blocks,
             rotary_positions=view("rotary_positions") if "rotary_positions" in self.layout else None,
             embedded=Embedded(view("embedded_rows"), self._embeddings(numbers.device)) if self.embeddings else None,
+            log=[] if self.has_drafts else None,
             adapted=tuple(
                 Adapted(view(f"adapted.{index}"), blocks, adapter.weights)
                 for index, (adapter, blocks) in enumerate(self.adapted)
@@ -203,24 +234,23 @@ def plan(
     prefills, decodes = parts[:num_prefills], parts[num_prefills:]
     filler = padding.rows - len(parts) if padding is not None else 0
     width = padding.width if padding is not None else 0
-    starts = [0, *accumulate(part.end - part.start for part in parts)]
+    starts = [0, *accumulate(part.num_rows for part in parts)]
     pieces, num_tokens = _Pieces(), starts[-1] + filler
-    positions = [position for part in parts for position in range(part.start, part.end)]
+    positions = [position for part in parts for position in range(part.start, part.start + part.num_rows)]
     _add_tokens(pieces, parts, positions, page_size, filler)
-    pieces.add("sample_rows", [end - 1 for end in starts[1:]] + [0] * filler, (len(parts) + filler,))
+    sampled = tuple(SampledRows.of(part) for part in parts)
+    rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in range(end - own.count, end)]
+    pieces.add("sample_rows", rows + [0] * filler, (len(rows) + filler,))
     embeddings = _add_media(pieces, parts, starts, positions) if any(part.request.media for part in parts) else ()
     splits: dict[str, int | None] = {}
     if prefills:
         splits["prefills"] = 1 if deterministic else None
-        _add_group(pieces, "prefills", prefills, starts[: num_prefills + 1], 0, 0)
+        _add_prefills(pieces, prefills, starts[: num_prefills + 1])
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_group(pieces, "decodes", decodes, range(len(decodes) + filler + 1), filler, width)
-    samples = tuple(part.samples for part in parts)
-    rows = [part.request.sample_row() if part.samples else None for part in parts]
-    sampling = sampling_numbers(rows + [None] * filler)
-    if sampling is not None:
-        pieces.add(SAMPLING, sampling, (len(sampling), len(sampling[0])), np.float64)
+        _add_decodes(pieces, decodes, filler, width)
+    choices = _choices(parts, sampled)
+    _add_sampling(pieces, choices + [None] * filler)
     block_rows = chunk_size if deterministic else None
     adapted = _add_adapted(pieces, parts, starts, block_rows) if any(part.request.adapter for part in parts) else ()
     numbers = torch.from_numpy(np.concatenate(pieces.numbers))
@@ -234,11 +264,11 @@ def plan(
         starts[num_prefills],
         blocks,
         embeddings,
-        samples=samples,
-        num_logprobs=tuple(part.request.params.logprobs if part.samples else None for part in parts),
+        parts=tuple(parts),
+        sampled=sampled,
         is_padded=padding is not None,
         adapted=adapted,
-        edits=Edits.of([row.edits if row is not None else None for row in rows]),
+        edits=Edits.of([row.edits if row is not None else None for row in choices]),
     )
 
 
@@ -249,15 +279,15 @@ def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_s
     checkpoints: list[tuple[int, int, int]] = []
     for row, part in enumerate(parts):
         known = part.request.ids[part.start : part.end]
-        own = _slots(part, page_size)
         count = part.end - part.start
-        if not len(known) == len(own) == count > 0 or (count > 1 and not part.is_prefill):
+        if not len(known) == count > 0 or (count > 1 and not part.is_prefill):
             raise AuditError(
-                f"plan: {part.request.request_id} has {len(known)} tokens and {len(own)} slots for positions "
-                f"[{part.start}, {part.end}) of a {'prompt part' if part.is_prefill else 'decode step'}"
+                f"plan: {part.request.request_id} has {len(known)} tokens for positions [{part.start}, {part.end}) of "
+                f"a {'prompt part' if part.is_prefill else 'decode step'}"
             )
         token_ids += known
-        slots += own
+        token_ids += part.drafts.tokens if part.drafts is not None else ()
+        slots += _slots(part, page_size)
         checkpoints += [
             (row, c.num_tokens - part.start, c.slot)
             for c in part.lease.captured
@@ -278,13 +308,29 @@ def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions:
     for part, row in zip(parts, starts, strict=False):
         if part.request.media is None:
             continue
-        rotary[:, row : row + part.end - part.start] = part.request.media.rotary_positions(part.start, part.end)
+        end = part.start + part.num_rows
+        rotary[:, row : row + part.num_rows] = part.request.media.rotary_positions(part.start, end)
         for first, values in part.request.media.embeddings(part.start, part.end):
             rows += range(row + first, row + first + len(values))
             embeddings.append(values)
     pieces.add("rotary_positions", rotary, rotary.shape)
     pieces.add("embedded_rows", rows, (len(rows),))
     return tuple(embeddings)
+
+
+def _choices(parts: list[Part], sampled: tuple[SampledRows, ...]) -> list[SampleRow | None]:
+    """How the token after each row of logits is chosen: the one after a draft as if the drafts up to it are right."""
+    rows: list[SampleRow | None] = []
+    for part, own in zip(parts, sampled, strict=True):
+        drafts = own.drafts.tokens if own.drafts is not None else ()
+        rows += [part.request.sample_row(drafts[:ahead]) if own.samples else None for ahead in range(own.count)]
+    return rows
+
+
+def _add_sampling(pieces: _Pieces, rows: list[SampleRow | None]) -> None:
+    numbers = sampling_numbers(rows)
+    if numbers is not None:
+        pieces.add(SAMPLING, numbers, (len(numbers), len(numbers[0])), np.float64)
 
 
 def _add_adapted(
@@ -305,27 +351,56 @@ def _add_adapted(
     return tuple(adapted)
 
 
-def _add_group(
-    pieces: _Pieces, kind: str, parts: list[Part], starts: list[int] | range, filler: int, width: int
-) -> None:
-    """The numbers of a group, and of its padding."""
-    count = len(parts) + filler
-    width = max(width, *(len(part.lease.block_table) for part in parts), 1)
-    table = np.zeros((count, width), np.int64)
+def _add_prefills(pieces: _Pieces, parts: list[Part], starts: list[int]) -> None:
+    """The numbers of the prompt parts."""
+    pieces.add("prefills.cu_seqlens", starts, (len(parts) + 1,))
+    pieces.add("prefills.seq_lens", [part.end for part in parts], (len(parts),))
+    table = _block_table(parts, 0, 1)
+    pieces.add("prefills.block_table", table, table.shape)
+    pieces.add("prefills.state_read", [part.lease.read_slot for part in parts], (len(parts),))
+    pieces.add("prefills.state_write", [_write_slot(part) for part in parts], (len(parts),))
+
+
+def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) -> None:
+    """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
+    lengths = [part.start + row for part in parts for row in range(1, part.num_rows + 1)]
+    read, write = [], []
+    for part in parts:
+        read += [part.lease.read_slot, *[-1] * (part.num_rows - 1)]
+        write += [_write_slot(part), *[-1] * (part.num_rows - 1)]
+    rows = len(lengths) + filler
+    pieces.add("decodes.cu_seqlens", range(rows + 1), (rows + 1,))
+    pieces.add("decodes.seq_lens", lengths + [0] * filler, (rows,))
+    table = np.repeat(_block_table(parts, filler, width), [part.num_rows for part in parts] + [1] * filler, axis=0)
+    pieces.add("decodes.block_table", table, table.shape)
+    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (rows,))
+    pieces.add("decodes.state_write", write + [-1] * filler, (rows,))
+    if len(lengths) > len(parts):
+        starts = [0, *accumulate(part.num_rows for part in parts)]
+        pieces.add("decodes.run_starts", starts, (len(starts),))
+
+
+def _block_table(parts: list[Part], filler: int, width: int) -> np.ndarray:
+    """The page ids of each part, one row each, and rows of padding."""
+    table = np.zeros((len(parts) + filler, max(width, *(len(part.lease.block_table) for part in parts), 1)), np.int64)
     for row, part in enumerate(parts):
         table[row, : len(part.lease.block_table)] = part.lease.block_table
-    writes = [part.lease.back if part.swaps else part.lease.front for part in parts]
-    pieces.add(f"{kind}.cu_seqlens", starts, (count + 1,))
-    pieces.add(f"{kind}.seq_lens", [part.end for part in parts] + [0] * filler, (count,))
-    pieces.add(f"{kind}.block_table", table, (count, width))
-    pieces.add(f"{kind}.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * filler, (count,))
-    pieces.add(f"{kind}.state_write", writes + [-1] * filler, (count,))
+    return table
+
+
+def _write_slot(part: Part) -> int | None:
+    return part.lease.back if part.swaps else part.lease.front
 
 
 def _slots(part: Part, page_size: int) -> list[int]:
-    """The slots of the part's K and V; -1 on pages that the tree owns, which hold them already."""
-    table, private = part.lease.block_table, part.lease.num_shared * page_size
-    first = min(max(part.start, private), part.end)
-    return [-1] * (first - part.start) + [
-        table[at // page_size] * page_size + at % page_size for at in range(first, part.end)
-    ]
+    """The slots of the part's K and V; -1 on pages that the tree owns, which hold them already.
+
+    Raises:
+        AuditError: the lease has no page for one of them.
+    """
+    table, private, end = part.lease.block_table, part.lease.num_shared * page_size, part.start + part.num_rows
+    if end > len(table) * page_size:
+        raise AuditError(f"plan: {part.request.request_id} has {len(table)} pages for {end} tokens")
+    first = min(max(part.start, private), end)
+    own = [table[at // page_size] * page_size + at % page_size for at in range(first, end)]
+    return [-1] * (first - part.start) + own

@@ -20,6 +20,7 @@ from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
+from hybrid.speculation.drafter import History
 
 
 class Status(Enum):
@@ -83,6 +84,8 @@ class Request:
         latest_turn: it is the next to start once this many requests have been started before it.
         pin: keeps what was computed; a replay extends it.
         seed: of its own random numbers.
+        history: its tokens as drafters see them.
+        num_drafted, num_accepted: drafts that were computed, and that were what came next.
     """
 
     def __init__(
@@ -110,6 +113,9 @@ class Request:
         self.ids: array[int] = array("i", prompt.ids)
         self.media: Media | None = prompt.media
         self.prompt_len: int = len(self.ids)
+        self.history: History = History(self.ids, self.prompt_len, namespace, self.key)
+        self.num_drafted: int = 0
+        self.num_accepted: int = 0
         self.seed: int = new_seed() if params.seed is None else params.seed
         self.status: Status = Status.WAITING
         self.lease: Lease | None = None
@@ -165,6 +171,24 @@ class Request:
         return SampleRow(self.params, number, self.constraints.after(drafts) if self.constraints is not None else None)
 
     @property
+    def num_left(self) -> int:
+        """Number of tokens that there is room for in the answer."""
+        return min(self.params.max_new_tokens - self.num_output, self.max_len - len(self.ids))
+
+    def is_end(self, token: int, end_tokens: frozenset[int]) -> bool:
+        """Whether a token ends the answer.
+
+        Args:
+            end_tokens: the model's.
+        """
+        return token in self.params.stop_token_ids or (token in end_tokens and not self.params.ignore_eos)
+
+    @property
+    def may_end_anywhere(self) -> bool:
+        """Whether more than single tokens ends the answer: a stop text, or the end of a grammar."""
+        return bool(self.params.stop) or self.constraints is not None
+
+    @property
     def ends_with_next_token(self) -> bool:
         """Whether the next token is the last one that there is room for."""
         return self._is_full(1)
@@ -184,14 +208,13 @@ class Request:
             logprobs: `{token_id: logprob}`; None: not requested.
             end_tokens: the model's tokens that end an answer.
         """
-        params = self.params
         now = time.perf_counter()
         self.first_token_at = self.first_token_at or now
         self.last_token_at = now
         self.ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        ends = token in params.stop_token_ids or (token in end_tokens and not params.ignore_eos)
+        ends = self.is_end(token, end_tokens)
         if self.constraints is not None and not ends:
             self.constraints.accept(token)
         if (
@@ -222,7 +245,14 @@ class Request:
             delta=text[num_characters:],
             delta_token_ids=token_ids[num_tokens:],
             finish_reason=self.finish_reason,
-            usage=Usage(self.prompt_len, hit.usable_hit if hit else 0, hit.page_hit if hit else 0, self.num_output),
+            usage=Usage(
+                self.prompt_len,
+                hit.usable_hit if hit else 0,
+                hit.page_hit if hit else 0,
+                self.num_output,
+                drafted_tokens=self.num_drafted,
+                accepted_tokens=self.num_accepted,
+            ),
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
             explain=str(hit) if hit else "not started yet",
             time_to_first_token=self.first_token_at - self.arrived if self.first_token_at is not None else None,

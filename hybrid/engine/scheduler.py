@@ -15,57 +15,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Set
-from dataclasses import dataclass
 from functools import partial
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.drafting import Drafting
 from hybrid.engine.request import Request, Status
+from hybrid.engine.step import Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.node import Kind
-
-
-@dataclass(slots=True)
-class Part:
-    """A request's part in a step: tokens `[start, end)`.
-
-    Attributes:
-        lease: the request's lease when the step was scheduled; the step's results belong to it alone.
-        is_prefill: the tokens are computed as prompt.
-        swaps: the pass reads the front and writes the back, so that the state before it is kept.
-    """
-
-    request: Request
-    lease: Lease
-    start: int
-    end: int
-    is_prefill: bool
-    swaps: bool = False
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the request still runs on the memory that the part was scheduled for."""
-        return self.request.lease is self.lease
-
-    @property
-    def samples(self) -> bool:
-        """Whether the token after the part is not known yet, and wanted."""
-        return not self.request.is_replay and self.end == len(self.request.ids)
-
-
-@dataclass(slots=True)
-class Step:
-    """What one forward pass computes: prompt parts first, then single tokens."""
-
-    parts: list[Part]
-
-    def alive(self) -> Step:
-        """The parts whose requests did not end, and were not retracted, since the step was scheduled."""
-        return Step([part for part in self.parts if part.is_alive])
 
 
 class Scheduler:
@@ -75,15 +37,20 @@ class Scheduler:
         cache: where requests get their memory.
         config: limits of the engine.
         deterministic: share only what was computed in whole chunks of a prompt.
+        drafting: drafts tokens; None: nothing is drafted.
 
     Attributes:
         waiting: requests without memory.
         running: requests with memory, in the order in which they started.
+        drafting: as given.
         num_retractions: since the engine was made.
     """
 
-    def __init__(self, cache: HybridCache, config: EngineConfig, deterministic: bool) -> None:
+    def __init__(
+        self, cache: HybridCache, config: EngineConfig, deterministic: bool, drafting: Drafting | None = None
+    ) -> None:
         self.cache = cache
+        self.drafting = drafting
         self.config = config
         self.deterministic = deterministic
         self.waiting: WaitingQueue = WaitingQueue()
@@ -111,7 +78,10 @@ class Scheduler:
                 part = self._try(request, self._decode_part)
                 if part is not None:
                     decodes.append(part)
-        budget = self.config.max_num_batched_tokens - len(decodes)
+        for part, error in self.drafting.add(decodes) if self.drafting is not None else ():
+            self._fail(part.request, error)
+        decodes = [part for part in decodes if part.is_alive]
+        budget = self.config.max_num_batched_tokens - sum(part.num_rows for part in decodes)
         self._admit(budget, only)
         return Step(self._prefill_parts(budget, only) + decodes)
 
@@ -129,12 +99,13 @@ class Scheduler:
     def commit(self, part: Part) -> None:
         """A part of a step was computed: share its finished chunks. In deterministic mode only those of prompts."""
         request, lease, config = part.request, part.lease, self.cache.config
-        computed = min(part.end, request.prefill_end) if self.deterministic else part.end
+        end = min(request.num_computed, len(request.ids))
+        computed = min(end, request.prefill_end) if self.deterministic else end
         whole = computed // config.grid * config.grid
         written = any(checkpoint.num_tokens <= whole for checkpoint in lease.captured)
         if whole > lease.num_shared * config.page_size or written:
             self.cache.commit(lease, request.key(), whole)
-        request.num_committed = part.end
+        request.num_committed = end
         if request.is_replay and part.end == len(request.ids):
             self._pin(request)
             self.discard(request)
@@ -173,6 +144,8 @@ class Scheduler:
             self.running.remove(request)
         lease, request.lease = request.lease, None
         request.status = Status.FINISHED
+        if self.drafting is not None:
+            self.drafting.end(request)
         if lease is not None:
             self.cache.close(lease)
 

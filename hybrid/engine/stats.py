@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid.speculation.speculator import DrafterStats
+
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
@@ -61,6 +63,7 @@ class EngineStats:
         bytes_free: of these, in no use.
         time_to_first_token: seconds from a request's arrival to its first token.
         time_between_tokens: seconds between two tokens of an answer.
+        speculation: what each drafter has done, by its name.
     """
 
     waiting: int
@@ -75,6 +78,7 @@ class EngineStats:
     bytes_free: int
     time_to_first_token: Histogram
     time_between_tokens: Histogram
+    speculation: dict[str, DrafterStats]
 
     @property
     def bytes_used(self) -> int:

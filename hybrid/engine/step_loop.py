@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,12 +15,15 @@ from hybrid.engine.meter import Meter
 from hybrid.engine.model_runner import Result, Runner
 from hybrid.engine.request import Request, Status
 from hybrid.engine.sampler import NO_TOKEN
-from hybrid.engine.scheduler import Part, Scheduler, Step
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.step import Part, Step
 from hybrid.engine.suspects import Suspects
 from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError, SamplingError
 from hybrid.interrupts import deferred_interrupts
 
 log: logging.Logger = logging.getLogger(__name__)
+
+NO_TOKEN_LEFT = "no token can be chosen: the parameters exclude all, or a logits processor gave NaN"
 
 NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
 
@@ -45,7 +49,8 @@ class StepLoop:
         runner: computes the steps.
         config: limits of requests and steps.
         end_tokens: tokens that end an answer.
-        overlap: schedule the next step while the device computes this one.
+        overlap: schedule the next step while the device computes this one. Not where tokens are drafted: drafts follow
+            the last token.
 
     Attributes:
         runner: as given.
@@ -142,20 +147,23 @@ class StepLoop:
             if not step.parts:
                 self._suspects.passed([])
                 return
+            started = time.perf_counter()
             with guard.interruptible():
                 plan = self.runner.plan(step)
                 pending = self.runner.launch(plan)
             parts = self._scheduler.advance(step)
-            if self._overlap and self._suspects.group is None:
+            if self._overlap and self._suspects.group is None and self._scheduler.drafting is None:
                 self._ahead = guard.undo_on_failure(self._scheduler.schedule())
             with guard.interruptible():
                 results = dict(zip(map(id, step.parts), pending.wait(), strict=True))
             guard.keep_on_failure()
+            if self._scheduler.drafting is not None:
+                self._scheduler.drafting.timed(step, time.perf_counter() - started)
             for part in parts:
                 if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled
                     continue
                 with guard.failing(part.request):
-                    self._commit(part, results[id(part)])
+                    self._take(part, results[id(part)])
                     self._deliver(part, results[id(part)])
             self._suspects.passed([part.request for part in parts])
 
@@ -165,23 +173,29 @@ class StepLoop:
         step = ahead.alive() if ahead is not None else Step([])
         return step if step.parts else self._scheduler.schedule(self._suspects.group)
 
-    def _commit(self, part: Part, result: Result) -> None:
-        """Share what a part computed."""
+    def _take(self, part: Part, result: Result) -> None:
+        """Append the tokens of a part to its request, up to its end, and share what was computed of them."""
+        request = part.request
         if not result.is_finite:
             raise NonFiniteError(NOT_FINITE)
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.accept(part, result.num_accepted)
+        for at, token in enumerate(result.tokens):
+            if request.finish_reason is not None:
+                break
+            if token == NO_TOKEN:
+                raise SamplingError(NO_TOKEN_LEFT)
+            before = request.last_token_at
+            request.append(token, result.logprobs[at] if result.logprobs else None, self._end_tokens)
+            self.meter.delivered(request, before)
         if part.is_alive:  # otherwise it was retracted while it was computed
             self._scheduler.commit(part)
 
     def _deliver(self, part: Part, result: Result) -> None:
-        """Append the token of a part to its request, and give the output to its consumer."""
+        """Give the output of a part to its consumer."""
         request = part.request
-        if result.token is None:
+        if not result.tokens:
             return
-        if result.token == NO_TOKEN:
-            raise SamplingError("no token can be chosen: the parameters exclude all, or a logits processor gave NaN")
-        before = request.last_token_at
-        request.append(result.token, result.logprobs, self._end_tokens)
-        self.meter.delivered(request, before)
         if request.finish_reason is not None:
             self._scheduler.finish(request)
             self._end(request)

@@ -76,11 +76,34 @@ def causal_conv1d_update(x: Tensor, weight: Tensor, state: Tensor, state_read: T
 
 
 def convolve_step(x: Tensor, weight: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
-    """`causal_conv1d_update` before its silu, in fp32."""
-    window = torch.cat((state[state_read], x.unsqueeze(1)), dim=1)
-    state[state_write] = window[:, 1:]
+    """`causal_conv1d_update` before its silu, in fp32. Slots may be -1, as for `reference.gated_delta_step`."""
+    reads, writes = state_read.tolist(), state_write.tolist()
+    if min(reads + writes, default=0) >= 0:
+        window = torch.cat((state[state_read], x.unsqueeze(1)), dim=1)
+        state[state_write] = window[:, 1:]
+    else:
+        window = _windows_of_runs(x, weight.shape[1] - 1, state, reads, writes)
     window, weight = window.float(), weight.float()
     mixed = window[:, 0] * weight[:, 0]
     for tap in range(1, window.shape[1]):
         mixed.addcmul_(window[:, tap], weight[:, tap])
     return mixed
+
+
+def _windows_of_runs(x: Tensor, past: int, state: Tensor, reads: list[int], writes: list[int]) -> Tensor:
+    """The windows `[T, past + 1, channels]` of tokens of which some continue from the one before them. Inputs before a
+    token are looked up as of before the call: in `x` where a token of the call wrote the slot, else in the slot."""
+    slots = sorted({slot for slot in reads if slot >= 0})
+    inputs = torch.cat((state[slots].flatten(0, 1), x))
+    before = {slot: list(range(at * past, (at + 1) * past)) for at, slot in enumerate(slots)}
+    rows: list[list[int]] = []
+    for token, (read, write) in enumerate(zip(reads, writes, strict=True)):
+        known = before[read] if read >= 0 else rows[-1][1:]
+        rows.append([*known, len(slots) * past + token])
+        if write >= 0:
+            before[write] = rows[-1][1:]
+    window = inputs[torch.tensor(rows, device=x.device)]
+    kept = {write: token for token, write in enumerate(writes) if write >= 0}
+    if kept:
+        state[[*kept]] = window[[*kept.values()], 1:]
+    return window

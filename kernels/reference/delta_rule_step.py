@@ -10,8 +10,8 @@ from hybrid.kernels.reference.elementwise import l2norm, sigmoid, softplus
 def recurrent_gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor
 ) -> Tensor:
-    """One step of the gated delta rule: one new token per request. Arguments as for `chunk_gated_delta_rule`, with T =
-    R."""
+    """One step of the gated delta rule per token, one after another. Arguments as for `chunk_gated_delta_rule`; slots
+    as for `gated_delta_step`, one each per token."""
     group = v.shape[1] // k.shape[1]
     rows, heads = v.shape[:2]
     unit = l2norm(torch.cat((q, k), dim=1).float())  # [R, 2 * key_heads, key_dim]
@@ -19,10 +19,12 @@ def recurrent_gated_delta_rule(
     q, k = unit[:, 0] * unit.shape[-1] ** -0.5, unit[:, 1]  # [R, value_heads, 1, key_dim]
     values, decay, rate = v.float().unsqueeze(2), g.float().exp()[..., None, None], beta.float()[..., None, None]
     output = torch.empty_like(values)
+    current, alone = state[:0], state.new_empty(state.shape[1:])
     for row, (read, write) in enumerate(zip(state_read.tolist(), state_write.tolist(), strict=True)):
-        current = state[write]  # changed where it lies: to gather and scatter costs more than the rule itself
-        if read != write:
-            current.copy_(state[read])
+        source = state[read] if read >= 0 else current
+        current = state[write] if write >= 0 else alone  # changed where it lies: to gather and scatter costs more
+        if current.data_ptr() != source.data_ptr():
+            current.copy_(source)
         current.mul_(decay[row])
         added = (values[row] - torch.bmm(k[row], current)).mul_(rate[row])
         current.baddbmm_(k[row].transpose(1, 2), added)
@@ -68,27 +70,7 @@ def gated_delta_step(
     heads, key_dim, value_dim = recurrent.shape[1:]
     keys = (mixed.shape[1] - heads * value_dim) // 2
     beta, decay = sigmoid(b), rate * softplus(a.float() + dt_bias)
-    reads, writes = state_read.tolist(), state_write.tolist()
-    tokens = mixed.shape[0]
-    alone = tokens == cu_seqlens.numel() - 1 and min(writes, default=0) >= 0
-
-    def rule(rows: slice, x: Tensor, states: Tensor, read: Tensor, write: Tensor) -> Tensor:
-        q, k, v = x.split((keys, keys, heads * value_dim), dim=-1)
-        q, k, v = q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (heads, value_dim))
-        return recurrent_gated_delta_rule(q, k, v, decay[rows], beta[rows], states, read, write)
-
-    if alone:
-        x = causal_conv1d_update(mixed, weight, conv, state_read, state_write)
-        return rule(slice(None), x, recurrent, state_read, state_write)
-    # one token after another, through a slot of their own: what is not kept is needed by the next token only
-    windows, states = conv.new_empty(1, *conv.shape[1:]), recurrent.new_empty(1, *recurrent.shape[1:])
-    here = torch.zeros(1, dtype=torch.int64, device=mixed.device)
-    output = mixed.new_empty(tokens, heads, value_dim)
-    for token in range(tokens):
-        rows = slice(token, token + 1)
-        if reads[token] >= 0:
-            windows[0], states[0] = conv[reads[token]], recurrent[reads[token]]
-        output[rows] = rule(rows, causal_conv1d_update(mixed[rows], weight, windows, here, here), states, here, here)
-        if writes[token] >= 0:
-            conv[writes[token]], recurrent[writes[token]] = windows[0], states[0]
-    return output
+    x = causal_conv1d_update(mixed, weight, conv, state_read, state_write)
+    q, k, v = x.split((keys, keys, heads * value_dim), dim=-1)
+    q, k, v = q.unflatten(-1, (-1, key_dim)), k.unflatten(-1, (-1, key_dim)), v.unflatten(-1, (heads, value_dim))
+    return recurrent_gated_delta_rule(q, k, v, decay, beta, recurrent, state_read, state_write)

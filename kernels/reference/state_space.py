@@ -30,7 +30,7 @@ def biased_causal_conv1d(
 def biased_causal_conv1d_update(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, state_read: Tensor, state_write: Tensor
 ) -> Tensor:
-    """One step of `biased_causal_conv1d`: one new token per request, `x` is `[R, channels]`."""
+    """One step of `biased_causal_conv1d` per token of `x`, `[T, channels]`; slots as for `gated_delta_step`."""
     mixed = convolve_step(x, weight, state, state_read, state_write)
     return silu(mixed if bias is None else mixed + bias.float()).to(x.dtype)
 
@@ -101,15 +101,17 @@ def chunk_state_space(
 def state_space_step(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor, state_read: Tensor, state_write: Tensor
 ) -> Tensor:
-    """One step: one new token per request. Arguments as for `chunk_state_space`, with T = R."""
+    """One step per token, one after another. Arguments as for `chunk_state_space`; slots as for
+    `reference.gated_delta_step`, one each per token."""
     group = x.shape[1] // b.shape[1]
     v = (x.float() * dt.unsqueeze(-1)).unsqueeze(2)  # [R, heads, 1, head_dim]
     grown = (dt * rate).exp()[..., None, None]
     b = b.float().repeat_interleave(group, dim=1).unsqueeze(-1)  # [R, heads, state_size, 1]
     c = c.float().repeat_interleave(group, dim=1).unsqueeze(2)  # [R, heads, 1, state_size]
-    output = torch.empty_like(v)
+    output, current = torch.empty_like(v), state[:0]
     for row, (read, write) in enumerate(zip(state_read.tolist(), state_write.tolist(), strict=True)):
-        current = torch.baddbmm(state[read] * grown[row], b[row], v[row])
+        current = torch.baddbmm((state[read] if read >= 0 else current) * grown[row], b[row], v[row])
         torch.bmm(c[row], current, out=output[row])
-        state[write] = current
+        if write >= 0:
+            state[write] = current
     return output.squeeze(2)

@@ -120,10 +120,10 @@ def test_stress_notices_an_answer_that_is_another_request_s(monkeypatch: pytest.
 
     def swapped(runner: ToyRunner, step: Any) -> ToyPending:
         results = launch(runner, step).results
-        rows = [row for row, result in enumerate(results) if result.token is not None]
-        tokens = [results[row].token for row in rows]
+        rows = [row for row, result in enumerate(results) if result.tokens]
+        tokens = [results[row].tokens for row in rows]
         for row, token in zip(rows, tokens[1:] + tokens[:1], strict=True):
-            results[row] = results[row]._replace(token=token)
+            results[row] = results[row]._replace(tokens=token)
         return ToyPending(results)
 
     monkeypatch.setattr(ToyRunner, "launch", swapped)

@@ -12,7 +12,7 @@ from hybrid import Engine, SamplingParams
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner, Pending, Result
 from hybrid.engine.planner import Padding, Plan, plan
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from support.engines import assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 
@@ -186,7 +186,7 @@ def test_known_tokens_that_are_computed_again_keep_the_layout_of_a_graph(
         if plan.is_padded:
             shape = plan.layout["decodes.block_table"][1]
             assert layouts.setdefault(shape, plan.shape) == plan.shape
-            known.append(not all(plan.samples))
+            known.append(not all(rows.samples for rows in plan.sampled))
         return plan
 
     monkeypatch.setattr(engine.runner, "plan", watching)

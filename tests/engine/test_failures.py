@@ -10,9 +10,10 @@ import torch
 
 from hybrid import Engine, ImagePrompt, RequestOutput, SamplingParams
 from hybrid.engine.planner import Plan, plan
-from hybrid.engine.scheduler import Part, Step
+from hybrid.engine.step import Part, Step
 from hybrid.errors import AuditError
 from hybrid.prompts.images import Image
+from hybrid.speculation.drafts import Drafts
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
 
@@ -167,10 +168,15 @@ def test_a_plan_whose_numbers_disagree_is_refused(tiny: Engine) -> None:
     config = engine.cache.config
     plan(step, config.page_size, config.chunk_size, True)
     part.request.ids.pop()
-    with pytest.raises(AuditError, match=r"has 0 tokens and 1 slots for positions \[20, 21\)"):
+    with pytest.raises(AuditError, match=r"has 0 tokens for positions \[20, 21\) of a decode step"):
         plan(step, config.page_size, config.chunk_size, True)
     part.end = part.start
     with pytest.raises(AuditError, match="has 0 tokens"):
+        plan(step, config.page_size, config.chunk_size, True)
+    part.request.ids.append(7)
+    part.end = part.start + 1
+    part.drafts = Drafts((5,) * config.page_size, (-1,) * config.page_size, "test")
+    with pytest.raises(AuditError, match=f"has 2 pages for {21 + config.page_size} tokens"):
         plan(step, config.page_size, config.chunk_size, True)
 
 

@@ -28,7 +28,7 @@ from hybrid import (
     SamplingParams,
 )
 from hybrid.engine.model_runner import Result
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from support.engines import answer, engine_on, greedy, ids
 from support.scheduling import VOCAB, Counting, Known, engine_without_model
 

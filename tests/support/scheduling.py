@@ -10,7 +10,7 @@ import torch
 from hybrid import CacheConfig, CacheMemory, Engine, EngineConfig, HybridCache
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.model_runner import Result
-from hybrid.engine.scheduler import Step
+from hybrid.engine.step import Step
 from support.engines import GRID
 
 VOCAB = 1024
@@ -57,7 +57,7 @@ class Counting:
         return Known([self._result(part.samples) for part in step.parts])
 
     def _result(self, samples: bool) -> Result:
-        return Result(self.rng.random() >= self.spoils, self.rng.randrange(VOCAB) if samples else None, None)
+        return Result(self.rng.random() >= self.spoils, (self.rng.randrange(VOCAB),) if samples else ())
 
 
 def engine_without_model(

@@ -1,0 +1,125 @@
+"""The lines of `hybrid parity` on drafts: right, wrong or absurd, they change no token and no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hybrid.commands.judge import ANSWER, Check, Judge
+from hybrid.commands.liar import Liar
+from hybrid.engine.output import RequestOutput
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.drafter import Drafter, History
+
+SAMPLED = replace(ANSWER, temperature=1.2, top_p=0.9, seed=3)
+
+
+class Known(Drafter):
+    """Drafts the known answers to prompts, every n-th token of them replaced by another.
+
+    Args:
+        answers: by prompt.
+        wrong_every: n; 0: none is wrong.
+        stride: of three calls it drafts in this many.
+    """
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], wrong_every: int = 0, stride: int = 3) -> None:
+        self._answers = answers
+        self._wrong_every = wrong_every
+        self._stride = stride
+        self._calls = 0
+
+    def propose(self, history: History, limit: int) -> tuple[Sequence[int], Sequence[int]]:
+        """What comes next, as far as it is known."""
+        self._calls += 1
+        tokens = self.following(history, limit) if self._calls % 3 < self._stride else []
+        if self._wrong_every:
+            start = len(history)
+            tokens = [token ^ ((start + at) % self._wrong_every == 0) for at, token in enumerate(tokens)]
+        return tokens, range(-1, len(tokens) - 1)
+
+    def following(self, history: History, limit: int) -> list[int]:
+        """The next tokens of the answer."""
+        done = len(history) - history.prompt_len
+        return self._answers.get(tuple(history[: history.prompt_len]), [])[done : done + limit]
+
+
+def drafts(judge: Judge) -> list[Check]:
+    """Drafts of every kind, greedy and sampled, each cold and as a hit, with retraction and aborts in between."""
+    prompts = [judge.ids(2 * judge.grid + 9), judge.ids(judge.grid // 2)]
+    checks = []
+    for mode, params in (("greedy", ANSWER), ("sampled", SAMPLED)):
+        answers = {tuple(prompt): judge.cold(prompt, params).token_ids for prompt in prompts}
+        right = Known(answers)
+        drafters: dict[str, Drafter] = {
+            "right": right,
+            "half right": Known(answers, wrong_every=3),
+            "wrong": Known(answers, wrong_every=1),
+            "right ones in every third pass": Known(answers, stride=1),
+            "lies": Liar(0, judge.engine.model.config.vocab_size, right.following),
+        }
+        checks += [_check(judge, f"drafts, {mode}: {name}", own, prompts, params) for name, own in drafters.items()]
+    return [*checks, regenerated(judge), under_pressure(judge)]
+
+
+def _check(judge: Judge, name: str, drafter: Drafter, prompts: list[list[int]], params: SamplingParams) -> Check:
+    """The same prompts twice: the second time as hits."""
+    warm = judge.warm(speculation=SpeculationConfig(drafters=(drafter,), adaptive=False))
+    outputs = [output for _ in range(2) for output in warm.generate(prompts, params, progress=False)]
+    return _judged(judge, name, outputs, params)
+
+
+def _judged(
+    judge: Judge, name: str, outputs: list[RequestOutput], params: SamplingParams, *conditions: tuple[str, bool]
+) -> Check:
+    """Outputs must be those without drafts and without a cache, and drafts must have been computed."""
+    drafted = sum(output.usage.drafted_tokens for output in outputs)
+    accepted = sum(output.usage.accepted_tokens for output in outputs)
+    wrong = judge.differences(outputs, params) + [message for message, holds in conditions if not holds]
+    if not drafted:
+        wrong.append("nothing was drafted")
+    detail = "; ".join(wrong) or f"{len(outputs)} requests, bitwise equal; {accepted} of {drafted} drafts accepted"
+    return Check(name, not wrong, sum(output.usage.cached_tokens for output in outputs), detail)
+
+
+def regenerated(judge: Judge) -> Check:
+    """Answers that are generated again, with drafts from the cache."""
+    warm = judge.warm(speculation=SpeculationConfig(adaptive=False))
+    params = replace(ANSWER, max_new_tokens=2 * judge.grid)
+    prompts = [judge.ids(3 * judge.grid + 9), judge.ids(2 * judge.grid)]
+    warm.generate(prompts, params, progress=False)
+    outputs = warm.generate(prompts, params, progress=False)
+    share = sum(output.usage.accepted_tokens for output in outputs) > sum(len(o.token_ids) for o in outputs) / 2
+    return _judged(judge, "answers again, drafts from the cache", outputs, params, ("few were accepted", share))
+
+
+def under_pressure(judge: Judge) -> Check:
+    """Drafts in a memory that is too small: requests are retracted, and some aborted in the middle."""
+    page_size = judge.engine.cache.config.page_size
+    shared = judge.ids(4 * judge.grid)
+    prompts = [shared + judge.ids(judge.grid - missing) for missing in (2, 5, 9, 14, 20)]
+    answers = {tuple(prompt): judge.cold(prompt).token_ids for prompt in prompts}
+    longest = -(-(6 * judge.grid + ANSWER.max_new_tokens) // page_size)
+    outputs: list[RequestOutput] = []
+    retracted = False
+    for percent in (300, 250, 225, 200, 175, 150):
+        own = SpeculationConfig(drafters=(Known(answers, wrong_every=5),), adaptive=False)
+        warm = judge.warm(pages=longest * percent // 100, states=5, speculation=own)
+        aborted = warm.add_request(judge.ids(judge.grid), ANSWER)
+        names = [warm.add_request(prompt, ANSWER) for prompt in prompts]
+        outputs = []
+        for step in range(10_000):
+            outputs += [output for output in warm.step() if output.finish_reason == "length"]
+            if step == 6:
+                warm.abort(aborted)
+            if not warm.has_work:
+                break
+        warm.cache.audit()
+        outputs = [output for output in outputs if output.request_id in names]
+        retracted = warm.scheduler.num_retractions > 0
+        if retracted:
+            break
+    complete = len(outputs) == len(prompts)
+    conditions = (("no request was retracted", retracted), ("an answer is missing", complete))
+    return _judged(judge, "drafts under memory pressure", outputs, ANSWER, *conditions)

@@ -1,0 +1,83 @@
+"""Which drafts of a pass are accepted, and where the states after them are kept.
+
+The pass keeps no state after a draft: the front is valid after the last known token. What the states of the accepted
+drafts were computed from is in the pass's log, and they are computed from it once more, by the same operation and so
+with the same bits, into the front.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hybrid.engine.step import Part
+from hybrid.speculation.drafts import accepted
+
+
+class Replay(NamedTuple):
+    """The accepted drafts of a pass. All are lists of integers.
+
+    Attributes:
+        rows: the drafts, among the decoded tokens of the pass.
+        starts: where those of each request begin, and their number.
+        read, write: as `StateSteps`.
+    """
+
+    rows: list[int]
+    starts: list[int]
+    read: list[int]
+    write: list[int]
+
+
+class Verification:
+    """The drafts of one pass.
+
+    Args:
+        parts: of the step, prompt parts first.
+        end_tokens: the model's tokens that end an answer.
+        replay: computes the states of accepted drafts.
+    """
+
+    def __init__(self, parts: Sequence[Part], end_tokens: frozenset[int], replay: Callable[[Replay], None]) -> None:
+        self._parts = parts
+        self._end_tokens = end_tokens
+        self._replay = replay
+
+    def path(self, index: int, sampled: Sequence[int]) -> list[int]:
+        """The drafts of a part that are accepted.
+
+        Args:
+            sampled: the token after each of its rows; -1: the row is not finite.
+        """
+        part = self._parts[index]
+        if part.drafts is None:
+            return []
+        return accepted(part.drafts, sampled, lambda token: part.request.is_end(token, self._end_tokens))
+
+    def keep(self, paths: Sequence[list[int]]) -> None:
+        """Keep the states after the accepted drafts of each part. The front is after their last known token."""
+        replay, first = Replay([], [0], [], []), 0
+        for part, path in zip(self._parts, paths, strict=True):
+            if part.is_prefill:
+                continue
+            if path:
+                replay.rows.extend(first + 1 + draft for draft in path)
+                replay.starts.append(len(replay.rows))
+                replay.read.extend([part.lease.front, *[-1] * (len(path) - 1)])
+                replay.write.extend(_writes(part, len(path)))
+            first += part.num_rows
+        if replay.rows:
+            self._replay(replay)
+
+
+def _writes(part: Part, count: int) -> list[int]:
+    """Where the states after `count` accepted drafts are kept: the last one; and one at a boundary in the front, which
+    the scheduler then swaps with the back."""
+    writes, boundary = [-1] * count, part.boundary_before(part.end + count)
+    writes[-1] = part.lease.front
+    if boundary is not None:
+        assert part.lease.back is not None
+        writes[-1] = part.lease.back
+        if boundary > part.end:
+            writes[boundary - part.end - 1] = part.lease.front
+    return writes

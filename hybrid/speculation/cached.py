@@ -1,0 +1,184 @@
+"""Drafts from what was there before: the continuation of the whole history in the tree, and of its last tokens anywhere
+in its namespace."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from hybrid.speculation.drafter import Drafter, History
+from hybrid.speculation.grams import MAX_BACK, GramIndex, Piece, common_length, match_length
+from hybrid.tree.following import following
+from hybrid.tree.tree import Tree
+
+AHEAD = 256
+"""Tokens of a continuation that are copied from the tree at once."""
+
+MAX_TOKENS = 1 << 20
+"""Tokens that all indices of n-grams remember together."""
+
+BLOCK = 32
+"""The tokens of an answer are indexed when there are this many."""
+
+WINDOW = 16
+"""Tokens of a source, after the place where a history left it, among which it is looked for again."""
+
+Chain = tuple[Sequence[int], Sequence[int]]
+
+NOTHING: Chain = ((), ())
+
+
+class Source:
+    """Tokens that a history may follow from position `start` on, and are before `at` of them.
+
+    Attributes:
+        ids: the tokens.
+        at: where in `ids` the token of position `start` is.
+        start: a position of the history.
+    """
+
+    __slots__ = ("at", "ids", "start")
+
+    def __init__(self, ids: array[int], at: int, start: int) -> None:
+        self.ids: array[int] = ids
+        self.at: int = at
+        self.start: int = start
+
+    def follow(self, history: History) -> int:
+        """How many tokens of the history, from `start` on, are those of the source; they are passed."""
+        own = history[self.start :]
+        theirs = self.ids[self.at : self.at + len(own)]
+        count = common_length(own, theirs)
+        self.at += count
+        self.start += count
+        return count
+
+    def draft(self, limit: int) -> Chain:
+        """What follows, as a chain. Ids that stand for images end it."""
+        tokens = self.ids[self.at : self.at + limit]
+        end = next((at for at, token in enumerate(tokens) if token < 0), len(tokens))
+        return tokens[:end], range(-1, end - 1)
+
+
+class ContinuationDrafter(Drafter):
+    """Continues a history as the tree does: an answer that is generated again, a retry, the second of several answers.
+
+    Args:
+        tree: of the cache.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._sources: dict[History, Source] = {}
+        self._next_look: dict[History, int] = {}
+
+    @property
+    def name(self) -> str:
+        """Of the drafter."""
+        return "continuation"
+
+    def propose(self, history: History, limit: int) -> Chain:
+        """What followed the whole history in its namespace."""
+        source = self._sources.get(history)
+        if source is not None:
+            source.follow(history)
+            if source.start == len(history) and source.at < len(source.ids):
+                return source.draft(limit)
+        elif len(history) < self._next_look.get(history, 0):
+            return NOTHING
+        return self._look(history, limit)
+
+    def _look(self, history: History, limit: int) -> Chain:
+        """Look the history up in the tree. When it is not there, it is looked up again with its next page."""
+        ids = following(self._tree, history.key(), AHEAD)
+        if not ids:
+            self._sources.pop(history, None)
+            page_size = self._tree.page_size
+            self._next_look[history] = (len(history) // page_size + 1) * page_size
+            return NOTHING
+        source = self._sources[history] = Source(ids, 0, len(history))
+        return source.draft(limit)
+
+    def end(self, history: History) -> None:
+        """Forget the request."""
+        self._sources.pop(history, None)
+        self._next_look.pop(history, None)
+
+
+class GramDrafter(Drafter):
+    """Continues the last tokens of a history as they were continued where they last occurred: in the history itself, or
+    in another one of its namespace. Quotations, edits, results of tools.
+
+    It stays with a source as long as that is right, and looks for the place in it again after a few wrong tokens.
+    """
+
+    def __init__(self) -> None:
+        self._indices: OrderedDict[str, GramIndex] = OrderedDict()
+        self._pieces: dict[History, Piece] = {}
+        self._sources: dict[History, Source] = {}
+
+    @property
+    def name(self) -> str:
+        """Of the drafter."""
+        return "ngrams"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are indexed."""
+        return sum(index.num_tokens for index in self._indices.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the indices, with the tokens."""
+        return sum(index.num_bytes for index in self._indices.values())
+
+    def propose(self, history: History, limit: int) -> Chain:
+        """What followed the last tokens of the history."""
+        index = self._index(history.namespace)
+        self._learn(index, history, BLOCK)
+        source = self._sources.get(history)
+        if source is not None:
+            source.follow(history)
+            if source.start == len(history) and source.at < len(source.ids):
+                return source.draft(limit)
+        tail = history[-MAX_BACK:]
+        found = index.find(tail) or _again(source, tail)
+        if found is None:
+            return NOTHING
+        ids, at = found
+        source = self._sources[history] = Source(ids, at, len(history))
+        return source.draft(min(limit, 2 * match_length(tail, ids, at)))
+
+    def end(self, history: History) -> None:
+        """Keep what the request added, and forget the rest."""
+        self._learn(self._index(history.namespace), history, 1)
+        self._pieces.pop(history, None)
+        self._sources.pop(history, None)
+
+    def _index(self, namespace: str) -> GramIndex:
+        """The index of a namespace. When all of them are too large, the one that was not used for longest goes."""
+        if namespace not in self._indices:
+            self._indices[namespace] = GramIndex(MAX_TOKENS)
+        self._indices.move_to_end(namespace)
+        while len(self._indices) > 1 and self.num_tokens > MAX_TOKENS:
+            self._indices.popitem(last=False)
+        return self._indices[namespace]
+
+    def _learn(self, index: GramIndex, history: History, count: int) -> None:
+        """Index the tokens of a history that are not, if there are at least `count`."""
+        piece = self._pieces.get(history)
+        if piece is None:
+            piece = self._pieces[history] = index.open(history[:])
+        if len(history) - piece.end >= count:
+            index.extend(piece, history[:])
+
+
+def _again(source: Source | None, tail: array[int]) -> tuple[array[int], int] | None:
+    """Where a source that was left continues: after the next place that has the last two tokens."""
+    if source is None:
+        return None
+    for at in range(max(source.at - 1, 2), min(source.at + WINDOW, len(source.ids))):
+        if source.ids[at - 2 : at] == tail[-2:]:
+            return source.ids, at
+    return None

@@ -1,0 +1,75 @@
+"""What a drafter is, and what it sees."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Sequence
+from typing import overload
+
+from hybrid.key import Key
+
+
+class History(Sequence[int]):
+    """The tokens of a request up to now, prompt and answer: a view that grows with it.
+
+    Args:
+        ids: the tokens; images have placeholders.
+        prompt_len: number of tokens of the prompt.
+        namespace: of the cache.
+        key: makes the key of the tokens up to now, as the cache compares them.
+
+    Attributes:
+        prompt_len, namespace, key: as given.
+    """
+
+    def __init__(self, ids: array[int], prompt_len: int, namespace: str, key: Callable[[], Key]) -> None:
+        self.prompt_len: int = prompt_len
+        self.namespace: str = namespace
+        self.key: Callable[[], Key] = key
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> array[int]: ...
+    def __getitem__(self, at: int | slice) -> int | array[int]:
+        return self._ids[at]
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Drafter(ABC):
+    """Proposes tokens that may come next. Subclass it, and give it to `SpeculationConfig`.
+
+    What it proposes changes no answer, only the time that it takes: a draft counts if it is the token that would have
+    been sampled without it. One engine calls it, in one thread.
+    """
+
+    @property
+    def name(self) -> str:
+        """Of the drafter, in `Engine.speculation_stats`."""
+        return type(self).__name__
+
+    @abstractmethod
+    def propose(self, history: History, limit: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Tokens that may come after a history, as a tree.
+
+        Args:
+            history: the tokens of a request up to now.
+            limit: the number of tokens that are of use; more are ignored.
+
+        Returns:
+            The tokens, and for each of them the index of the token before it: -1 stands for the end of the history.
+            Both empty: there is no draft. Of a tree the first path is computed: the first token, the first one that
+            follows it, and so on.
+        """
+
+    def end(self, history: History) -> None:  # noqa: B027 - nothing by default
+        """A request has ended: nothing more is proposed for its history."""

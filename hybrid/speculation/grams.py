@@ -1,0 +1,159 @@
+"""Where the last tokens of a history were before: an index of n-grams."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+
+import numpy as np
+
+GRAMS = (10, 4)
+"""Lengths of the n-grams, longest first."""
+
+FACTOR, MIXER = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+MASK = (1 << 64) - 1
+
+FIRST_SLOTS = 1 << 12
+"""Slots of the table when it is created. It grows to as many as there are tokens."""
+
+MAX_BACK = 16
+"""A match is followed back for this many tokens, at most."""
+
+
+class Piece:
+    """Consecutive tokens of an index.
+
+    Attributes:
+        ids: the tokens.
+        number: of the piece.
+        end: tokens of the sequence up to the end of the piece.
+    """
+
+    __slots__ = ("end", "ids", "number")
+
+    def __init__(self, number: int, end: int) -> None:
+        self.ids: array[int] = array("i")
+        self.number: int = number
+        self.end: int = end
+
+
+class GramIndex:
+    """The latest place of every n-gram, in the latest sequences.
+
+    A table of hashes without chains: a newer n-gram takes the slot of an older one. Every match is compared with the
+    tokens themselves. It takes 8 to 16 bytes a token, and the tokens 4.
+
+    Args:
+        capacity: number of tokens that it remembers. Beyond that the oldest pieces are forgotten.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._pieces: OrderedDict[int, Piece] = OrderedDict()
+        self._num_tokens = 0
+        self._next = 1
+        self._table = np.zeros(FIRST_SLOTS, np.int64)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are remembered."""
+        return self._num_tokens
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the table and of the tokens."""
+        return self._table.nbytes + 4 * self._num_tokens
+
+    def open(self, ids: array[int]) -> Piece:
+        """A piece for what is not known yet of a sequence that begins with `ids`."""
+        known, length = 0, GRAMS[0]
+        while (found := self.find(ids[known : known + length])) is not None:
+            other, at = found
+            if at < length or other[at - length : at] != ids[known : known + length]:
+                break
+            known += length
+            known += common_length(other[at : at + len(ids) - known], ids[known:])
+        piece = Piece(self._next, known)
+        self._next += 1
+        return piece
+
+    def extend(self, piece: Piece, ids: array[int]) -> None:
+        """Index more tokens of a sequence: those after the end of the piece."""
+        start, count = len(piece.ids), len(ids)
+        if piece.number not in self._pieces:
+            start, count = 0, count + start
+            self._pieces[piece.number] = piece
+        piece.ids.extend(ids)
+        piece.end += len(ids)
+        self._num_tokens += count
+        while self._num_tokens > self._capacity and len(self._pieces) > 1:
+            _, oldest = self._pieces.popitem(last=False)
+            self._num_tokens -= len(oldest.ids)
+        if self._num_tokens > len(self._table):
+            self._grow()
+        else:
+            self._enter(piece, start)
+
+    def find(self, ids: array[int]) -> tuple[array[int], int] | None:
+        """Where the last tokens of `ids` were before.
+
+        Returns:
+            Tokens, and the position after the match in them. None: they are not known.
+        """
+        for length in GRAMS:
+            if len(ids) < length:
+                continue
+            gram = ids[-length:]
+            value = 0
+            for token in gram:
+                value = (value * FACTOR + token + 1) & MASK
+            entry = int(self._table[((value * MIXER & MASK) >> 20) % len(self._table)])
+            piece = self._pieces.get(entry >> 32)
+            at = entry & 0xFFFFFFFF
+            if piece is not None and piece.ids[at - length : at] == gram and at < len(piece.ids):
+                return piece.ids, at
+        return None
+
+    def _enter(self, piece: Piece, start: int) -> None:
+        """Enter the n-grams that end after `start` and are followed by a token."""
+        for length in GRAMS:
+            first = max(0, start - length)
+            ids = np.array(piece.ids[first : len(piece.ids) - 1], dtype=np.int64).astype(np.uint64)
+            count = len(ids) - length + 1
+            if count <= 0:
+                continue
+            value = np.zeros(count, np.uint64)
+            for at in range(length):
+                value = value * np.uint64(FACTOR) + ids[at : at + count] + np.uint64(1)
+            slots = (value * np.uint64(MIXER) >> np.uint64(20)) % np.uint64(len(self._table))
+            self._table[slots.astype(np.int64)] = (piece.number << 32) + first + length + np.arange(count)
+
+    def _grow(self) -> None:
+        slots = len(self._table)
+        while slots < self._num_tokens:
+            slots *= 2
+        self._table = np.zeros(slots, np.int64)
+        for piece in self._pieces.values():
+            self._enter(piece, 0)
+
+
+def match_length(ids: array[int], source: array[int], at: int) -> int:
+    """Number of tokens before `at` of a source that are the last of `ids`, up to `MAX_BACK`."""
+    most = min(len(ids), at, MAX_BACK)
+    tail, before = ids[len(ids) - most :], source[at - most : at]
+    length = 0
+    while length < most and tail[-1 - length] == before[-1 - length]:
+        length += 1
+    return length
+
+
+def common_length(a: array[int], b: array[int]) -> int:
+    """Length of the common prefix."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

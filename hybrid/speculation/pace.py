@@ -1,0 +1,105 @@
+"""How many drafts are worth computing.
+
+A draft is worth its row of a pass if it is accepted often enough: with N tokens expected of a pass of T seconds, one
+more row of s seconds and acceptance p pays where p / s > N / T. How often drafts are accepted is measured per request
+and drafter, what passes cost per engine. With many requests in a pass N / T approaches 1 / s, so that drafts end by
+themselves.
+"""
+
+from __future__ import annotations
+
+DECAY = 0.8
+"""What an earlier verification counts, of a request's measured acceptance."""
+
+PRIOR = 2.0
+"""What is expected of a request counts as much as this many drafts of its own."""
+
+MAX_PAUSE = 64
+"""A request whose drafts do not pay tries one again after at most this many passes."""
+
+COST_DECAY = 0.98
+"""What an earlier pass counts in the measured cost of passes."""
+
+FIRST_SHARE = 0.1
+"""Cost of a row as a part of what a pass costs without rows, before it has been measured."""
+
+MIN_SHARE = 0.01
+"""The least cost of a row that is believed."""
+
+
+class PassCost:
+    """Seconds of a pass without prompts by its number of rows: a line through the latest passes, fitted."""
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A pass of this many rows took so long."""
+        if self._weight >= 4 and seconds > 4 * self._seconds / self._weight:
+            return  # something else had the machine
+        sums = (self._weight, self._rows, self._seconds, self._squares, self._products)
+        new = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._weight, self._rows, self._seconds, self._squares, self._products = (
+            COST_DECAY * old + value for old, value in zip(sums, new, strict=True)
+        )
+
+    @property
+    def share(self) -> float:
+        """Cost of one more row, as a part of the cost of a pass without rows."""
+        if not self._weight:
+            return FIRST_SHARE
+        rows, seconds = self._rows / self._weight, self._seconds / self._weight
+        spread = self._squares / self._weight - rows * rows
+        if spread < 0.25 or seconds <= 0:
+            return FIRST_SHARE
+        slope = (self._products / self._weight - rows * seconds) / spread
+        base = seconds - slope * rows
+        return 1.0 if base <= 0 else min(max(slope / base, MIN_SHARE), 1.0)
+
+
+class Acceptance:
+    """How often drafts of one drafter are accepted, given that those before them were.
+
+    Args:
+        prior: what is expected before there was any.
+    """
+
+    def __init__(self, prior: float) -> None:
+        self._hits = PRIOR * prior
+        self._trials = PRIOR
+        self._failures = 0
+        self._pause = 0
+
+    @property
+    def rate(self) -> float:
+        """The measured probability."""
+        return self._hits / self._trials
+
+    def observe(self, offered: int, accepted: int) -> None:
+        """Of a chain of `offered` drafts the first `accepted` were right."""
+        trials = accepted + (accepted < offered)
+        self._hits = DECAY * self._hits + accepted
+        self._trials = DECAY * self._trials + trials
+        self._failures = 0 if accepted else self._failures + 1
+
+    def count(self, limit: int, rows: int, share: float) -> int:
+        """How many drafts to compute for one of several requests of a pass.
+
+        Args:
+            limit: the most.
+            rows: rows of the pass without them.
+            share: cost of a row as a part of the cost of a pass without rows.
+        """
+        if self._pause:
+            self._pause -= 1
+            return 0
+        chance, expected, cost, count = 1.0, float(rows), 1.0 + share * rows, 0
+        while count < limit:
+            chance *= self.rate
+            if chance * cost <= share * expected:
+                break
+            expected, cost, count = expected + chance, cost + share, count + 1
+        if not count and limit:
+            self._pause = min(2 ** min(self._failures, 10), MAX_PAUSE)
+            return 1 if self.rate > 0.02 and rows < 1 / share else 0
+        return count

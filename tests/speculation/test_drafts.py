@@ -1,0 +1,79 @@
+"""Drafts, their check, and which of them are accepted."""
+
+import pytest
+
+from hybrid import ArgumentError, SpeculationConfig
+from hybrid.speculation.drafts import Drafts, accepted, checked
+
+
+def never(token: int) -> bool:
+    return False
+
+
+def test_the_longest_path_that_the_model_says_is_accepted() -> None:
+    #  -1 ─ 5 ─ 6 ─ 7
+    #   └── 8 ─ 9
+    drafts = Drafts((5, 6, 7, 8, 9), (-1, 0, 1, -1, 3), "test")
+    assert accepted(drafts, [5, 6, 7, 1, 1, 1], never) == [0, 1, 2]
+    assert accepted(drafts, [5, 6, 1, 1, 1, 1], never) == [0, 1]
+    assert accepted(drafts, [8, 0, 0, 0, 9, 2], never) == [3, 4]
+    assert accepted(drafts, [1, 6, 7, 1, 1, 1], never) == []
+
+
+def test_nothing_is_accepted_after_an_end_token_or_a_row_that_is_not_finite() -> None:
+    drafts = Drafts((5, 6, 7), (-1, 0, 1), "test")
+    assert accepted(drafts, [5, 6, 7, 1], lambda token: token == 6) == [0]
+    assert accepted(drafts, [5, -1, 7, 1], never) == [0]
+
+
+def test_brothers_with_the_same_token_are_one_and_keep_all_their_children() -> None:
+    drafts = checked([5, 5, 6, 7, 6], [-1, -1, 0, 1, 1], "test", 10, 100)
+    assert drafts == Drafts((5, 6, 7), (-1, 0, 0), "test")
+
+
+def test_more_than_the_limit_is_left_out() -> None:
+    assert checked(range(9), range(-1, 8), "test", 4, 100) == Drafts((0, 1, 2, 3), (-1, 0, 1, 2), "test")
+    assert len(checked([], [], "test", 4, 100)) == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [
+        ([1, 2], [-1], "same length"),
+        (None, [-1], "same length"),
+        ([100], [-1], "outside the vocabulary"),
+        ([-1], [-1], "outside the vocabulary"),
+        ([1.0], [-1], "integers"),
+        ([1], [None], "integers"),
+        ([1], [0], "parents come first"),
+        ([1, 2], [-1, 1], "parents come first"),
+        ([1], [-2], "parents come first"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(tokens: object, parents: object, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        checked(tokens, parents, "test", 4, 100)
+
+
+def test_of_a_tree_the_first_path_is_a_chain() -> None:
+    drafts = Drafts((5, 8, 6, 9, 7), (-1, -1, 0, 1, 2), "test")
+    assert drafts.first_path() == Drafts((5, 6, 7), (-1, 0, 1), "test")
+
+
+@pytest.mark.parametrize("bad", ["mpt", "", "cache+", 7, ["cache"]])
+def test_a_speculation_that_is_not_known_is_refused(bad: object) -> None:
+    with pytest.raises(ArgumentError, match="drafter"):
+        SpeculationConfig.of(bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [0, 64, True, 2.0, "7"])
+def test_a_number_of_drafts_that_cannot_be_is_refused(bad: object) -> None:
+    with pytest.raises(ArgumentError, match="max_drafts"):
+        SpeculationConfig(max_drafts=bad)  # type: ignore[arg-type]
+
+
+def test_a_configuration_needs_a_drafter() -> None:
+    with pytest.raises(ArgumentError, match="drafters is empty"):
+        SpeculationConfig(drafters=())
+    assert SpeculationConfig.of(None) is None
+    assert SpeculationConfig.of("cache") == SpeculationConfig()

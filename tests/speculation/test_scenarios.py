@@ -1,0 +1,188 @@
+"""What happens to drafts where something else happens: ends inside them, boundaries, retraction, full memory."""
+
+from typing import Any
+
+import pytest
+
+from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.drafter import Drafter
+from support.drafters import Scripted, chain, following
+from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
+
+
+def engine_with(
+    tiny: Engine, drafter: Drafter, *, pages: int = 128, states: int = 32, audit: bool = True, **cache: Any
+) -> Engine:
+    """An engine that computes all that a drafter proposes, audited after every step."""
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, **cache)
+    config = EngineConfig(audit=audit)
+    own = SpeculationConfig(drafters=(drafter,), adaptive=False)
+    return tiny.with_cache(settings, size=(pages, states), config=config, speculation=own)
+
+
+def known(tiny: Engine, *prompts: list[int], count: int = 60) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(prompt): cold(tiny, prompt, greedy(count)).token_ids for prompt in prompts}
+
+
+def test_an_end_token_inside_drafts_ends_the_answer(tiny: Engine) -> None:
+    prompt = ids(20)
+    answers = known(tiny, prompt)
+    at = next(at for at in range(3, 60) if answers[tuple(prompt)][at] not in answers[tuple(prompt)][:at])
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True, stop_token_ids=[answers[tuple(prompt)][at]])
+    engine = engine_with(tiny, following(answers))
+    output = answer(engine, prompt, params)
+    assert output.token_ids == answers[tuple(prompt)][: at + 1]
+    assert output.finish_reason == "stop"
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_stop_text_inside_drafts_ends_the_answer_and_nothing_after_it_is_cached(
+    tiny: Engine, deterministic: bool
+) -> None:
+    prompt = tiny.tokenizer("def add(a, b):").input_ids
+    plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=deterministic)
+    whole = answer(plain, prompt, greedy(60))
+    stop = whole.text[40:46]
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True, stop=stop)
+    expected = answer(plain, prompt, params)
+    engine = engine_with(tiny, following({tuple(prompt): whole.token_ids}), deterministic=deterministic)
+    output = answer(engine, prompt, params)
+    assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
+    assert output.usage.accepted_tokens > 0
+    assert_nothing_held(engine)
+    again = [*prompt, *whole.token_ids]
+    assert answer(engine, again, greedy(1)).usage.page_tokens <= len(prompt) + len(output.token_ids)
+
+
+def test_the_last_token_that_there_is_room_for_is_no_draft(tiny: Engine) -> None:
+    prompt = ids(20)
+    answers = known(tiny, prompt)
+    for count in (1, 2, 3, 8, 9):
+        output = answer(engine_with(tiny, following(answers)), prompt, greedy(count))
+        assert output.token_ids == answers[tuple(prompt)][:count]
+        assert output.finish_reason == "length"
+
+
+@pytest.mark.parametrize("max_drafts", [1, 5, 7, GRID, 3 * GRID])
+@pytest.mark.parametrize("right", [1.0, 0.8])
+def test_a_turn_that_follows_resumes_at_the_last_boundary_of_the_answer(
+    tiny: Engine, max_drafts: int, right: float
+) -> None:
+    """Without determinism the state at a boundary is kept in the back, also when it is inside accepted drafts."""
+    prompt = ids(20)
+    plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=False)
+    whole = answer(plain, prompt, greedy(45))
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=False)
+    drafter = following({tuple(prompt): whole.token_ids}, right)
+    own = SpeculationConfig(drafters=(drafter,), adaptive=False, max_drafts=max_drafts)
+    engine = tiny.with_cache(settings, size=(64, 8), config=EngineConfig(audit=True), speculation=own)
+    output = answer(engine, prompt, greedy(45))
+    assert output.token_ids == whole.token_ids
+    turn = [*prompt, *whole.token_ids, *ids(5, seed=9)]
+    expected, found = answer(plain, turn, greedy(5)), answer(engine, turn, greedy(5))
+    assert found.usage.cached_tokens == expected.usage.cached_tokens == 4 * GRID
+    assert found.token_ids == expected.token_ids
+    assert_nothing_held(engine)
+
+
+def test_requests_with_and_without_drafts_are_computed_in_one_step(tiny: Engine) -> None:
+    prompts = [ids(20, seed=seed) for seed in range(5)]
+    answers = known(tiny, *prompts)
+    helped = {tuple(prompt): answers[tuple(prompt)] for prompt in prompts[::2]}
+
+    def script(history: Any, limit: int) -> Any:
+        done = len(history) - history.prompt_len
+        return chain(helped.get(tuple(history[: history.prompt_len]), [])[done : done + limit])
+
+    engine = engine_with(tiny, Scripted(script))
+    outputs = {}
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(30))
+        outputs.update({output.request_id: output for output in engine.step()})
+    outputs.update(run_to_end(engine))
+    assert [output.token_ids for output in outputs.values()] == [answers[tuple(p)][:30] for p in prompts]
+    assert [output.usage.accepted_tokens > 0 for output in outputs.values()] == [True, False, True, False, True]
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("right", [1.0, 0.5])
+def test_drafts_end_where_memory_ends_and_requests_are_retracted_as_ever(tiny: Engine, right: float) -> None:
+    prompts = [ids(30, seed=seed) for seed in range(4)]
+    answers = known(tiny, *prompts)
+    engine = engine_with(tiny, following(answers, right), pages=14, states=12)
+    outputs = engine.generate(prompts, greedy(60), progress=False)
+    assert [output.token_ids for output in outputs] == list(answers.values())
+    assert engine.scheduler.num_retractions > 0
+    assert_nothing_held(engine)
+
+
+def test_an_abort_between_steps_gives_back_the_memory_of_drafts(tiny: Engine) -> None:
+    prompt = ids(20)
+    answers = known(tiny, prompt)
+    engine = engine_with(tiny, following(answers, 0.5))
+    request = engine.add_request(prompt, greedy(60))
+    for _ in range(4):
+        engine.step()
+    engine.abort(request)
+    run_to_end(engine)
+    assert_nothing_held(engine)
+    assert answer(engine, prompt, greedy(60)).token_ids == answers[tuple(prompt)]
+
+
+def test_pages_of_drafts_that_are_not_accepted_are_free_again(tiny: Engine) -> None:
+    prompt = ids(GRID - 2)
+    engine = engine_with(tiny, Scripted(lambda history, limit: chain([0] * limit)), deterministic=True)
+    engine.add_request(prompt, greedy(4))
+    engine.step()
+    assert engine.cache.stats().pages_private == 1
+    engine.step()  # 7 drafts from position 14 on: two pages, of which the second is not needed yet
+    assert engine.cache.stats().pages_private == 1
+    assert run_to_end(engine)
+
+
+def test_drafts_then_none_then_drafts_within_one_request(tiny: Engine) -> None:
+    prompt = ids(20)
+    answers = known(tiny, prompt)
+    right = following(answers)
+    asked = iter(range(1000))
+    engine = engine_with(tiny, Scripted(lambda *args: right.script(*args) if next(asked) % 3 != 1 else chain([])))
+    assert answer(engine, prompt, greedy(60)).token_ids == answers[tuple(prompt)]
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        ([], []),
+        (range(500), range(-1, 499)),
+        ([5, 5, 5, 5], [-1, -1, 0, 1]),
+        ([5000], [-1]),
+        ([-3], [-1]),
+        ([5, 6], [1, 0]),
+        ([5, 6], [-1, 1]),
+        ([5, 6], [-1]),
+        ([5.5], [-1]),
+        (["5"], [-1]),
+        (None, None),
+        "ab",
+        None,
+        7,
+    ],
+    ids=str,
+)
+def test_a_drafter_may_lie_in_every_way(tiny: Engine, lie: Any) -> None:
+    prompt = ids(20)
+    engine = engine_with(tiny, Scripted(lambda *_: lie))
+    assert answer(engine, prompt, greedy(6)).token_ids == cold(tiny, prompt, greedy(6)).token_ids
+    assert_nothing_held(engine)
+
+
+def test_a_drafter_that_raises_is_as_one_without_drafts(tiny: Engine) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("no idea")
+
+    engine = engine_with(tiny, Scripted(fail))
+    assert answer(engine, ids(20), greedy(6)).token_ids == cold(tiny, ids(20), greedy(6)).token_ids
+    assert engine.stats().speculation["Scripted"].refused == 4  # for the last token none is asked
