@@ -51,7 +51,7 @@ class PageAlloc:
         self._num_free = left
         return pages
 
-    def free(self, pages: np.ndarray | list[int]) -> None:
+    def free(self, pages: np.ndarray | array[int]) -> None:
         end = self._num_free + len(pages)
         assert end <= len(self._stack), "more pages are freed than were allocated"
         self._stack[self._num_free : end] = pages
@@ -85,7 +85,7 @@ class HybridTree:
         """Insert tokens, whole pages of them, and a state; frees the pages of `[previous, existing)`, which the tree
         had already. Returns how many tokens existed, the node at the end, and whether the tree adopted the state."""
         pages = array("i", kv.tobytes())
-        done = self.tree.insert(key, num_tokens, pages, Checkpoint(int(state[0]), num_tokens))
+        done = self.tree.insert(key, num_tokens, pages, Checkpoint(state.item(), num_tokens))
         self.kv.free(kv[previous // self.page : done.num_existing // self.page])
         return done.num_existing, done.node, done.adopted
 

@@ -81,14 +81,14 @@ def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, st
 
     A binary search with memcmp: 128k tokens take a few microseconds.
     """
-    low, high = 0, min(len(a) - a_start, len(b) - b_start, limit) // step
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a.startswith(b[b_start + low * step : b_start + middle * step], a_start + low * step):
-            low = middle
-        else:
-            high = middle - 1
-    return low * step
+    at, end = b_start, b_start + min(len(a) - a_start, len(b) - b_start, limit)
+    shift = a_start - b_start
+    size = step << ((end - at) // step).bit_length()
+    while size > step:
+        size >>= 1
+        if at + size <= end and a.startswith(b[at : at + size], at + shift):
+            at += size
+    return at - b_start
 
 
 @dataclass(frozen=True, slots=True)

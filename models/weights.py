@@ -7,7 +7,7 @@ memory of the model and a few slices, and errors name a missing or unexpected te
 
 import mmap
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -248,6 +248,23 @@ def _stored(mapped: mmap.mmap, path: Path, name: str, entry: Any, data: int) -> 
     return stored
 
 
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight as int8, and the value of 1 in each row: the largest of the row is 127. An element changes by at most
+    half of that value.
+
+    Args:
+        weight: `[out, in]`.
+
+    Returns:
+        `[out, in]` int8, `[out]` fp32. A row that is not finite has a scale of NaN: what it gives is refused.
+    """
+    exact = weight.float()
+    scale = exact.abs().amax(1) / 127
+    scale = torch.where(scale.isfinite(), scale, float("nan"))
+    divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
+    return (exact / divisor).round_().to(torch.int8), scale
+
+
 @dataclass
 class Loader:
     """Fills parameters from tensors on disk.
@@ -258,6 +275,11 @@ class Loader:
         layouts: gives the layouts of a parameter by its name.
         dtype, device: of the parameters.
         by_columns: names of parameters that are stored by columns: their last two dimensions are transposed in memory.
+        quantized: names of parameters `[out, in]` that are stored as int8, each as soon as it is complete.
+
+    Attributes:
+        parameters: by name.
+        scales: `[out]` fp32 by the name of a quantized parameter: the value of 1 in each of its rows.
     """
 
     path: Path
@@ -266,7 +288,9 @@ class Loader:
     dtype: torch.dtype
     device: torch.device
     by_columns: frozenset[str] = frozenset()
+    quantized: frozenset[str] = frozenset()
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    scales: dict[str, Tensor] = field(default_factory=dict)
 
     def load(self, tensors: Mapping[str, Stored], on_read: Callable[[int], object]) -> dict[str, Tensor]:
         """Make the parameters.
@@ -294,9 +318,13 @@ class Loader:
             )
         for name, stored in tensors.items():
             self._check(stored, uses[name])
+        missing_parts = Counter(parameter for pairs in uses.values() for parameter, _ in pairs)
         for name, stored in tensors.items():  # in their order on disk
             for parameter, source in uses[name]:
                 self._fill(self._parameter(parameter), source, stored, on_read)
+                missing_parts[parameter] -= 1
+                if parameter in self.quantized and not missing_parts[parameter]:
+                    self.parameters[parameter], self.scales[parameter] = quantize_rows(self.parameters[parameter])
         return self.parameters
 
     def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:

@@ -220,18 +220,15 @@ class HybridCache:
         except BaseException:
             self.close(lease)
             raise
-        if not opened:
-            self.close(lease)
-        return lease if opened else None
+        if opened:
+            return lease
+        self.close(lease)
+        return None
 
     def record(self, explanation: Explanation) -> None:
         """Count a request and its hit in the statistics: once per request, however often its lease is opened."""
         self._owner.claim()
-        stats = self._stats
-        stats.requests += 1
-        stats.prompt_tokens += explanation.asked
-        stats.usable_tokens += explanation.usable_hit
-        stats.page_tokens += explanation.page_hit
+        self._stats.count(explanation)
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
         """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it
@@ -246,11 +243,9 @@ class HybridCache:
         return True
 
     def trim(self, lease: Lease, num_pages: int) -> None:
-        """Free the private pages after the lease's first `num_pages`: nothing of them is used."""
+        """Free the lease's private pages after its first `num_pages`."""
         self._refuse_closed(lease)
-        first = max(num_pages, lease.num_shared)
-        unused, lease.block_table = lease.block_table[first:], lease.block_table[:first]
-        self.memory.pages.free(unused)
+        self.allocator.free_pages(lease.cut(num_pages))
 
     def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         """Allocate a slot for the state after `num_tokens` tokens, which the next pass writes.
@@ -308,9 +303,7 @@ class HybridCache:
         self._refuse_closed(lease)
         end = len(lease.block_table) * self.config.page_size
         if not lease.front_tokens <= num_tokens <= end:
-            raise ArgumentError(
-                f"advance: to {num_tokens} tokens, from {lease.front_tokens} on and with pages for {end}"
-            )
+            raise ArgumentError(f"advance: to {num_tokens} tokens, from {lease.front_tokens} on, with pages for {end}")
         if lease.front == EMPTY_STATE:
             raise OwnershipError("advance: the front of the lease was donated")
         if lease.state_lock is not None:

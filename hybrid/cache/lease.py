@@ -61,6 +61,12 @@ class Lease:
         """The pages that belong to this lease alone."""
         return self.block_table[self.num_shared :]
 
+    def cut(self, num_pages: int) -> Sequence[int]:
+        """Remove the private pages after the first `num_pages` from the block table; returns them."""
+        first = max(num_pages, self.num_shared)
+        unused, self.block_table = self.block_table[first:], self.block_table[:first]
+        return unused
+
     @property
     def locks(self) -> list[Lock]:
         """The locks that it holds."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid.cache.explain import Explanation
+
 
 @dataclass(slots=True)
 class CacheStats:
@@ -42,6 +44,13 @@ class CacheStats:
     moved_pages: int = 0
     pins: int = 0
     policy_failure: str | None = None
+
+    def count(self, explanation: Explanation) -> None:
+        """Count a request and its hit."""
+        self.requests += 1
+        self.prompt_tokens += explanation.asked
+        self.usable_tokens += explanation.usable_hit
+        self.page_tokens += explanation.page_hit
 
     @property
     def hit_rate(self) -> float:

@@ -16,7 +16,7 @@ from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
-from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.loading import can_quantize, load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
 
@@ -45,7 +45,11 @@ class LoadedModel:
 
 
 def load(
-    model: str | Path, device: str | torch.device | None, dtype: str | torch.dtype | None, chunk_size: int
+    model: str | Path,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    chunk_size: int,
+    load_dtype: str | None = None,
 ) -> LoadedModel:
     """Load a checkpoint.
 
@@ -54,21 +58,30 @@ def load(
         device: None: a GPU if there is one.
         dtype: None: the checkpoint's on a GPU, float32 on a CPU.
         chunk_size: of the linear layers.
+        load_dtype: "int8": weights of matrix products are quantized, per row; None: they have the type of the model.
 
     Raises:
         CheckpointError: there is no usable checkpoint.
-        ArgumentError: `dtype` is not supported.
+        ArgumentError: `dtype` or `load_dtype` is not supported here.
     """
+    if load_dtype not in (None, "int8"):
+        raise ArgumentError(f"load_dtype must be 'int8' or None, got {load_dtype!r}")
     checkpoint = open_checkpoint(model)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tokenizer = load_tokenizer(checkpoint.path)
-    loaded = load_model(checkpoint, resolve_dtype(dtype, checkpoint.config, place), place, chunk_size)
+    resolved, quantize = resolve_dtype(dtype, checkpoint.config, place), load_dtype == "int8"
+    if quantize and not can_quantize(resolved, place):
+        raise ArgumentError(
+            f"load_dtype='int8' needs a CPU with the extra numba, and dtype float32 or bfloat16; got {place} and "
+            f"{resolved}: install hybrid-prefix-cache[numba], or leave load_dtype out"
+        )
+    loaded = load_model(checkpoint, resolved, place, chunk_size, quantize=quantize)
     end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
     return LoadedModel(
         model=loaded,
         device=place,
         tokenizer=tokenizer,
-        image_encoder=vision_tower(checkpoint, loaded.lm_head.weight.dtype, place),
+        image_encoder=vision_tower(checkpoint, loaded.model.embed_tokens.weight.dtype, place),
         end_tokens=end_tokens,
         default_params=default_params,
     )
@@ -134,7 +147,7 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         MemoryBudgetError: the memory does not suffice for one request.
     """
     model, device = loaded.model, loaded.device
-    spec = model.spec(model.config, model.lm_head.weight.dtype)
+    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype)
     if size is not None:
         return make_cache(CacheMemory.fixed(spec, config.page_size, *size, device), config)
     memory = CacheMemory.for_spec(

@@ -80,7 +80,7 @@ class Constraints:
             self._bias = np.array([*params.logit_bias], np.int64), np.array([*params.logit_bias.values()], np.float64)
         self._is_penalized = has_penalty(params)
         # distinct tokens of the prompt, then those of the answer, and how often each is in the answer
-        tokens = np.unique(np.asarray(self._prompt, np.int64)) if params.repetition_penalty != 1 else np.empty(0)
+        tokens = np.unique(np.asarray(self._prompt if params.repetition_penalty != 1 else [], np.int64))
         self._tokens: list[int] = tokens.tolist()
         self._counts: list[int] = [0] * len(self._tokens)
         self._place: dict[int, int] = {token: place for place, token in enumerate(self._tokens)}

@@ -124,6 +124,7 @@ class Engine:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        load_dtype: str | None = None,
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
         speculation: SpeculationConfig | str | None = None,
@@ -134,6 +135,9 @@ class Engine:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
             dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
+            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row and
+                take a byte each, experts aside; an answer then differs from that of the checkpoint, in the same way for
+                hits and cold runs. None: they have the type `dtype`.
             cache: settings of the cache.
             config: settings of the engine.
             speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
@@ -145,7 +149,7 @@ class Engine:
             ArgumentError: another argument is wrong.
         """
         settings = cache or CacheConfig()
-        loaded = load(model, device, dtype, settings.chunk_size)
+        loaded = load(model, device, dtype, settings.chunk_size, load_dtype)
         return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
 
     def with_cache(

@@ -396,10 +396,10 @@ def _add_adapted(
             by_adapter.setdefault(part.request.adapter, []).append((part, rows))
     adapted: list[tuple[Adapter, RowBlocks | None]] = []
     for index, (adapter, own) in enumerate(by_adapter.items()):
-        rows = [row for _, part_rows in own for row in part_rows]
-        pieces.add(f"adapted.{index}", rows, (len(rows),))
-        ends = [0, *accumulate(len(part_rows) for part, part_rows in own if part.is_prefill)]
-        blocks = None if chunk_size is None else RowBlocks([*pairwise(ends)], ends[-1], len(rows), chunk_size)
+        adapted_rows = [row for _, rows in own for row in rows]
+        pieces.add(f"adapted.{index}", adapted_rows, (len(adapted_rows),))
+        ends = [0, *accumulate(len(rows) for part, rows in own if part.is_prefill)]
+        blocks = None if chunk_size is None else RowBlocks([*pairwise(ends)], ends[-1], len(adapted_rows), chunk_size)
         adapted.append((adapter, blocks))
     return tuple(adapted)
 

@@ -142,8 +142,10 @@ COMPILERS: dict[str, Callable[[Any, Any], str]] = {
 def _library() -> ModuleType:
     try:
         import llguidance
+
+        module: ModuleType = llguidance
     except ImportError as error:
         raise ArgumentError(
             f"structured output needs llguidance ({error}): install this package with its extra 'structured'"
         ) from error
-    return llguidance
+    return module

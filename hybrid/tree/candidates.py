@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from random import Random
 from types import MethodType
 
@@ -26,6 +27,9 @@ MAX_NOTIFIED = 32
 """Nodes below a change that are looked at for checkpoints to weigh again; the others are when a sample has them."""
 
 Hook = Callable[[Facts], None]
+
+recency: Callable[[Node], float] = attrgetter("usage.last_used")
+"""The rank of a node for LRU, without the facts about it."""
 
 
 class Candidates:
@@ -63,7 +67,9 @@ class Candidates:
         self._checkpoints = self._queue(order, is_evictable_checkpoint)
         self._leaves = self._queue(order, is_evictable_leaf)
         self._samples = order is None
-        rank = self._recency if self._samples else self._rank
+        self._rises = order == "rising"
+        self._weighs = isinstance(policy, AgingPolicy)
+        rank = recency if self._samples else self._rank_of(policy)
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
     def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool]) -> Queue:
@@ -72,11 +78,10 @@ class Candidates:
             return AgingQueue(partial(self._weigh, policy), partial(self._ranks, policy), is_candidate, self._rng)
         if order is None:
             return SampledQueue(self._rank, is_candidate, self._rng)
-        return OrderedQueue(self._rank, is_candidate, falls=order == "any")
+        return OrderedQueue(self._rank_of(policy), is_candidate, falls=order == "any")
 
-    @staticmethod
-    def _recency(node: Node) -> float:
-        return node.usage.last_used
+    def _rank_of(self, policy: Policy) -> Callable[[Node], float]:
+        return recency if type(policy) is LeastRecentlyUsed else self._rank
 
     @property
     def num_entries(self) -> tuple[int, int, int]:
@@ -103,12 +108,14 @@ class Candidates:
         """
         if node.parent is None:
             return
+        key = id(node)
         if node.slot is None:
-            if not node.children and not node.page_locks:
+            if not node.children and not node.page_locks and (renewed or key not in self._tails.settled):
                 self._tails.push(node, renewed)
         elif not node.state_locks:
-            self._checkpoints.push(node, renewed)
-            if not node.children and not node.page_locks:
+            if renewed or key not in self._checkpoints.settled:
+                self._checkpoints.push(node, renewed)
+            if not node.children and not node.page_locks and (renewed or key not in self._leaves.settled):
                 self._leaves.push(node, renewed)
 
     def overlooks(self, node: Node) -> bool:
@@ -121,7 +128,11 @@ class Candidates:
 
     def next_checkpoint(self) -> Node | None:
         """Remove and return the checkpoint to evict first."""
-        return self._next(self._checkpoints)
+        found = self._checkpoints.peek()
+        if found is None:
+            return None
+        self._checkpoints.pop(found[1])
+        return found[1]
 
     def next_leaf(self) -> Node | None:
         """Remove and return the leaf to evict first."""
@@ -147,15 +158,21 @@ class Candidates:
 
     # Calls of the policy
 
-    def used(self, node: Node) -> None:
-        """Report to the policy that a request resumes from the node's checkpoint, before the use is counted."""
+    def requested(self, node: Node | None, ticks: Iterator[int]) -> None:
+        """Count a request, and that it resumes from a node's checkpoint. The policy is told before that."""
+        self.now += 1
+        if node is None:
+            return
         if self._hit is not None:
             self._report("hit", self._hit, self.facts(node))
-
-    def reordered(self, node: Node) -> None:
-        """Reorder the queues after the use has been counted."""
-        self._checkpoints.used(node)
-        self._leaves.used(node)
+        usage = node.usage
+        usage.last_used = next(ticks)
+        usage.used_at = self.now
+        usage.hits += 1
+        if not self._rises:
+            self._checkpoints.used(node)
+            self._leaves.used(node)
+        self.changed(node)  # its request has locked it and continues from it
 
     def evicting(self, node: Node) -> None:
         """Report that the node's checkpoint is about to be evicted."""
@@ -173,11 +190,13 @@ class Candidates:
         """Report that the node got a checkpoint, or the usage of one that was not admitted."""
         if self._entered is not None:
             self._report("entered", self._entered, self.facts(node))
-        if node.children:
+        if self._weighs and node.children:
             self.reweigh_below(node)
 
     def reweigh_below(self, node: Node) -> None:
         """What the checkpoints next below a node save or would free has changed: rank up to `MAX_NOTIFIED` again."""
+        if not self._weighs:
+            return
         below = [*islice(node.children.values(), MAX_NOTIFIED)]
         for _ in range(MAX_NOTIFIED):
             if not below:
@@ -193,10 +212,12 @@ class Candidates:
         """Report that the node got its first child or request, or lost its last one, or that its kind has changed."""
         if self._changed is not None and (node.slot is not None or node.lost_checkpoint):
             self._report("changed", self._changed, self.facts(node))
+        if not self._weighs:
+            return
         if node.slot is not None:
             self._checkpoints.changed(node)
             self._leaves.changed(node)
-        if node.slot is None and len(node.children) == 1:
+        elif len(node.children) == 1:
             self.reweigh_below(node)
 
     def admits(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_pages: int, tails_help: bool) -> bool:

@@ -24,7 +24,8 @@ class Cohorts:
         self._edges = np.array(edges)
         self._span = edges[-1] + 1
         self._first = 0  # the request of the first column
-        self._counts = np.zeros((8, 2 * self._span), np.int32)
+        self._slack = max(64, self._span // 8)
+        self._counts = np.zeros((8, self._span + 2 * self._slack), np.int16)
         self._older = np.zeros(8, np.int32)  # those last used before the first column
 
     def add(self, group: int, last: int, number: int) -> None:
@@ -37,10 +38,11 @@ class Cohorts:
             self._counts[group, last - self._first] += number
 
     def exposure(self, num_groups: int, since: int, until: int) -> Array:
-        """Requests of `[since, until)` times records, by group and bin of age, `[num_groups, bins]`."""
+        """Requests of `[since, until)` times records, by group and bin of age, `[num_groups, bins]`. Of a long interval
+        only the end counts."""
         self._have(num_groups)
         self._reach(until)
-        since = max(since, until - self._span // 2)
+        since = max(since, until - self._slack)
         start = max(0, since - self._span - self._first)
         end = until - self._first
         # Two sums in a row: how many were last used before a request, added up over the requests. Differences of them
@@ -66,7 +68,7 @@ class Cohorts:
         counts, width = self._counts, self._counts.shape[1]
         if last - self._first < width:
             return
-        passed = last - 3 * self._span // 2 - self._first
+        passed = last - self._span - self._slack - self._first
         self._older += counts[:, :passed].sum(axis=1, dtype=np.int32)
         kept = counts[:, passed:].copy()
         counts[:, : kept.shape[1]] = kept

@@ -11,51 +11,50 @@ MAX_CHANGED = 4096
 
 
 class Cover:
-    """The union of the paths from the roots to some nodes, counted in pages.
+    """The union of the paths from the roots to some nodes, its ends, counted in pages.
 
-    `changed` only notes a node; `num_pages` brings the count up to date. A path is then followed only as far as no
-    other one covers it, so that a path which came and went meanwhile costs nothing.
+    A node that becomes an end, or is one no more, is only noted; `num_pages` brings the count up to date. A path is
+    then followed only as far as no other one covers it, and one that came and went meanwhile is not followed at all.
 
     Args:
-        is_end: whether the path to a node is part of the union at present.
+        is_end: whether a node is an end at present.
+
+    Attributes:
+        changed: nodes that have become ends, or are ends no more, and wait to be counted. `settle` counts them; whoever
+            adds some calls it when they are more than `MAX_CHANGED`.
+        reasons: of each node whose pages are counted, why: it is counted as an end, and each child that is counted.
     """
 
     def __init__(self, is_end: Callable[[Node], bool]) -> None:
+        self.changed: set[Node] = set()
+        self.reasons: dict[Node, int] = {}
         self._is_end = is_end
         self._num_pages = 0
-        self._changed: list[Node] = []
-        self._ends: set[Node] = set()  # nodes whose paths are counted
-        self._reasons: dict[Node, int] = {}  # why a node is counted: its path is, and each counted child
-
-    def changed(self, node: Node) -> None:
-        """What `is_end` says of a node may have changed."""
-        self._changed.append(node)
-        if len(self._changed) > MAX_CHANGED:
-            self._settle()
+        self._counted: set[Node] = set()  # nodes that are counted as ends
 
     @property
     def num_pages(self) -> int:
         """Number of pages on the paths."""
-        if self._changed:
-            self._settle()
+        self.settle()
         return self._num_pages
 
-    def _settle(self) -> None:
-        while self._changed:
-            node = self._changed.pop()
+    def settle(self) -> None:
+        """Bring the count up to date."""
+        while self.changed:
+            node = self.changed.pop()
             if self._is_end(node):
-                if node not in self._ends:
-                    self._ends.add(node)
+                if node not in self._counted:
+                    self._counted.add(node)
                     self._count(node)
-            elif node in self._ends:
-                self._ends.remove(node)
+            elif node in self._counted:
+                self._counted.remove(node)
                 self._uncount(node)
 
     def _count(self, node: Node) -> None:
         above: Node | None = node
         while above is not None and above.parent is not None:
-            reasons = self._reasons.get(above, 0)
-            self._reasons[above] = reasons + 1
+            reasons = self.reasons.get(above, 0)
+            self.reasons[above] = reasons + 1
             if reasons:
                 return
             self._num_pages += above.num_pages
@@ -64,27 +63,26 @@ class Cover:
     def _uncount(self, node: Node) -> None:
         above: Node | None = node
         while above is not None and above.parent is not None:
-            reasons = self._reasons.pop(above) - 1
+            reasons = self.reasons.pop(above) - 1
             if reasons:
-                self._reasons[above] = reasons
+                self.reasons[above] = reasons
                 return
             self._num_pages -= above.num_pages
             above = above.parent
 
     # What the forest does to nodes
 
-    def extended(self, leaf: Node, num_pages: int) -> None:
-        """The edge of a leaf has `num_pages` more pages."""
-        if leaf in self._reasons:
-            self._num_pages += num_pages
+    def extended(self, num_pages: int) -> None:
+        """The edge of a leaf that is in `reasons` has `num_pages` more pages."""
+        self._num_pages += num_pages
 
-    def split(self, lower: Node, upper: Node) -> None:
-        """The upper part of a node's edge has become a node of its own."""
-        if lower in self._reasons:
-            self._reasons[upper] = 1
+    def split(self, upper: Node) -> None:
+        """The upper part of the edge of a node that is in `reasons` has become a node of its own."""
+        self.reasons[upper] = 1
 
     def leaving(self, node: Node) -> None:
-        """A node whose path is not part of the union is about to be cut, removed or joined to its only child."""
-        if node in self._ends:
-            self._settle()
-        self._reasons.pop(node, None)
+        """A node that is in `reasons` and no end is about to be cut, removed or joined to its only child."""
+        if node in self._counted:
+            self._counted.remove(node)
+            self._uncount(node)
+        self.reasons.pop(node, None)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
-from hybrid.tree.node import EvictedCheckpoint, Node, Released, Root
+from hybrid.tree.node import EvictedCheckpoint, Kind, Node, Released, Root
 
 MAX_RECENT = 2048
 """Evicted checkpoints that are remembered for pictures."""
@@ -25,16 +25,18 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
-
-    Attributes:
-        recent: the checkpoints that were evicted most recently, oldest first.
     """
 
     def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts) -> None:
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
-        self.recent: deque[EvictedCheckpoint] = deque(maxlen=MAX_RECENT)
+        self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
+
+    @property
+    def recent(self) -> list[EvictedCheckpoint]:
+        """The checkpoints that were evicted most recently, oldest first."""
+        return [EvictedCheckpoint._make(one) for one in self._recent]
 
     def evict_pages(self, num_pages: int, released: Released) -> None:
         """Evict at least `num_pages` pages if possible: leaves in the order of the policy, each from its tail.
@@ -65,7 +67,8 @@ class Evictor:
             self._evict(node, 0 if node.slot is not None else num_pages, released)
 
     def _next(self, find: Callable[[], Node | None]) -> Node | None:
-        self._candidates.settle(self._forest.nodes())
+        if self._candidates.failure is not None:
+            self._candidates.settle(self._forest.nodes())
         return find()
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
@@ -81,7 +84,7 @@ class Evictor:
             elif num_pages < node.num_pages:
                 self._drop_checkpoint(node, released)
                 self._remember(node, node.num_pages - num_pages)
-                released.pages.extend(self._forest.cut(node, num_pages))
+                self._forest.cut(node, num_pages, released.pages)
                 self._candidates.enter(node, renewed=True)
             else:
                 self._remove(node, released)
@@ -94,8 +97,7 @@ class Evictor:
         while True:
             self._drop_checkpoint(node, released)
             self._remember(node, 0)
-            released.pages.extend(node.pages)
-            parent = self._forest.remove(node)
+            parent = self._forest.remove(node, released.pages)
             if parent.children:
                 if len(parent.children) == 1:
                     self._candidates.reweigh_below(parent)
@@ -118,7 +120,6 @@ class Evictor:
             assert not node.state_locks
             self._candidates.evicting(node)
             released.slots.append(node.slot)
-            usage = node.usage
-            times = usage.stored_at, usage.used_at, self._candidates.now
-            self.recent.append(EvictedCheckpoint(node.start, node.end, usage.kind, usage.hits, *times))
+            usage, now = node.usage, self._candidates.now
+            self._recent.append((node.start, node.end, usage.kind, usage.hits, usage.stored_at, usage.used_at, now))
             self._forest.drop_checkpoint(node)

@@ -7,7 +7,7 @@ pages, checkpoints, slots and of what locks protect are kept up to date here.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from hybrid.key import TOKEN_BYTES
@@ -21,22 +21,22 @@ class Forest:
     Args:
         page_size: tokens per page.
         grid: tokens between two positions at which prefixes are hashed.
-        covers: unions of paths that follow the changes of nodes.
 
     Attributes:
         roots: the root of each namespace that holds something.
         page_bytes: bytes of the token ids of a page.
         num_pages, num_checkpoints: what the nodes own.
+        covers: unions of paths that follow the changes of nodes.
     """
 
-    def __init__(self, page_size: int, grid: int, covers: Sequence[Cover]) -> None:
+    def __init__(self, page_size: int, grid: int) -> None:
         self.page_size: int = page_size
         self._grid = grid
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
         self.num_checkpoints: int = 0
         self.roots: dict[str, Root] = {}
-        self._covers = covers
+        self.covers: list[Cover] = []
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """Every node except the roots, parents first, with its namespace."""
@@ -51,39 +51,29 @@ class Forest:
 
     def extend(self, leaf: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> None:
         """Make the edge of a leaf without a checkpoint longer."""
-        run = leaf.run
-        self._append(run, ids, pages)
+        leaf.run.append(ids, pages)
         # Nothing can fail from here on.
         leaf.end += len(ids) // TOKEN_BYTES
         leaf.usage = usage
         self.num_pages += len(pages)
-        for cover in self._covers:
-            cover.extended(leaf, len(pages))
+        for cover in self.covers:
+            if leaf in cover.reasons:
+                cover.extended(len(pages))
 
     def add_leaf(self, parent: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> Node:
         """A new child of `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
-        run = parent.run
-        end = parent.end + len(ids) // TOKEN_BYTES
+        run, start = parent.run, parent.end
+        end = start + len(ids) // TOKEN_BYTES
         if parent.children or parent.parent is None:
-            run = Run(parent.end, self.page_size, ids, array("i", pages))
-            leaf = Node(parent, run, parent.end, end, usage)
+            run = Run(start, self.page_size, ids, array("i", pages))
+            leaf = Node(parent, run, start, end, usage)
         else:
-            leaf = Node(parent, run, parent.end, end, usage)
-            self._append(run, ids, pages)
+            leaf = Node(parent, run, start, end, usage)
+            run.append(ids, pages)
         run.nodes.append(leaf)
         parent.children[ids[: self.page_bytes]] = leaf
         self.num_pages += len(pages)
         return leaf
-
-    def _append(self, run: Run, ids: bytes, pages: Sequence[int]) -> None:
-        num_bytes, num_pages = len(run.ids), len(run.pages)
-        try:
-            run.ids += ids
-            run.pages.extend(pages)
-        except BaseException:
-            del run.ids[num_bytes:]
-            del run.pages[num_pages:]
-            raise
 
     # Cutting and joining edges
 
@@ -93,16 +83,15 @@ class Forest:
         parent, run = lower.parent, lower.run
         assert parent is not None and lower.start < num_tokens < lower.end
         upper = Node(parent, run, lower.start, num_tokens, pages_usage(lower.usage))
-        first = self._first_page(upper)
+        first = self._page_at(run, lower.start)
         upper.children[self._page_at(run, num_tokens)] = lower
         run.nodes.insert(run.index(lower), upper)
         # Nothing can fail from here on.
         parent.children[first] = upper
         lower.parent, lower.start = upper, num_tokens
-        num_bytes = (num_tokens // self._grid - upper.start // self._grid) * DIGEST_BYTES
-        upper.digests, lower.digests = lower.digests[:num_bytes], lower.digests[num_bytes:]
-        for cover in self._covers:
-            cover.split(lower, upper)
+        for cover in self.covers:
+            if lower in cover.reasons:
+                cover.split(upper)
         return upper
 
     def join(self, upper: Node) -> bool:
@@ -111,79 +100,77 @@ class Forest:
         parent = upper.parent
         if (
             parent is None
-            or len(upper.children) != 1
             or upper.slot is not None
+            or len(upper.children) != 1
             or upper.page_locks
             or upper.lost_checkpoint
         ):
             return False
         (lower,) = upper.children.values()
         if lower.run is not upper.run:
-            self._join_runs(upper.run, lower.run)
-        run, first = upper.run, self._first_page(upper)
-        for cover in self._covers:
-            cover.leaving(upper)
+            upper.run.take_over(lower.run, self._grid)
+        run, first = upper.run, self._page_at(upper.run, upper.start)
+        for cover in self.covers:
+            if upper in cover.reasons:
+                cover.leaving(upper)
         del run.nodes[run.index(upper)]
         lower.start, lower.parent = upper.start, parent
-        num_bytes = (upper.end // self._grid - upper.start // self._grid) * DIGEST_BYTES
-        lower.digests = upper.digests + lower.digests if len(upper.digests) == num_bytes else upper.digests
         parent.children[first] = lower
         upper.parent = None
         upper.children = {}
         return True
 
-    def _join_runs(self, run: Run, below: Run) -> None:
-        """Append a run to the one whose last node it continues."""
-        self._append(run, bytes(below.ids), below.pages)
-        # Nothing can fail from here on.
-        run.nodes += below.nodes
-        run.stored += below.stored
-        for node in below.nodes:
-            node.run = run
-        below.joined = run
-        below.nodes, below.stored = [], []
-
     # Evicting
 
-    def cut(self, leaf: Node, num_pages: int) -> array[int]:
-        """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint."""
-        run = leaf.run
-        usage = pages_usage(leaf.usage)
-        for cover in self._covers:
-            cover.leaving(leaf)
-        cut = run.pages[-num_pages:]
+    def cut(self, leaf: Node, num_pages: int, into: array[int]) -> None:
+        """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint, and append them to
+        `into`."""
+        usage = leaf.usage if leaf.usage.kind is Kind.PAGES else pages_usage(leaf.usage)
+        for cover in self.covers:
+            if leaf in cover.reasons:
+                cover.leaving(leaf)
+        leaf.run.cut(num_pages, into)
         # Nothing can fail from here on.
-        del run.pages[-num_pages:]
-        del run.ids[-num_pages * self.page_bytes :]
         leaf.usage = usage
         leaf.lost_checkpoint = False  # its position is cut off too
         leaf.end -= num_pages * self.page_size
         self.num_pages -= num_pages
-        return cut
+        if leaf.run.digests:
+            self._forget_digests(leaf.run, leaf.end)
 
-    def remove(self, leaf: Node) -> Node:
-        """Remove a leaf. Returns its former parent; a root without children is removed from `roots`."""
+    def remove(self, leaf: Node, into: array[int]) -> Node:
+        """Remove a leaf, and append its pages to `into`. Returns its former parent; a root without children is removed
+        from `roots`."""
         parent, run = leaf.parent, leaf.run
         assert parent is not None and not leaf.children and not leaf.page_locks
-        for cover in self._covers:
-            cover.leaving(leaf)
-        num_pages = leaf.num_pages
-        del parent.children[self._first_page(leaf)]
+        for cover in self.covers:
+            if leaf in cover.reasons:
+                cover.leaving(leaf)
+        first, num_pages = self._page_at(run, leaf.start), leaf.num_pages
+        run.cut(num_pages, into)
+        # Nothing can fail from here on.
+        del parent.children[first]
         run.nodes.pop()
-        del run.pages[-num_pages:]
-        del run.ids[-num_pages * self.page_bytes :]
+        if run.digests:
+            self._forget_digests(run, leaf.start)
         self.num_pages -= num_pages
         leaf.parent = None
-        if isinstance(parent, Root) and not parent.children:
+        if not parent.children and isinstance(parent, Root):
             del self.roots[parent.namespace]
         return parent
+
+    def _forget_digests(self, run: Run, num_tokens: int) -> None:
+        del run.digests[(num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES :]
 
     # Checkpoints
 
     def put_checkpoint(self, node: Node, slot: int) -> None:
         """Make a node the owner of a checkpoint."""
         stored = node.run.stored
-        stored.insert(bisect_left(stored, node.end, key=end_of), node)
+        if not stored or stored[-1].end < node.end:
+            stored.append(node)
+        else:
+            insort(stored, node, key=end_of)
         node.slot = slot
         node.lost_checkpoint = False
         self.num_checkpoints += 1
@@ -192,13 +179,13 @@ class Forest:
         """Take the checkpoint from a node. A spare one that no request has used is not remembered as lost."""
         assert node.slot is not None
         stored = node.run.stored
-        del stored[bisect_left(stored, node.end, key=end_of)]
+        if stored[-1] is node:
+            stored.pop()
+        else:
+            del stored[bisect_left(stored, node.end, key=end_of)]
         node.slot = None
         node.lost_checkpoint = node.usage.last_used > 0
         self.num_checkpoints -= 1
-
-    def _first_page(self, node: Node) -> bytes:
-        return self._page_at(node.run, node.start)
 
     def _page_at(self, run: Run, num_tokens: int) -> bytes:
         first = (num_tokens - run.start) * TOKEN_BYTES

@@ -6,8 +6,8 @@ are there or not, and a miss is known to be an eviction and not a first sight. W
 its usage, so that a policy that learns gets to know of the hits that the eviction prevented.
 
 The hash of a prefix is a chain of BLAKE2b digests over blocks of the grid: the same in every process. Evicted blocks
-are hashed when the ghosts are next looked up, so that eviction itself does not wait for it. A node caches the digests
-of the blocks that end inside its edge once they have been needed.
+are hashed when the ghosts are next looked up, so that eviction itself does not wait for it. A run of nodes keeps the
+digests of the blocks that end inside it once they have been needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.tree.node import DIGEST_BYTES, Node, NodeUsage, Root
+from hybrid.tree.node import DIGEST_BYTES, Node, NodeUsage, Root, Run
 
 MAX_UNHASHED = 1 << 23
 """Bytes of evicted token ids that may wait to be hashed."""
@@ -46,33 +46,30 @@ class Ghosts:
         self._half = max(1, limit // 2)
         self._young: dict[bytes, NodeUsage | None] = {}
         self._old: dict[bytes, NodeUsage | None] = {}
-        self._unhashed: list[tuple[bytes, bytes, NodeUsage | None]] = []
+        # The digest before the first block and ids, or None and digests; the usage of a checkpoint lost at the end.
+        self._evicted: list[tuple[bytes | None, bytes, NodeUsage | None]] = []
         self._num_unhashed = 0
 
     def __len__(self) -> int:
         self._hash()
         return len(self._young) + sum(value not in self._young for value in self._old)
 
-    def remember(self, node: Node, num_kept: int) -> None:
+    def remember(self, leaf: Node, num_kept: int) -> None:
         """Remember the blocks of a leaf's edge after its first `num_kept` tokens, which are about to be evicted, and
         the usage of its lost checkpoint."""
-        lost = node.usage if node.lost_checkpoint and node.end % self._grid == 0 else None
-        if not num_kept and not node.digests:
-            start = node.start - node.start % self._grid
-            ids = ids_between(node, start, node.end)
-            self._unhashed.append((self._digest(node.parent, start), ids, lost))
+        grid, run = self._grid, leaf.run
+        lost = leaf.usage if leaf.lost_checkpoint and not leaf.end % grid else None
+        block = (leaf.start + num_kept) // grid  # the first that is evicted
+        kept = (block - run.start // grid) * DIGEST_BYTES  # digests of the run that stay
+        if len(run.digests) > kept:
+            self._digest(run, leaf.end)
+            self._evicted.append((None, bytes(run.digests[kept:]), lost))
+        else:
+            ids = ids_between(run, block * grid, leaf.end)
+            self._evicted.append((self._digest(run, block * grid), ids, lost))
             self._num_unhashed += len(ids)
-            if self._num_unhashed > MAX_UNHASHED:
-                self._hash()
-            return
-        self._hash()
-        self._complete(node, node.end)
-        num_left = (node.start + num_kept) // self._grid - node.start // self._grid
-        for at in range(num_left * DIGEST_BYTES, len(node.digests), DIGEST_BYTES):
-            self._add(bytes(node.digests[at : at + DIGEST_BYTES]), None)
-        if lost is not None:
-            self._add(bytes(node.digests[-DIGEST_BYTES:]), lost)
-        del node.digests[num_left * DIGEST_BYTES :]
+        if self._num_unhashed > MAX_UNHASHED or len(self._evicted) > self.limit:
+            self._hash()
 
     def follow(
         self, key: Key, node: Node | None, num_tokens: int, limit: int
@@ -87,15 +84,17 @@ class Ghosts:
             Length of the prefix that was known (a multiple of the grid, or `num_tokens`); the usage of each evicted
             checkpoint beyond `num_tokens`, and its number of tokens.
         """
+        ids, block, known = key.ids, self._block, num_tokens
+        start, end = num_tokens - num_tokens % self._grid, min(limit * TOKEN_BYTES, len(ids))
+        if start * TOKEN_BYTES + block > end:
+            return num_tokens, []
         self._hash()
-        young, old, block = self._young, self._old, self._block
+        young, old = self._young, self._old
         if not young and not old:
             return num_tokens, []
-        start = num_tokens - num_tokens % self._grid
-        digest = self._digest(node, start) if node is not None else of_namespace(key.namespace)
-        ids, start, known = key.ids, start * TOKEN_BYTES, num_tokens
+        digest = self._digest(node.run, start) if node is not None else of_namespace(key.namespace)
+        start *= TOKEN_BYTES
         gone: list[tuple[NodeUsage, int]] = []
-        end = min(limit * TOKEN_BYTES, len(ids))
         while start + block <= end:
             digest = of_block(digest, ids[start : start + block])
             if digest not in young and digest not in old:
@@ -107,64 +106,68 @@ class Ghosts:
                 gone.append((usage, known))
         return known, gone
 
-    def _add(self, digest: bytes, lost: NodeUsage | None) -> None:
-        self._young[digest] = lost
-        if len(self._young) > self._half:
-            self._old, self._young = self._young, {}
-
     def _hash(self) -> None:
-        """Hash what was evicted since the last call."""
-        unhashed, self._unhashed, self._num_unhashed = self._unhashed, [], 0
-        for digest, ids, lost in unhashed:
-            for start in range(0, len(ids) - self._block + 1, self._block):
-                digest = of_block(digest, ids[start : start + self._block])
-                self._add(digest, None)
+        """Enter what was evicted since the last call."""
+        if not self._evicted:
+            return
+        evicted, self._evicted, self._num_unhashed = self._evicted, [], 0
+        for before, ids, lost in evicted:
+            digests = ids if before is None else self._digests_after(before, ids)
+            for end in range(DIGEST_BYTES, len(digests) + 1, DIGEST_BYTES):
+                self._young[digests[end - DIGEST_BYTES : end]] = None
+                if len(self._young) > self._half:
+                    self._old, self._young = self._young, {}
             if lost is not None:
-                self._add(digest, lost)
+                self._young[digests[-DIGEST_BYTES:]] = lost
 
-    def _digest(self, node: Node | None, num_tokens: int) -> bytes:
-        """The digest of the first `num_tokens` tokens, a multiple of the grid, of the path to a node; the next multiple
-        is beyond its end."""
-        if node is not None:
-            self._complete(node, num_tokens)
-        while node is not None:
-            if isinstance(node, Root):
-                return of_namespace(node.namespace)
-            num_digests = (num_tokens // self._grid - node.start // self._grid) * DIGEST_BYTES
-            if num_digests > 0:
-                return bytes(node.digests[num_digests - DIGEST_BYTES : num_digests])
-            node = node.parent
-        raise AssertionError("a path begins at a root")
+    def _digests_after(self, digest: bytes, ids: bytes) -> bytes:
+        """The digests at the end of each block of `ids`, which follow a prefix whose digest is given."""
+        block, digests = self._block, bytearray()
+        for end in range(block, len(ids) + 1, block):
+            digest = of_block(digest, ids[end - block : end])
+            digests += digest
+        return bytes(digests)
 
-    def _complete(self, node: Node, num_tokens: int) -> None:
-        """Have the digests of all blocks on the path to a node, up to `num_tokens`."""
-        path = []
-        above: Node | None = node
-        while above is not None and not isinstance(above, Root):
-            wanted = min(above.end, num_tokens) // self._grid - above.start // self._grid
-            if len(above.digests) < wanted * DIGEST_BYTES:
-                path.append((above, wanted))
-            elif wanted > 0:
+    def _digest(self, run: Run, num_tokens: int) -> bytes:
+        """The digest of the first `num_tokens` tokens, a multiple of the grid, of the path to a run and in it. The runs
+        keep the digests on the way."""
+        incomplete = []
+        while True:
+            wanted = (num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES
+            if wanted > 0:
+                if wanted <= len(run.digests):
+                    digest = bytes(run.digests[wanted - DIGEST_BYTES : wanted])
+                    break
+                incomplete.append((run, wanted))
+                if run.digests:
+                    digest = bytes(run.digests[-DIGEST_BYTES:])
+                    break
+            if num_tokens > run.start:
+                num_tokens = run.start
+            above = run.nodes[0].parent
+            assert above is not None
+            if isinstance(above, Root):
+                digest = of_namespace(above.namespace)
                 break
-            above = above.parent
-        for below, wanted in reversed(path):
-            start = (below.start // self._grid + len(below.digests) // DIGEST_BYTES) * self._grid
-            end = (below.start // self._grid + wanted) * self._grid
-            digest = bytes(below.digests[-DIGEST_BYTES:]) or self._digest(below.parent, start)
-            ids = ids_between(below, start, end)
-            for at in range(0, len(ids), self._block):
-                digest = of_block(digest, ids[at : at + self._block])
-                below.digests += digest
+            run = above.run
+        for run, wanted in reversed(incomplete):
+            first = run.start // self._grid
+            start, end = first + len(run.digests) // DIGEST_BYTES, first + wanted // DIGEST_BYTES
+            ids = ids_between(run, start * self._grid, end * self._grid)
+            run.digests += self._digests_after(digest, ids)
+            digest = bytes(run.digests[-DIGEST_BYTES:])
+        return digest
 
 
-def ids_between(node: Node, start: int, end: int) -> bytes:
-    """The bytes of the token ids of positions `[start, end)` on the path to a node; `end` is at most the node's."""
-    parts = []
-    above: Node | None = node
-    while end > start:
+def ids_between(run: Run, start: int, end: int) -> bytes:
+    """The bytes of the token ids of positions `[start, end)` on the path to a run and in it."""
+    first = run.start
+    if start >= first:
+        return bytes(run.ids[(start - first) * TOKEN_BYTES : (end - first) * TOKEN_BYTES])
+    parts = [bytes(run.ids[: max(0, end - first) * TOKEN_BYTES])]
+    while start < first:
+        above, end = run.nodes[0].parent, min(end, first)
         assert above is not None
-        run = above.run
-        first = max(start, run.start)
-        parts.append(bytes(run.ids[(first - run.start) * TOKEN_BYTES : (end - run.start) * TOKEN_BYTES]))
-        above, end = run.nodes[0].parent, first
+        run, first = above.run, above.run.start
+        parts.append(bytes(run.ids[max(0, start - first) * TOKEN_BYTES : max(0, end - first) * TOKEN_BYTES]))
     return b"".join(reversed(parts))

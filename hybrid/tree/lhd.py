@@ -2,14 +2,15 @@
 
 What a checkpoint is worth is the number of hits to come for the room and the time that it takes. Both are learned from
 what happens, for classes of checkpoints: why it was put there, whether it has descendants, how often it was
-hit, how many turns lie before it. Time counts requests.
+hit, how many turns lie before it, how near it is to the longest context seen. Time counts requests.
 
 * For each class and age (in half octaves) are counted the hits and the *exposure*: the requests that came while
   checkpoints of that class had that age. Their ratio is the hazard of a hit.
 * A checkpoint that was evicted, or not admitted, is still watched: its exposure counts, and so do the hits that it
   would have had (`missed`). What is learned is therefore how prefixes are reused, not what this cache happened to keep,
   and a class that is always evicted can come back.
-* A class seldom seen borrows from the coarser one, down to a prior of 1 / (age + 10).
+* A class begins with the hazard of the coarser one, down to 1 / (age + 10), and corrects it as far as its own hits can
+  tell: first for all ages together, then for windows of age that get narrower.
 * From the hazard follows, for every age, the density: discounted hits to come, over discounted time until then.
 * `rank` is density times tokens saved per byte freed.
 
@@ -37,11 +38,11 @@ EXACT_HITS = 3
 DISCOUNT = 0.01
 """Per request: what happens more than about a hundred requests from now counts little."""
 
-PRIOR = 1.0
-"""Hits with which a coarser class speaks for a finer one."""
+PRIOR = 2.0
+"""Hits with which what is expected, from coarser classes and wider windows of age, speaks against what is observed."""
 
-NEIGHBOURS = 0.5
-"""Weight of the bins on both sides of an age: ages are noisy."""
+WINDOWS = (BINS, 3, 1, 0)
+"""Bins on both sides of an age whose hits count as one observation, in turn."""
 
 FADING, REFIT = 0.9, 50
 """Counts fade by this factor each time the tables are rebuilt."""
@@ -49,8 +50,14 @@ FADING, REFIT = 0.9, 50
 MAX_WATCHED = 20_000
 """Checkpoints that have gone and are still watched; beyond this many the one that went first is forgotten."""
 
+NEAR_THE_END = 4
+"""Octaves of what is left of the longest conversation, from a quarter of it on."""
+
 Class = tuple[object, ...]
-"""(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits), and its prefixes."""
+"""(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits, nearness of the end), and its prefixes."""
+
+CLASS_SIZES = (2, 3, 4, 5)
+"""Lengths of the prefixes that are classes."""
 
 ANY, SPARE = 0, 1
 """The groups that are no class: all checkpoints; those that are spare and not used yet."""
@@ -84,30 +91,37 @@ class Record:
     """What is known of a checkpoint, there or gone.
 
     Attributes:
+        num_tokens: length of its prefix.
         last: request at which it was last put there or used.
         live: it is in the cache.
         group: the number of its class.
         watched: its exposure counts.
     """
 
-    __slots__ = ("below", "group", "hits", "kind", "last", "live", "turn", "watched")
+    __slots__ = ("below", "group", "hits", "kind", "last", "live", "num_tokens", "turn", "watched")
 
     def __init__(self, facts: Facts) -> None:
         self.kind: Kind = facts.kind
         self.turn: int = facts.turn
         self.hits: int = facts.hits
+        self.num_tokens: int = facts.num_tokens
         self.below: bool = facts.has_below
         self.last: int = facts.now - facts.age
         self.live: bool = True
         self.watched: bool = False
         self.group: int = ANY
 
-    def classify(self) -> Class:
+    def classify(self, longest: int) -> Class:
+        """Its class, where the longest conversation so far has `longest` tokens."""
         if self.hits < EXACT_HITS:
             fine = min(3, int(log2(self.turn + 1)))  # 0, 1 to 2, 3 to 6, 7 and more turns
         else:
             fine = min(7, int(2 * log2((self.hits + 1) / (EXACT_HITS + 1))))
-        return (self.kind, self.below, min(self.hits, EXACT_HITS), fine)
+        left = (longest - self.num_tokens) / longest
+        near = 0  # conversations end at the latest where they reach the longest context
+        if left < 0.25 and self.kind in (Kind.TURN_END, Kind.PROMPT_END):
+            near = min(NEAR_THE_END, int(-log2(left)) - 1) if left > 0 else NEAR_THE_END
+        return (self.kind, self.below, min(self.hits, EXACT_HITS), fine, near)
 
 
 class LearnedHitDensity(AgingPolicy):
@@ -116,6 +130,7 @@ class LearnedHitDensity(AgingPolicy):
     def __init__(self) -> None:
         self._now = 0
         self._fitted_at = 0
+        self._longest = 1
         self._num_watched = 0
         self._gone: deque[Record] = deque()
         self._cohorts = Cohorts(EDGES[:BINS])
@@ -187,7 +202,8 @@ class LearnedHitDensity(AgingPolicy):
 
     def _record(self, facts: Facts) -> Record:
         record = facts.notes = Record(facts)
-        record.group = self._group(record.classify())
+        self._longest = max(self._longest, facts.num_tokens)
+        record.group = self._group(record.classify(self._longest))
         self._join(record)
         return record
 
@@ -198,13 +214,13 @@ class LearnedHitDensity(AgingPolicy):
         self._hits[record.group, BIN_OF[min(age, LAST_AGE)]] += 1
         record.hits += 1
         record.last = self._now
-        record.group = self._group(record.classify())
+        record.group = self._group(record.classify(self._longest))
         self._join(record)
 
     def _change(self, record: Record, facts: Facts) -> None:
         record.below = facts.has_below
         record.kind = facts.kind
-        record.group = self._group(record.classify())
+        record.group = self._group(record.classify(self._longest))
 
     def _let_go(self, record: Record) -> None:
         """Forget what has gone longest if too many have."""
@@ -269,31 +285,47 @@ class LearnedHitDensity(AgingPolicy):
         """Make the table of densities anew. Coarse classes first: each is the prior of the finer ones."""
         self._exposure += self._cohorts.exposure(len(self._groups), self._fitted_at, self._now)
         self._fitted_at = self._now
+        np.maximum(self._exposure, 0, out=self._exposure)  # sums and differences, which round
         hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)
-        levels = [np.array([at for of, at in self._groups.items() if len(of) == length]) for length in (2, 3, 4)]
+        levels = [np.array([at for of, at in self._groups.items() if len(of) == length]) for length in CLASS_SIZES]
         for level in reversed(levels[1:]):
             if len(level):
                 np.add.at(hits, parents[level], hits[level])
                 np.add.at(exposure, parents[level], exposure[level])
         self._hits *= FADING
         self._exposure *= FADING
-        hits, exposure = smooth(hits), smooth(exposure)
         hazards = np.empty_like(hits)
         hazards[[ANY, SPARE]] = 1 / (_MIDDLES + 10)
         for level in levels:
             if len(level):
-                coarser = hazards[parents[level]]
-                hazards[level] = (hits[level] + PRIOR) / (exposure[level] + PRIOR / coarser)
+                hazards[level] = refined(hazards[parents[level]], hits[level], exposure[level])
         self._densities = density(hazards)
         self._densities[SPARE] = 1.0
 
 
-def smooth(values: Array) -> Array:
-    """Each bin with a part of its neighbours', `[classes, bins]`."""
-    smoothed = values.copy()
-    smoothed[:, 1:] += NEIGHBOURS * values[:, :-1]
-    smoothed[:, :-1] += NEIGHBOURS * values[:, 1:]
-    return smoothed
+def refined(hazards: Array, hits: Array, exposure: Array) -> Array:
+    """Expected hazards, corrected by what was observed, `[classes, bins]`.
+
+    The hits that were observed over those expected are a factor, for all ages first, then for windows of them that get
+    narrower: as far as there are hits to tell, each age gets a hazard of its own, and otherwise the shape stays.
+    """
+    for reach in WINDOWS:
+        hazards = hazards * (window(hits, reach) + PRIOR) / (window(exposure * hazards, reach) + PRIOR)
+    return hazards
+
+
+def window(values: Array, reach: int) -> Array:
+    """Sums of each bin and of as many on both sides."""
+    if reach == 0:
+        return values
+    if reach >= BINS:
+        total: Array = values.sum(axis=1, keepdims=True)
+        return total
+    sums = np.zeros((len(values), BINS + 2 * reach + 1))
+    np.cumsum(values, axis=1, out=sums[:, reach + 1 : reach + 1 + BINS])
+    sums[:, reach + 1 + BINS :] = sums[:, reach + BINS : reach + BINS + 1]
+    within: Array = sums[:, 2 * reach + 1 :] - sums[:, : -2 * reach - 1]
+    return within
 
 
 def density(hazards: Array) -> Array:

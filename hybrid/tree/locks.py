@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from hybrid.errors import LockError
-from hybrid.tree.cover import Cover
+from hybrid.tree.candidates import Candidates
+from hybrid.tree.cover import MAX_CHANGED, Cover
+from hybrid.tree.forest import Forest
 from hybrid.tree.node import Lock, Node, PageLock, StateLock
 
 
@@ -13,17 +15,24 @@ class Locks:
     A lock on the pages of a node protects every page above it too. Locks of pins are counted among all locks, and once
     more by themselves.
 
+    Args:
+        forest: the nodes. They are cut where a lock ends, and joined where none does any more.
+        candidates: what can be evicted: what is unlocked is.
+
     Attributes:
         num_checkpoints: checkpoints that locks protect.
-        covers: the unions of paths that are counted; the tree reports to them how its nodes change.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forest: Forest, candidates: Candidates) -> None:
         self.num_checkpoints: int = 0
+        self._forest = forest
+        self._candidates = candidates
+        self._pins: set[StateLock] = set()
         self._pinned: dict[Node, int] = {}  # nodes whose checkpoints are pinned, and by how many locks
         self._pages = Cover(is_locked)
         self._pinned_pages = Cover(self._pinned.__contains__)
-        self.covers: tuple[Cover, Cover] = (self._pages, self._pinned_pages)
+        self._changed = self._pages.changed
+        forest.covers += [self._pages, self._pinned_pages]
 
     @property
     def num_pages(self) -> int:
@@ -40,59 +49,78 @@ class Locks:
         """Checkpoints that locks of pins protect."""
         return len(self._pinned)
 
-    def lock_pages(self, node: Node) -> PageLock:
-        """Protect the pages from the root to the node's end."""
+    def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
+        """Protect the pages from the root to the node's end.
+
+        Args:
+            num_tokens: a position inside the node's edge, at a multiple of the page size: only the pages before it are
+                protected, the rest of the edge can be evicted. None: the node's end.
+        """
+        if num_tokens is not None and num_tokens < node.end:
+            node = self._forest.split(node, num_tokens)
         lock = PageLock(self, node)
+        if not node.page_locks:
+            self._changed.add(node)
         node.page_locks += 1
-        if node.page_locks == 1:
-            self._pages.changed(node)
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it."""
         assert node.slot is not None
         lock = StateLock(self, node)
+        if not node.page_locks:
+            self._changed.add(node)
         node.page_locks += 1
-        self.num_checkpoints += not node.state_locks
+        if not node.state_locks:
+            self.num_checkpoints += 1
         node.state_locks += 1
-        if node.page_locks == 1:
-            self._pages.changed(node)
         return lock
 
     def pin(self, node: Node) -> StateLock:
         """As `lock_state`, for a pin."""
         lock = self.lock_state(node)
-        lock.is_pin = True
+        self._pins.add(lock)
         self._pinned[node] = self._pinned.get(node, 0) + 1
-        self._pinned_pages.changed(node)
+        self._pinned_pages.changed.add(node)
         return lock
 
-    def unlock(self, lock: Lock) -> Node:
-        """Release a lock; returns the node that it was on.
+    def unlock(self, lock: Lock) -> None:
+        """Release a lock. What it protected can be evicted, if nothing else protects it.
 
         Raises:
             LockError: it was released before, or belongs to another tree. Nothing was changed.
         """
+        node = lock.node
         if lock.owner is not self:
             raise LockError("this lock belongs to another cache; release it there")
-        if lock.node is None:
+        if node is None:
             raise LockError("this lock was released before; a lock is released exactly once")
-        node, lock.node = lock.node, None
+        self._changed.add(node)
+        lock.node = None
+        node.page_locks -= 1
         if isinstance(lock, StateLock):
             node.state_locks -= 1
-            self.num_checkpoints -= not node.state_locks
-            if lock.is_pin:
-                self._unpin(node)
-        node.page_locks -= 1
-        if not node.page_locks:
-            self._pages.changed(node)
-        return node
+            if not node.state_locks:
+                self.num_checkpoints -= 1
+            if self._pins and lock in self._pins:
+                self._unpin(lock, node)
+        if not node.state_locks:
+            self._candidates.enter(node)
+            if not node.page_locks:
+                self._candidates.changed(node)
+                if node.slot is None:
+                    self._forest.join(node)
+        if len(self._changed) > MAX_CHANGED:
+            self._pages.settle()
 
-    def _unpin(self, node: Node) -> None:
+    def _unpin(self, lock: StateLock, node: Node) -> None:
+        self._pins.remove(lock)
         count = self._pinned.pop(node) - 1
         if count:
             self._pinned[node] = count
-        self._pinned_pages.changed(node)
+        self._pinned_pages.changed.add(node)
+        if len(self._pinned_pages.changed) > MAX_CHANGED:
+            self._pinned_pages.settle()
 
 
 def is_locked(node: Node) -> bool:

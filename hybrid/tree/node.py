@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
@@ -88,23 +89,73 @@ class Run:
     Attributes:
         start: tokens from the root to where the run begins.
         page_size: tokens per page.
-        ids: bytes of the token ids of all edges.
+        ids: bytes of the token ids of all edges; immutable until the run grows or is cut.
         pages: page ids of all edges.
         nodes: the nodes in order.
         stored: those of the nodes that own a checkpoint, in order.
+        digests: hashes of the path at the multiples of the grid after `start`, as far as `hybrid.tree.ghosts` has
+            needed them.
         joined: the run that took over this one's nodes; None while it has its own.
     """
 
-    __slots__ = ("ids", "joined", "nodes", "page_size", "pages", "start", "stored")
+    __slots__ = ("digests", "ids", "joined", "nodes", "page_size", "pages", "start", "stored")
 
-    def __init__(self, start: int, page_size: int, ids: bytes | bytearray, pages: array[int]) -> None:
+    def __init__(self, start: int, page_size: int, ids: bytes, pages: array[int]) -> None:
         self.start: int = start
         self.page_size: int = page_size
-        self.ids: bytearray = bytearray(ids)
+        self.ids: bytes | bytearray = ids
         self.pages: array[int] = pages
         self.nodes: list[Node] = []
         self.stored: list[Node] = []
+        self.digests: bytearray = bytearray()
         self.joined: Run | None = None
+
+    def append(self, ids: bytes | bytearray, pages: Sequence[int]) -> None:
+        """Add ids and pages at the end: all of them, or none when it raises."""
+        mutable, num_pages = self._mutable_ids(), len(self.pages)
+        try:
+            self.pages.extend(pages)
+            mutable += ids
+        except BaseException:
+            del self.pages[num_pages:]
+            raise
+
+    def take_over(self, below: Run, grid: int) -> None:
+        """Append the run that continues this one's last node; its nodes are this one's from now on."""
+        num_digests = len(self.digests)
+        try:
+            if num_digests == (below.start // grid - self.start // grid) * DIGEST_BYTES:
+                self.digests += below.digests
+            self.append(below.ids, below.pages)
+        except BaseException:
+            del self.digests[num_digests:]
+            raise
+        # Nothing can fail from here on.
+        self.nodes += below.nodes
+        self.stored += below.stored
+        for node in below.nodes:
+            node.run = self
+        below.joined = self
+        below.nodes, below.stored = [], []
+
+    def cut(self, num_pages: int, into: array[int]) -> None:
+        """Remove the last `num_pages` pages with their ids, and append the pages to `into`: all of it, or nothing when
+        it raises."""
+        if num_pages == len(self.pages):
+            empty = array("i")
+            into.extend(self.pages)
+            self.pages, self.ids = empty, b""
+            return
+        mutable = self._mutable_ids()
+        into.extend(self.pages[-num_pages:])
+        del self.pages[-num_pages:]
+        del mutable[-num_pages * self.page_size * TOKEN_BYTES :]
+
+    def _mutable_ids(self) -> bytearray:
+        ids = self.ids
+        if isinstance(ids, bytes):
+            self.ids = ids = bytearray(ids)
+        return ids
 
     def node_at(self, num_tokens: int) -> Node:
         """The node whose edge holds the token before position `num_tokens`."""
@@ -151,13 +202,10 @@ class Node:
         lost_checkpoint: its checkpoint was evicted or not admitted; `usage` is that checkpoint's.
         page_locks: locks on the pages from the root to `end`, those of `state_locks` included.
         state_locks: locks on the checkpoint.
-        digests: hashes of the path at the end of each block that ends inside the edge, as far as `hybrid.tree.ghosts`
-            has needed them.
     """
 
     __slots__ = (
         "children",
-        "digests",
         "end",
         "lost_checkpoint",
         "page_locks",
@@ -180,7 +228,6 @@ class Node:
         self.state_locks: int = 0
         self.usage: NodeUsage = usage
         self.lost_checkpoint: bool = False
-        self.digests: bytearray = bytearray()
 
     @property
     def edge(self) -> bytes:
@@ -233,6 +280,9 @@ class Match(NamedTuple):
     branching_len: int | None
     checkpoint: Node | None
     deepest: Node | None
+
+
+NO_MATCH = Match(0, 0, None, None, None)
 
 
 class History(NamedTuple):
@@ -315,9 +365,14 @@ class EvictedCheckpoint(NamedTuple):
 
 @dataclass(slots=True)
 class Released:
-    """What the tree let go of. The caller owns it now."""
+    """What the tree let go of. The caller owns it now.
 
-    pages: list[int] = field(default_factory=list)
+    Attributes:
+        pages: page ids.
+        slots: slots of checkpoints.
+    """
+
+    pages: array[int] = field(default_factory=lambda: array("i"))
     slots: list[int] = field(default_factory=list)
 
 
@@ -327,15 +382,13 @@ class Lock:
     Attributes:
         owner: who made it, and releases it.
         node: what it is on; None once it was released.
-        is_pin: it is counted among what is pinned.
     """
 
-    __slots__ = ("is_pin", "node", "owner")
+    __slots__ = ("node", "owner")
 
     def __init__(self, owner: object, node: Node) -> None:
         self.owner: object = owner
         self.node: Node | None = node
-        self.is_pin: bool = False
 
 
 class PageLock(Lock):

@@ -18,17 +18,19 @@ evicts. `match` changes nothing but recency, `peek` changes nothing at all, only
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from hybrid.errors import OwnershipError
-from hybrid.key import TOKEN_BYTES, Key, common_prefix
+from hybrid.key import TOKEN_BYTES, Key
 from hybrid.tree.candidates import Candidates
+from hybrid.tree.descent import descend
 from hybrid.tree.evictor import Evictor
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.locks import Locks
 from hybrid.tree.node import (
+    NO_MATCH,
     Checkpoint,
     History,
     Inserted,
@@ -65,6 +67,7 @@ class Tree:
         forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
         evictor: evicts them.
+        lock_state, pin, unlock: those of `locks`.
 
     One thread owns a tree.
     """
@@ -87,8 +90,11 @@ class Tree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self._priority_cap = priority_cap
-        self.locks: Locks = Locks()
-        self.forest: Forest = Forest(page_size, grid, self.locks.covers)
+        self.forest: Forest = Forest(page_size, grid)
+        self.locks: Locks = Locks(self.forest, self.candidates)
+        self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
+        self.pin: Callable[[Node], StateLock] = self.locks.pin
+        self.unlock: Callable[[Lock], None] = self.locks.unlock
         self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts)
 
     @property
@@ -120,79 +126,37 @@ class Tree:
         """The longest cached prefix of the first `limit` tokens. Counts as a use of the checkpoint found, and of
         nothing else."""
         found = self.peek(key, limit)
-        self.touch(found)
+        self.candidates.requested(found.checkpoint, self._ticks)
         return found
 
     def touch(self, match: Match) -> None:
         """Count a request, and its use of the checkpoint that was found."""
-        candidates = self.candidates
-        candidates.now += 1
-        node = match.checkpoint
-        if node is not None:
-            candidates.used(node)
-            usage = node.usage
-            usage.last_used = next(self._ticks)
-            usage.used_at = candidates.now
-            usage.hits += 1
-            candidates.reordered(node)
-            candidates.changed(node)  # its request has locked it and continues from it
+        self.candidates.requested(match.checkpoint, self._ticks)
 
     def peek(self, key: Key, limit: int) -> Match:
         """As `match`, without counting it as a use: changes nothing."""
         root = self.forest.roots.get(key.namespace)
         if root is None:
-            return Match(0, 0, None, None, None)
+            return NO_MATCH
         ids, page_bytes = key.ids, self._page_bytes
-        end = min(limit * TOKEN_BYTES, len(ids)) // page_bytes * page_bytes
-        node, offset = self._descend(ids, root, 0, end)
+        end = min(limit * TOKEN_BYTES, len(ids))
+        node, offset = descend(ids, root, end - end % page_bytes, page_bytes)
+        if not offset:
+            return NO_MATCH
         num_page_tokens = offset // TOKEN_BYTES
-        if node.slot is not None and node.end <= num_page_tokens:
-            checkpoint: Node | None = node
-        else:
-            checkpoint = node.checkpoint_above()
+        checkpoint = node if node.slot is not None and node.end <= num_page_tokens else node.checkpoint_above()
         if key.units:
-            return self._whole(key, num_page_tokens, node if offset else None, checkpoint)
+            return self._whole(key, num_page_tokens, node, checkpoint)
         num_tokens = checkpoint.end if checkpoint is not None else 0
-        branching_len = num_page_tokens // self.grid * self.grid
-        return Match(
-            num_tokens,
-            num_page_tokens,
-            branching_len if branching_len > num_tokens else None,
-            checkpoint,
-            node if offset else None,
-        )
+        branching_len: int | None = num_page_tokens - num_page_tokens % self.grid
+        if branching_len <= num_tokens:
+            branching_len = None
+        return Match(num_tokens, num_page_tokens, branching_len, checkpoint, node)
 
-    def _descend(self, ids: bytes, node: Node, offset: int, end: int) -> tuple[Node, int]:
-        """Follow ids from `offset`, the end of a node, up to `end`: as far as the tree has their pages. Returns the
-        node of the last page, and the offset after it, which may be inside the node's edge."""
-        page_bytes, starts_with = self._page_bytes, ids.startswith
-        run = node.run
-        start = (node.end - run.start) * TOKEN_BYTES
-        is_inside = start < len(run.ids)  # the run continues after the node
-        while offset < end:
-            if not is_inside:
-                child = node.children.get(ids[offset : offset + page_bytes])
-                if child is None:
-                    break
-                run, start = child.run, 0
-                stop = offset + len(run.ids)
-                if stop <= end and starts_with(run.ids, offset):
-                    node, offset = run.nodes[-1], stop
-                    continue
-            shared = common_prefix(ids, run.ids, offset, start, page_bytes, end - offset)
-            if shared:
-                offset += shared
-                num_tokens = run.start + (start + shared) // TOKEN_BYTES
-                node = run.node_at(num_tokens)
-                if node.end != num_tokens:
-                    break
-            is_inside = False  # where a run was left only another child can continue
-        return node, offset
-
-    def _whole(self, key: Key, num_page_tokens: int, node: Node | None, checkpoint: Node | None) -> Match:
+    def _whole(self, key: Key, num_page_tokens: int, node: Node, checkpoint: Node | None) -> Match:
         """A match that ends inside none of the key's units."""
         num_page_tokens = key.whole(num_page_tokens, self.page_size)
-        while node is not None and node.parent is not None and node.parent.end >= num_page_tokens:
+        while node.parent is not None and node.parent.end >= num_page_tokens:
             node = node.parent
         while checkpoint is not None and (checkpoint.slot is None or key.whole(checkpoint.end, 1) != checkpoint.end):
             checkpoint = checkpoint.parent
@@ -238,15 +202,21 @@ class Tree:
 
     def pages(self, node: Node | None, num_tokens: int) -> array[int]:
         """Page ids of the first `num_tokens` tokens on the path from the root to `node`."""
-        parts = []
-        while node is not None and node.parent is not None:
-            run = node.run
-            parts.append(run.pages[: (node.end - run.start) // self.page_size])
-            node = run.nodes[0].parent
-        pages = array("i")
+        if node is None or not num_tokens:
+            return array("i")
+        page_size, run, parts = self.page_size, node.run, []
+        end = min(num_tokens, node.end)
+        while True:
+            if end > run.start:
+                parts.append(run.pages[: (end - run.start) // page_size])
+            if not run.start:
+                break
+            above = run.nodes[0].parent
+            assert above is not None
+            run, end = above.run, min(end, run.start)
+        pages = parts.pop()
         for part in reversed(parts):
             pages.extend(part)
-        del pages[num_tokens // self.page_size :]
         return pages
 
     def lost_checkpoint(self, match: Match) -> NodeUsage | None:
@@ -285,87 +255,77 @@ class Tree:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
         """
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
-        end = num_tokens * TOKEN_BYTES
-        tick = next(self._ticks)
-        usage = self._usage(tick, checkpoint.kind) if checkpoint is not None else None
-        root = self._root(key.namespace, tick)
-        node: Node = root
-        offset = 0
-        if below is not None and below.end <= num_tokens:
-            node, offset = below, below.end * TOKEN_BYTES
-        node, offset = self._descend(key.ids, node, offset, end)
-        num_existing = offset // TOKEN_BYTES
-        if offset == end and checkpoint is None and past is None:
+        end, forest = num_tokens * TOKEN_BYTES, self.forest
+        tick, now = next(self._ticks), self.candidates.now
+        root = forest.roots.get(key.namespace)
+        if root is None:
+            root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now), Priorities(self._priority_cap))
+        start = below if below is not None and below.end <= num_tokens else root
+        node, offset = descend(key.ids, start, end, self._page_bytes)
+        num_existing, is_new = offset // TOKEN_BYTES, offset < end
+        if not is_new and checkpoint is None and past is None:
             return Inserted(node, num_existing, False)
+        usage = NodeUsage(tick, tick, 0, Kind.PAGES if checkpoint is None else checkpoint.kind, now)
         lower = node if num_existing < node.end else None
         try:
             if lower is not None:
-                node = self.forest.split(lower, num_existing)
-            if offset < end:
-                ids, own_pages = key.ids[offset:end], pages[offset // self._page_bytes :]
-                node = self._grow(node, ids, own_pages, self._usage(tick), below)
-                self.forest.roots[key.namespace] = root
-            adopted = self._enter(node, root, checkpoint, usage, past)
+                node = forest.split(lower, num_existing)
+            if is_new:
+                own_pages = pages[offset // self._page_bytes :] if offset else pages
+                node = self._grow(node, key.ids[offset:end], own_pages, usage, below)
+                forest.roots[key.namespace] = root
+            adopted = checkpoint is not None and node.slot is None
+            if checkpoint is not None:
+                if adopted:
+                    self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
+                node.usage.priorities = root.priorities
+                if checkpoint.priority:
+                    node.usage.raise_priority(checkpoint.priority)
+            elif past is not None and node.slot is None and not node.lost_checkpoint:
+                self._note_lost(node, past, root.priorities)
         except BaseException:
             if lower is not None and lower.parent is not None:
-                self.forest.join(lower.parent)
+                forest.join(lower.parent)
             raise
-        self.candidates.enter(node, renewed=adopted or past is not None or offset < end)
+        self.candidates.enter(node, adopted or is_new or past is not None)
         return Inserted(node, num_existing, adopted)
 
     def _grow(self, node: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage, below: Node | None) -> Node:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
+        if node.children:
+            return self.forest.add_leaf(node, ids, pages, usage)
         if (
-            node.parent is not None
-            and not node.children
-            and node.slot is None
+            node.slot is None
+            and node.parent is not None
             and not node.lost_checkpoint
             and node.page_locks == (node is below)  # no lock but the caller's own
         ):
             self.forest.extend(node, ids, pages, usage)
             return node
-        first_child = not node.children
         leaf = self.forest.add_leaf(node, ids, pages, usage)
-        if first_child:
-            self.candidates.changed(node)
+        self.candidates.changed(node)
         return leaf
-
-    def _root(self, namespace: str, tick: int) -> Root:
-        root = self.forest.roots.get(namespace)
-        return root or Root(namespace, self._usage(tick), Priorities(self._priority_cap))
-
-    def _enter(
-        self, node: Node, root: Root, checkpoint: Checkpoint | None, usage: NodeUsage | None, past: NodeUsage | None
-    ) -> bool:
-        """Give a node what an insert brought for it. Returns whether the checkpoint was adopted."""
-        adopted = checkpoint is not None and node.slot is None
-        if checkpoint is not None and usage is not None:
-            if adopted:
-                self._adopt(node, checkpoint, usage, past or (node.usage if node.lost_checkpoint else None))
-            node.usage.priorities = root.priorities
-            node.usage.raise_priority(checkpoint.priority)
-        elif past is not None and node.slot is None and not node.lost_checkpoint:
-            node.usage, node.lost_checkpoint = past, True
-            past.priorities = root.priorities
-            past.raise_priority(past.priority)
-            self.candidates.entered(node)
-        return adopted
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
-        tick = usage.created
+        tick, now = usage.created, usage.used_at
         if former is None:
             usage.turn = checkpoint.turn
         else:
-            former.created, former.used_at, usage = tick, usage.used_at, former
-        usage.last_used = 0 if checkpoint.kind == Kind.INTERVAL else tick
-        usage.stored_at = self.candidates.now
+            usage = former
+            usage.created, usage.used_at = tick, now
+        usage.last_used = 0 if checkpoint.kind is Kind.INTERVAL else tick
+        usage.stored_at = now
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
         self.candidates.entered(node)
 
-    def _usage(self, tick: int, kind: Kind = Kind.PAGES) -> NodeUsage:
-        return NodeUsage(tick, tick, 0, kind, self.candidates.now)
+    def _note_lost(self, node: Node, past: NodeUsage, priorities: Priorities) -> None:
+        """A node has lost a checkpoint, or one was not admitted there."""
+        node.usage, node.lost_checkpoint = past, True
+        past.priorities = priorities
+        past.raise_priority(past.priority)
+        self.candidates.entered(node)
 
     def new_usage(self, kind: Kind, turn: int, namespace: str) -> NodeUsage:
         """The usage of a checkpoint that is not stored yet."""
@@ -394,7 +354,7 @@ class Tree:
     def _refuse_mismatch(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None) -> None:
         if (
             num_tokens <= 0
-            or num_tokens > len(key)
+            or num_tokens * TOKEN_BYTES > len(key.ids)
             or num_tokens % self.page_size
             or len(pages) * self.page_size != num_tokens
         ):
@@ -417,37 +377,8 @@ class Tree:
         return self.lock_pages(match.deepest, match.num_page_tokens)
 
     def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
-        """Protect the pages from the root to the node's end.
-
-        Args:
-            num_tokens: a position inside the node's edge, at a multiple of the page size: only the pages before it are
-                protected, the rest of the edge can be evicted. None: the node's end.
-        """
-        if num_tokens is not None and num_tokens < node.end:
-            node = self.forest.split(node, num_tokens)
-        return self.locks.lock_pages(node)
-
-    def lock_state(self, node: Node) -> StateLock:
-        """Protect the checkpoint of a node, and its pages with it."""
-        return self.locks.lock_state(node)
-
-    def pin(self, node: Node) -> StateLock:
-        """As `lock_state`, and counted among what is pinned."""
-        return self.locks.pin(node)
-
-    def unlock(self, lock: Lock) -> None:
-        """Release a lock.
-
-        Raises:
-            LockError: it was released before, or belongs to another tree. Nothing was changed.
-        """
-        node = self.locks.unlock(lock)
-        if not node.page_locks or not node.state_locks:
-            self.candidates.enter(node)
-        if not node.page_locks:
-            self.candidates.changed(node)
-            if node.slot is None:
-                self.forest.join(node)
+        """Protect the pages from the root to the node's end, or to a position inside its edge (`Locks.lock_pages`)."""
+        return self.locks.lock_pages(node, num_tokens)
 
     # Evicting
 

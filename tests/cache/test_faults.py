@@ -134,7 +134,7 @@ class Failing:
 
 @pytest.mark.parametrize(
     ("module", "name", "num_calls"),
-    [(forest, "Node", 2), (forest, "NodeUsage", 1), (tree, "NodeUsage", 2), (forest, "array", 1)],
+    [(forest, "Node", 2), (forest, "NodeUsage", 1), (tree, "NodeUsage", 1), (forest, "array", 1)],
 )
 def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(
     module: ModuleType, name: str, num_calls: int
@@ -227,7 +227,7 @@ def test_a_cut_that_breaks_off_leaves_the_leaf_whole_and_evictable() -> None:
         patch.setattr(forest, "NodeUsage", Failing(forest.NodeUsage, 0))
         with pytest.raises(MemoryError):
             case.tree.evict_pages(2, released)
-    assert (released.pages, released.slots) == ([], [1])  # its checkpoint had gone before
+    assert (list(released.pages), released.slots) == ([], [1])  # its checkpoint had gone before
     assert case.peek("abcd").num_page_tokens == 8
     assert (case.tree.num_pages, case.tree.num_checkpoints) == (4, 0)
     assert gone(case) == 4

@@ -6,7 +6,7 @@ from random import Random
 import numpy as np
 
 from hybrid.tree.node import Node, NodeUsage
-from hybrid.tree.queues import SAMPLE, AgingQueue
+from hybrid.tree.queues import LARGE_SAMPLE, AgingQueue
 
 
 class Case:
@@ -40,7 +40,7 @@ class Case:
 
 
 def test_of_as_many_as_a_sample_has_the_lowest_goes_first_and_what_is_locked_stays() -> None:
-    case = Case(SAMPLE)
+    case = Case(LARGE_SAMPLE)
     case.locked = set(case.nodes[::5])
     expected = [node for node in case.in_order() if node not in case.locked]
     assert [case.take() for _ in expected] == expected
@@ -52,7 +52,7 @@ def test_of_as_many_as_a_sample_has_the_lowest_goes_first_and_what_is_locked_sta
 
 
 def test_what_has_risen_unnoticed_is_weighed_again_before_it_goes_and_what_has_fallen_once_it_is_told() -> None:
-    case = Case(SAMPLE)
+    case = Case(LARGE_SAMPLE)
     lowest, second, *_, highest = case.in_order()
     case.queue.peek()
     case.weights[id(lowest)] = 2000.0
@@ -65,7 +65,7 @@ def test_what_has_risen_unnoticed_is_weighed_again_before_it_goes_and_what_has_f
 
 
 def test_a_victim_among_many_is_low_costs_a_few_weighings_and_the_queue_drops_what_is_gone() -> None:
-    case = Case(20 * SAMPLE)
+    case = Case(20 * LARGE_SAMPLE)
     for _ in range(40):
         case.take()  # what is new is weighed once
     ranks = np.array(sorted(case.weights.values()))
@@ -73,7 +73,7 @@ def test_a_victim_among_many_is_low_costs_a_few_weighings_and_the_queue_drops_wh
     found = [case.queue.peek() for _ in range(3)]
     assert found[0] is not None
     assert found[0] == found[1] == found[2]
-    assert case.num_weighed - before <= SAMPLE
+    assert case.num_weighed - before <= LARGE_SAMPLE
     assert found[0][0] <= ranks[len(ranks) // 4]
     case.locked = set(case.nodes)
     for tick in range(4 * len(case.nodes)):

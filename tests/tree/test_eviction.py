@@ -69,10 +69,10 @@ def test_two_locks_on_a_node_are_two_locks(case: TreeCase) -> None:
 def test_what_is_unlocked_can_be_evicted_again(case: TreeCase) -> None:
     case.put("ab*")
     lock = case.tree.lock_state(case.node("ab"))
-    assert case.tree.evict_pages(9).pages == case.tree.evict_checkpoints(9).slots == []
+    assert list(case.tree.evict_pages(9).pages) == case.tree.evict_checkpoints(9).slots == []
     case.tree.unlock(lock)
     assert case.tree.evict_checkpoints(9).slots == [1]
-    assert case.tree.evict_pages(9).pages == [0, 1]
+    assert list(case.tree.evict_pages(9).pages) == [0, 1]
 
 
 def test_locked_pages_are_counted_once_however_many_locks_share_them(case: TreeCase) -> None:
@@ -130,7 +130,7 @@ def test_a_lock_of_another_tree_raises_and_stays_valid_at_home(case: TreeCase) -
 def test_a_leaf_gives_up_its_tail_and_with_it_its_checkpoint(case: TreeCase) -> None:
     case.put("abcde*")
     released = case.tree.evict_pages(2)
-    assert (released.pages, released.slots) == ([3, 4], [1])
+    assert (list(released.pages), released.slots) == ([3, 4], [1])
     assert case.draw() == ["abc o"]
     assert (case.tree.num_pages, case.tree.num_checkpoints) == (3, 0)
     assert case.peek("abcde").num_page_tokens == 6
@@ -138,8 +138,8 @@ def test_a_leaf_gives_up_its_tail_and_with_it_its_checkpoint(case: TreeCase) -> 
 
 def test_a_cut_leaf_can_be_cut_again_and_grows_again(case: TreeCase) -> None:
     case.put("abcde*")
-    assert case.tree.evict_pages(1).pages == [4]
-    assert case.tree.evict_pages(1).pages == [3]
+    assert list(case.tree.evict_pages(1).pages) == [4]
+    assert list(case.tree.evict_pages(1).pages) == [3]
     assert case.put("abcde*").num_existing == 6
     assert case.draw() == ["abcde *"]
 
@@ -147,8 +147,8 @@ def test_a_cut_leaf_can_be_cut_again_and_grows_again(case: TreeCase) -> None:
 def test_as_many_pages_go_as_are_asked_for(case: TreeCase) -> None:
     for text in ("ab", "cd", "ef"):
         case.put(text)
-    assert case.tree.evict_pages(0).pages == []
-    assert case.tree.evict_pages(3).pages == [0, 1, 3]
+    assert list(case.tree.evict_pages(0).pages) == []
+    assert list(case.tree.evict_pages(3).pages) == [0, 1, 3]
     assert case.draw() == ["c o", "ef o"]
 
 
@@ -156,7 +156,7 @@ def test_the_least_recently_used_leaf_goes_first(case: TreeCase) -> None:
     for text in ("ab*", "cd*", "ef*"):
         case.put(text)
     case.use("ab")
-    assert case.tree.evict_pages(4).pages == [2, 3, 4, 5]
+    assert list(case.tree.evict_pages(4).pages) == [2, 3, 4, 5]
     assert case.draw() == ["ab *"]
 
 
@@ -167,7 +167,7 @@ def test_childless_tombstones_go_with_their_last_child(case: TreeCase) -> None:
     case.put("abcd*")
     case.tree.evict_checkpoints(3)
     assert case.draw() == ["ab o", "  c o", "    d o"]
-    assert case.tree.evict_pages(1).pages == [8, 4, 0, 1]
+    assert list(case.tree.evict_pages(1).pages) == [8, 4, 0, 1]
     assert case.draw() == []
 
 
@@ -177,7 +177,7 @@ def test_what_comes_after_a_tombstone_that_nothing_else_needs_is_one_node_with_i
     case.put("abcd*")
     case.put("abcdef")
     assert case.draw() == ["abcd *", "  ef o"]
-    assert case.tree.evict_pages(1).pages == [14]
+    assert list(case.tree.evict_pages(1).pages) == [14]
 
 
 def test_a_tombstone_whose_last_branch_goes_is_one_node_with_what_is_left(case: TreeCase) -> None:
@@ -210,10 +210,10 @@ def test_a_lock_on_the_first_pages_of_an_edge_lets_the_rest_of_it_go(case: TreeC
     case.tree.unlock(lock)
     assert case.draw() == ["abcdef *"]
     lock = case.tree.lock_pages(case.node("abcdef"), 4)
-    assert case.tree.evict_all().pages == [2, 3, 4, 5]
+    assert list(case.tree.evict_all().pages) == [2, 3, 4, 5]
     assert case.draw() == ["ab o"]
     case.tree.unlock(lock)
-    assert case.tree.evict_all().pages == [0, 1]
+    assert list(case.tree.evict_all().pages) == [0, 1]
 
 
 def test_a_locked_leaf_grows_in_place_for_its_only_holder_and_not_for_others(case: TreeCase) -> None:
@@ -243,7 +243,7 @@ def test_the_cascade_ends_at_a_checkpoint_and_its_node_is_a_leaf_then(case: Tree
     assert case.draw() == ["ab *", "  c o", "    d *"]
     case.tree.evict_pages(1)
     assert case.draw() == ["ab *"]
-    assert case.tree.evict_pages(1).pages == [1]
+    assert list(case.tree.evict_pages(1).pages) == [1]
 
 
 def test_the_cascade_ends_at_a_locked_tombstone(case: TreeCase) -> None:
@@ -256,7 +256,7 @@ def test_the_cascade_ends_at_a_locked_tombstone(case: TreeCase) -> None:
     case.tree.evict_pages(1)
     assert case.draw() == ["ab o"]
     case.tree.unlock(lock)
-    assert case.tree.evict_pages(9).pages == [0, 1]
+    assert list(case.tree.evict_pages(9).pages) == [0, 1]
 
 
 def test_the_cascade_ends_where_another_child_is_left(case: TreeCase) -> None:
@@ -270,7 +270,7 @@ def test_only_leaves_give_up_pages(case: TreeCase) -> None:
     case.put("ab*")
     case.put("abcd*")
     case.use("abcd")
-    assert case.tree.evict_pages(1).pages == [5]  # ab was used less recently, but the tail of cd goes
+    assert list(case.tree.evict_pages(1).pages) == [5]  # ab was used less recently, but the tail of cd goes
     assert case.draw() == ["ab *", "  c o"]
 
 

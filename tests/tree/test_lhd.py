@@ -79,6 +79,31 @@ def test_a_kind_that_is_hit_is_worth_more_than_one_that_is_not(gone: bool) -> No
     assert policy.rank(facts(wanted, now)) > 10 * policy.rank(facts(unwanted, now))
 
 
+def test_a_conversation_that_nears_the_longest_context_is_worth_what_such_ones_were() -> None:
+    """Turns continue after 10 requests, except those of 980 to 1000 tokens, the longest that there are."""
+    policy = LearnedHitDensity()
+
+    def of(usage: NodeUsage, now: int, num_tokens: int) -> Facts:
+        return Facts.without_node(usage, now, num_tokens, tokens_saved=64, bytes_freed=64)
+
+    turns: list[tuple[int, int, NodeUsage]] = []
+    for now in range(1, 400):
+        num_tokens = 980 + now % 21 if now % 4 == 0 else 100 + 17 * now % 400
+        turns.append((now, num_tokens, NodeUsage(now, now, kind=Kind.TURN_END, used_at=now)))
+        policy.entered(of(turns[-1][2], now, num_tokens))
+        for born, length, usage in turns:
+            if born + 10 == now and length < 980:
+                policy.hit(of(usage, now, length))
+                usage.hits += 1
+                usage.used_at = now
+
+    def rank(num_tokens: int) -> float:
+        return policy.rank(of(NodeUsage(400, 400, kind=Kind.TURN_END, used_at=396), 400, num_tokens))
+
+    assert rank(300) > 5 * rank(990)
+    assert rank(700) > 3 * rank(990)  # a length that it has not seen
+
+
 def test_a_kind_never_seen_is_worth_what_its_age_says() -> None:
     policy = LearnedHitDensity()
     young, old = NodeUsage(1, 1, kind=Kind.BRANCH, used_at=99), NodeUsage(1, 1, kind=Kind.BRANCH, used_at=1)

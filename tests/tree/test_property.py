@@ -214,7 +214,7 @@ class TreeMachine(RuleBasedStateMachine):
     def evict_checkpoints(self, wanted: int) -> None:
         free_to_go = self.model.checkpoints.keys() - self.model.kept_checkpoints()
         released = self.tree.evict_checkpoints(wanted)
-        assert released.pages == []
+        assert not released.pages
         owner = {slot: prefix for prefix, slot in self.model.checkpoints.items()}
         gone = [owner[slot] for slot in released.slots]
         assert len(gone) == min(wanted, len(free_to_go))
@@ -229,7 +229,7 @@ class TreeMachine(RuleBasedStateMachine):
         free_checkpoints = self.model.checkpoints.keys() - self.model.kept_checkpoints()
         released = self.tree.evict_one(wanted)
         if released.slots:
-            assert released.pages == []
+            assert not released.pages
             (prefix,) = [p for p, slot in self.model.checkpoints.items() if slot == released.slots[0]]
             assert prefix in free_checkpoints
             del self.model.checkpoints[prefix]
