@@ -42,7 +42,7 @@ def fork(cache: HybridCache, lease: Lease) -> Lease | None:
     )
     cache.leases.add(copy)
     try:
-        if lease.page_lock is not None:
+        if lease.page_lock is not None and lease.page_lock.node is not None:
             copy.page_lock = cache.tree.lock_pages(lease.page_lock.node, num_shared * cache.config.page_size)
         if cache.memory.mover is not None:
             own = lease.block_table[num_shared : num_shared + num_private]
