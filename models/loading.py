@@ -181,6 +181,11 @@ def _products(model: CausalLM) -> Iterator[str]:
 
 
 def _locate(name: str | Path) -> Path:
+    if not isinstance(name, str | Path) or not str(name) or "\0" in str(name):
+        raise CheckpointError(
+            f"{name!r} is not a checkpoint: give a folder with config.json and *.safetensors, a hub id as "
+            "'Qwen/Qwen3.5-0.8B', or 'tiny'"
+        )
     path = TINY if name == "tiny" and not Path(name).exists() else Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():

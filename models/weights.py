@@ -128,7 +128,22 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: a file is missing, damaged or truncated, or has an unknown dtype.
     """
-    return {stored.name: stored for file in _files(path) for stored in _read_header(file)}
+    weight_map = _weight_map(path)
+    names = sorted(set(weight_map.values())) if weight_map is not None else ["model.safetensors"]
+    missing = next((name for name in names if not (path / name).is_file()), None)
+    if missing is not None:
+        raise CheckpointError(f"{path} has no weights: {missing} is missing")
+    tensors: dict[str, Stored] = {}
+    for stored in (stored for name in names for stored in _read_header(path / name)):
+        other = tensors.setdefault(stored.name, stored)
+        if other is not stored:
+            raise CheckpointError(
+                f"{path}: {stored.name} is in {other.path.name} and in {stored.path.name}; each tensor has one place"
+            )
+    for name, file in (weight_map or {}).items():
+        if name not in tensors or tensors[name].path.name != file:
+            raise CheckpointError(f"{path}: the index says that {name[:200]} is in {file}, and it is not there")
+    return tensors
 
 
 def file_tensors(file: Path) -> dict[str, Stored]:
@@ -184,19 +199,11 @@ def _restored(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return values.float() * factors.repeat_interleave(block[0], 0)[: values.shape[0]]
 
 
-def _files(path: Path) -> list[Path]:
+def _weight_map(path: Path) -> dict[str, str] | None:
+    """For each tensor its file, from the index of weights; None: there is no index."""
     index = path / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = _files_of_index(index)
-    missing = next((name for name in names if not (path / name).is_file()), None)
-    if missing is not None:
-        raise CheckpointError(f"{path} has no weights: {missing} is missing")
-    return [path / name for name in names]
-
-
-def _files_of_index(index: Path) -> list[str]:
-    """The names of the files in an index of weights."""
+    if not index.is_file():
+        return None
     content = read_json(index, MAX_INDEX_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
@@ -204,10 +211,11 @@ def _files_of_index(index: Path) -> list[str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise CheckpointError(f"{index}: {name[:100]!r} must be in a file of the same folder, not in {file!r:.100}")
-    names = sorted(set(weight_map.values()))
-    if len(names) > MAX_FILES:
-        raise CheckpointError(f"{index} names {len(names)} files; a checkpoint has up to {MAX_FILES}")
-    return names
+    if len(set(weight_map.values())) > MAX_FILES:
+        raise CheckpointError(
+            f"{index} names {len(set(weight_map.values()))} files; a checkpoint has up to {MAX_FILES}"
+        )
+    return weight_map
 
 
 def _read_header(path: Path) -> Iterator[Stored]:

@@ -11,6 +11,7 @@ import torch
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
+from hybrid.checks import shown
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.memory.device import free_memory
@@ -62,12 +63,13 @@ def load(
 
     Raises:
         CheckpointError: there is no usable checkpoint.
-        ArgumentError: `dtype` or `load_dtype` is not supported here.
+        ArgumentError: `device`, `dtype` or `load_dtype` is not supported here.
     """
     if load_dtype not in (None, "int8"):
         raise ArgumentError(f"load_dtype must be 'int8' or None, got {load_dtype!r}")
+    place = resolve_device(device)
+    resolve_dtype(dtype, None, place)  # refuses another type before anything is read
     checkpoint = open_checkpoint(model)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tokenizer = load_tokenizer(checkpoint.path)
     resolved, quantize = resolve_dtype(dtype, checkpoint.config, place), load_dtype == "int8"
     if quantize and not can_quantize(resolved, place):
@@ -87,18 +89,40 @@ def load(
     )
 
 
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device to run on. None: a GPU if there is one.
+
+    Raises:
+        ArgumentError: it is not a device, or there is none of that number.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    expected = f"device must be 'cpu', or 'cuda' or 'cuda:0' where there is a GPU, or None; got {shown(device)}"
+    if not isinstance(device, str | torch.device):
+        raise ArgumentError(expected)
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(expected) from error
+    if place.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{expected}: no other kinds of devices are supported")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(f"{expected}: PyTorch finds {torch.cuda.device_count()} GPUs here")
+    return place
+
+
 def resolve_dtype(dtype: str | torch.dtype | None, config: Any, device: torch.device) -> torch.dtype:
     """The type to run in. None: the checkpoint's on a GPU, float32 on a CPU.
 
     Raises:
         ArgumentError: the type is not supported.
     """
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
+    if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
-    if dtype is not None:
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
+    if dtype is not None:
+        raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, or None; got {shown(dtype)}")
     stored = getattr(config, "dtype", None)
     return stored if device.type != "cpu" and isinstance(stored, torch.dtype) else torch.float32
 
@@ -110,12 +134,16 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
     file = path / "generation_config.json"
     try:
         if file.is_file():
-            read_config(file)  # within limits
+            content = read_config(file)  # within limits
+            if not isinstance(content, dict):
+                raise CheckpointError(f"{file} must hold one JSON object; it holds a {type(content).__name__}")
             generation = GenerationConfig.from_pretrained(path)
         else:
             generation = GenerationConfig(eos_token_id=config.eos_token_id)
         end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
         end_tokens = frozenset([end] if isinstance(end, int) else end or ())
+        if not all(isinstance(token, int) for token in end_tokens):
+            raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them; got {shown(end)}")
         common = {
             "max_new_tokens": generation.max_new_tokens,
             "min_tokens": generation.min_new_tokens,
