@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybrid.cache.cache import HybridCache
+from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.constraints import Constraints, are_needed
@@ -10,7 +13,7 @@ from hybrid.engine.output import Outputs
 from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.structured import Grammars
-from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError
+from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, SamplingError
 from hybrid.key import check_namespace
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
@@ -86,7 +89,12 @@ class Intake:
             MemoryBudgetError: prompt and answer do not fit into the cache's memory.
         """
         check_namespace(namespace)
-        params = params or self._loaded.default_params
+        params = params if params is not None else self._loaded.default_params
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(
+                f"params must be SamplingParams, such as SamplingParams(max_new_tokens=64); got "
+                f"{type(params).__name__} {shown(params)}"
+            )
         adapter = self._adapters.named(params.adapter) if params.adapter is not None else None
         namespace = namespace_of(adapter, namespace)
         encoded = self.encode(prompt, params.truncate_prompt_tokens)
@@ -153,3 +161,20 @@ class Intake:
             f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there are "
             f"{most}; {remedy}"
         )
+
+
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    """The parameters of each of several prompts.
+
+    Raises:
+        ArgumentError: there are parameters for another number of prompts.
+    """
+    if not isinstance(params, list | tuple):
+        return [params] * num_prompts  # type: ignore[list-item]  # another type is refused with its prompt
+    if len(params) != num_prompts:
+        raise ArgumentError(
+            f"{len(params)} SamplingParams for {num_prompts} prompts; give one for all, or one for each"
+        )
+    return list(params)
