@@ -38,6 +38,18 @@ SPLIT = "split_special_tokens"
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 """Keys of which a prompt as a dict has one."""
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+MAX_TOKENIZER_BYTES = 256 * 2**20
+"""Of each of these files. The largest vocabularies in use take about 40 MiB."""
+
 BYTES_PER_TOKEN = 32
 """The mean number of bytes per token, in UTF-8, that a text may have. In natural language and code it is 1 to 8; only
 long runs of spaces or of one sign have more."""
@@ -364,10 +376,17 @@ def load_tokenizer(path: Path) -> Any | None:
     """The tokenizer of a checkpoint; None when it has none: prompts are token ids then.
 
     Raises:
-        CheckpointError: the checkpoint has a tokenizer that cannot be read.
+        CheckpointError: the checkpoint has a tokenizer that cannot be read, or with a file that is too large for one.
     """
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    if not any(file.name in ("tokenizer.json", "tokenizer_config.json") for file in files):
         return None
+    for file in files:
+        if file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise CheckpointError(
+                f"{file} has {file.stat().st_size} bytes, and a tokenizer's file at most {MAX_TOKENIZER_BYTES}: it is "
+                "not read; is it another file under this name?"
+            )
     from transformers import AutoTokenizer
 
     try:

@@ -2,15 +2,24 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hybrid.errors import PromptError
+from hybrid.errors import CheckpointError, PromptError
 from hybrid.key import Key
-from hybrid.prompts.encode import BYTES_PER_TOKEN, PromptEncoder, PromptLimits, as_prompts, encode
+from hybrid.prompts.encode import (
+    BYTES_PER_TOKEN,
+    MAX_TOKENIZER_BYTES,
+    PromptEncoder,
+    PromptLimits,
+    as_prompts,
+    encode,
+    load_tokenizer,
+)
 from hybrid.prompts.images import Image, ImagePrompt
 
 LIMITS = PromptLimits.of(max_tokens=1000, vocab_size=500, max_request=640)
@@ -309,3 +318,12 @@ def test_a_prompt_without_images_has_the_key_of_its_ids() -> None:
     assert seen.ids[:32] == plain.ids[:32]
     assert seen.ids[64:] == plain.ids[64:]
     assert seen.units == ((9, 10),)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_a_tokenizer_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(MAX_TOKENIZER_BYTES + 1)  # a hole: it takes no space
+    with pytest.raises(CheckpointError, match=f"{name} has {MAX_TOKENIZER_BYTES + 1} bytes"):
+        load_tokenizer(tmp_path)
