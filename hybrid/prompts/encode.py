@@ -316,7 +316,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
     options = _chat_options(prompt)
-    limits.check_text(_num_characters([messages, options], limits.max_text_bytes))
+    limits.check_text(chat.num_characters([messages, options], limits.max_text_bytes))
     messages = chat.checked(cast("list[Any]", messages))
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -439,21 +439,6 @@ def _integers(values: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> list[int
             return None
         values = [int(value) for value in values]
     return list(values)
-
-
-def _num_characters(value: Any, limit: int) -> int:
-    """Characters of all texts in lists and dicts, or more than `limit`; each other value counts as one."""
-    counted, values = 0, [value]
-    while values and counted <= limit:
-        item = values.pop()
-        counted += len(item) if isinstance(item, str) else 1
-        if isinstance(item, dict):
-            counted += len(item)
-            values += item.values() if counted <= limit else ()
-        elif isinstance(item, list | tuple):
-            counted += len(item)
-            values += item if counted <= limit else ()
-    return counted
 
 
 def _names(part: dict[Any, Any]) -> str:
