@@ -8,6 +8,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
+from hybrid.engine.completions import Completions, params_of
 from hybrid.engine.constraints import Constraints, are_needed
 from hybrid.engine.output import Outputs
 from hybrid.engine.request import Continuation, Request
@@ -109,10 +110,18 @@ class Intake:
             raise PromptError(f"checkpoint_at={outside} is outside the prompt of {num_tokens} tokens")
         max_len = min(self._max_len, num_tokens + params.max_new_tokens)
         self._check_memory(num_tokens, max_len)
-        continuation = self._continuation(params, encoded.ids, adapter)
-        return Request(
-            request_id, encoded, params, max_len, namespace=namespace, continuation=continuation, outputs=outputs
-        )
+        requests = []
+        for index in range(params.n):
+            own, name = params_of(params, index), f"{request_id}/{index}" if index else request_id
+            continuation = self._continuation(own, encoded.ids, adapter)
+            requests.append(
+                Request(name, encoded, own, max_len, namespace=namespace, continuation=continuation, outputs=outputs)
+            )
+        if len(requests) > 1:
+            completions = Completions(requests)
+            for request in requests:
+                request.completions, request.is_fork = completions, request is not requests[0]
+        return requests[0]
 
     def _continuation(self, params: SamplingParams, prompt: list[int], adapter: Adapter | None) -> Continuation:
         """What follows the tokens of an answer."""
