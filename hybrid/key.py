@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hybrid.checks import text
 from hybrid.errors import ArgumentError
 
 TOKEN_BYTES: int = array("i").itemsize
@@ -70,10 +71,11 @@ def check_namespace(namespace: object) -> None:
     """Refuse a namespace that is not a string: 1, 1.0 and True would be one namespace.
 
     Raises:
-        ArgumentError: it is not a string.
+        ArgumentError: it is not a string, or has a lone surrogate.
     """
     if not isinstance(namespace, str):
-        raise ArgumentError(f"a namespace must be a string, got {namespace!r}; use str() or leave it out")
+        raise ArgumentError(f"a namespace must be a string, got {namespace!r:.100}; use str() or leave it out")
+    text("the namespace", namespace)
 
 
 def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, step: int, limit: int) -> int:

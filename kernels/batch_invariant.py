@@ -125,7 +125,13 @@ ONE_BY_ONE = Products()
 COMPILED = Products(is_compiled=True)
 
 
-def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, products: Products = ONE_BY_ONE) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    blocks: RowBlocks | None = None,
+    products: Products = ONE_BY_ONE,
+    scale: Tensor | None = None,
+) -> Tensor:
     """`x @ weight.T`.
 
     Args:
@@ -133,9 +139,10 @@ def linear(x: Tensor, weight: Tensor, blocks: RowBlocks | None = None, products:
         weight: `[out, in]`; with few rows fastest when it lies in memory by columns.
         blocks: the rows; None: one product, whose bits depend on the number of rows.
         products: how to multiply them, from `choose`.
+        scale: `[out]` fp32 of the rows of a weight that is int8, whose products are compiled.
     """
     if products.is_compiled:
-        return compiled_matmul().multiply(x, weight)
+        return compiled_matmul().multiply(x, weight, scale)
     if blocks is None:
         return torch.nn.functional.linear(x, weight)
     if ops.uses_triton(x.device):

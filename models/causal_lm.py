@@ -155,7 +155,7 @@ class CausalLM(nn.Module):
         rows = batch.sample_rows
         x = self.model.norm.of_sum(x[rows], residual[rows])[1]
         blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
-        return linear(x, self.lm_head.weight, blocks, self.lm_head.products).float()
+        return linear(x, self.lm_head.weight, blocks, self.lm_head.products, self.lm_head.scale).float()
 
     @torch.inference_mode()
     def replay(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,20 @@ MAX_COUNTS = {
     "max_position_embeddings": 2**31 - 1,
 }
 """Values of a configuration that lists and loops are as long as, or tensors as large as, with their maxima."""
+
+
+MIN_COUNTS = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+"""Values of a configuration that are at least 1."""
+
+MAY_BE_INFINITE = ("time_step_limit",)
+"""Values of a configuration that have no bound in some checkpoints."""
 
 
 def parse_json(text: str | bytes, of: Path) -> Any:
@@ -90,7 +105,11 @@ def read_config(path: Path) -> Any:
         if isinstance(value, dict):
             values += ((key, item, depth + 1) for key, item in value.items())
         elif isinstance(value, list):
-            values += (("", item, depth + 1) for item in value)
+            values += ((name if isinstance(item, float) else "", item, depth + 1) for item in value)
+        elif isinstance(value, float) and not (math.isfinite(value) or (name in MAY_BE_INFINITE and value == math.inf)):
+            raise CheckpointError(f"{path}: {name or 'a number'} is {value}; it must be a finite number")
+        elif isinstance(value, int) and not isinstance(value, bool) and name in MIN_COUNTS and value < 1:
+            raise CheckpointError(f"{path}: {name} is {value}; it must be at least 1")
         elif isinstance(value, int):
             limit = MAX_COUNTS.get(name, MAX_NUMBER)
             if not -limit <= value <= limit:

@@ -37,18 +37,20 @@ class Linear(nn.Module):
 
     Attributes:
         products: how rows are multiplied where the results must not depend on the batch.
+        scale: `[outputs]` fp32, what the rows of an int8 weight are multiplied by; None: the weight is not quantized.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, takes_chunks: bool = True) -> None:
         super().__init__()
         self.weight: nn.Parameter = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.scale: Tensor | None = None
         self.takes_chunks = takes_chunks
         self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""
-        y = linear(x, self.weight, batch.blocks, self.products)
+        y = linear(x, self.weight, batch.blocks, self.products, self.scale)
         for adapted in batch.adapted:
             weights = adapted.weights.get(self)
             if weights is not None:  # single rows one by one: the bits of a row do not depend on who else is adapted
@@ -60,9 +62,14 @@ class Linear(nn.Module):
         """The matrix that rows are multiplied by, `[outputs, inputs]`."""
         return self.weight
 
-    def compile_products(self) -> None:
-        """Multiply by compiled code where that is possible, in deterministic mode and out of it."""
-        if can_compile(self.matrix()):
+    def compile_products(self, scale: Tensor | None = None) -> None:
+        """Multiply by compiled code where that is possible, in deterministic mode and out of it.
+
+        Args:
+            scale: of a weight that is int8.
+        """
+        self.scale = scale
+        if scale is not None or can_compile(self.matrix()):
             self.products = COMPILED
 
     def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
@@ -72,6 +79,8 @@ class Linear(nn.Module):
             chunk_size: rows of a chunk.
             chosen: products of other weights; each kind is tried once.
         """
+        if self.products.is_compiled:
+            return
         weight = self.matrix()
         role = "linear" if self.takes_chunks else "single rows"
         kind = (role, weight.dtype, tuple(weight.shape), weight.stride(), weight.data_ptr() % ALIGNMENT)

@@ -7,7 +7,7 @@ memory of the model and a few slices, and errors name a missing or unexpected te
 
 import mmap
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -128,7 +128,22 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: a file is missing, damaged or truncated, or has an unknown dtype.
     """
-    return {stored.name: stored for file in _files(path) for stored in _read_header(file)}
+    weight_map = _weight_map(path)
+    names = sorted(set(weight_map.values())) if weight_map is not None else ["model.safetensors"]
+    missing = next((name for name in names if not (path / name).is_file()), None)
+    if missing is not None:
+        raise CheckpointError(f"{path} has no weights: {missing} is missing")
+    tensors: dict[str, Stored] = {}
+    for stored in (stored for name in names for stored in _read_header(path / name)):
+        other = tensors.setdefault(stored.name, stored)
+        if other is not stored:
+            raise CheckpointError(
+                f"{path}: {stored.name} is in {other.path.name} and in {stored.path.name}; each tensor has one place"
+            )
+    for name, file in (weight_map or {}).items():
+        if name not in tensors or tensors[name].path.name != file:
+            raise CheckpointError(f"{path}: the index says that {name[:200]} is in {file}, and it is not there")
+    return tensors
 
 
 def file_tensors(file: Path) -> dict[str, Stored]:
@@ -184,19 +199,11 @@ def _restored(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
     return values.float() * factors.repeat_interleave(block[0], 0)[: values.shape[0]]
 
 
-def _files(path: Path) -> list[Path]:
+def _weight_map(path: Path) -> dict[str, str] | None:
+    """For each tensor its file, from the index of weights; None: there is no index."""
     index = path / "model.safetensors.index.json"
-    names = ["model.safetensors"]
-    if index.is_file():
-        names = _files_of_index(index)
-    missing = next((name for name in names if not (path / name).is_file()), None)
-    if missing is not None:
-        raise CheckpointError(f"{path} has no weights: {missing} is missing")
-    return [path / name for name in names]
-
-
-def _files_of_index(index: Path) -> list[str]:
-    """The names of the files in an index of weights."""
+    if not index.is_file():
+        return None
     content = read_json(index, MAX_INDEX_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
@@ -204,10 +211,11 @@ def _files_of_index(index: Path) -> list[str]:
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
             raise CheckpointError(f"{index}: {name[:100]!r} must be in a file of the same folder, not in {file!r:.100}")
-    names = sorted(set(weight_map.values()))
-    if len(names) > MAX_FILES:
-        raise CheckpointError(f"{index} names {len(names)} files; a checkpoint has up to {MAX_FILES}")
-    return names
+    if len(set(weight_map.values())) > MAX_FILES:
+        raise CheckpointError(
+            f"{index} names {len(set(weight_map.values()))} files; a checkpoint has up to {MAX_FILES}"
+        )
+    return weight_map
 
 
 def _read_header(path: Path) -> Iterator[Stored]:
@@ -248,6 +256,23 @@ def _stored(mapped: mmap.mmap, path: Path, name: str, entry: Any, data: int) -> 
     return stored
 
 
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight as int8, and the value of 1 in each row: the largest of the row is 127. An element changes by at most
+    half of that value.
+
+    Args:
+        weight: `[out, in]`.
+
+    Returns:
+        `[out, in]` int8, `[out]` fp32. A row that is not finite has a scale of NaN: what it gives is refused.
+    """
+    exact = weight.float()
+    scale = exact.abs().amax(1) / 127
+    scale = torch.where(scale.isfinite(), scale, float("nan"))
+    divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
+    return (exact / divisor).round_().to(torch.int8), scale
+
+
 @dataclass
 class Loader:
     """Fills parameters from tensors on disk.
@@ -258,6 +283,11 @@ class Loader:
         layouts: gives the layouts of a parameter by its name.
         dtype, device: of the parameters.
         by_columns: names of parameters that are stored by columns: their last two dimensions are transposed in memory.
+        quantized: names of parameters `[out, in]` that are stored as int8, each as soon as it is complete.
+
+    Attributes:
+        parameters: by name.
+        scales: `[out]` fp32 by the name of a quantized parameter: the value of 1 in each of its rows.
     """
 
     path: Path
@@ -266,7 +296,9 @@ class Loader:
     dtype: torch.dtype
     device: torch.device
     by_columns: frozenset[str] = frozenset()
+    quantized: frozenset[str] = frozenset()
     parameters: dict[str, Tensor] = field(default_factory=dict)
+    scales: dict[str, Tensor] = field(default_factory=dict)
 
     def load(self, tensors: Mapping[str, Stored], on_read: Callable[[int], object]) -> dict[str, Tensor]:
         """Make the parameters.
@@ -294,9 +326,13 @@ class Loader:
             )
         for name, stored in tensors.items():
             self._check(stored, uses[name])
+        missing_parts = Counter(parameter for pairs in uses.values() for parameter, _ in pairs)
         for name, stored in tensors.items():  # in their order on disk
             for parameter, source in uses[name]:
                 self._fill(self._parameter(parameter), source, stored, on_read)
+                missing_parts[parameter] -= 1
+                if parameter in self.quantized and not missing_parts[parameter]:
+                    self.parameters[parameter], self.scales[parameter] = quantize_rows(self.parameters[parameter])
         return self.parameters
 
     def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
+from hybrid import checks
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.tree.policies import policy_of
 from hybrid.tree.policy import Policy
@@ -68,24 +70,48 @@ class CacheConfig:
     verify_contents: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("enabled", "verify_contents"):
+            self._set(name, checks.boolean(f"CacheConfig: {name}", getattr(self, name)))
+        if self.deterministic is not None:
+            self._set("deterministic", checks.boolean("CacheConfig: deterministic", self.deterministic))
         for name in ("page_size", "chunk_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= 4096 or value & (value - 1):
-                raise ArgumentError(f"CacheConfig: {name} must be a power of two from 1 to 4096, got {value!r}")
-        cap = self.priority_cap
-        if isinstance(cap, bool) or not isinstance(cap, int) or not 0 <= cap <= 100:
-            raise ArgumentError(f"CacheConfig: priority_cap must be an integer from 0 to 100, got {cap!r}")
-        if self.state_share is not None and not 0 < self.state_share < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 4096 or value & (value - 1):
+                raise ArgumentError(
+                    f"CacheConfig: {name} must be a power of two from 1 to 4096, got {checks.shown(value)}"
+                )
+        self._set("seed", checks.integer("CacheConfig: seed", self.seed, 0))
+        self._set("priority_cap", checks.integer("CacheConfig: priority_cap", self.priority_cap, 0, 100))
+        if self.state_share is not None and not 0 < checks.number("CacheConfig: state_share", self.state_share) < 1:
             raise ArgumentError(f"CacheConfig: state_share must be between 0 and 1, got {self.state_share!r}")
+        self._check_names()
+        if self.memory is not None:
+            self._amount()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_names(self) -> None:
+        if not isinstance(self.placement, str | Sequence):
+            raise ArgumentError(
+                f"CacheConfig: placement must be a tuple of {', '.join(PLACEMENTS)}; got {checks.shown(self.placement)}"
+            )
         names = self.placement.split(",") if isinstance(self.placement, str) else self.placement
-        object.__setattr__(self, "placement", tuple(names))
+        self._set("placement", tuple(names))
         unknown = [name for name in self.placement if name not in PLACEMENTS]
         if unknown:
             raise ArgumentError(
                 f"CacheConfig: unknown placement {unknown[0]!r}; the placements are: {', '.join(PLACEMENTS)}"
             )
-        policy_of(self.eviction)  # refuses an unknown one here, before a model is loaded
-        if self.state_dtype not in STATE_DTYPES:
+        if not isinstance(self.eviction, str | Policy):
+            raise ArgumentError(
+                f"CacheConfig: eviction must be the name of a policy or a Policy; got {checks.shown(self.eviction)}"
+            )
+        try:
+            policy_of(self.eviction)  # refuses an unknown one here, before a model is loaded
+        except ArgumentError as error:
+            raise ArgumentError(f"CacheConfig: {error}") from None
+        if not isinstance(self.state_dtype, str) or self.state_dtype not in STATE_DTYPES:
             raise ArgumentError(
                 f"CacheConfig: state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}"
             )
@@ -98,8 +124,6 @@ class CacheConfig:
                 raise ArgumentError(
                     f"CacheConfig: state_dtype={self.state_dtype!r} needs one budget for all: state_share=None"
                 )
-        if self.memory is not None:
-            self._amount()
 
     @property
     def grid(self) -> int:
@@ -132,9 +156,17 @@ class CacheConfig:
         """`memory` as a number of bytes, or as a fraction (a float up to 1)."""
         amount = self.memory
         if isinstance(amount, str):
-            return parse_memory(amount)
-        if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < math.inf:
+            try:
+                return parse_memory(amount)
+            except ArgumentError as error:
+                raise ArgumentError(f"CacheConfig: memory is {error}") from None
+        try:
+            exact = checks.number("memory", amount)
+        except ArgumentError:
+            exact = -1.0
+        if not 0 < exact < math.inf or (exact > 1 and exact != int(exact)):
             raise ArgumentError(
-                f"CacheConfig: memory must be bytes, a string such as '512MiB', or a fraction, got {amount!r}"
+                "CacheConfig: memory must be a whole number of bytes, a string such as '512MiB' or '50%', or a "
+                f"fraction up to 1.0; got {checks.shown(amount)}"
             )
-        return amount if isinstance(amount, float) and amount <= 1 else int(amount)
+        return int(amount) if isinstance(amount, Integral) else exact if exact <= 1 else int(exact)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from hybrid.cache.allocator import Allocator
+from hybrid.checks import number
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
@@ -71,7 +72,7 @@ class Pins:
             ArgumentError: `ttl` is not a positive number.
             MemoryBudgetError: more than half of the memory would be pinned. Nothing was changed.
         """
-        if not ttl > 0:
+        if not number("pin: ttl, in seconds,", ttl) > 0:
             raise ArgumentError(f"pin: ttl must be a positive number of seconds, got {ttl!r}")
         self.expire()
         node = self._tree.peek(key, len(key)).checkpoint

@@ -11,12 +11,13 @@ import torch
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
+from hybrid.checks import shown
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
-from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.models.loading import can_quantize, load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
 
@@ -45,7 +46,11 @@ class LoadedModel:
 
 
 def load(
-    model: str | Path, device: str | torch.device | None, dtype: str | torch.dtype | None, chunk_size: int
+    model: str | Path,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    chunk_size: int,
+    load_dtype: str | None = None,
 ) -> LoadedModel:
     """Load a checkpoint.
 
@@ -54,24 +59,56 @@ def load(
         device: None: a GPU if there is one.
         dtype: None: the checkpoint's on a GPU, float32 on a CPU.
         chunk_size: of the linear layers.
+        load_dtype: "int8": weights of matrix products are quantized, per row; None: they have the type of the model.
 
     Raises:
         CheckpointError: there is no usable checkpoint.
-        ArgumentError: `dtype` is not supported.
+        ArgumentError: `device`, `dtype` or `load_dtype` is not supported here.
     """
+    if load_dtype not in (None, "int8"):
+        raise ArgumentError(f"load_dtype must be 'int8' or None, got {load_dtype!r}")
+    place = resolve_device(device)
+    resolve_dtype(dtype, None, place)  # refuses another type before anything is read
     checkpoint = open_checkpoint(model)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tokenizer = load_tokenizer(checkpoint.path)
-    loaded = load_model(checkpoint, resolve_dtype(dtype, checkpoint.config, place), place, chunk_size)
+    resolved, quantize = resolve_dtype(dtype, checkpoint.config, place), load_dtype == "int8"
+    if quantize and not can_quantize(resolved, place):
+        raise ArgumentError(
+            f"load_dtype='int8' needs a CPU with the extra numba, and dtype float32 or bfloat16; got {place} and "
+            f"{resolved}: install hybrid-prefix-cache[numba], or leave load_dtype out"
+        )
+    loaded = load_model(checkpoint, resolved, place, chunk_size, quantize=quantize)
     end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
     return LoadedModel(
         model=loaded,
         device=place,
         tokenizer=tokenizer,
-        image_encoder=vision_tower(checkpoint, loaded.lm_head.weight.dtype, place),
+        image_encoder=vision_tower(checkpoint, loaded.model.embed_tokens.weight.dtype, place),
         end_tokens=end_tokens,
         default_params=default_params,
     )
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device to run on. None: a GPU if there is one.
+
+    Raises:
+        ArgumentError: it is not a device, or there is none of that number.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    expected = f"device must be 'cpu', or 'cuda' or 'cuda:0' where there is a GPU, or None; got {shown(device)}"
+    if not isinstance(device, str | torch.device):
+        raise ArgumentError(expected)
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ArgumentError(expected) from error
+    if place.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{expected}: no other kinds of devices are supported")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise ArgumentError(f"{expected}: PyTorch finds {torch.cuda.device_count()} GPUs here")
+    return place
 
 
 def resolve_dtype(dtype: str | torch.dtype | None, config: Any, device: torch.device) -> torch.dtype:
@@ -80,12 +117,12 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: Any, device: torch.de
     Raises:
         ArgumentError: the type is not supported.
     """
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, or None; got {dtype!r}")
+    if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
-    if dtype is not None:
+    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
+    if dtype is not None:
+        raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, or None; got {shown(dtype)}")
     stored = getattr(config, "dtype", None)
     return stored if device.type != "cpu" and isinstance(stored, torch.dtype) else torch.float32
 
@@ -97,12 +134,16 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
     file = path / "generation_config.json"
     try:
         if file.is_file():
-            read_config(file)  # within limits
+            content = read_config(file)  # within limits
+            if not isinstance(content, dict):
+                raise CheckpointError(f"{file} must hold one JSON object; it holds a {type(content).__name__}")
             generation = GenerationConfig.from_pretrained(path)
         else:
             generation = GenerationConfig(eos_token_id=config.eos_token_id)
         end = generation.eos_token_id if generation.eos_token_id is not None else config.eos_token_id
         end_tokens = frozenset([end] if isinstance(end, int) else end or ())
+        if not all(isinstance(token, int) for token in end_tokens):
+            raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them; got {shown(end)}")
         common = {
             "max_new_tokens": generation.max_new_tokens,
             "min_tokens": generation.min_new_tokens,
@@ -134,7 +175,7 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         MemoryBudgetError: the memory does not suffice for one request.
     """
     model, device = loaded.model, loaded.device
-    spec = model.spec(model.config, model.lm_head.weight.dtype)
+    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype)
     if size is not None:
         return make_cache(CacheMemory.fixed(spec, config.page_size, *size, device), config)
     memory = CacheMemory.for_spec(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid import checks
 from hybrid.errors import ArgumentError
 from hybrid.units import parse_memory
 
@@ -38,10 +39,15 @@ class EngineConfig:
     audit: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ArgumentError(f"EngineConfig: max_num_seqs must be at least 1, got {self.max_num_seqs}")
-        if self.max_waiting is not None and self.max_waiting < 1:
-            raise ArgumentError(f"EngineConfig: max_waiting must be at least 1, or None; got {self.max_waiting}")
+        for name, low in (("max_num_seqs", 1), ("max_num_batched_tokens", 1)):
+            self._set(name, checks.integer(f"EngineConfig: {name}", getattr(self, name), low))
+        if self.max_waiting is not None:
+            value = checks.integer("EngineConfig: max_waiting", self.max_waiting, 1, remedy=", or None")
+            self._set("max_waiting", value)
+        for name in ("enforce_eager", "audit"):
+            self._set(name, checks.boolean(f"EngineConfig: {name}", getattr(self, name)))
+        if self.overlap is not None:
+            self._set("overlap", checks.boolean("EngineConfig: overlap", self.overlap))
         length = self.max_model_len
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 2):
             raise ArgumentError(
@@ -52,6 +58,9 @@ class EngineConfig:
                 f"EngineConfig: adapter_memory must be a positive number of bytes or a text as '256MiB', or None; got "
                 f"{self.adapter_memory!r}"
             )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def adapter_bytes(self) -> int | None:

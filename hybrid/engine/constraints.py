@@ -54,6 +54,10 @@ class Constraints:
         end_tokens: the tokens that end its answer, those of `params` included.
         bad_words: token ids of each of its bad words.
         matcher: the grammar that its answer follows; None: there is none.
+
+    Attributes:
+        failure: why the last row that was asked for has no token: its own functions or its grammar failed. None: they
+            did not.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Constraints:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
+        self.failure: str | None = None
         self._params = params
         self._matcher = matcher
         self._end_tokens = sorted(end_tokens)
@@ -100,8 +105,19 @@ class Constraints:
     def after(self, drafts: Sequence[int] = ()) -> RowEdits:
         """What is done to the logits of the token after the history and these draft tokens."""
         answer = [*self._answer, *drafts]
-        mask = self._matcher.mask(drafts) if self._matcher is not None else None
-        return RowEdits(self._bias, self._penalty(drafts), self._process(answer), self._excluded(answer), mask)
+        process = self._process(answer)
+        mask = None
+        if self._matcher is not None:
+            try:
+                mask = self._matcher.mask(drafts)
+            except SamplingError as error:
+                process = partial(self._fail, error)
+        return RowEdits(self._bias, self._penalty(drafts), process, self._excluded(answer), mask)
+
+    def _fail(self, error: Exception, row: Tensor) -> Tensor:
+        """A row of which no token can be chosen."""
+        self.failure = str(error) if isinstance(error, SamplingError) else f"{type(error).__name__}: {error}"
+        return torch.full_like(row, torch.nan)
 
     def _count(self, token: int) -> None:
         place = self._place.setdefault(token, len(self._tokens))
@@ -136,7 +152,14 @@ class Constraints:
     def _process(self, answer: list[int]) -> Callable[[Tensor], Tensor] | None:
         if not self._params.logits_processors:
             return None
-        return partial(_processed, tuple(self._params.logits_processors), self._prompt, answer)
+        return partial(self._run, answer)
+
+    def _run(self, answer: list[int], row: Tensor) -> Tensor:
+        """A row after the request's own functions. What they raise is the failure of this request alone."""
+        try:
+            return _processed(tuple(self._params.logits_processors), self._prompt, answer, row)
+        except Exception as error:
+            return self._fail(error, row)
 
 
 def has_penalty(params: SamplingParams) -> bool:

@@ -17,12 +17,13 @@ from tqdm import tqdm
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.pins import Pin
+from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters
 from hybrid.engine.build import LoadedModel, build_cache, is_deterministic, load
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.drafting import Drafting
-from hybrid.engine.intake import Intake
+from hybrid.engine.intake import Intake, params_of_each
 from hybrid.engine.model_runner import ModelRunner, Runner
 from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Request
@@ -124,6 +125,7 @@ class Engine:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        load_dtype: str | None = None,
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
         speculation: SpeculationConfig | str | None = None,
@@ -134,6 +136,9 @@ class Engine:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
             dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
+            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row and
+                take a byte each, experts aside; an answer then differs from that of the checkpoint, in the same way for
+                hits and cold runs. None: they have the type `dtype`.
             cache: settings of the cache.
             config: settings of the engine.
             speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
@@ -144,8 +149,9 @@ class Engine:
             MemoryBudgetError: the cache's memory does not suffice.
             ArgumentError: another argument is wrong.
         """
-        settings = cache or CacheConfig()
-        loaded = load(model, device, dtype, settings.chunk_size)
+        settings = cache if cache is not None else CacheConfig()
+        _check_settings(settings, config)
+        loaded = load(model, device, dtype, settings.chunk_size, load_dtype)
         return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
 
     def with_cache(
@@ -168,6 +174,7 @@ class Engine:
             ArgumentError: another chunk size.
             MemoryBudgetError: the memory does not suffice.
         """
+        _check_settings(cache, config)
         if cache.chunk_size != self.cache.config.chunk_size:
             raise ArgumentError(
                 f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
@@ -230,11 +237,7 @@ class Engine:
         """
         self._claim()
         many = as_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
-        if len(each) != len(many):
-            raise ArgumentError(
-                f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each"
-            )
+        each = params_of_each(params, len(many))
         outputs = Outputs()
         requests = [self._request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
@@ -479,3 +482,10 @@ class Engine:
         """Release a pin. One that was released before stays so."""
         with deferred_interrupts():
             self.cache.unpin(pin)
+
+
+def _check_settings(cache: object, config: object) -> None:
+    if not isinstance(cache, CacheConfig):
+        raise ArgumentError(f"cache must be a CacheConfig, such as CacheConfig(memory='4GiB'); got {shown(cache)}")
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ArgumentError(f"config must be an EngineConfig, or None; got {shown(config)}")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybrid.cache.cache import HybridCache
+from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
+from hybrid.engine.completions import Completions, params_of
 from hybrid.engine.constraints import Constraints, are_needed
 from hybrid.engine.output import Outputs
 from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.structured import Grammars
-from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError
+from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, SamplingError
 from hybrid.key import check_namespace
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
@@ -86,7 +90,12 @@ class Intake:
             MemoryBudgetError: prompt and answer do not fit into the cache's memory.
         """
         check_namespace(namespace)
-        params = params or self._loaded.default_params
+        params = params if params is not None else self._loaded.default_params
+        if not isinstance(params, SamplingParams):
+            raise SamplingError(
+                f"params must be SamplingParams, such as SamplingParams(max_new_tokens=64); got "
+                f"{type(params).__name__} {shown(params)}"
+            )
         adapter = self._adapters.named(params.adapter) if params.adapter is not None else None
         namespace = namespace_of(adapter, namespace)
         encoded = self.encode(prompt, params.truncate_prompt_tokens)
@@ -101,10 +110,18 @@ class Intake:
             raise PromptError(f"checkpoint_at={outside} is outside the prompt of {num_tokens} tokens")
         max_len = min(self._max_len, num_tokens + params.max_new_tokens)
         self._check_memory(num_tokens, max_len)
-        continuation = self._continuation(params, encoded.ids, adapter)
-        return Request(
-            request_id, encoded, params, max_len, namespace=namespace, continuation=continuation, outputs=outputs
-        )
+        requests = []
+        for index in range(params.n):
+            own, name = params_of(params, index), f"{request_id}/{index}" if index else request_id
+            continuation = self._continuation(own, encoded.ids, adapter)
+            requests.append(
+                Request(name, encoded, own, max_len, namespace=namespace, continuation=continuation, outputs=outputs)
+            )
+        if len(requests) > 1:
+            completions = Completions(requests)
+            for request in requests:
+                request.completions, request.is_fork = completions, request is not requests[0]
+        return requests[0]
 
     def _continuation(self, params: SamplingParams, prompt: list[int], adapter: Adapter | None) -> Continuation:
         """What follows the tokens of an answer."""
@@ -153,3 +170,20 @@ class Intake:
             f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there are "
             f"{most}; {remedy}"
         )
+
+
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    """The parameters of each of several prompts.
+
+    Raises:
+        ArgumentError: there are parameters for another number of prompts.
+    """
+    if not isinstance(params, list | tuple):
+        return [params] * num_prompts  # type: ignore[list-item]  # another type is refused with its prompt
+    if len(params) != num_prompts:
+        raise ArgumentError(
+            f"{len(params)} SamplingParams for {num_prompts} prompts; give one for all, or one for each"
+        )
+    return list(params)

@@ -34,11 +34,15 @@ class Result(NamedTuple):
         tokens: the drafts that were accepted, and the token after them, or `NO_TOKEN`; empty: the part does not end
             with the last known token.
         logprobs: `{token_id: logprob}` of each token; None unless requested.
+        prompt_logprobs: `{token_id: logprob}` of tokens of the prompt after those that have them.
+        forks: the first token of each other answer to the prompt, and its `{token_id: logprob}`.
     """
 
     is_finite: bool
     tokens: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...] | None = None
+    prompt_logprobs: tuple[dict[int, float], ...] = ()
+    forks: tuple[tuple[int, dict[int, float] | None], ...] = ()
 
     @property
     def num_accepted(self) -> int:
@@ -101,18 +105,37 @@ class PendingTokens:
         start = 0
         for index, part in enumerate(self.parts):
             own = tokens[start : start + part.count]
-            path = self.verification.path(index, own) if self.verification is not None else []
-            rows = [0, *(draft + 1 for draft in path)]
+            path = self.verification.path(index, own[part.before :]) if self.verification is not None else []
+            rows = [part.before, *(part.before + draft + 1 for draft in path)]
             is_finite = index not in bad and NOT_FINITE not in (own[row] for row in rows)
             paths.append(path if is_finite else [])
             known = None
             if logprobs is not None and part.num_logprobs is not None:
                 known = tuple(_logprobs_of(logprobs, start + row, own[row], part.num_logprobs) for row in rows)
-            results.append(Result(is_finite, tuple(own[row] for row in rows) if part.samples else (), known))
+            result = Result(is_finite, tuple(own[row] for row in rows) if part.samples else (), known)
+            if part.num_prompt_logprobs is not None or part.forks:
+                result = _with_more(result, part, own, start, logprobs)
+            results.append(result)
             start += part.count
         if self.verification is not None:
             self.verification.keep(paths)
         return results
+
+
+def _with_more(result: Result, part: SampledRows, own: list[int], start: int, logprobs: list[Any] | None) -> Result:
+    """A result with the log-probabilities of the prompt, and the first tokens of other answers."""
+    prompt: list[dict[int, float]] = []
+    if part.num_prompt_logprobs is not None and logprobs is not None:
+        for row, target in enumerate(part.targets):
+            prompt.append(_logprobs_of(logprobs, start + row, target, part.num_prompt_logprobs))
+    first = part.before + 1
+    forks: list[tuple[int, dict[int, float] | None]] = []
+    for row in range(first, first + part.forks):
+        known = None
+        if part.num_logprobs is not None and logprobs is not None:
+            known = _logprobs_of(logprobs, start + row, own[row], part.num_logprobs)
+        forks.append((own[row], known))
+    return result._replace(prompt_logprobs=tuple(prompt), forks=tuple(forks))
 
 
 def _logprobs_of(logprobs: list[Any], row: int, token: int, count: int) -> dict[int, float]:
@@ -176,14 +199,18 @@ class ModelRunner:
         finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
         tokens = sample(logits, sampling) if plan.edits is None else sample_edited(logits, plan.edits, sampling)
         rows = slice(sum(part.count for part in plan.sampled))
-        most = max((part.num_logprobs for part in plan.sampled if part.num_logprobs is not None), default=None)
+        most = max((part.most_logprobs for part in plan.sampled if part.most_logprobs is not None), default=None)
+        chosen = tokens[rows].clamp(min=0)
+        if plan.targets is not None:
+            targets = torch.tensor(plan.targets, device=self._device)
+            chosen = torch.where(targets >= 0, targets, chosen)
         checkpoints = plan.checkpoint_slots
         return PendingTokens(
             tokens[rows],
             finite[rows],
             plan.sampled,
             verification,
-            logprobs=None if most is None else token_logprobs(logits[rows], tokens[rows].clamp(min=0), most),
+            logprobs=None if most is None else token_logprobs(logits[rows], chosen, most),
             writers=[row for row, _ in checkpoints],
             finite_checkpoints=self._are_finite([slot for _, slot in checkpoints]) if checkpoints else None,
         )

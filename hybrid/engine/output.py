@@ -31,6 +31,23 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer to a prompt.
+
+    Attributes:
+        index: 0 is the first.
+        text, token_ids, logprobs, finish_reason, error: as in `RequestOutput`.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, float]] | None
+    finish_reason: str | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The state of a request after a step. Each output holds the whole answer up to now, and what of it is new.
 
@@ -49,6 +66,9 @@ class RequestOutput:
         tokens_per_second: of the answer, from its first token on; None before the second token.
         pin: made by `SamplingParams(pin_for=...)`, for `Engine.unpin`; None before the end, and without a pin.
         error: why the request failed, when `finish_reason` is "error".
+        prompt_logprobs: for each token of the prompt `{token_id: logprob}`, None for the first one, as far as they are
+            computed; None unless requested.
+        completions: the answers, where there are several; see `outputs`.
     """
 
     request_id: str
@@ -65,6 +85,15 @@ class RequestOutput:
     tokens_per_second: float | None
     pin: Pin | None = None
     error: str | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+    completions: tuple[Completion, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[Completion, ...]:
+        """The `SamplingParams.n` answers. The fields of the output itself are those of the first; its `finish_reason`
+        is set when all answers have ended."""
+        own = Completion(0, self.text, self.token_ids, self.logprobs, self.finish_reason, self.error)
+        return self.completions or (own,)
 
     def since(self, previous: RequestOutput | None) -> RequestOutput:
         """The same output for a reader whose last one was `previous`, of the same request: with the deltas after it.
@@ -94,7 +123,7 @@ class Source(Protocol):
     @property
     def request_id(self) -> str: ...
 
-    def output(self, previous: RequestOutput | None) -> RequestOutput:
+    def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """The answer up to now; what `previous` does not have is its delta."""
         ...
 

@@ -48,19 +48,57 @@ class SampledRows(NamedTuple):
         num_logprobs: number of log-probabilities that are requested; None: none.
         drafts: the drafts.
         count: number of rows.
+        num_prompt_logprobs: number of log-probabilities that are requested for tokens of the prompt; None: none.
+        targets: the tokens after the first rows, whose log-probabilities are requested.
+        forks: number of rows for the first tokens of other answers: the last rows, all of the last known token.
     """
 
     samples: bool
     num_logprobs: int | None = None
     drafts: Drafts | None = None
     count: int = 1
+    num_prompt_logprobs: int | None = None
+    targets: tuple[int, ...] = ()
+    forks: int = 0
+
+    @property
+    def before(self) -> int:
+        """Number of rows before that of the last known token."""
+        return self.count - 1 - self.forks - (len(self.drafts) if self.drafts is not None else 0)
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """Number of log-probabilities that a row has, at most; None: none."""
+        return max((n for n in (self.num_logprobs, self.num_prompt_logprobs) if n is not None), default=None)
+
+    def rows(self, end: int) -> list[int]:
+        """Its rows among the tokens of the batch, of which its own end at `end`."""
+        first = end - (self.count - self.forks)
+        last_known = first + self.before
+        return [*range(first, end), *[last_known] * self.forks]
 
     @classmethod
     def of(cls, part: Part) -> SampledRows:
         """Those of a part."""
-        samples = part.samples
-        count = part.request.params.logprobs if samples else None
-        return cls(samples, count, part.drafts, part.num_rows - (part.end - part.start) + 1)
+        request, samples = part.request, part.samples
+        count = request.params.logprobs if samples else None
+        if request.params.prompt_logprobs is None and request.completions is None:
+            return cls(samples, count, part.drafts, part.num_rows - (part.end - part.start) + 1)
+        targets: tuple[int, ...] = ()
+        first = part.end - 1
+        if request.hit_limit < request.prompt_len:
+            first = max(part.start, min(first, len(request.prompt_logprobs) - 1))
+            targets = tuple(request.ids[first + 1 : min(part.end, request.prompt_len - 1) + 1])
+        forks = len(request.forks) if samples else 0
+        return cls(
+            samples,
+            count,
+            part.drafts,
+            part.start + part.num_rows - first + forks,
+            request.params.prompt_logprobs if targets else None,
+            targets,
+            forks,
+        )
 
 
 class Padding(NamedTuple):
@@ -113,6 +151,7 @@ class Plan:
         is_padded: it is padded to one of few shapes.
         edits: what is done to the logits before tokens are chosen; None: nothing.
         adapted: the adapters of the step, with the blocks of their rows.
+        targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
     """
 
     numbers: Tensor
@@ -126,6 +165,7 @@ class Plan:
     is_padded: bool
     edits: Edits | None = None
     adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
+    targets: tuple[int, ...] | None = None
 
     @property
     def checkpoint_slots(self) -> list[tuple[int, int]]:
@@ -239,7 +279,7 @@ def plan(
     positions = [position for part in parts for position in range(part.start, part.start + part.num_rows)]
     _add_tokens(pieces, parts, positions, page_size, filler)
     sampled = tuple(SampledRows.of(part) for part in parts)
-    rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in range(end - own.count, end)]
+    rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in own.rows(end)]
     pieces.add("sample_rows", rows + [0] * filler, (len(rows) + filler,))
     embeddings = _add_media(pieces, parts, starts, positions) if any(part.request.media for part in parts) else ()
     splits: dict[str, int | None] = {}
@@ -268,6 +308,7 @@ def plan(
         sampled=sampled,
         is_padded=padding is not None,
         adapted=adapted,
+        targets=_targets(sampled),
         edits=Edits.of([row.edits if row is not None else None for row in choices]),
     )
 
@@ -322,9 +363,21 @@ def _choices(parts: list[Part], sampled: tuple[SampledRows, ...]) -> list[Sample
     """How the token after each row of logits is chosen: the one after a draft as if the drafts up to it are right."""
     rows: list[SampleRow | None] = []
     for part, own in zip(parts, sampled, strict=True):
+        rows += [None] * own.before
         drafts = own.drafts.tokens if own.drafts is not None else ()
-        rows += [part.request.sample_row(drafts[:ahead]) if own.samples else None for ahead in range(own.count)]
+        paths = [drafts[:ahead] for ahead in range(len(drafts) + 1)]
+        rows += [part.request.sample_row(path) if own.samples else None for path in paths]
+        if own.forks:
+            rows += [fork.sample_row() for fork in part.request.forks]
     return rows
+
+
+def _targets(sampled: tuple[SampledRows, ...]) -> tuple[int, ...] | None:
+    """For each row of logits the token whose log-probability is requested, -1 for that which is chosen; None: there are
+    no others."""
+    if not any(own.targets for own in sampled):
+        return None
+    return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
 
 
 def _add_sampling(pieces: _Pieces, rows: list[SampleRow | None]) -> None:

@@ -7,12 +7,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from typing import Protocol
 
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
 from hybrid.engine.constraints import Constraints
-from hybrid.engine.output import Outputs, RequestOutput, Usage
+from hybrid.engine.output import Outputs, RequestOutput, Source, Usage
 from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
@@ -21,6 +22,15 @@ from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
 from hybrid.speculation.drafter import History
+
+
+class Completions(Source, Protocol):
+    """Several answers to one prompt (`hybrid.engine.completions`)."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """One for each answer."""
+        ...
 
 
 class Status(Enum):
@@ -85,6 +95,9 @@ class Request:
         pin: keeps what was computed; a replay extends it.
         seed: of its own random numbers.
         history: its tokens as drafters see them.
+        completions: all answers to its prompt, if there are several.
+        is_fork: it is an answer after the first, and its first token is not known yet: it neither waits nor runs.
+        prompt_logprobs: of the tokens of the prompt, as far as they are computed; None for the first.
         num_drafted, num_accepted: drafts that were computed, and that were what came next.
     """
 
@@ -114,6 +127,9 @@ class Request:
         self.media: Media | None = prompt.media
         self.prompt_len: int = len(self.ids)
         self.history: History = History(self.ids, self.prompt_len, namespace, self.key)
+        self.completions: Completions | None = None
+        self.is_fork: bool = False
+        self.prompt_logprobs: list[dict[int, float] | None] = [None]
         self.num_drafted: int = 0
         self.num_accepted: int = 0
         self.seed: int = new_seed() if params.seed is None else params.seed
@@ -169,6 +185,34 @@ class Request:
         nothing."""
         number = uniform(self.seed, self.num_output + len(drafts)) if self.params.temperature else 0.0
         return SampleRow(self.params, number, self.constraints.after(drafts) if self.constraints is not None else None)
+
+    @property
+    def source(self) -> Source:
+        """What its outputs are made of."""
+        return self if self.completions is None else self.completions
+
+    @property
+    def answers(self) -> tuple[Request, ...]:
+        """All answers to its prompt, itself included."""
+        return (self,) if self.completions is None else self.completions.requests
+
+    @property
+    def forks(self) -> tuple[Request, ...]:
+        """The answers that begin with the next token of this one."""
+        return tuple(request for request in self.answers if request.is_fork) if self.completions is not None else ()
+
+    @property
+    def why_no_token(self) -> str | None:
+        """What failed when its next token was to be chosen; None: nothing did."""
+        return self.constraints.failure if self.constraints is not None else None
+
+    @property
+    def hit_limit(self) -> int:
+        """The number of its tokens that need not be computed, at most: where log-probabilities of the prompt are
+        wanted, those before the first position that has none yet."""
+        if self.params.prompt_logprobs is None or self.is_replay or len(self.prompt_logprobs) >= self.prompt_len:
+            return len(self.ids)
+        return len(self.prompt_logprobs) - 1
 
     @property
     def num_left(self) -> int:
@@ -232,7 +276,11 @@ class Request:
         )
 
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
-        """The answer up to now; what `previous` does not have is its delta."""
+        """The answers up to now; what `previous` does not have of the first is its delta."""
+        return self.own_output(previous) if self.completions is None else self.completions.output(previous)
+
+    def own_output(self, previous: RequestOutput | None) -> RequestOutput:
+        """The answer of this request alone."""
         text, token_ids = self.text.text if self.text is not None else "", list(self.ids[self.prompt_len :])
         num_characters, num_tokens = (len(previous.text), len(previous.token_ids)) if previous is not None else (0, 0)
         spent = (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
@@ -259,4 +307,5 @@ class Request:
             tokens_per_second=(self.num_output - 1) / spent if self.num_output > 1 and spent > 0 else None,
             pin=self.pin,
             error=self.error,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),
         )

@@ -28,6 +28,9 @@ MAX_TEMPERATURE = 1e6
 MAX_LOGPROBS = 100
 """The maximum number of log-probabilities per token."""
 
+MAX_ANSWERS = 128
+"""The maximum number of answers to one prompt."""
+
 MAX_PRIORITY = 100
 """Priorities are between minus this and this."""
 
@@ -102,6 +105,10 @@ class SamplingParams:
         structured: the answer follows a form, given by one entry: `{"json_schema": dict or JSON}`, `{"json_object":
             True}`, `{"regex": text}`, `{"grammar": Lark grammar}` or `{"choice": [texts]}`. It ends when nothing can
             follow, or with an end-of-text token where it may end. None: any answer.
+        n: number of answers (`RequestOutput.outputs`). The prompt is computed once; each answer has random numbers of
+            its own, which follow from `seed`. The first answer is that of n=1.
+        prompt_logprobs: report the log-probabilities of the k most likely tokens and of the actual one at each position
+            of the prompt; None: none. The whole prompt is computed: nothing of it is taken from the cache.
         adapter: name of a LoRA adapter (`Engine.adapters`) that prompt and answer are computed with; None: none.
 
     Raises:
@@ -132,6 +139,8 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     structured: Mapping[str, Any] | None = field(default=None, hash=False)
+    n: int = 1
+    prompt_logprobs: int | None = None
     adapter: str | None = None
 
     def __post_init__(self) -> None:
@@ -159,6 +168,8 @@ class SamplingParams:
             "min_p": _probability("min_p", self.min_p),
             "seed": _optional("seed", self.seed, 0, 2**63 - 1),
             "logprobs": _optional("logprobs", self.logprobs, 0, MAX_LOGPROBS),
+            "prompt_logprobs": _optional("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS),
+            "n": _integer("n", self.n, 1, MAX_ANSWERS),
         }
 
     def _limits(self) -> dict[str, Any]:

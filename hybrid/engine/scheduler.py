@@ -19,6 +19,7 @@ from functools import partial
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
+from hybrid.cache.fork import fork as fork_lease
 from hybrid.cache.lease import Lease
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
@@ -28,6 +29,9 @@ from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.node import Kind
+
+MAX_LOGIT_ROWS = 128
+"""Tokens of a prompt part whose log-probabilities are wanted, at most, unless a chunk is larger."""
 
 
 class Scheduler:
@@ -231,6 +235,8 @@ class Scheduler:
         if lease is None:
             return None
         end = request.prefill_end
+        if request.hit_limit < request.prompt_len:  # logits of all rows are computed, which are large
+            budget = min(budget, max(config.chunk_size, MAX_LOGIT_ROWS // config.chunk_size * config.chunk_size))
         if end - start > budget:
             end = (start + budget) // config.chunk_size * config.chunk_size
             if end <= start:
@@ -297,7 +303,10 @@ class Scheduler:
     def _start(self, request: Request) -> bool:
         end = request.prompt_len if self.deterministic else len(request.ids)
         lease = self.cache.open(
-            request.key(), end - 1, request.max_len if request.keeps_memory else end, request.params.priority
+            request.key(),
+            min(end - 1, request.hit_limit),
+            request.max_len if request.keeps_memory else end,
+            request.params.priority,
         )
         if lease is None:
             return False
@@ -312,6 +321,21 @@ class Scheduler:
             if not request.is_replay:
                 self.cache.record(lease.explanation)
         return True
+
+    def fork(self, request: Request, fork: Request) -> None:
+        """Start another answer to the prompt of a request, whose first tokens have just been sampled: with a copy of
+        its state, or if there is no memory for that, as a request that was retracted."""
+        fork.is_fork, fork.explanation = False, request.explanation
+        lease = None
+        if request.lease is not None and len(self.running) < self.config.max_num_seqs:
+            lease = fork_lease(self.cache, request.lease)
+        if lease is None:
+            self.waiting.return_first(fork)
+            return
+        fork.lease, fork.status = lease, Status.RUNNING
+        fork.num_computed = fork.prefill_end = lease.front_tokens
+        fork.num_committed = request.num_committed
+        self.running.append(fork)
 
     def _start_after(self, give_way: Callable[[], bool], request: Request) -> bool:
         """Start a request once others give way, as long as there are any."""

@@ -184,12 +184,30 @@ class StepLoop:
             if request.finish_reason is not None:
                 break
             if token == NO_TOKEN:
-                raise SamplingError(NO_TOKEN_LEFT)
+                raise SamplingError(request.why_no_token or NO_TOKEN_LEFT)
             before = request.last_token_at
             request.append(token, result.logprobs[at] if result.logprobs else None, self._end_tokens)
             self.meter.delivered(request, before)
+        request.prompt_logprobs += result.prompt_logprobs
         if part.is_alive:  # otherwise it was retracted while it was computed
             self._scheduler.commit(part)
+        for fork, (token, logprobs) in zip(request.forks, result.forks, strict=True) if result.forks else ():
+            self._fork(request, fork, token, logprobs)
+
+    def _fork(self, request: Request, fork: Request, token: int, logprobs: dict[int, float] | None) -> None:
+        """Start another answer to the prompt of a request, with its first token. What fails is its own failure."""
+        try:
+            if token == NO_TOKEN:
+                raise SamplingError(fork.why_no_token or NO_TOKEN_LEFT)
+            fork.append(token, logprobs, self._end_tokens)
+            if fork.finish_reason is None:
+                self._scheduler.fork(request, fork)
+            else:
+                fork.is_fork, fork.status = False, Status.FINISHED
+                self._end(fork)
+        except Exception as error:
+            fork.is_fork = False
+            self._fail(fork, error)
 
     def _deliver(self, part: Part, result: Result) -> None:
         """Give the output of a part to its consumer."""
@@ -199,7 +217,7 @@ class StepLoop:
         if request.finish_reason is not None:
             self._scheduler.finish(request)
             self._end(request)
-        request.outputs.put(request)
+        request.outputs.put(request.source)
 
     @contextmanager
     def _guard(self) -> Iterator[StepGuard]:
@@ -254,19 +272,25 @@ class StepLoop:
         request.finish_reason = "error"
         request.error = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
         log.warning("%s ends with an error: %s", request.request_id, request.error)
-        self._end(request)
-        request.outputs.put(request)
         self._scheduler.discard(request)
+        for fork in request.forks:  # their prompt was not computed
+            fork.is_fork, fork.finish_reason, fork.error = False, "error", request.error
+            fork.status = Status.FINISHED
+        self._end(request)
+        request.outputs.put(request.source)
 
     def _end_aborted(self, request: Request) -> None:
-        if request.status is not Status.FINISHED:
-            request.finish_reason = "abort"
+        running = [answer for answer in request.answers if answer.status is not Status.FINISHED]
+        for answer in running:
+            answer.finish_reason = "abort"
+            answer.is_fork = False
+            self._scheduler.discard(answer)
+        if running:
             self._end(request)
-            request.outputs.put(request)
-            self._scheduler.discard(request)
+            request.outputs.put(request.source)
 
     def _end(self, request: Request) -> None:
-        """A request has its finish reason."""
-        if not request.is_replay:
-            self.requests.pop(request.request_id, None)
+        """A request has its finish reason. With several answers it has ended when all of them have."""
+        if not request.is_replay and all(answer.finish_reason is not None for answer in request.answers):
+            self.requests.pop(request.answers[0].request_id, None)
             self.meter.ended(request.finish_reason or "")

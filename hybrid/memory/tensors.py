@@ -7,14 +7,18 @@ are views of the same bytes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from hybrid.errors import MemoryBudgetError
 from hybrid.kernels.codec import StoredLayout, restore, store
 from hybrid.kernels.ops import copy_states
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec
+from hybrid.units import format_bytes
 
 
 class StoredCheckpoints:
@@ -90,8 +94,8 @@ class CacheTensors:
         cls, spec: HybridSpec, page_size: int, num_pages: int, num_slots: int, device: torch.device
     ) -> CacheTensors:
         """Separate memory for pages and for states."""
-        pages = torch.empty(num_pages * spec.page_bytes(page_size), dtype=torch.uint8, device=device)
-        states = torch.empty(num_slots, spec.state_bytes, dtype=torch.uint8, device=device)
+        pages = _allocate((num_pages * spec.page_bytes(page_size),), device)
+        states = _allocate((num_slots, spec.state_bytes), device)
         return cls(spec, page_size, pages, states)
 
     @classmethod
@@ -110,7 +114,7 @@ class CacheTensors:
             layout: how a piece is divided.
             stored: how checkpoints are packed; None: they are state slots.
         """
-        memory = torch.empty(num_pieces, layout.num_bytes, dtype=torch.uint8, device=device)
+        memory = _allocate((num_pieces, layout.num_bytes), device)
         states = memory.view(num_pieces * layout.states, layout.num_bytes // layout.states)
         tensors = cls(spec, page_size, memory.view(-1), states)
         if stored is not None:
@@ -141,3 +145,18 @@ def _bytes(row: Tensor) -> bytes:
 def _copy(rows: Tensor, moves: dict[int, int]) -> None:
     old, new = torch.tensor([[*moves.keys()], [*moves.values()]]).to(rows.device)
     copy_states(rows, old, new)
+
+
+def _allocate(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Bytes, as they are found.
+
+    Raises:
+        MemoryBudgetError: the system refuses them.
+    """
+    try:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+    except (MemoryError, RuntimeError) as error:  # of PyTorch's allocators
+        raise MemoryBudgetError(
+            f"the system refuses {format_bytes(math.prod(shape))} on {device} for the cache's memory: {error!s:.300}; "
+            "choose a smaller memory (CacheConfig(memory=...)), or end what else uses it"
+        ) from error

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.checks import shown
 from hybrid.errors import CheckpointError, PromptError
 from hybrid.key import Key
+from hybrid.prompts import messages as chat
 from hybrid.prompts.images import Image, ImagePrompt, Media, PixelHash
 
-Message = dict[str, Any]
-"""A chat message, as `{"role": "user", "content": "..."}`."""
+Message = chat.Message
 
 Prompt = str | list[int] | list[Message] | dict[str, Any] | ImagePrompt
 """A text, token ids, chat messages, or token ids with images. As a dict: `{"prompt": text}`, `{"prompt_token_ids":
@@ -33,6 +34,18 @@ of `chat_template_kwargs` are passed to it too, such as `enable_thinking`."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 """Keys of which a prompt as a dict has one."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+MAX_TOKENIZER_BYTES = 256 * 2**20
+"""Of each of these files. The largest vocabularies in use take about 40 MiB."""
 
 BYTES_PER_TOKEN = 32
 """The mean number of bytes per token, in UTF-8, that a text may have. In natural language and code it is 1 to 8; only
@@ -214,11 +227,19 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
     A list of ids and a list of messages are one prompt each, as their first item shows, and so is an array of one
     dimension.
+
+    Raises:
+        PromptError: it is neither.
     """
     if isinstance(prompts, str | bytes | dict | ImagePrompt):
         return [cast("Prompt", prompts)]
     if isinstance(prompts, np.ndarray | Tensor):
         return [cast("Prompt", prompts)] if prompts.ndim == 1 else list(cast("Any", prompts))
+    if not isinstance(prompts, list | tuple):
+        raise PromptError(
+            f"a prompt is a text, a list of token ids, or a list of chat messages, and prompts are a list of them; got "
+            f"{type(prompts).__name__} {shown(prompts)}"
+        )
     many: list[Any] = list(prompts)
     return [many] if many and (_is_integer(many[0]) or _is_message(many[0])) else many
 
@@ -274,8 +295,10 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
             limits.check_tokens(len(prompt))
             ids = _integers(cast("list[int]", prompt))
         if ids is None:
+            hint = "; decode them first" if isinstance(prompt, bytes | bytearray) else ""
             raise PromptError(
-                f"a prompt is a text, a list of token ids, or a list of chat messages; got {type(prompt).__name__}"
+                "a prompt is a text, a list of token ids, or a list of chat messages; got "
+                f"{type(prompt).__name__} {shown(prompt)}{hint}"
             )
         return limits.check_ids(ids)
     if tokenizer is None:
@@ -284,9 +307,11 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
         return _tokenize(tokenizer, prompt, limits, add_special_tokens=True)
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
-    limits.check_text(_num_characters([messages, _chat_options(prompt)], limits.max_text_bytes))
+    options = _chat_options(prompt)
+    limits.check_text(_num_characters([messages, options], limits.max_text_bytes))
+    messages = chat.checked(cast("list[Any]", messages))
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, **_chat_options(prompt))
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything for messages it does not support
         raise PromptError(f"the chat template refuses these messages: {error}") from error
     return _tokenize(tokenizer, text, limits, add_special_tokens=False)
@@ -299,19 +324,15 @@ def images_of(prompt: Prompt, limits: PromptLimits = NO_LIMITS) -> list[Any]:
         PromptError: an image is an address or a path. Nothing here opens addresses or files that are named in a prompt,
             which may come from an untrusted client. Or there are more messages than a prompt has tokens.
     """
-    messages = _messages_of(prompt) or []
+    messages = _messages_of(prompt)
+    if messages is None:
+        return []
     limits.check_tokens(len(messages))  # each becomes a token or more
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     limits.check_tokens(sum(len(content) for content in contents if isinstance(content, list)))
+    contents = [message.get("content") for message in chat.checked(messages)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    images = [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
-    for part in images:
-        if isinstance(part.get("image"), str | Path | None):
-            raise PromptError(
-                f'an image part holds the image itself, under "image", not an address or a path ({_names(part)}); load '
-                "it first: transformers.image_utils.load_image(...)"
-            )
-    return [part["image"] for part in images]
+    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 def unwrapped(prompt: Prompt) -> Prompt:
@@ -320,7 +341,7 @@ def unwrapped(prompt: Prompt) -> Prompt:
     Raises:
         PromptError: a dict with other keys, or with several prompts.
     """
-    if not isinstance(prompt, dict) or _is_message(prompt):
+    if not isinstance(prompt, dict):
         return prompt
     kinds = [kind for kind in PROMPT_KEYS if kind in prompt]
     known = {*kinds, *(("chat_template_kwargs", *CHAT_OPTIONS) if kinds == ["messages"] else ())}
@@ -345,10 +366,17 @@ def load_tokenizer(path: Path) -> Any | None:
     """The tokenizer of a checkpoint; None when it has none: prompts are token ids then.
 
     Raises:
-        CheckpointError: the checkpoint has a tokenizer that cannot be read.
+        CheckpointError: the checkpoint has a tokenizer that cannot be read, or with a file that is too large for one.
     """
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    if not any(file.name in ("tokenizer.json", "tokenizer_config.json") for file in files):
         return None
+    for file in files:
+        if file.stat().st_size > MAX_TOKENIZER_BYTES:
+            raise CheckpointError(
+                f"{file} has {file.stat().st_size} bytes, and a tokenizer's file at most {MAX_TOKENIZER_BYTES}: it is "
+                "not read; is it another file under this name?"
+            )
     from transformers import AutoTokenizer
 
     try:
@@ -364,7 +392,13 @@ def load_tokenizer(path: Path) -> Any | None:
 
 def _tokenize(tokenizer: Any, text: str, limits: PromptLimits, *, add_special_tokens: bool) -> list[int]:
     limits.check_text(len(text))  # characters: each has a byte or more
-    limits.check_text(len(text.encode("utf-8", "surrogatepass")))
+    try:
+        limits.check_text(len(text.encode()))
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the text has a lone surrogate at character {error.start}, {text[error.start]!r}; decode bytes with the "
+            "right encoding, or with errors='replace'"
+        ) from None
     try:
         ids = list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
     except BaseException as error:
@@ -442,8 +476,14 @@ def _chat_options(prompt: Prompt) -> dict[str, Any]:
 
 
 def _messages_of(prompt: Prompt) -> list[Message] | None:
-    """The chat messages of a prompt; None: it is not a chat."""
-    if isinstance(prompt, dict):
-        messages = prompt.get("messages")
-        return messages if isinstance(messages, list) else None
+    """The chat messages of a prompt; None: it is not a chat.
+
+    Raises:
+        PromptError: `messages` is not a list.
+    """
+    if isinstance(prompt, dict) and "messages" in prompt:
+        messages = prompt["messages"]
+        if not isinstance(messages, list):
+            raise PromptError(f"messages must be a list of {{'role': ..., 'content': ...}}; got {shown(messages)}")
+        return messages
     return cast("list[Message]", prompt) if isinstance(prompt, list) and prompt and _is_message(prompt[0]) else None

@@ -14,6 +14,7 @@ import torch
 from hybrid.cache.config import CacheConfig
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
+from hybrid.engine.intake import params_of_each
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.stats import EngineStats
@@ -115,11 +116,7 @@ class AsyncEngine:
             HybridError: all that `Engine.generate` raises, and `ClosedError`. The other prompts are aborted.
         """
         many = as_prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(many)
-        if len(each) != len(many):
-            raise ArgumentError(
-                f"{len(each)} SamplingParams for {len(many)} prompts; give one for all, or one for each"
-            )
+        each = params_of_each(params, len(many))
         asked = [Asked(prompt, own, namespace, None) for prompt, own in zip(many, each, strict=True)]
         streams = [OutputStream(one, self._thread, keeps=self, only_ends=True) for one in asked]
         try:

@@ -43,6 +43,7 @@ class Candidates:
     Attributes:
         failure: why the policy was dismissed; None while it is in use.
         now: number of requests so far.
+        follows_changes: `changed` does something.
     """
 
     def __init__(self, policy: Policy, prices: Prices, seed: int) -> None:
@@ -69,6 +70,7 @@ class Candidates:
         self._samples = order is None
         self._rises = order == "rising"
         self._weighs = isinstance(policy, AgingPolicy)
+        self.follows_changes = self._weighs or self._changed is not None
         rank = recency if self._samples else self._rank_of(policy)
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
@@ -136,25 +138,25 @@ class Candidates:
 
     def next_leaf(self) -> Node | None:
         """Remove and return the leaf to evict first."""
-        return self._next(self._tails, self._leaves)
+        return self._next(self._leaves)
 
     def next_of_all(self) -> Node | None:
         """Remove and return the checkpoint or tail to evict first."""
-        return self._next(self._tails, self._checkpoints)
+        return self._next(self._checkpoints)
 
-    def _next(self, *queues: Queue) -> Node | None:
-        best: tuple[float, Node] | None = None
-        source: Queue | None = None
-        for queue in queues:
-            found = queue.peek()
+    def _next(self, others: Queue) -> Node | None:
+        """Remove and return the first of the tails and of others: a tail, if a policy without an order finds one."""
+        queue: Queue = self._tails
+        best = queue.peek()
+        if best is None or not self._samples:
+            found = others.peek()
             if found is not None and (best is None or found[0] < best[0]):
-                best, source = found, queue
-                if self._samples and queue is self._tails:
-                    break
-        if best is None or source is None:
+                best, queue = found, others
+        if best is None:
             return None
-        source.pop(best[1])
-        return best[1]
+        node = best[1]
+        queue.pop(node)
+        return node
 
     # Calls of the policy
 
@@ -172,7 +174,8 @@ class Candidates:
         if not self._rises:
             self._checkpoints.used(node)
             self._leaves.used(node)
-        self.changed(node)  # its request has locked it and continues from it
+        if self.follows_changes:
+            self.changed(node)  # its request has locked it and continues from it
 
     def evicting(self, node: Node) -> None:
         """Report that the node's checkpoint is about to be evicted."""

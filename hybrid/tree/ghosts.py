@@ -122,11 +122,11 @@ class Ghosts:
 
     def _digests_after(self, digest: bytes, ids: bytes) -> bytes:
         """The digests at the end of each block of `ids`, which follow a prefix whose digest is given."""
-        block, digests = self._block, bytearray()
-        for end in range(block, len(ids) + 1, block):
-            digest = of_block(digest, ids[end - block : end])
-            digests += digest
-        return bytes(digests)
+        block, digests = self._block, []
+        for start in range(0, len(ids) - block + 1, block):
+            digest = of_block(digest, ids[start : start + block])
+            digests.append(digest)
+        return b"".join(digests)
 
     def _digest(self, run: Run, num_tokens: int) -> bytes:
         """The digest of the first `num_tokens` tokens, a multiple of the grid, of the path to a run and in it. The runs

@@ -2,7 +2,7 @@
 
 What a checkpoint is worth is the number of hits to come for the room and the time that it takes. Both are learned from
 what happens, for classes of checkpoints: why it was put there, whether it has descendants, how often it was
-hit, how many turns lie before it, how near it is to the longest context seen. Time counts requests.
+hit, how many turns lie before it, how near it is to the end of the context. Time counts requests.
 
 * For each class and age (in half octaves) are counted the hits and the *exposure*: the requests that came while
   checkpoints of that class had that age. Their ratio is the hazard of a hit.
@@ -51,7 +51,8 @@ MAX_WATCHED = 20_000
 """Checkpoints that have gone and are still watched; beyond this many the one that went first is forgotten."""
 
 NEAR_THE_END = 4
-"""Octaves of what is left of the longest conversation, from a quarter of it on."""
+"""Octaves of what is left of the context, from a quarter of it on. The context is taken to be the longest prompt seen,
+rounded up to a power of two."""
 
 Class = tuple[object, ...]
 """(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits, nearness of the end), and its prefixes."""
@@ -111,14 +112,14 @@ class Record:
         self.watched: bool = False
         self.group: int = ANY
 
-    def classify(self, longest: int) -> Class:
-        """Its class, where the longest conversation so far has `longest` tokens."""
+    def classify(self, context: int) -> Class:
+        """Its class, where prompts have up to `context` tokens."""
         if self.hits < EXACT_HITS:
             fine = min(3, int(log2(self.turn + 1)))  # 0, 1 to 2, 3 to 6, 7 and more turns
         else:
             fine = min(7, int(2 * log2((self.hits + 1) / (EXACT_HITS + 1))))
-        left = (longest - self.num_tokens) / longest
-        near = 0  # conversations end at the latest where they reach the longest context
+        left = (context - self.num_tokens) / context
+        near = 0  # a conversation ends at the latest where its next prompt does not fit into the context
         if left < 0.25 and self.kind in (Kind.TURN_END, Kind.PROMPT_END):
             near = min(NEAR_THE_END, int(-log2(left)) - 1) if left > 0 else NEAR_THE_END
         return (self.kind, self.below, min(self.hits, EXACT_HITS), fine, near)
@@ -130,7 +131,7 @@ class LearnedHitDensity(AgingPolicy):
     def __init__(self) -> None:
         self._now = 0
         self._fitted_at = 0
-        self._longest = 1
+        self._context = 1
         self._num_watched = 0
         self._gone: deque[Record] = deque()
         self._cohorts = Cohorts(EDGES[:BINS])
@@ -202,8 +203,9 @@ class LearnedHitDensity(AgingPolicy):
 
     def _record(self, facts: Facts) -> Record:
         record = facts.notes = Record(facts)
-        self._longest = max(self._longest, facts.num_tokens)
-        record.group = self._group(record.classify(self._longest))
+        if facts.num_tokens > self._context and facts.kind is Kind.PROMPT_END:
+            self._context = 1 << (facts.num_tokens - 1).bit_length()
+        record.group = self._group(record.classify(self._context))
         self._join(record)
         return record
 
@@ -214,13 +216,13 @@ class LearnedHitDensity(AgingPolicy):
         self._hits[record.group, BIN_OF[min(age, LAST_AGE)]] += 1
         record.hits += 1
         record.last = self._now
-        record.group = self._group(record.classify(self._longest))
+        record.group = self._group(record.classify(self._context))
         self._join(record)
 
     def _change(self, record: Record, facts: Facts) -> None:
         record.below = facts.has_below
         record.kind = facts.kind
-        record.group = self._group(record.classify(self._longest))
+        record.group = self._group(record.classify(self._context))
 
     def _let_go(self, record: Record) -> None:
         """Forget what has gone longest if too many have."""

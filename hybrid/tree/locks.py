@@ -58,6 +58,8 @@ class Locks:
         """
         if num_tokens is not None and num_tokens < node.end:
             node = self._forest.split(node, num_tokens)
+        if len(self._changed) > MAX_CHANGED:
+            self._pages.settle()
         lock = PageLock(self, node)
         if not node.page_locks:
             self._changed.add(node)
@@ -78,6 +80,8 @@ class Locks:
 
     def pin(self, node: Node) -> StateLock:
         """As `lock_state`, for a pin."""
+        if len(self._pinned_pages.changed) > MAX_CHANGED:
+            self._pinned_pages.settle()
         lock = self.lock_state(node)
         self._pins.add(lock)
         self._pinned[node] = self._pinned.get(node, 0) + 1
@@ -105,13 +109,13 @@ class Locks:
             if self._pins and lock in self._pins:
                 self._unpin(lock, node)
         if not node.state_locks:
-            self._candidates.enter(node)
+            candidates = self._candidates
+            candidates.enter(node)
             if not node.page_locks:
-                self._candidates.changed(node)
+                if candidates.follows_changes:
+                    candidates.changed(node)
                 if node.slot is None:
                     self._forest.join(node)
-        if len(self._changed) > MAX_CHANGED:
-            self._pages.settle()
 
     def _unpin(self, lock: StateLock, node: Node) -> None:
         self._pins.remove(lock)
@@ -119,8 +123,6 @@ class Locks:
         if count:
             self._pinned[node] = count
         self._pinned_pages.changed.add(node)
-        if len(self._pinned_pages.changed) > MAX_CHANGED:
-            self._pinned_pages.settle()
 
 
 def is_locked(node: Node) -> bool:

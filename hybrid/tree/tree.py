@@ -139,7 +139,9 @@ class Tree:
         if root is None:
             return NO_MATCH
         ids, page_bytes = key.ids, self._page_bytes
-        end = min(limit * TOKEN_BYTES, len(ids))
+        end = limit * TOKEN_BYTES
+        if end > len(ids):
+            end = len(ids)
         node, offset = descend(ids, root, end - end % page_bytes, page_bytes)
         if not offset:
             return NO_MATCH

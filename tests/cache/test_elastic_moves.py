@@ -1,5 +1,7 @@
 """One budget for pages and checkpoints: what stands in the way is moved together, and found where it has moved to."""
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.memory.memory import CacheMemory
 from hybrid.spec import HybridSpec, StateTensor
-from support.caches import AuditedCache, Content, Contents, Memory, RandomWorkload, key_of, release
+from support.caches import AuditedCache, Content, Contents, Memory, RandomWorkload, key_of, release, serve
 from support.elastic import ONE, THREE, TWO, elastic, finish, held
 
 # Moving together
@@ -220,3 +222,17 @@ def test_tensors_hold_what_was_written_through_random_requests_and_moves(seed: i
     assert cache.stats().moved_pages > 0
     assert not any(part[0].any() for part in cache.state_tensors.values())
     release(cache)
+
+
+def test_closed_leases_are_forgotten() -> None:
+    cache = elastic(11, ONE)
+    key = key_of(cache, "ab")
+    serve(cache, key)
+    gc.collect()
+    before = sum(type(thing) is Lease for thing in gc.get_objects())
+    for _ in range(50):
+        lease = cache.open(key, 3, 4)
+        assert lease is not None
+        cache.close(lease)
+    gc.collect()
+    assert sum(type(thing) is Lease for thing in gc.get_objects()) <= before + 1

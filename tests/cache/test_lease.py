@@ -269,3 +269,13 @@ def test_a_closed_lease_hands_nothing_on_any_more(cache: AuditedCache, computed:
         cache.commit(lease, key, 4)
     assert not cache.tree.knows("")
     release(cache)
+
+
+@pytest.mark.parametrize("num_pages", [1, 2, 3])
+def test_pages_are_shared_from_the_first_that_is_committed(cache: AuditedCache, num_pages: int) -> None:
+    key = key_of(cache, "abc")
+    lease = cache.open(key, 5, 6)
+    assert lease is not None
+    cache.advance(lease, 6)
+    cache.commit(lease, key, 2 * num_pages)
+    assert (lease.num_shared, cache.tree.num_pages) == (num_pages, num_pages)

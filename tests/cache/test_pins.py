@@ -1,5 +1,6 @@
 """Pins: prefixes that somebody wants kept, for a time, and within half of the memory."""
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -306,3 +307,13 @@ def test_pins_end_in_the_order_of_their_times_however_many_came_and_went(cache: 
         (gone,) = set(ends) - set(cache.pins)
         assert ends.pop(gone) == first
     assert not cache.give_up_a_pin()
+
+
+def test_pins_that_were_let_go_of_do_not_pile_up(cache: AuditedCache) -> None:
+    kept = pinned(cache, "ab")
+    for _ in range(500):
+        pin = cache.pin(key_of(cache, "ab"))
+        assert pin is not None
+        cache.unpin(pin)
+    assert set(cache.pins) == {kept}
+    assert sum(type(thing) is Pin for thing in gc.get_objects()) < 100

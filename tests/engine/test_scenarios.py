@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid import Engine
+from hybrid import Engine, SamplingParams
 from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.engine.request import Status
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
@@ -126,12 +126,32 @@ def test_requests_launched_together_compute_their_common_prefix_once(tiny: Engin
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_prompt_that_another_contains_waits_for_the_part_of_it_that_it_can_use(deterministic: bool) -> None:
     """Its last token is computed in any case: of a prompt that ends on the grid the last chunk cannot be a hit."""
-    engine = engine_without_model(pages=60, states=20, deterministic=deterministic)
+    engine = engine_without_model(60, 20, deterministic=deterministic, placement=("branch", "prompt_end"))
     shared = ids(3 * GRID)
     longer = engine.add_request(shared + ids(2 * GRID, seed=1), greedy(2))
     whole = engine.add_request(shared, greedy(2))
     outputs = run_to_end(engine)
     assert [outputs[name].usage.cached_tokens for name in (longer, whole)] == [0, 2 * GRID]
+
+
+def test_a_prompt_waits_for_another_although_its_own_end_is_cached() -> None:
+    """The checkpoint at the end of a prompt does not serve that prompt: its last token is computed in any case."""
+    engine = engine_without_model(60, 20, placement=("branch",))
+    prompt = ids(3 * GRID)
+    engine.add_request(prompt + ids(5, seed=2), SamplingParams(max_new_tokens=1, checkpoint_at=[3 * GRID]))
+    run_to_end(engine)
+    assert [node.end for _, node in engine.cache.tree.nodes() if node.slot is not None] == [3 * GRID]
+    other = engine.add_request(prompt[: 2 * GRID] + ids(2 * GRID, seed=1), greedy(2))
+    again = engine.add_request(prompt, greedy(2))
+    outputs = run_to_end(engine)
+    assert [outputs[name].usage.cached_tokens for name in (other, again)] == [0, 2 * GRID]
+
+
+def test_a_first_page_is_shared_when_it_is_the_only_one() -> None:
+    engine = engine_without_model(60, 20, deterministic=True, placement=("branch",))
+    engine.add_request(ids(GRID + 3), greedy(2))
+    run_to_end(engine)
+    assert engine.cache.stats().pages_cached == 1
 
 
 def test_waiting_for_a_shared_prefix_holds_back_no_other(tiny: Engine) -> None:

@@ -2,15 +2,24 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hybrid.errors import PromptError
+from hybrid.errors import CheckpointError, PromptError
 from hybrid.key import Key
-from hybrid.prompts.encode import BYTES_PER_TOKEN, PromptEncoder, PromptLimits, as_prompts, encode
+from hybrid.prompts.encode import (
+    BYTES_PER_TOKEN,
+    MAX_TOKENIZER_BYTES,
+    PromptEncoder,
+    PromptLimits,
+    as_prompts,
+    encode,
+    load_tokenizer,
+)
 from hybrid.prompts.images import Image, ImagePrompt
 
 LIMITS = PromptLimits.of(max_tokens=1000, vocab_size=500, max_request=640)
@@ -68,8 +77,6 @@ def test_one_prompt_or_several() -> None:
         5,
         5.0,
         b"text",
-        {"role": "user"},
-        {"messages": "a"},
         [1, "a"],
         [1.0],
         [True],
@@ -89,8 +96,15 @@ def test_another_form_of_prompt_is_refused(prompt: Any, tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("messages", [[{}, 5], [{}, None], [{"role": "user", "content": "a"}, "b"]])
 def test_a_chat_of_other_things_than_messages_is_refused(messages: Any, tokenizer: Any) -> None:
-    with pytest.raises(PromptError, match="chat template"):
+    with pytest.raises(PromptError, match=r"message [01] must "):
         encode(tokenizer, messages)
+
+
+def test_a_content_of_text_parts_is_their_text(tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
+    asked = [{"role": "user", "content": parts}]
+    assert encode(tokenizer, asked) == encode(tokenizer, chat("a b"))
+    assert asked[0]["content"] is parts
 
 
 # Sizes
@@ -138,7 +152,7 @@ def test_a_text_that_a_chat_template_makes_long_is_refused(tokenizer: Any) -> No
         [{"role": "user"}] * 1_000_000,
         chat([{"type": "text", "text": ""}] * 1_000_000),  # type: ignore[arg-type]
         [{"role": "user", "content": "a", "tools": [[[0] * 1000] * 1000] * 10}],
-        [{str(number): "" for number in range(1_000_000)}],
+        [{"role": "user", "content": "a"} | {str(number): "" for number in range(1_000_000)}],
     ],
     ids=["messages", "parts", "nested", "keys"],
 )
@@ -212,7 +226,7 @@ def test_an_interrupt_of_a_tokenizer_is_not_an_error_of_the_prompt() -> None:
 
 
 def test_a_text_that_is_no_unicode_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(PromptError, match="the tokenizer refuses this text"):
+    with pytest.raises(PromptError, match="a lone surrogate at character 1"):
         encode(tokenizer, "a\ud800b")
 
 
@@ -292,3 +306,12 @@ def test_a_prompt_without_images_has_the_key_of_its_ids() -> None:
     assert seen.ids[:32] == plain.ids[:32]
     assert seen.ids[64:] == plain.ids[64:]
     assert seen.units == ((9, 10),)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_a_tokenizer_file_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(MAX_TOKENIZER_BYTES + 1)  # a hole: it takes no space
+    with pytest.raises(CheckpointError, match=f"{name} has {MAX_TOKENIZER_BYTES + 1} bytes"):
+        load_tokenizer(tmp_path)

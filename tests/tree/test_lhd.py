@@ -79,13 +79,14 @@ def test_a_kind_that_is_hit_is_worth_more_than_one_that_is_not(gone: bool) -> No
     assert policy.rank(facts(wanted, now)) > 10 * policy.rank(facts(unwanted, now))
 
 
-def test_a_conversation_that_nears_the_longest_context_is_worth_what_such_ones_were() -> None:
-    """Turns continue after 10 requests, except those of 980 to 1000 tokens, the longest that there are."""
+def test_a_conversation_that_nears_the_end_of_the_context_is_worth_what_such_ones_were() -> None:
+    """Turns continue after 10 requests, except those of 980 to 1000 tokens, as long as the longest prompts."""
     policy = LearnedHitDensity()
 
     def of(usage: NodeUsage, now: int, num_tokens: int) -> Facts:
         return Facts.without_node(usage, now, num_tokens, tokens_saved=64, bytes_freed=64)
 
+    policy.entered(of(NodeUsage(1, 1, kind=Kind.PROMPT_END, used_at=1), 1, 1000))
     turns: list[tuple[int, int, NodeUsage]] = []
     for now in range(1, 400):
         num_tokens = 980 + now % 21 if now % 4 == 0 else 100 + 17 * now % 400

@@ -1,0 +1,65 @@
+"""Checks of arguments: each returns the value, as Python's own type, or raises an error that names it."""
+
+from __future__ import annotations
+
+import reprlib
+from numbers import Integral, Real
+
+import numpy as np
+
+from hybrid.errors import ArgumentError
+
+MAX_INT = 2**63 - 1
+
+
+def shown(value: object) -> str:
+    """A value for a message: cut where it is long, and integers too long to be printed by their size."""
+    if isinstance(value, int) and not -(10**20) < value < 10**20:
+        return f"an integer of {value.bit_length()} bits"
+    try:
+        return reprlib.repr(value)
+    except Exception:  # a repr may raise anything
+        return f"a {type(value).__name__}"
+
+
+def boolean(name: str, value: object) -> bool:
+    """True or False: no text, and no number."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise ArgumentError(f"{name} must be True or False; got {shown(value)}")
+
+
+def integer(name: str, value: object, low: int, high: int = MAX_INT, *, remedy: str = "") -> int:
+    """An integer in `[low, high]`.
+
+    Args:
+        remedy: what else may be given, for the message.
+    """
+    if isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high:
+        return int(value)
+    upper = f" to {high}" if high < MAX_INT else " on"
+    raise ArgumentError(f"{name} must be an integer from {low}{upper}{remedy}; got {shown(value)}")
+
+
+def number(name: str, value: object) -> float:
+    """A number that is not NaN. Infinity is one."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            real = float(value)
+        except OverflowError:
+            real = np.nan
+        if real == real:
+            return real
+    raise ArgumentError(f"{name} must be a number; got {shown(value)}")
+
+
+def text(name: str, value: str) -> str:
+    """A text that can be written in UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(
+            f"{name} is not a text: its character {error.start} is {value[error.start]!r}, a lone surrogate; decode "
+            "bytes with the right encoding, or with errors='replace'"
+        ) from None
+    return value

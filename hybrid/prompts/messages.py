@@ -1,0 +1,66 @@
+"""Chat messages: checked before a template sees them, which would print whatever it is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hybrid.checks import shown
+from hybrid.errors import PromptError
+
+Message = dict[str, Any]
+"""A chat message, as `{"role": "user", "content": "..."}`."""
+
+LOAD = "load it first, and give the image itself: transformers.image_utils.load_image(...)"
+
+
+def checked(messages: list[Any]) -> list[Message]:
+    """Messages of which every template can be given: a content of text parts alone is their text.
+
+    Raises:
+        PromptError: one is not a message; the error says which, and why.
+    """
+    if not messages:
+        raise PromptError("a chat is empty: messages must hold at least one {'role': ..., 'content': ...}")
+    return [_checked(f"message {number}", message) for number, message in enumerate(messages)]
+
+
+def _checked(name: str, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise PromptError(f"{name} must be a dict with a role and a content; got {shown(message)}")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise PromptError(
+            f"{name} must have a role, a text such as 'user', 'assistant' or 'system'; got "
+            f"{shown(role) if 'role' in message else 'the keys ' + shown(list(message))}"
+        )
+    if isinstance(content, list):
+        for number, part in enumerate(content):
+            _check_part(f"{name}, part {number}", part)
+        if all(part["type"] == "text" for part in content):
+            return {**message, "content": "".join(part["text"] for part in content)}
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise PromptError(
+            f"{name} must have a content, a text or a list of parts as {{'type': 'text', 'text': ...}}; got "
+            f"{shown(content)}"
+        )
+    return message
+
+
+def _check_part(name: str, part: Any) -> None:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise PromptError(f"{name}: a part of type 'text' holds its text under 'text'; got {shown(part)}")
+    elif kind == "image":
+        if isinstance(part.get("image"), str | Path | None):
+            raise PromptError(
+                f"{name}: a part of type 'image' holds the image itself under 'image', not an address or a path "
+                f"({', '.join(f'{key!r:.40}' for key in list(part)[:8])}); {LOAD}"
+            )
+    elif kind == "image_url":
+        raise PromptError(f"{name}: an image_url is not opened, as prompts may come from anywhere; {LOAD}")
+    else:
+        raise PromptError(
+            f"{name} must be a dict with the type 'text' or 'image'; got {shown(kind) if kind else shown(part)}"
+        )
