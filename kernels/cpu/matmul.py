@@ -153,7 +153,7 @@ def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, fir
 def _multiply(x, w, scale, out, x_stride, w_stride, out_stride, w_kind, out_kind, rows, length, first, last):  # type: ignore[no-untyped-def]
     x, scale = numbers(x, ZERO), numbers(scale, ZERO)
     w, out = numbers(w, w_kind), numbers(out, out_kind)
-    _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, first, last)
+    return _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, first, last)
 
 
 PAIRS = {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)} | {
