@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from hybrid import (
+    ArgumentError,
     CacheConfig,
     CheckpointError,
     Engine,
     EngineConfig,
     HybridError,
     ImagePrompt,
-    PromptError,
     SamplingParams,
 )
 from hybrid.commands.main import main
@@ -145,6 +145,9 @@ PROMPTS: list[tuple[Any, tuple[str, ...]]] = [
     ({}, ("keys",)),
     ({"text": "a"}, ("'text'", "prompt_token_ids")),
     ({"prompt": "a", "prompt_token_ids": [1]}, ("'prompt'", "one of")),
+    ({"prompt": "a", "split_special_tokens": [True]}, ("split_special_tokens", "[True]")),
+    ({"prompt": [1], "split_special_tokens": True}, ("split_special_tokens", "list")),
+    ({"prompt_token_ids": [1], "split_special_tokens": True}, ("split_special_tokens", "beside prompt")),
     ({"messages": "hello"}, ("messages", "'hello'")),
     ({"messages": []}, ("messages", "empty")),
     ([[1.5]], ("token ids",)),
@@ -188,7 +191,7 @@ def engine(tiny: Engine) -> Engine:
 
 @pytest.mark.parametrize(("prompt", "words"), PROMPTS, ids=lambda value: repr(value)[:60])
 def test_a_wrong_prompt_is_refused(engine: Engine, prompt: Any, words: tuple[str, ...]) -> None:
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(ArgumentError) as caught:
         engine.generate(prompt, greedy(2), progress=False)
     assert_clear(caught.value, *words)
     assert_nothing_held(engine)

@@ -1,7 +1,8 @@
 """CUDA graphs of decode steps: one launch for all kernels of a pass.
 
 A graph is captured for the whole layout of a plan: where each of its tensors is, and its shape. Steps are padded so
-that few layouts occur (`hybrid.engine.planner.Padding`); padding writes nothing.
+that few layouts occur (`hybrid.engine.planner.Padding`); padding writes nothing. When a capture fails, as for lack of
+memory, no further one is tried: layouts without a graph are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class DecodeGraphs:
         self._device = device
         self._capture: Capture = capture or CudaCapture(device)
         self._graphs: dict[Layout, Graph] = {}
+        self._captures = True
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -68,22 +70,38 @@ class DecodeGraphs:
 
     def run(self, plan: Plan) -> tuple[Tensor, SamplingRows | None]:
         """The logits of a padded plan without prompt parts, `[rows, vocab]`: valid until the next run."""
-        graph = self._graphs.get(plan.shape)
+        graph = self._graphs.get(plan.shape) or self._capture_plan(plan)
         if graph is None:
-            graph = self._graphs[plan.shape] = self._capture_plan(plan)
+            batch, sampling = plan.on(self._device)
+            return self._model(batch, self._kv, self._state), sampling
         graph.numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
         graph.replay()
         return graph.logits, plan.sampling(graph.numbers)
 
-    def _capture_plan(self, plan: Plan) -> Graph:
+    def _capture_plan(self, plan: Plan) -> Graph | None:
+        """The graph of a plan; None if none can be captured. What is wrong with the pass itself is raised when it is
+        launched kernel by kernel."""
+        if not self._captures:
+            return None
         rows, width = plan.layout["decodes.block_table"][1]
         log.info("capturing a graph for %d rows and block tables of %d pages", rows, width)
-        numbers = torch.zeros(plan.max_numbers, dtype=torch.int64, device=self._device)
-        idle = plan.idle()
-        numbers[: idle.numel()].copy_(idle)
-        batch = plan.batch(numbers)
-        replay, logits = self._capture(lambda: self._model(batch, self._kv, self._state))
-        return Graph(numbers, replay, logits)
+        try:
+            numbers = torch.zeros(plan.max_numbers, dtype=torch.int64, device=self._device)
+            idle = plan.idle()
+            numbers[: idle.numel()].copy_(idle)
+            batch = plan.batch(numbers)
+            replay, logits = self._capture(lambda: self._model(batch, self._kv, self._state))
+        except Exception as error:
+            self._captures = False
+            log.warning(
+                "capturing a graph for %d rows failed (%s: %s); steps without a graph are launched kernel by kernel",
+                rows,
+                type(error).__name__,
+                error,
+            )
+            return None
+        self._graphs[plan.shape] = Graph(numbers, replay, logits)
+        return self._graphs[plan.shape]
 
 
 class CudaCapture:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.checks import shown
+from hybrid.checks import boolean, shown
 from hybrid.errors import CheckpointError, PromptError
 from hybrid.key import Key
 from hybrid.prompts import messages as chat
@@ -31,6 +31,9 @@ ids}`, or `{"messages": [...]}` with options of the chat template (`CHAT_OPTIONS
 CHAT_OPTIONS = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
 """Keys beside `messages` that are passed to the chat template, as in `apply_chat_template` of transformers. The entries
 of `chat_template_kwargs` are passed to it too, such as `enable_thinking`."""
+
+SPLIT = "split_special_tokens"
+"""Beside the text of a prompt: the names of control tokens in it are texts, and do not become control tokens."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 """Keys of which a prompt as a dict has one."""
@@ -287,7 +290,12 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     Raises:
         PromptError: the prompt has another form or is too large, or there is no tokenizer or no chat template for it.
     """
-    prompt = unwrapped(prompt)
+    prompt, split = unwrapped(prompt), False
+    if isinstance(prompt, dict) and SPLIT in prompt:
+        split = boolean(SPLIT, prompt[SPLIT])
+        prompt = cast("Prompt", prompt["prompt"])
+        if not isinstance(prompt, str):
+            raise PromptError(f"{SPLIT} is for a text; got {type(prompt).__name__} {shown(prompt)}")
     messages = _messages_of(prompt)
     if messages is None and not isinstance(prompt, str):
         ids = None
@@ -304,11 +312,11 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     if tokenizer is None:
         raise PromptError("this checkpoint has no tokenizer; give the prompt as a list of token ids")
     if isinstance(prompt, str):
-        return _tokenize(tokenizer, prompt, limits, add_special_tokens=True)
+        return _tokenize(tokenizer, prompt, limits, add_special_tokens=True, split_special_tokens=split)
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
     options = _chat_options(prompt)
-    limits.check_text(_num_characters([messages, options], limits.max_text_bytes))
+    limits.check_text(chat.num_characters([messages, options], limits.max_text_bytes))
     messages = chat.checked(cast("list[Any]", messages))
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -345,13 +353,15 @@ def unwrapped(prompt: Prompt) -> Prompt:
         return prompt
     kinds = [kind for kind in PROMPT_KEYS if kind in prompt]
     known = {*kinds, *(("chat_template_kwargs", *CHAT_OPTIONS) if kinds == ["messages"] else ())}
+    known |= {SPLIT} if kinds == ["prompt"] else set()
     unknown = [key for key in prompt if key not in known]
     if len(kinds) != 1 or unknown:
         raise PromptError(
             f"a prompt as a dict has one of the keys {', '.join(PROMPT_KEYS)}, and beside messages options of the chat "
-            f"template: chat_template_kwargs, {', '.join(CHAT_OPTIONS)}; got the keys {_names(prompt)}"
+            f"template: chat_template_kwargs, {', '.join(CHAT_OPTIONS)}, and beside prompt {SPLIT}; got the keys "
+            f"{_names(prompt)}"
         )
-    return prompt if kinds == ["messages"] else cast("Prompt", prompt[kinds[0]])
+    return prompt if kinds == ["messages"] or SPLIT in prompt else cast("Prompt", prompt[kinds[0]])
 
 
 def spellings(tokenizer: Any, word: str) -> list[list[int]]:
@@ -390,7 +400,9 @@ def load_tokenizer(path: Path) -> Any | None:
     return tokenizer
 
 
-def _tokenize(tokenizer: Any, text: str, limits: PromptLimits, *, add_special_tokens: bool) -> list[int]:
+def _tokenize(
+    tokenizer: Any, text: str, limits: PromptLimits, *, add_special_tokens: bool, split_special_tokens: bool = False
+) -> list[int]:
     limits.check_text(len(text))  # characters: each has a byte or more
     try:
         limits.check_text(len(text.encode()))
@@ -400,7 +412,8 @@ def _tokenize(tokenizer: Any, text: str, limits: PromptLimits, *, add_special_to
             "right encoding, or with errors='replace'"
         ) from None
     try:
-        ids = list(tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
+        more = {"split_special_tokens": True} if split_special_tokens else {}
+        ids = list(tokenizer(text, add_special_tokens=add_special_tokens, **more).input_ids)
     except BaseException as error:
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
@@ -426,21 +439,6 @@ def _integers(values: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> list[int
             return None
         values = [int(value) for value in values]
     return list(values)
-
-
-def _num_characters(value: Any, limit: int) -> int:
-    """Characters of all texts in lists and dicts, or more than `limit`; each other value counts as one."""
-    counted, values = 0, [value]
-    while values and counted <= limit:
-        item = values.pop()
-        counted += len(item) if isinstance(item, str) else 1
-        if isinstance(item, dict):
-            counted += len(item)
-            values += item.values() if counted <= limit else ()
-        elif isinstance(item, list | tuple):
-            counted += len(item)
-            values += item if counted <= limit else ()
-    return counted
 
 
 def _names(part: dict[Any, Any]) -> str:

@@ -64,3 +64,18 @@ def _check_part(name: str, part: Any) -> None:
         raise PromptError(
             f"{name} must be a dict with the type 'text' or 'image'; got {shown(kind) if kind else shown(part)}"
         )
+
+
+def num_characters(value: Any, limit: int) -> int:
+    """Characters of all texts in lists and dicts, or more than `limit`; each other value counts as one."""
+    counted, values = 0, [value]
+    while values and counted <= limit:
+        item = values.pop()
+        counted += len(item) if isinstance(item, str) else 1
+        if isinstance(item, dict):
+            counted += len(item)
+            values += item.values() if counted <= limit else ()
+        elif isinstance(item, list | tuple):
+            counted += len(item)
+            values += item if counted <= limit else ()
+    return counted

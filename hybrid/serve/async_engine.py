@@ -23,6 +23,7 @@ from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.serve.door import Asked
 from hybrid.serve.engine_thread import EngineThread
 from hybrid.serve.stream import OutputStream
+from hybrid.speculation.config import SpeculationConfig
 
 Result = TypeVar("Result")
 
@@ -65,8 +66,10 @@ class AsyncEngine:
         *,
         device: str | torch.device | None = None,
         dtype: str | torch.dtype | None = None,
+        load_dtype: str | None = None,
         cache: CacheConfig | None = None,
         config: EngineConfig | None = None,
+        speculation: SpeculationConfig | str | None = None,
         when_full: Literal["wait", "refuse"] = "wait",
     ) -> AsyncEngine:
         """As `Engine.from_pretrained`. It blocks while the checkpoint is loaded; `await
@@ -77,7 +80,15 @@ class AsyncEngine:
             MemoryBudgetError: the cache's memory does not suffice.
             ArgumentError: another argument is wrong.
         """
-        engine = Engine.from_pretrained(model, device=device, dtype=dtype, cache=cache, config=config)
+        engine = Engine.from_pretrained(
+            model,
+            device=device,
+            dtype=dtype,
+            load_dtype=load_dtype,
+            cache=cache,
+            config=config,
+            speculation=speculation,
+        )
         return cls(engine, when_full=when_full)
 
     def stream(

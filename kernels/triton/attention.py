@@ -25,7 +25,7 @@ from hybrid.kernels.triton.common.attention_tiles import (
     choose_splits,
     choose_tile,
 )
-from hybrid.kernels.triton.common.ragged import find_tile, max_tiles
+from hybrid.kernels.triton.common.ragged import find_tile, max_tiles, padded_batch
 
 MAX_VISIBLE = 64
 """New tokens of a request that `visible` may tell apart."""
@@ -110,7 +110,7 @@ def paged_attention(
         ROWS=tile.rows,
         KEYS=tile.keys,
         MIN_PIECE=MIN_PIECE,
-        REQUESTS=1 if single else triton.next_power_of_2(num_requests),
+        REQUESTS=1 if single else padded_batch(num_requests),
         SINGLE=single,
         SPLIT=splits > 1,
         TREE=MAX_VISIBLE if visible is not None else 0,

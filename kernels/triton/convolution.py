@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.triton.common.ragged import find_tile, max_tiles
+from hybrid.kernels.triton.common.ragged import find_tile, max_tiles, padded_batch
 
 TILE = 16
 CHANNELS = 512
@@ -51,7 +51,7 @@ def causal_conv1d(
         ROW_STRIDE=state.stride(1),
         CHANNEL_STRIDE=weight.stride(0),
         TAP_STRIDE=weight.stride(1),
-        REQUESTS=triton.next_power_of_2(requests),
+        REQUESTS=padded_batch(requests),
         TILE=TILE,
         CHANNELS=block,
         num_warps=2,
@@ -73,14 +73,14 @@ def causal_conv1d(
         WIDTH=width,
         ROW_STRIDE=state.stride(1),
         ROWS=triton.next_power_of_2(width - 1),
-        CAPTURES=triton.next_power_of_2(captures.shape[0]) if captures.shape[0] else 0,
+        CAPTURES=padded_batch(captures.shape[0]) if captures.shape[0] else 0,
         CHANNELS=block,
         num_warps=4,
     )
     return output
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _convolution_kernel(
     x,
     weight,
@@ -132,7 +132,7 @@ def _convolution_kernel(
             tl.store(target + row * num_channels, total, mask=channel < tl.where(row < left, num_channels, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_captures"])
 def _windows_kernel(
     x,
     state,

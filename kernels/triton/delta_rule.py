@@ -30,14 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hybrid.kernels.triton.common.ragged import find_tile, max_tiles
+from hybrid.kernels.triton.common.ragged import find_tile, max_tiles, padded_batch
 from hybrid.kernels.triton.common.split import dot_halves, dot_narrow, dot_wide, halves
 
 MIN_CHUNK = 16
 """Tokens of the smallest chunk: tensor cores multiply no less."""
-
-MIN_BATCH = 32
-"""Up to this number of requests, and of captures, all batches run the same compiled code."""
 
 
 class Tiles(NamedTuple):
@@ -106,7 +103,7 @@ def chunk_gated_delta_rule(
         "KEY_DIM": key_dim,
         "KEYS": max(triton.next_power_of_2(key_dim), 16),
         "CHUNK": chunk,
-        "REQUESTS": max(triton.next_power_of_2(requests), MIN_BATCH),
+        "REQUESTS": padded_batch(requests),
         "SPLIT": tiles.split,
     }
     _within_chunks[(chunks * value_heads,)](
@@ -127,7 +124,7 @@ def chunk_gated_delta_rule(
         *g.stride(),
         *beta.stride(),
         *captures.stride(),
-        CAPTURES=max(triton.next_power_of_2(num_captures), MIN_BATCH),
+        CAPTURES=padded_batch(num_captures),
         **common,
         num_warps=4,
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybrid import Engine, SamplingParams
-from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.cuda_graphs import Capture, DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner, Pending, Result
 from hybrid.engine.planner import Padding, Plan, plan
 from hybrid.engine.step import Step
@@ -22,10 +22,10 @@ def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     return lambda: logits.copy_(run()), logits
 
 
-def with_graphs(engine: Engine) -> tuple[Engine, DecodeGraphs]:
+def with_graphs(engine: Engine, capture: Capture = replays) -> tuple[Engine, DecodeGraphs]:
     """The engine, decoding through graphs that were captured in this way."""
     cache = engine.cache
-    graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, replays)
+    graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, capture)
     runner = ModelRunner(engine.model, cache, engine.device, engine.deterministic, graphs)
     return Engine(engine.loaded, cache, engine.config, runner=runner), graphs
 
@@ -50,6 +50,29 @@ def test_a_shape_is_recorded_once(tiny: Engine) -> None:
     assert len(graphs.graphs) == 1
     engine.generate([ids(40, seed=1)], greedy(20), progress=False)
     assert len(graphs.graphs) == 1
+
+
+def test_a_capture_that_fails_is_told_once_and_steps_go_on_without(
+    tiny: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = [ids(20 + 17 * n, seed=n) for n in range(5)]
+    params = [replace(greedy(3), max_new_tokens=3 + 4 * n) for n in range(5)]  # fewer rows with time: several layouts
+    calls: list[int] = []
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        calls.append(len(calls))
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return replays(run)
+
+    expected = engine_on(tiny, deterministic=True).generate(prompts, params, progress=False)
+    engine, graphs = with_graphs(engine_on(tiny, deterministic=True), capture)
+    with caplog.at_level("WARNING", logger="hybrid.engine.cuda_graphs"):
+        outputs = engine.generate(prompts, params, progress=False)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert (len(calls), len(graphs.graphs), len(caplog.messages)) == (2, 1, 1)
+    assert "OutOfMemoryError: CUDA out of memory" in caplog.messages[0]
+    assert_nothing_held(engine)
 
 
 def test_what_fills_a_step_up_writes_nothing(tiny: Engine) -> None:

@@ -100,6 +100,18 @@ def test_a_chat_of_other_things_than_messages_is_refused(messages: Any, tokenize
         encode(tokenizer, messages)
 
 
+def test_control_tokens_in_a_text_become_control_tokens_unless_they_are_split(tokenizer: Any) -> None:
+    name = tokenizer.eos_token
+    control = tokenizer.convert_tokens_to_ids(name)
+    assert encode(tokenizer, f"a{name}b").count(control) == 1
+    whole = {"prompt": f"a{name}b", "split_special_tokens": False}
+    assert encode(tokenizer, whole) == encode(tokenizer, f"a{name}b")
+    split = encode(tokenizer, {"prompt": f"a{name}b", "split_special_tokens": True})
+    assert control not in split
+    assert tokenizer.decode(split) == f"a{name}b"
+    assert encode(tokenizer, f"a{name}b").count(control) == 1  # the tokenizer is as before
+
+
 def test_a_content_of_text_parts_is_their_text(tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": " b"}]
     asked = [{"role": "user", "content": parts}]

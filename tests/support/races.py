@@ -12,6 +12,7 @@ A tile's lane is a place in a tile of its shape. Bytes that no argument of the l
 accesses are not made.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -299,8 +300,7 @@ def _cells(accesses: Sequence[Access], first: int, base: int, unit: int) -> _Cel
 
 def _conflicts(loads: Sequence[Access], stores: Sequence[Access]) -> Iterator[tuple[str, Access, Access, int]]:
     """(kind, access, access, address) for places that hold a conflict; each pair of places at least once."""
-    for low, high, group in _groups(stores):
-        near = [access for access in loads if access.low < high and low < access.high]
+    for low, high, group, near in _groups(loads, stores):
         accesses = [*group, *near]
         unit = min(access.size for access in accesses)
         low -= low % unit
@@ -312,20 +312,25 @@ def _conflicts(loads: Sequence[Access], stores: Sequence[Access]) -> Iterator[tu
             yield from _exact(accesses, everything, low, unit)
 
 
-def _groups(stores: Sequence[Access]) -> Iterator[tuple[int, int, list[Access]]]:
-    """(low, high, stores between them), such that no store lies in two groups."""
-    low = high = 0
-    group: list[Access] = []
+NEAR = 1 << 16
+"""Bytes between two stores up to which they are looked at together."""
+
+
+def _groups(loads: Sequence[Access], stores: Sequence[Access]) -> Iterator[tuple[int, int, list[Access], list[Access]]]:
+    """(low, high, stores between them, loads that reach in), such that no store lies in two groups."""
+    groups: list[tuple[int, int, list[Access], list[Access]]] = []
     for access in sorted(stores, key=lambda access: access.low):
-        if group and access.low >= high:
-            yield low, high, group
-            group = []
-        if not group:
-            low, high = access.low, access.high
-        high = max(high, access.high)
-        group.append(access)
-    if group:
-        yield low, high, group
+        if groups and access.low < groups[-1][1] + NEAR:
+            low, high, group, near = groups[-1]
+            group.append(access)
+            groups[-1] = (low, max(high, access.high), group, near)
+        else:
+            groups.append((access.low, access.high, [access], []))
+    lows, highs = [group[0] for group in groups], [group[1] for group in groups]
+    for access in loads:
+        for index in range(bisect_right(highs, access.low), bisect_left(lows, access.high)):
+            groups[index][3].append(access)
+    yield from groups
 
 
 def _suspects(accesses: Sequence[Access], written: _Cells, read: _Cells, count: int) -> _Cells | None:

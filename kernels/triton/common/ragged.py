@@ -7,6 +7,14 @@ batch of that number of tokens and requests; surplus programs find no request an
 import triton
 import triton.language as tl
 
+MIN_BATCH = 32
+"""Up to this number of requests, and of captures, all batches run the same compiled code."""
+
+
+def padded_batch(count: int) -> int:
+    """The power of two for which a batch of this number of requests, or of captures, is compiled."""
+    return max(triton.next_power_of_2(count), MIN_BATCH)
+
 
 def max_tiles(num_rows: int, num_requests: int, tile: int) -> int:
     """Tiles that suffice for `num_rows` rows, however they are spread over the requests."""
