@@ -12,7 +12,7 @@ import pytest
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.node import Checkpoint, Released
+from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts, Policy
 from hybrid.tree.tree import Tree
@@ -254,6 +254,20 @@ def test_ghosts_know_what_a_set_of_all_prefixes_that_have_gone_knows(page_size: 
         else:
             told += life.compare()
     assert told > 10
+
+
+@pytest.mark.parametrize("num_evicted", [0, 2, 4])
+def test_the_turn_of_a_request_is_counted_from_the_deepest_turn_end_on_its_path(num_evicted: int) -> None:
+    tree = Tree(2, 2, LeastRecentlyUsed())
+    key = Key.of([1, 1, 2, 2, 3, 3, 4, 4, 5, 5])
+    kinds = {2: (Kind.TURN_END, 0), 4: (Kind.TURN_END, 1), 6: (Kind.PROMPT_END, 2), 8: (Kind.PROMPT_END, 2)}
+    for slot, (end, (kind, turn)) in enumerate(kinds.items()):
+        tree.insert(key, end, list(range(end // 2)), Checkpoint(slot, end, kind, turn=turn))
+    tree.evict_checkpoints(num_evicted)
+    match = tree.peek(key, len(key))
+    past = tree.recall(key, match, len(key))
+    assert past.turn == 2
+    assert sorted(past.gone) == [end for end in kinds if end > match.num_tokens]
 
 
 HASHES = """
