@@ -105,8 +105,9 @@ class PendingTokens:
         start = 0
         for index, part in enumerate(self.parts):
             own = tokens[start : start + part.count]
-            path = self.verification.path(index, own[part.before :]) if self.verification is not None else []
-            rows = [part.before, *(part.before + draft + 1 for draft in path)]
+            before = part.before if part.count > 1 else 0
+            path = self.verification.path(index, own[before:]) if self.verification is not None else []
+            rows = [before, *(before + draft + 1 for draft in path)]
             is_finite = index not in bad and NOT_FINITE not in (own[row] for row in rows)
             paths.append(path if is_finite else [])
             known = None

@@ -73,6 +73,8 @@ class SampledRows(NamedTuple):
 
     def rows(self, end: int) -> list[int]:
         """Its rows among the tokens of the batch, of which its own end at `end`."""
+        if self.count == 1:  # the usual case
+            return [end - 1]
         first = end - (self.count - self.forks)
         last_known = first + self.before
         return [*range(first, end), *[last_known] * self.forks]
@@ -363,6 +365,9 @@ def _choices(parts: list[Part], sampled: tuple[SampledRows, ...]) -> list[Sample
     """How the token after each row of logits is chosen: the one after a draft as if the drafts up to it are right."""
     rows: list[SampleRow | None] = []
     for part, own in zip(parts, sampled, strict=True):
+        if own.count == 1:  # the usual case
+            rows.append(part.request.sample_row() if own.samples else None)
+            continue
         rows += [None] * own.before
         drafts = own.drafts.tokens if own.drafts is not None else ()
         paths = [drafts[:ahead] for ahead in range(len(drafts) + 1)]
