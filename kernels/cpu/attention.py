@@ -68,6 +68,7 @@ def _attend(query, cache, table, rows, lengths, output, strides, sizes, scale, k
             y = at(output, (row * heads + kv_head * group + i) * size)
             for j in range(size):
                 put(y, j, get(total, j) / summed)
+    return memory.size  # memory of which only the address is used would be freed before the loops
 
 
 def paged_attention(

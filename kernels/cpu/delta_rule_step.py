@@ -134,6 +134,8 @@ def _step(  # type: ignore[no-untyped-def]
                 v, y = at(x, 2 * keys + head * value_dim), at(output, (token * heads + head) * value_dim)
                 s, t = at(before, head * matrix), at(state, head * matrix)
                 _rule(q, k, v, decay, beta, s, t, y, from_k, from_q, key_dim, value_dim)
+    # memory of which only the address is used would be freed, and given to the next array, before the loop
+    return spare_window.size + spare_state.size + scratch.size + rounded.size
 
 
 def gated_delta_step(

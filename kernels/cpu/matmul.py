@@ -145,13 +145,14 @@ def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, fir
         o = at(out, many * out_stride + column)
         b, s = at(w, column * w_stride), at(scale, column)
         _rows(a, x_stride, b, w_stride, s, o, out_stride, rows - many, width, length, p)
+    return partial.size  # memory of which only the address is used would be freed before the loops
 
 
 @compiled
 def _multiply(x, w, scale, out, x_stride, w_stride, out_stride, w_kind, out_kind, rows, length, first, last):  # type: ignore[no-untyped-def]
     x, scale = numbers(x, ZERO), numbers(scale, ZERO)
     w, out = numbers(w, w_kind), numbers(out, out_kind)
-    _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, first, last)
+    return _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, first, last)
 
 
 PAIRS = {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)} | {

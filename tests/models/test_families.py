@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.commands import parity
+from hybrid.commands import judge, parity
 from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.models.loading import ARCHITECTURES
 
@@ -22,11 +22,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def judge_of(path: Path, dtype: str) -> parity.Judge:
-    return parity.Judge(Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=CONFIG))
+def judge_of(path: Path, dtype: str) -> judge.Judge:
+    return judge.Judge(Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=CONFIG))
 
 
-def assert_all_pass(checks: list[parity.Check]) -> None:
+def assert_all_pass(checks: list[judge.Check]) -> None:
     assert not [check for check in checks if not check.passed]
 
 
@@ -38,8 +38,8 @@ def test_there_is_a_random_checkpoint_of_every_model_type() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(name: str, written: dict[str, Path]) -> None:
-    judge = judge_of(written[name], "float32")
-    assert_all_pass(parity.against_transformers(judge.engine, written[name], judge))
+    own = judge_of(written[name], "float32")
+    assert_all_pass(parity.against_transformers(own.engine, written[name], own))
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "," not in name])
