@@ -177,6 +177,22 @@ def test_lanes_that_are_masked_and_memory_that_nobody_wrote_hold_nan(tmp_path: P
     assert (torch.empty_like(x, dtype=torch.int64) > 2**60).all()
 
 
+def test_every_woven_program_runs_once(watch: Any) -> None:
+    done: list[int] = []
+    loom = Loom(watch.draw, lambda program: None)
+
+    def execute(program: int) -> None:
+        for _ in range(program % 5):
+            loom.turn()
+        done.append(program)
+
+    for count in (1, 3, 4, 5, 20):
+        done.clear()
+        loom.run(range(count), execute)
+        assert sorted(done) == list(range(count))
+    assert done != sorted(done)
+
+
 def test_an_error_of_a_woven_program_is_raised_and_the_others_end(watch: Any) -> None:
     done: list[int] = []
     loom = Loom(watch.draw, lambda program: None)

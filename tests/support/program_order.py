@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
+from itertools import islice
 
 FORWARD, REVERSE, RANDOM, WOVEN = "forward", "reverse", "random", "woven"
 ORDERS = (FORWARD, REVERSE, RANDOM, WOVEN)
@@ -41,7 +42,7 @@ class Loom:
             BaseException: what the first of them raised that failed.
         """
         waiting = iter(programs)
-        begun = [program for program, _ in zip(waiting, range(AT_ONCE), strict=False)]
+        begun = list(islice(waiting, AT_ONCE))
         self._gates = {program: threading.Semaphore(0) for program in begun}
         threads = []
         for program in begun:
