@@ -105,7 +105,8 @@ class CacheConfig:
             )
         if not isinstance(self.eviction, str | Policy):
             raise ArgumentError(
-                f"CacheConfig: eviction must be the name of a policy or a Policy; got {checks.shown(self.eviction)}"
+                "CacheConfig: eviction must be the name of a policy, or an instance of a subclass of hybrid.Policy "
+                f"with a method rank(facts) -> float; got {checks.shown(self.eviction)}"
             )
         try:
             policy_of(self.eviction)  # refuses an unknown one here, before a model is loaded
