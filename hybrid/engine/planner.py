@@ -56,7 +56,7 @@ class SampledRows(NamedTuple):
     samples: bool
     num_logprobs: int | None = None
     drafts: Drafts | None = None
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
     num_prompt_logprobs: int | None = None
     targets: tuple[int, ...] = ()
     forks: int = 0

@@ -63,14 +63,17 @@ def checked(tokens: object, parents: object, drafter: str, limit: int, vocab_siz
         raise ArgumentError(f"drafter {drafter}: propose must return two sequences of the same length")
     own: dict[tuple[int, int], int] = {}
     place: list[int] = []  # of each proposed token among those that are kept
-    for at, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if not isinstance(token, Integral) or not isinstance(parent, Integral):
-            raise ArgumentError(f"drafter {drafter}: tokens and parents must be integers, got {token!r} and {parent!r}")
+    for at, pair in enumerate(zip(tokens, parents, strict=True)):
+        if not all(isinstance(number, Integral) for number in pair):
+            raise ArgumentError(
+                f"drafter {drafter}: tokens and parents must be integers, got {pair[0]!r} and {pair[1]!r}"
+            )
+        token, parent = int(pair[0]), int(pair[1])
         if not 0 <= token < vocab_size:
             raise ArgumentError(f"drafter {drafter}: token {token} is outside the vocabulary of {vocab_size}")
         if not -1 <= parent < at:
             raise ArgumentError(f"drafter {drafter}: token {at} cannot follow token {parent}: parents come first")
-        edge = (place[int(parent)] if parent >= 0 else -1, int(token))
+        edge = (place[parent] if parent >= 0 else -1, token)
         if edge not in own:
             if len(own) == limit:
                 break

@@ -150,9 +150,8 @@ class Tree:
         if key.units:
             return self._whole(key, num_page_tokens, node, checkpoint)
         num_tokens = checkpoint.end if checkpoint is not None else 0
-        branching_len: int | None = num_page_tokens - num_page_tokens % self.grid
-        if branching_len <= num_tokens:
-            branching_len = None
+        on_grid = num_page_tokens - num_page_tokens % self.grid
+        branching_len = on_grid if on_grid > num_tokens else None
         return Match(num_tokens, num_page_tokens, branching_len, checkpoint, node)
 
     def _whole(self, key: Key, num_page_tokens: int, node: Node, checkpoint: Node | None) -> Match:
