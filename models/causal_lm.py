@@ -169,7 +169,8 @@ class CausalLM(nn.Module):
             steps: where their states are read and written.
             state: the state pool's tensors by name; written.
         """
-        mixers = [layer.parts[1] for layer in self.model.layers if layer.is_linear]
+        layers: Iterable[Any] = self.model.layers
+        mixers = [layer.parts[1] for layer in layers if layer.is_linear]
         for mixer, inputs in zip(mixers, log, strict=True):
             mixer.step(tuple(part[rows] for part in inputs), steps, state)
 

@@ -1,6 +1,8 @@
 """What the documents show is run here, as it stands there."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,11 @@ def test_every_command_in_the_readme_is_one() -> None:
 
     named = set(re.findall(r"`hybrid (\w+)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert named == {command.name for command in COMMANDS}
+
+
+def test_the_page_of_the_public_names_is_what_their_docstrings_say() -> None:
+    check = subprocess.run([sys.executable, "docs/make_api.py", "--check"], cwd=ROOT)
+    assert check.returncode == 0, "run python docs/make_api.py"
 
 
 REPLACED = (

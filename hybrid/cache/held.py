@@ -18,7 +18,7 @@ class HeldSlots:
     """
 
     def __init__(self, per_piece: int, reserved: int) -> None:
-        self.num_partial = 0
+        self.num_partial: int = 0
         self._per_piece = per_piece
         self._held: dict[int, int] = {}
         for slot in range(reserved):

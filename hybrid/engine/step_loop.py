@@ -165,7 +165,7 @@ class StepLoop:
                 with guard.failing(part.request):
                     self._take(part, results[id(part)])
                     self._deliver(part, results[id(part)])
-            self._suspects.passed([part.request for part in parts])
+            self._suspects.passed(parts)
 
     def _schedule(self) -> Step:
         """The parts of the step scheduled ahead whose requests still run, or else a step scheduled now."""
@@ -258,7 +258,7 @@ class StepLoop:
         self._scheduler.roll_back(*guard.steps)
         if isinstance(error, Exception) and not guard.was_interrupted:
             self.is_retrying = True
-            culprit = self._suspects.failed([part.request for part in guard.steps[0].parts])
+            culprit = self._suspects.failed(guard.steps[0].parts)
             if culprit is not None:
                 self.is_retrying = False
                 self._fail(culprit, error)

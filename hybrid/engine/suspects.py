@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections import deque
 
 from hybrid.engine.request import Request, Status
+from hybrid.engine.step import Part
 
 
 class Suspects:
-    """The requests among which the culprit is looked for."""
+    """The requests among which the culprit is looked for.
+
+    A request is suspected until it has been computed beyond where it failed: what a step undid is computed again first,
+    token by token in deterministic mode, and such steps prove nothing.
+    """
 
     def __init__(self) -> None:
-        self._failed: frozenset[Request] = frozenset()  # requests of failed steps that have not passed since
+        self._failed: dict[Request, int] = {}  # with the number of tokens that the failed step would have computed
         self._groups: deque[list[Request]] = deque()
 
     @property
@@ -24,27 +29,32 @@ class Suspects:
         """The only requests that the next step may compute; None: all."""
         return frozenset(self._groups[0]) if self._groups else None
 
-    def failed(self, requests: list[Request]) -> Request | None:
-        """A step with these requests failed, and was undone. Returns the culprit, once it is found."""
-        requests = [request for request in requests if request.status is not Status.FINISHED]
-        common = [request for request in requests if request in self._failed]
-        is_group = bool(self._groups)
-        if is_group:
+    def failed(self, parts: list[Part]) -> Request | None:
+        """A step with these parts failed, and was undone. Returns the culprit, once it is found."""
+        ends = {part.request: part.end for part in parts if part.request.status is not Status.FINISHED}
+        common = [request for request in ends if request in self._failed]
+        if self._groups:
             self._groups.popleft()
         if not common:
-            self._failed = frozenset(requests)
+            self._failed |= ends
             return None
-        self._failed = frozenset(common)
-        if len(requests) == 1:
-            return requests[0]
+        self._failed = {request: ends[request] for request in common}
+        if len(ends) == 1:
+            return common[0]
         half = len(common) // 2
         self._groups.extendleft(group for group in (common[half:], common[:half]) if group)
         return None
 
-    def passed(self, requests: list[Request]) -> None:
-        """A step with these requests was computed. None: those of the group cannot be computed now."""
-        self._failed -= set(requests)
-        if self._groups:
+    def passed(self, parts: list[Part]) -> None:
+        """A step with these parts was computed. None: those of the group cannot be computed now."""
+        for part in parts:
+            if part.end >= self._failed.get(part.request, part.end + 1):
+                del self._failed[part.request]
+        if self._failed:
+            self._failed = {
+                request: end for request, end in self._failed.items() if request.status is not Status.FINISHED
+            }
+        if not parts and self._groups:
             self._groups.popleft()
-        while self._groups and all(request.status is Status.FINISHED for request in self._groups[0]):
+        while self._groups and not any(request in self._failed for request in self._groups[0]):
             self._groups.popleft()

@@ -39,7 +39,8 @@ class History(Sequence[int]):
     def __getitem__(self, at: int | slice) -> int | array[int]:
         return self._ids[at]
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return id(self)
 
     def __eq__(self, other: object) -> bool:
         return self is other

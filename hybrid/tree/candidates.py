@@ -48,7 +48,7 @@ class Candidates:
 
     def __init__(self, policy: Policy, prices: Prices, seed: int) -> None:
         self.failure: str | None = None
-        self.now = 0
+        self.now: int = 0
         self._prices = prices
         self._rng = Random(seed)
         self._install(policy)
@@ -70,7 +70,7 @@ class Candidates:
         self._samples = order is None
         self._rises = order == "rising"
         self._weighs = isinstance(policy, AgingPolicy)
-        self.follows_changes = self._weighs or self._changed is not None
+        self.follows_changes: bool = self._weighs or self._changed is not None
         rank = recency if self._samples else self._rank_of(policy)
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
@@ -260,7 +260,7 @@ class Node:
         return None
 
 
-end_of = attrgetter("end")
+end_of: Callable[[Node], int] = attrgetter("end")
 
 
 class Match(NamedTuple):

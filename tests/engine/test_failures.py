@@ -130,6 +130,30 @@ def test_of_a_step_that_always_fails_only_the_culprit_ends(
     assert_others_are_right(tiny, engine, outputs, names[number])
 
 
+@pytest.mark.parametrize("num_others", [0, 3])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_failure_in_the_middle_of_an_answer_ends_that_request(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, num_others: int, deterministic: bool
+) -> None:
+    """What was undone passes when it is computed again, up to where it failed."""
+    engine = engine_on(tiny, deterministic=deterministic)
+    names = [engine.add_request(ids(20 + 9 * n, seed=n), greedy(8)) for n in range(1 + num_others)]
+    failures = fail_with(engine, monkeypatch, lambda part: part.request.request_id == names[0] and part.end >= 24)
+    outputs: dict[str, RequestOutput] = {}
+    for _ in range(200):
+        if not engine.has_work:
+            break
+        try:
+            outputs.update({output.request_id: output for output in engine.step()})
+        except RuntimeError:
+            engine.cache.audit()
+    assert outputs[names[0]].error == "RuntimeError: no kernel for this"
+    assert len(failures) <= 6
+    assert set(outputs) == set(names)
+    assert all(outputs[name].finish_reason == "length" for name in names[1:])
+    assert_nothing_held(engine)
+
+
 def test_generate_and_streams_go_on_without_the_culprit(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(tiny)
     fail_with(engine, monkeypatch, lambda part: len(part.request.prompt_token_ids) == 33)
