@@ -161,7 +161,7 @@ class Candidates:
     # Calls of the policy
 
     def requested(self, node: Node | None, ticks: Iterator[int]) -> None:
-        """Count a request, and that it resumes from a node's checkpoint. The policy is told before that."""
+        """Count a request, and that it resumes from a node's checkpoint. The policy's hook is called before that."""
         self.now += 1
         if node is None:
             return

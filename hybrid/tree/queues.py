@@ -208,7 +208,7 @@ class AgingQueue:
     first.
 
     What is kept of a candidate may be out of date, where something next to it has changed. The one that is found is
-    therefore weighed again, and so are those of a sample that were told of a change, or else one of all in turn.
+    therefore weighed again, and so are those of a sample that were notified of a change, or else one of all in turn.
 
     Args:
         weigh: returns the group and the weight of a candidate.
