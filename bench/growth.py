@@ -61,7 +61,7 @@ def request(cache: HybridCache, key: Key) -> None:
 
 
 def evict_a_page(num_tokens: int) -> Iterator[Work]:
-    """One page from the tail of a leaf of so many tokens."""
+    """One page from the tail of a leaf of n tokens."""
     tree = Tree(PAGE, PAGE, policy_of("lru"))
     tree.insert(Key.of(range(num_tokens)), num_tokens, list(range(num_tokens // PAGE)))
     while True:
@@ -69,7 +69,7 @@ def evict_a_page(num_tokens: int) -> Iterator[Work]:
 
 
 def chain(depth: int, policy: str) -> tuple[HybridCache, Lease, Key]:
-    """A request that has committed so many pages one after the other."""
+    """A request that has committed n pages one after the other."""
     cache, key = cache_of(depth // 4 + 60, policy), Key.of(range((depth + 101) * PAGE))
     lease = opened(cache, key, len(key))
     cache.advance(lease, len(key))
@@ -79,14 +79,14 @@ def chain(depth: int, policy: str) -> tuple[HybridCache, Lease, Key]:
 
 
 def commit_a_page(depth: int) -> Iterator[Work]:
-    """One page more of a request that has committed so many."""
+    """One page more of a request that has committed n pages."""
     cache, lease, key = chain(depth, "lru")
     for end in range((depth + 1) * PAGE, (depth + 100) * PAGE, PAGE):
         yield partial(cache.commit, lease, key, end)
 
 
 def open_below_a_chain(depth: int) -> Iterator[Work]:
-    """A request that shares five pages with one that committed so many, and closed."""
+    """A request that shares five pages with one that committed n pages, and closed."""
     cache, lease, _ = chain(depth, "lhd")
     cache.close(lease)
     short = Key.of([*range(PAGE * 5), *[7] * PAGE])
@@ -166,7 +166,7 @@ def move_checkpoints(num_nodes: int) -> Iterator[Work]:
 
 
 def requests(policy: str, num_nodes: int) -> Iterator[Work]:
-    """A request that evicts, in a tree of so many nodes."""
+    """A request that evicts, in a tree of n nodes."""
     rng, cache = Random(0), cache_of(7 * num_nodes // 4, policy)
     for number in count():
         key = Key.of([number % 50] * PAGE + [rng.randrange(10**6) for _ in range(3 * PAGE + 1)])

@@ -221,7 +221,7 @@ def choose_at_first_call(name: str) -> Callable[..., Any]:
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that nobody traces."""
+"""Types of tensors that no tracer follows."""
 
 _library = torch.library.Library("hybrid", "DEF")
 

@@ -62,7 +62,7 @@ def run_section(name: str, section: Section, bench: Bench, report: Report) -> No
                 report.add(name, result)
         entry["status"] = "done"
         bench.device.release()
-    except Exception:  # the other sections go on; a device that is lost fails in each of them
+    except Exception:  # the other sections run; a device that is lost fails in each of them
         entry["status"], entry["error"] = "failed", traceback.format_exc()
         print(entry["error"])
     entry["seconds"] = round(time.perf_counter() - start, 1)

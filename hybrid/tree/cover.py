@@ -20,7 +20,7 @@ class Cover:
         is_end: whether a node is an end at present.
 
     Attributes:
-        changed: nodes that have become ends, or are ends no more, and wait to be counted. Whoever adds them calls
+        changed: nodes that have become ends, or are ends no more, and wait to be counted. The one that adds them calls
             `settle` before they are many more than `MAX_CHANGED`.
         reasons: of each node whose pages are counted, why: it is counted as an end, and each child that is counted.
     """
