@@ -162,8 +162,7 @@ class TreeMachine(RuleBasedStateMachine):
         key, prefix = Key.of(ids, namespace), (namespace, ids[:limit])
         found = self.tree.peek(key, limit)
         past = self.tree.recall(key, found, limit)
-        inside = found.deepest is not None and found.deepest.end != found.num_page_tokens
-        expected = found.num_page_tokens if inside else self.model.known(prefix, found.num_page_tokens)
+        expected = self.model.known(prefix, found.num_page_tokens)
         assert past.num_tokens == expected
         assert all(found.num_tokens < position <= expected for position in past.gone)
 
