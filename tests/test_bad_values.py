@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,7 +119,12 @@ SETTINGS: list[tuple[type, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "arguments", "words"), SETTINGS, ids=lambda value: repr(value)[:60])
+def label(value: object) -> str:
+    """A value in the name of a test: the same in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))[:60]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "words"), SETTINGS, ids=label)
 def test_a_wrong_setting_is_refused(kind: type, arguments: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(HybridError) as caught:
         kind(**arguments)
@@ -189,7 +195,7 @@ def engine(tiny: Engine) -> Engine:
     return engine_on(tiny, pages=24)
 
 
-@pytest.mark.parametrize(("prompt", "words"), PROMPTS, ids=lambda value: repr(value)[:60])
+@pytest.mark.parametrize(("prompt", "words"), PROMPTS, ids=label)
 def test_a_wrong_prompt_is_refused(engine: Engine, prompt: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ArgumentError) as caught:
         engine.generate(prompt, greedy(2), progress=False)
@@ -307,7 +313,7 @@ CHECKPOINTS: list[tuple[str, Any, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "words"), CHECKPOINTS, ids=lambda value: repr(value)[:50])
+@pytest.mark.parametrize(("name", "content", "words"), CHECKPOINTS, ids=label)
 def test_a_damaged_checkpoint_is_refused(copy: Path, name: str, content: Any, words: tuple[str, ...]) -> None:
     file = copy / name
     file.write_bytes(content(file.read_bytes()) if callable(content) else content)
