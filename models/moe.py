@@ -42,7 +42,7 @@ class Router(Linear):
     def matrix(self) -> Tensor:
         """The weight in fp32, computed once."""
         if self.exact is None:
-            self.exact = self.weight.float()
+            self.exact = self.weight.detach().float()  # a parameter would be one of the model's
         return self.exact
 
 

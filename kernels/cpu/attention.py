@@ -82,9 +82,14 @@ def paged_attention(
     num_splits: int | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """`reference.paged_attention`. Requests of one new token are compiled, others are left to the twin."""
+    """`reference.paged_attention`. A token that is alone in its chunk is compiled, others are left to the twin."""
     is_known = query.dtype in DTYPES and cache.dtype == query.dtype and cache.stride(-1) == 1
     starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
+    if is_known and visible is None:
+        rows, starts, lengths = _last_ones_apart(starts, lengths, chunk_size)
+        if len(rows) > len(seq_lens):
+            block_table = block_table[rows]
+            cu_seqlens, seq_lens = cu_seqlens.new_tensor(starts), seq_lens.new_tensor(lengths)
     single = [row for row, length in enumerate(lengths) if length and starts[row + 1] - starts[row] == 1]
     if not is_known or visible is not None or not single:
         return twins.paged_attention(
@@ -93,7 +98,7 @@ def paged_attention(
     query = query.contiguous()
     if len(single) == len(lengths):
         output = torch.empty(query.shape, dtype=query.dtype)
-        rows, table = cu_seqlens, block_table
+        queries, table = cu_seqlens, block_table
     else:
         others = [row for row in range(len(lengths)) if row not in single]
         output = query.new_empty(query.shape)
@@ -102,14 +107,30 @@ def paged_attention(
             own = cu_seqlens[row : row + 2] - start
             part = block_table[row : row + 1], own, seq_lens[row : row + 1]
             output[start:end] = twins.paged_attention(query[start:end], cache, *part, scale, chunk_size)
-        rows, table, seq_lens = cu_seqlens[:-1][single], block_table[single], seq_lens[single]
-    table, rows, seq_lens = table.contiguous(), rows.contiguous(), seq_lens.contiguous()
+        queries, table, seq_lens = cu_seqlens[:-1][single], block_table[single], seq_lens[single]
+    table, queries, seq_lens = table.contiguous(), queries.contiguous(), seq_lens.contiguous()
     longest = max(lengths[row] for row in single)
     heads, size = query.shape[1:]
     page_size, kv_heads = cache.shape[2:4]
-    addresses = tuple(tensor.data_ptr() for tensor in (query, cache, table, rows, seq_lens, output))
+    addresses = tuple(tensor.data_ptr() for tensor in (query, cache, table, queries, seq_lens, output))
     strides = (*cache.stride()[:4], query.stride(0), table.shape[1])
     numbers = strides, (heads, kv_heads, size, page_size, longest), np.float32(scale), KINDS[query.dtype]
     work = sum(lengths[row] for row in single) * kv_heads * size // MIN_SHARED
     share(lambda first, last: _attend(*addresses, *numbers, first, last), len(single) * kv_heads, 1, work)
     return output
+
+
+def _last_ones_apart(starts: list[int], lengths: list[int], chunk_size: int) -> tuple[list[int], list[int], list[int]]:
+    """The requests with the last token of a prompt as a request of its own, where it begins a chunk: after a hit it may
+    be the only one that is computed, and it must have the same bits. Returns rows, starts and lengths."""
+    rows, ends, totals = [], [0], []
+    for row, length in enumerate(lengths):
+        start, end = starts[row], starts[row + 1]
+        if end - start > 1 and length % chunk_size == 1:
+            rows.append(row)
+            ends.append(end - 1)
+            totals.append(length - 1)
+        rows.append(row)
+        ends.append(end)
+        totals.append(length)
+    return rows, ends, totals

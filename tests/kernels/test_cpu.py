@@ -230,6 +230,10 @@ def test_a_prompt_of_one_token_has_its_bits_beside_longer_ones() -> None:
     for row, (start, end), length in ((0, (0, 1), 20), (1, (1, 11), 33), (2, (11, 12), 17)):
         part = table[row : row + 1], starts_of([end - start]), ints([length])
         assert same_bits(attention.paged_attention(query[start:end], cache, *part, 0.25, 16), together[start:end])
+    prompt, own = torch.randn(17, 4, 16), (table[1:2], ints([33]))
+    tail = attention.paged_attention(prompt, cache, own[0], starts_of([17]), own[1], 0.25, 16)
+    last = attention.paged_attention(prompt[16:], cache, own[0], starts_of([1]), own[1], 0.25, 16)
+    assert same_bits(last, tail[-1:])  # alone after a hit, or at the end of its prompt
     empty = attention.paged_attention(query[:2], cache, table[:2], starts_of([1, 1]), ints([20, 0]), 0.25, 16)
     assert same_bits(empty[0], together[0])
     assert not empty[1].any()
