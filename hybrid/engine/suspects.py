@@ -32,11 +32,12 @@ class Suspects:
     def failed(self, parts: list[Part]) -> Request | None:
         """A step with these parts failed, and was undone. Returns the culprit, once it is found."""
         ends = {part.request: part.end for part in parts if part.request.status is not Status.FINISHED}
-        common = [request for request in ends if request in self._failed]
+        # one that failed earlier than before, while what was undone is computed again, has failed by chance
+        common = [request for request, end in ends.items() if end >= self._failed.get(request, end + 1)]
         if self._groups:
             self._groups.popleft()
         if not common:
-            self._failed |= ends
+            self._failed |= {request: max(end, self._failed.get(request, 0)) for request, end in ends.items()}
             return None
         self._failed = {request: ends[request] for request in common}
         if len(ends) == 1:
