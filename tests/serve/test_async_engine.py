@@ -284,9 +284,13 @@ def test_prompts_wait_for_room_by_turns_between_namespaces() -> None:
                 await read(engine, ids(20, seed=seed), 3, namespace=name)
                 ended.append(name)
 
+            all_wait = threading.Event()
+            held = asyncio.create_task(engine.call(lambda _: all_wait.wait(60)))  # until the last one is there
             tasks = [asyncio.create_task(one("many", n)) for n in range(40)]
             tasks.append(asyncio.create_task(one("single", 99)))
-            await asyncio.gather(*tasks)
+            await asyncio.sleep(0)
+            all_wait.set()
+            await asyncio.gather(held, *tasks)
             assert ended.index("single") <= 5
 
     run(test)
