@@ -298,11 +298,6 @@ def plan(
         _add_prefills(pieces, prefills, starts[: num_prefills + 1])
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        if any(part.branches is not None for part in decodes):
-            steps, places, copies = unroll(decodes)
-            pieces.add(STEPS, steps, (len(steps),))
-            pieces.add(f"{STEPS}.places", places, (len(places),))
-            pieces.add("copies", copies, (2, len(copies[0])))
         _add_decodes(pieces, decodes, filler, width)
     choices = _choices(parts, sampled)
     _add_sampling(pieces, choices + [None] * filler)
@@ -456,6 +451,11 @@ def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) ->
     pieces.add("decodes.state_write", write + [-1] * filler, (rows,))
     if len(lengths) > len(parts):
         pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
+    if any(part.branches is not None for part in parts):
+        steps, places, copies = unroll(parts)
+        pieces.add(STEPS, steps, (len(steps),))
+        pieces.add(f"{STEPS}.places", places, (len(places),))
+        pieces.add("copies", copies, (2, len(copies[0])))
 
 
 def _block_table(parts: list[Part], filler: int, width: int) -> np.ndarray:
