@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ from hybrid.speculation.drafts import Drafts
 MAX_PENDING = 16
 """When this many tokens would have to be computed again, a pass without drafts computes them for good."""
 
-NONE = Drafts((), (), "")
+NONE = Drafts((), (), ())
 """No drafts."""
 
 
@@ -41,8 +41,8 @@ class DraftSource(Protocol):
         """Drafts for a history, at most `limit`, in a pass that has `rows` tokens without them."""
         ...
 
-    def verified(self, history: History, drafts: Drafts, num_accepted: int) -> None:
-        """So many of them were accepted."""
+    def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
+        """Those of `path` were accepted."""
         ...
 
     def timed(self, rows: int, seconds: float) -> None:
@@ -163,7 +163,7 @@ class DraftedDecoding:
                 if not is_first:
                     self._source.timed(num_rows, time.perf_counter() - start)
                 if saved is not None:
-                    self._source.verified(history, drafts, num_drawn - 1)
+                    self._source.verified(history, drafts, range(num_drawn - 1))
                     self._past.take_back(saved, len(drafts) + 1 - num_drawn)
                 model_kwargs, is_first = _extended(model, model_kwargs, num_drawn), False
                 drafts = self._propose(history, generation_config.max_length - answer.ids.shape[1] - 1)
@@ -178,7 +178,8 @@ class DraftedDecoding:
         limit = min(limit, -len(history) % self._grid)
         if limit < 1 or pending > MAX_PENDING:
             return NONE
-        return self._source.propose(history, limit, pending) or NONE
+        drafts = self._source.propose(history, limit, pending)
+        return NONE if drafts is None else drafts.first_path()  # the layers of transformers know chains alone
 
     def _pass(self, model: Any, ids: Tensor, drafts: Drafts, kwargs: dict[str, Any], is_first: bool) -> Tensor:
         """One pass over what the past does not hold, and drafts.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -131,9 +132,9 @@ class _Locked:
             self._cache.adopt()
             return self._speculator.propose(history, limit, rows)
 
-    def verified(self, history: History, drafts: Drafts, num_accepted: int) -> None:
+    def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         with self._lock, deferred_interrupts():
-            self._speculator.verified(history, drafts, num_accepted)
+            self._speculator.verified(history, drafts, path)
 
     def timed(self, rows: int, seconds: float) -> None:
         with self._lock, deferred_interrupts():
