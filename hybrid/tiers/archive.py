@@ -8,7 +8,7 @@ An archive is one safetensors file (no pickle). Its tensors are
     page_digests, checkpoint_digests    [n, 16] uint8: blake2b of each
 
 and its metadata hold a manifest: the fingerprint, and the nodes of a tree of prefixes, parents first. A seal over the
-manifest, the ids and the digests, and so over everything, is part of the metadata. Whoever reads an archive refuses it
+manifest, the ids and the digests, and so over everything, is part of the metadata. `read_archive` refuses it
 if a single bit of it is not what was written. The seal finds damage, not malice: it needs no secret.
 """
 
