@@ -17,7 +17,7 @@ from hybrid.kernels.reference.elementwise import rotate, silu, softplus
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import MLP, DepthwiseWeight, Linear, ResidualLayer, RMSNorm, Rotary
 from hybrid.models.weights import Layouts, Source
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 
 class GroupedGatedNorm(nn.Module):
@@ -179,11 +179,9 @@ class BambaForCausalLM(CausalLM):
         linear_layers, heads = kinds.count("linear_attention"), config.mamba_n_heads
         channels = heads * config.mamba_d_head + 2 * config.mamba_n_groups * config.mamba_d_state
         state = (linear_layers, heads, config.mamba_d_state, config.mamba_d_head)
+        head_dim = config.hidden_size // config.num_attention_heads
         return HybridSpec(
-            page_layers=kinds.count("full_attention"),
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
-            kv_dtype=dtype,
+            tokens=(TokenTensor.kv(kinds.count("full_attention"), config.num_key_value_heads, head_dim, dtype),),
             state=(
                 StateTensor("recurrent", state, torch.float32),
                 StateTensor("conv", (linear_layers, config.mamba_d_conv - 1, channels), dtype),

@@ -16,7 +16,7 @@ from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import MLP, DepthwiseWeight, GatedRMSNorm, Linear, ResidualLayer, RMSNorm, Rotary
 from hybrid.models.mtp import MultiTokenPredictor
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 
 class GatedDeltaNet(nn.Module):
@@ -196,6 +196,7 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
+        full_layers = config.layer_types.count("full_attention")
         linear_layers = config.layer_types.count("linear_attention")
         heads, key_dim, value_dim = (
             config.linear_num_value_heads,
@@ -204,10 +205,7 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
         )
         channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
         return HybridSpec(
-            page_layers=config.layer_types.count("full_attention"),
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            kv_dtype=dtype,
+            tokens=(TokenTensor.kv(full_layers, config.num_key_value_heads, config.head_dim, dtype),),
             state=(
                 StateTensor("recurrent", (linear_layers, heads, key_dim, value_dim), torch.float32),
                 StateTensor("conv", (linear_layers, config.linear_conv_kernel_dim - 1, channels), dtype),
