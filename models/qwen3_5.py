@@ -14,7 +14,17 @@ from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import MLP, DepthwiseWeight, GatedRMSNorm, Linear, ResidualLayer, RMSNorm, Rotary
+from hybrid.models.layers import (
+    MLP,
+    DepthwiseWeight,
+    GatedRMSNorm,
+    Linear,
+    ResidualLayer,
+    RMSNorm,
+    Rotary,
+    copy_keys_and_values,
+    decode_linear,
+)
 from hybrid.models.mtp import MultiTokenPredictor
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
@@ -66,9 +76,7 @@ class GatedDeltaNet(nn.Module):
             )
         if decodes is not None:
             inputs = (mixed[decodes.rows], a[decodes.rows], b[decodes.rows])
-            if batch.log is not None:
-                batch.log.append(inputs)
-            parts.append(self.step(inputs, decodes.steps, state))
+            parts.append(decode_linear(self, inputs, decodes, batch, state))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj(self.norm(y, gate).flatten(1), batch)
 
@@ -118,6 +126,7 @@ class Attention(nn.Module):
         v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, self.head_dim))
         pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
         q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
+        copy_keys_and_values(pages, batch.copies)
         # prompts and decoded tokens have different kernels: a tile of queries, or splits of the keys in parallel
         parts = [
             kernels.paged_attention(
