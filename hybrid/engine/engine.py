@@ -230,7 +230,7 @@ class Engine:
         outputs = Outputs()
         requests = [self._request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
-        hidden = not (sys.stderr.isatty() if progress is None else progress)
+        hidden = not (sys.stderr is not None and sys.stderr.isatty() if progress is None else progress)
         with (
             self._steps.aborting(requests),
             tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar,
@@ -411,19 +411,21 @@ class Engine:
 
     # Pins
 
-    def pin(self, prompt: Prompt, ttl: float = math.inf, *, namespace: str = "") -> Pin:
+    def pin(self, prompt: Prompt, ttl: float = math.inf, *, namespace: str = "", adapter: str | None = None) -> Pin:
         """Keep what is cached of a prompt from eviction.
 
         Args:
             ttl: seconds until the pin expires.
+            namespace: of the cache.
+            adapter: name of the LoRA adapter that it was computed with; None: it was computed without one.
 
         Raises:
-            ArgumentError: `ttl` is not a positive number.
+            ArgumentError: `ttl` is not a positive number, or there is no such adapter.
             PromptError: nothing of the prompt is cached.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
         self._claim()
-        key = self._intake.encode(prompt).key(namespace)
+        key = self._intake.key(prompt, namespace, adapter)
         with deferred_interrupts():
             pin = self.cache.pin(key, ttl)
         if pin is None:
