@@ -271,7 +271,7 @@ def test_the_turn_of_a_request_is_counted_from_the_deepest_turn_end_on_its_path(
 
 
 def test_a_request_below_checkpoints_that_end_no_turn_has_the_turn_of_the_deepest() -> None:
-    """The checkpoint at which a request branches off counts the turn ends before it; the path above is not looked at."""
+    """Which has counted the turn ends before it; the path above is not looked at."""
     tree = Tree(2, 2, LeastRecentlyUsed())
     key = Key.of([1, 1, 2, 2, 3, 3, 4, 4])
     tree.insert(key, 2, [0], Checkpoint(0, 2, Kind.TURN_END, turn=4))
