@@ -35,6 +35,7 @@ from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.speculator import make_speculator
+from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 
 OTHER_THREAD = (
@@ -437,6 +438,11 @@ class Engine:
 
     # Files
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What the contents of the cache are made with. The first use reads all weights."""
+        return self._files.fingerprint()
+
     def explain(self, prompt: Prompt, *, namespace: str = "", adapter: str | None = None) -> Explanation:
         """The hit that a prompt would have now, and why it would not be longer. Changes nothing."""
         self._claim()
@@ -490,4 +496,4 @@ class Engine:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
         """
         self._claim()
-        return self.cache.load(source, model=self._files.fingerprint())
+        return self.cache.load(source, model=self.fingerprint)
