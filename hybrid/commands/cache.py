@@ -139,7 +139,7 @@ def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outco
     loaded = load(args.model, None, args.dtype, config.chunk_size)
     size = len(archive.pages) + 2, len(archive.checkpoints) + 4
     with Engine(loaded, build_cache(loaded, config, size)) as engine:
-        skipped = engine.cache.load(archive, model=engine.fingerprint).skipped
+        skipped = engine.load(args.file).skipped
         found = Recomputed(unchecked=[f"{count} checkpoints: {reason}" for reason, count in skipped.items()])
         if not skipped:
             found = recompute(engine, archive)
