@@ -28,7 +28,10 @@ TURN, ANSWER = 1301, 64
 SHORT = 64
 """Tokens of a short last turn."""
 
-CHUNK = 256
+FEW = 16
+"""Tokens of the answers of which only the first one is timed."""
+
+CHUNK = 128
 """Tokens of a chunk in deterministic mode."""
 
 COLD = (1024, 4096)
@@ -63,7 +66,7 @@ class Sides:
 
     def first_token(self, generate: Callable[..., Any], prompt: Tensor) -> float:
         streamer = Tokens()
-        generate(prompt, max_new_tokens=1, do_sample=False, streamer=streamer)
+        generate(prompt, max_new_tokens=FEW, do_sample=False, streamer=streamer)
         return streamer.seconds[1]
 
     def answered(self, generate: Callable[..., Any], prompt: Tensor) -> float:
