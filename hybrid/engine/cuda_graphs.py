@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybrid.engine.planner import Layout, Plan
 from hybrid.engine.sampler import SamplingRows
+from hybrid.kernels.ops import compiled_module
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class DecodeGraphs:
         kv: the pages.
         state: the state slots, by name.
         device: of the model.
-        capture: captures a pass; None: `CudaCapture`.
+        capture: captures a pass; None: `capture_for(device)`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class DecodeGraphs:
         self._model = model
         self._kv, self._state = kv, state
         self._device = device
-        self._capture: Capture = capture or CudaCapture(device)
+        self._capture: Capture = capture or capture_for(device)
         self._graphs: dict[Layout, Graph] = {}
         self._captures = True
 
@@ -102,6 +103,14 @@ class DecodeGraphs:
             return None
         self._graphs[plan.shape] = Graph(numbers, replay, logits)
         return self._graphs[plan.shape]
+
+
+def capture_for(device: torch.device) -> Capture:
+    """What captures passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
+    if device.type == "cuda":
+        return CudaCapture(device)
+    capture: Capture = compiled_module("capture").CpuCapture()
+    return capture
 
 
 class CudaCapture:

@@ -114,7 +114,7 @@ class Engine:
         if self.deterministic:
             model.make_batch_invariant()
         graphs = None
-        if device.type == "cuda" and not self.config.enforce_eager and model.decode_can_be_recorded:
+        if not self.config.enforce_eager and model.decode_can_be_recorded:
             graphs = DecodeGraphs(model, self.cache.kv, self.cache.state_tensors, device)
         return ModelRunner(model, self.cache, device, self.deterministic, graphs, self.loaded.end_tokens)
 
