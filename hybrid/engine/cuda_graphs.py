@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one launch for all kernels of a pass.
+"""Captured decode steps: one launch for all kernels of a pass, as CUDA graphs or as programs on a CPU.
 
 A graph is captured for the whole layout of a plan: where each of its tensors is, and its shape. Steps are padded so
 that few layouts occur (`hybrid.engine.planner.Padding`); padding writes nothing. When a capture fails, as for lack of

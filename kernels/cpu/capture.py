@@ -50,6 +50,7 @@ EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.defau
 
 CALLED_AGAIN = (
     aten._to_copy.default,
+    aten.add.Tensor,
     aten.cat.default,
     aten.cos.default,
     aten.embedding.default,
