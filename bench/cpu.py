@@ -119,9 +119,9 @@ def of_threads(ours: Ours, runs: int) -> list[Line]:
 
 
 def costs(ours: Ours) -> list[Line]:
-    """What each operation of a decode step takes by itself."""
     ours.decode(1, PROMPT)
-    found = ours.engine.runner.graphs.graphs[-1].replay.seconds()
+    captured = ours.engine.runner.graphs  # None where nothing is compiled
+    found = {} if captured is None else captured.graphs[-1].replay.seconds()
     return [Line(f"decode step: {name}", t / sum(found.values()), medians={name: t}) for name, t in found.items()]
 
 

@@ -27,6 +27,7 @@ from hybrid.engine.stats import EngineStats, Histogram  # noqa: E402
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
     AuditError,
+    CacheFileError,
     CheckpointError,
     ClosedError,
     HybridError,
@@ -45,18 +46,19 @@ from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
 from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
 from hybrid.speculation.config import SpeculationConfig  # noqa: E402
 from hybrid.speculation.drafter import Drafter, History  # noqa: E402
+from hybrid.tiers.transfer import Transfer  # noqa: E402
 from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
+from hybrid.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from hybrid.serve.async_engine import AsyncEngine
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
     "AsyncEngine",
     "AuditError",
     "CacheConfig",
+    "CacheFileError",
     "CacheMemory",
     "CacheStats",
     "CheckpointError",
@@ -88,6 +90,7 @@ __all__ = [
     "SamplingError",
     "SamplingParams",
     "SpeculationConfig",
+    "Transfer",
     "UnsupportedModelError",
     "Usage",
     "__version__",

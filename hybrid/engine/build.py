@@ -12,6 +12,9 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
 from hybrid.checks import shown
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.memory.device import free_memory
@@ -187,6 +190,29 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         state_dtype=config.state_dtype,
     )
     return make_cache(memory, config)
+
+
+def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, deterministic: bool) -> ModelRunner:
+    """What computes the steps of an engine on its model."""
+    model, device = loaded.model, loaded.device
+    if deterministic:
+        model.make_batch_invariant()
+    graphs = None
+    if not config.enforce_eager and model.decode_can_be_recorded:
+        graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
+    return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
+
+
+def check_settings(cache: object, config: object) -> None:
+    """Check the types of the settings of an engine.
+
+    Raises:
+        ArgumentError: one is of another type.
+    """
+    if not isinstance(cache, CacheConfig):
+        raise ArgumentError(f"cache must be a CacheConfig, such as CacheConfig(memory='4GiB'); got {shown(cache)}")
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ArgumentError(f"config must be an EngineConfig, or None; got {shown(config)}")
 
 
 def is_deterministic(config: CacheConfig, device: torch.device) -> bool:

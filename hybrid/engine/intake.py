@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybrid.cache.cache import HybridCache
 from hybrid.checks import shown
@@ -21,6 +21,9 @@ from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits, spellings
 from hybrid.units import ceil_div, format_bytes
+
+MAX_ID_CHARACTERS = 256
+"""The maximum length of a request id."""
 
 
 class Intake:
@@ -169,6 +172,23 @@ class Intake:
         raise MemoryBudgetError(
             f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there are "
             f"{most}; {remedy}"
+        )
+
+
+def check_request_id(request_id: object, is_used: Callable[[str], bool]) -> None:
+    """Check an id that a caller gives a request.
+
+    Raises:
+        ArgumentError: it is no text, or in use.
+    """
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARACTERS:
+        raise ArgumentError(
+            f"request_id must be a text of 1 to {MAX_ID_CHARACTERS} characters, or None; got {request_id!r:.100}"
+        )
+    if is_used(request_id):
+        raise ArgumentError(
+            f"request_id={request_id!r} is in use: its request waits, runs, or has an output that step() did not "
+            "return yet; give another id"
         )
 
 
