@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid.engine.planner import Layout, Plan
 from hybrid.engine.sampler import SamplingRows
@@ -63,6 +63,13 @@ class DecodeGraphs:
         self._capture: Capture = capture or capture_for(device)
         self._graphs: dict[Layout, Graph] = {}
         self._captures = True
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a module of the model has a hook, which a graph would not call: steps are launched then."""
+        return any(self._hooks)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

@@ -183,7 +183,7 @@ class ModelRunner:
             part.is_prefill or part.request.media or part.request.adapter for part in step.parts
         )
         most = MAX_CAPTURED_ROWS if not on_gpu else len(step.parts)
-        if self.graphs is not None and not needs_launches and len(step.parts) <= most:
+        if self.graphs is not None and not needs_launches and len(step.parts) <= most and not self.graphs.is_hooked:
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
             if not on_gpu:
                 padding = padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
