@@ -17,6 +17,7 @@ from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError, CheckpointError
+from hybrid.files import is_file
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
@@ -136,7 +137,7 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
 
     file = path / "generation_config.json"
     try:
-        if file.is_file():
+        if is_file(file):
             content = read_config(file)  # within limits
             if not isinstance(content, dict):
                 raise CheckpointError(f"{file} must hold one JSON object; it holds a {type(content).__name__}")

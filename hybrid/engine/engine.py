@@ -87,7 +87,7 @@ class Engine:
         self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
         # without a device of its own, nothing is computed while the next step is scheduled
         overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
-        self._steps = StepLoop(
+        steps = self._steps = StepLoop(
             cache,
             self.scheduler,
             runner or model_runner(loaded, cache, self.config, self.deterministic),
@@ -98,7 +98,7 @@ class Engine:
         self.adapters: Adapters = Adapters(
             loaded.model,
             self.config.adapter_bytes,
-            lambda: [request.adapter for request in self._steps.requests.values()],
+            lambda: [request.adapter for request in steps.requests.values()],  # without a circle: `del engine` frees it
             cache.check_owner,
         )
         self._intake = Intake(loaded, cache, self.adapters, self.config.max_model_len)
@@ -230,7 +230,7 @@ class Engine:
         outputs = Outputs()
         requests = [self._request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
-        hidden = not (sys.stderr.isatty() if progress is None else progress)
+        hidden = not (sys.stderr is not None and sys.stderr.isatty() if progress is None else progress)
         with (
             self._steps.aborting(requests),
             tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar,
@@ -411,19 +411,21 @@ class Engine:
 
     # Pins
 
-    def pin(self, prompt: Prompt, ttl: float = math.inf, *, namespace: str = "") -> Pin:
+    def pin(self, prompt: Prompt, ttl: float = math.inf, *, namespace: str = "", adapter: str | None = None) -> Pin:
         """Keep what is cached of a prompt from eviction.
 
         Args:
             ttl: seconds until the pin expires.
+            namespace: of the cache.
+            adapter: name of the LoRA adapter that it was computed with; None: it was computed without one.
 
         Raises:
-            ArgumentError: `ttl` is not a positive number.
+            ArgumentError: `ttl` is not a positive number, or there is no such adapter.
             PromptError: nothing of the prompt is cached.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
         self._claim()
-        key = self._intake.encode(prompt).key(namespace)
+        key = self._intake.key(prompt, namespace, adapter)
         with deferred_interrupts():
             pin = self.cache.pin(key, ttl)
         if pin is None:

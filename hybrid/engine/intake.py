@@ -15,7 +15,7 @@ from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.structured import Grammars
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, SamplingError
-from hybrid.key import check_namespace
+from hybrid.key import Key, check_namespace
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import TextStream
@@ -75,6 +75,22 @@ class Intake:
         """
         return self._encoder.encode(prompt, self._max_len - 1 if truncate == -1 else truncate)
 
+    def key(self, prompt: Prompt, namespace: str, adapter: str | None) -> Key:
+        """The key under which a prompt is cached.
+
+        Args:
+            adapter: the name of one; None: none.
+
+        Raises:
+            ArgumentError: the namespace is not a string, or there is no adapter of that name.
+            PromptError: the prompt has an unsupported form, or is too large.
+        """
+        return self.encode(prompt).key(self._namespace(namespace, adapter))
+
+    def _namespace(self, namespace: str, adapter: str | None) -> str:
+        check_namespace(namespace)
+        return namespace_of(self._adapters.named(adapter) if adapter is not None else None, namespace)
+
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs
     ) -> Request:
@@ -92,15 +108,14 @@ class Intake:
             PromptError: the prompt cannot be run.
             MemoryBudgetError: prompt and answer do not fit into the cache's memory.
         """
-        check_namespace(namespace)
         params = params if params is not None else self._loaded.default_params
         if not isinstance(params, SamplingParams):
             raise SamplingError(
                 f"params must be SamplingParams, such as SamplingParams(max_new_tokens=64); got "
                 f"{type(params).__name__} {shown(params)}"
             )
+        namespace = self._namespace(namespace, params.adapter)
         adapter = self._adapters.named(params.adapter) if params.adapter is not None else None
-        namespace = namespace_of(adapter, namespace)
         encoded = self.encode(prompt, params.truncate_prompt_tokens)
         num_tokens = len(encoded.ids)
         if not encoded.ids:
