@@ -23,6 +23,19 @@ class StateSteps(NamedTuple):
     write: Tensor
 
 
+class Unrolled(NamedTuple):
+    """Drafts that form trees, as the linear layers compute them: each path by itself from the state after the last
+    known token on, since no state is kept after a draft. What paths have in common is computed for each of them.
+
+    Attributes:
+        rows: `[N]` the decoded token that each step computes; `StateSteps` is about these steps.
+        places: `[R]` for each decoded token the first step that computes it.
+    """
+
+    rows: Tensor
+    places: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The R requests of a batch that are of one kind: those that prefill, or those that decode.
@@ -39,6 +52,8 @@ class Group:
             `state_write`: no state is written.
         num_splits: maximum number of parts the keys of a request are split into; None: as many as keep the device busy.
         run_starts: as `StateSteps.starts`, where there are drafts; None: every request has one token.
+        unrolled: where drafts form trees; then `state_read` and `state_write` are about its steps. None: every token
+            continues from the one before it.
     """
 
     rows: slice
@@ -49,6 +64,7 @@ class Group:
     state_write: Tensor
     num_splits: int | None
     run_starts: Tensor | None = None
+    unrolled: Unrolled | None = None
 
     @property
     def steps(self) -> StateSteps:
@@ -118,6 +134,8 @@ class Batch:
         log: the linear layers append what their states of the decoded tokens are computed from, in the order of the
             layers; None: it is not needed.
         adapted: the rows of each adapter.
+        copies: `[2, N]` slots from which keys and values are copied once they are written, and where to, on paths of
+            drafts; None: nothing is copied.
     """
 
     token_ids: Tensor
@@ -132,6 +150,7 @@ class Batch:
     embedded: Embedded | None = None
     log: list[tuple[Tensor, ...]] | None = None
     adapted: tuple[Adapted, ...] = ()
+    copies: Tensor | None = None
 
     @property
     def groups(self) -> tuple[Group, ...]:

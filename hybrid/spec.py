@@ -1,19 +1,62 @@
-"""The sizes of a hybrid model's cache: bytes per token, and bytes per sequence."""
+"""The one list of what a model keeps: every tensor per token, and every tensor per sequence.
+
+Whoever moves contents (memory, compaction, digests, files) iterates this list; there is no other. A tensor that
+is not on it is not kept.
+"""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 
+from hybrid.errors import ArgumentError
 from hybrid.units import ceil_div
 
 ALIGNMENT = 64
-"""Every tensor of a state slot starts at a multiple of this number of bytes."""
+"""Every tensor of a state slot starts at a multiple of this number of bytes; so does every tensor of a page that has
+several."""
+
+
+@dataclass(frozen=True)
+class TokenTensor:
+    """A tensor that is kept per token, in pages.
+
+    Attributes:
+        name: the name under which the model reads and writes it.
+        outer: dimensions before the tokens: layers first.
+        inner: dimensions after the tokens.
+        dtype: type of its elements.
+        block: tokens that share one row, as in an index over blocks of keys. A page holds whole blocks.
+        window: size of a sliding window: tokens before it are never read. None: all tokens are.
+    """
+
+    name: str
+    outer: tuple[int, ...]
+    inner: tuple[int, ...]
+    dtype: torch.dtype
+    block: int = 1
+    window: int | None = None
+
+    @classmethod
+    def kv(cls, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> TokenTensor:
+        """Keys and values of layers with full attention: "kv", `[layers, 2, tokens, heads, head_dim]`."""
+        return cls("kv", (layers, 2), (heads, head_dim), dtype)
+
+    def shape(self, page_size: int) -> tuple[int, ...]:
+        """Its shape in a page."""
+        return (*self.outer, page_size // self.block, *self.inner)
+
+    def num_bytes(self, page_size: int) -> int:
+        """Bytes in a page."""
+        return prod(self.shape(page_size)) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a sequence's state.
+    """One tensor of a sequence's state: a window of a convolution, a recurrent state, a history of token ids.
 
     Attributes:
         name: the name under which the model reads and writes it.
@@ -31,38 +74,81 @@ class StateTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class HybridSpec:
-    """What the cache needs to know about a model.
+class Place(NamedTuple):
+    """Where a tensor is in a page, or in a state slot.
 
     Attributes:
-        page_layers: number of full-attention layers.
-        kv_heads: key/value heads of each of them.
-        head_dim: size of a head.
-        kv_dtype: type of keys and values.
-        state: the tensors of one sequence's state, over all linear-attention layers.
+        name, shape, dtype: of the tensor.
+        start: its first byte.
+        num_bytes: its size.
     """
 
-    page_layers: int
-    kv_heads: int
-    head_dim: int
-    kv_dtype: torch.dtype
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class HybridSpec:
+    """What a model keeps.
+
+    Attributes:
+        tokens: the tensors per token, over all layers that keep any.
+        state: the tensors of one sequence's state, over all linear-attention layers.
+
+    Raises:
+        ArgumentError: two tensors have one name.
+    """
+
+    tokens: tuple[TokenTensor, ...]
     state: tuple[StateTensor, ...]
 
+    def __post_init__(self) -> None:
+        for names in ([tensor.name for tensor in self.tokens], [tensor.name for tensor in self.state]):
+            twice = [name for name in names if names.count(name) > 1]
+            if twice:
+                raise ArgumentError(f"HybridSpec: two tensors are named {twice[0]!r}; give each its own name")
+
+    def page_places(self, page_size: int) -> tuple[Place, ...]:
+        """Where each tensor per token is in a page.
+
+        Raises:
+            ArgumentError: a page would end inside a block of a tensor.
+        """
+        places, end = [], 0
+        for tensor in self.tokens:
+            if page_size % tensor.block:
+                raise ArgumentError(
+                    f"{tensor.name!r} keeps a row for every {tensor.block} tokens, and a page of {page_size} tokens "
+                    f"would end inside one; choose a page_size that is a multiple of {tensor.block}"
+                )
+            num_bytes = tensor.num_bytes(page_size)
+            places.append(Place(tensor.name, tensor.shape(page_size), tensor.dtype, end, num_bytes))
+            end = _aligned(end + num_bytes)
+        return (*places,)
+
     def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page: K and V of `page_size` tokens in every full-attention layer."""
-        return self.page_layers * 2 * page_size * self.kv_heads * self.head_dim * self.kv_dtype.itemsize
+        """Bytes of one page. A tensor that is alone fills its page."""
+        places = self.page_places(page_size)
+        end = places[-1].start + places[-1].num_bytes
+        return _aligned(end) if len(places) > 1 else end
 
     @property
-    def state_offsets(self) -> tuple[int, ...]:
-        """Offset of each tensor within a slot, in bytes."""
-        offsets, end = [], 0
+    def state_places(self) -> tuple[Place, ...]:
+        """Where each tensor per sequence is in a state slot."""
+        places, end = [], 0
         for tensor in self.state:
-            offsets.append(end)
-            end += ceil_div(tensor.num_bytes, ALIGNMENT) * ALIGNMENT
-        return (*offsets,)
+            places.append(Place(tensor.name, tensor.shape, tensor.dtype, end, tensor.num_bytes))
+            end = _aligned(end + tensor.num_bytes)
+        return (*places,)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one state slot."""
-        return sum(ceil_div(tensor.num_bytes, ALIGNMENT) * ALIGNMENT for tensor in self.state)
+        """Bytes of one state slot. A model without states has empty slots, so that the same bookkeeping serves it."""
+        return sum(_aligned(tensor.num_bytes) for tensor in self.state) or ALIGNMENT
+
+
+def _aligned(num_bytes: int) -> int:
+    return ceil_div(num_bytes, ALIGNMENT) * ALIGNMENT

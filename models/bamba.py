@@ -15,9 +15,18 @@ from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
 from hybrid.kernels.reference.elementwise import rotate, silu, softplus
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import MLP, DepthwiseWeight, Linear, ResidualLayer, RMSNorm, Rotary
+from hybrid.models.layers import (
+    MLP,
+    DepthwiseWeight,
+    Linear,
+    ResidualLayer,
+    RMSNorm,
+    Rotary,
+    copy_keys_and_values,
+    decode_linear,
+)
 from hybrid.models.weights import Layouts, Source
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 
 class GroupedGatedNorm(nn.Module):
@@ -72,9 +81,7 @@ class Mamba2(nn.Module):
             parts.append(self._with_skip(rule, y))
         if (decodes := batch.decodes) is not None:
             inputs = (mixed[decodes.rows], dt[decodes.rows])
-            if batch.log is not None:
-                batch.log.append(inputs)
-            parts.append(self.step(inputs, decodes.steps, state))
+            parts.append(decode_linear(self, inputs, decodes, batch, state))
         total = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj(self.norm(total.flatten(1), gate), batch)
 
@@ -123,6 +130,7 @@ class BambaAttention(nn.Module):
         v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, -1))
         pages, scale = kv[:, self.layer], self.head_dim**-0.5
         kernels.store_kv(k, v, pages, batch.slot_mapping)
+        copy_keys_and_values(pages, batch.copies)
         parts = []
         for part in batch.groups:
             places = (part.block_table, part.cu_seqlens, part.seq_lens)
@@ -179,11 +187,9 @@ class BambaForCausalLM(CausalLM):
         linear_layers, heads = kinds.count("linear_attention"), config.mamba_n_heads
         channels = heads * config.mamba_d_head + 2 * config.mamba_n_groups * config.mamba_d_state
         state = (linear_layers, heads, config.mamba_d_state, config.mamba_d_head)
+        head_dim = config.hidden_size // config.num_attention_heads
         return HybridSpec(
-            page_layers=kinds.count("full_attention"),
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
-            kv_dtype=dtype,
+            tokens=(TokenTensor.kv(kinds.count("full_attention"), config.num_key_value_heads, head_dim, dtype),),
             state=(
                 StateTensor("recurrent", state, torch.float32),
                 StateTensor("conv", (linear_layers, config.mamba_d_conv - 1, channels), dtype),

@@ -4,11 +4,12 @@ Parameters have the names of the checkpoint. A layer works on the rows of a pack
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, Group, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import ALIGNMENT, COMPILED, ONE_BY_ONE, Products, can_compile, choose, linear
 
@@ -148,6 +149,47 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
         return self.down_proj(kernels.silu_and_mul(self.gate_proj(x, batch), self.up_proj(x, batch)), batch)
+
+
+class LinearMixer(Protocol):
+    """A linear-attention layer."""
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """Compute decoded tokens.
+
+        Args:
+            inputs: `[N, ...]` what the states after them are computed from.
+            steps: where states are read and written.
+            state: the state pool's tensors by name; written.
+        """
+        ...
+
+
+def decode_linear(
+    mixer: LinearMixer, inputs: tuple[Tensor, ...], decodes: Group, batch: Batch, state: dict[str, Tensor]
+) -> Tensor:
+    """A linear-attention layer's output for the decoded tokens of a batch, one row each, from their `inputs`, which go
+    to the batch's log if it has one."""
+    if batch.log is not None:
+        batch.log.append(inputs)
+    if decodes.unrolled is None:
+        return mixer.step(inputs, decodes.steps, state)
+    rows, places = decodes.unrolled
+    return mixer.step(tuple(part[rows] for part in inputs), decodes.steps, state)[places]
+
+
+def copy_keys_and_values(pages: Tensor, copies: Tensor | None) -> None:
+    """Copy keys and values of one layer from slots to others.
+
+    Args:
+        pages: `[num_pages, 2, page_size, kv_heads, head_dim]`; written.
+        copies: `Batch.copies`.
+    """
+    if copies is None:
+        return
+    (source, target), page_size = copies, pages.shape[2]
+    kept = pages[source // page_size, :, source % page_size]
+    kernels.store_kv(kept[:, 0], kept[:, 1], pages, target)
 
 
 class ResidualLayer(nn.Module):

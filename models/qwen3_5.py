@@ -14,9 +14,19 @@ from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.models.causal_lm import CausalLM
-from hybrid.models.layers import MLP, DepthwiseWeight, GatedRMSNorm, Linear, ResidualLayer, RMSNorm, Rotary
+from hybrid.models.layers import (
+    MLP,
+    DepthwiseWeight,
+    GatedRMSNorm,
+    Linear,
+    ResidualLayer,
+    RMSNorm,
+    Rotary,
+    copy_keys_and_values,
+    decode_linear,
+)
 from hybrid.models.mtp import MultiTokenPredictor
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 
 class GatedDeltaNet(nn.Module):
@@ -66,9 +76,7 @@ class GatedDeltaNet(nn.Module):
             )
         if decodes is not None:
             inputs = (mixed[decodes.rows], a[decodes.rows], b[decodes.rows])
-            if batch.log is not None:
-                batch.log.append(inputs)
-            parts.append(self.step(inputs, decodes.steps, state))
+            parts.append(decode_linear(self, inputs, decodes, batch, state))
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.out_proj(self.norm(y, gate).flatten(1), batch)
 
@@ -118,6 +126,7 @@ class Attention(nn.Module):
         v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, self.head_dim))
         pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
         q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
+        copy_keys_and_values(pages, batch.copies)
         # prompts and decoded tokens have different kernels: a tile of queries, or splits of the keys in parallel
         parts = [
             kernels.paged_attention(
@@ -196,6 +205,7 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
+        full_layers = config.layer_types.count("full_attention")
         linear_layers = config.layer_types.count("linear_attention")
         heads, key_dim, value_dim = (
             config.linear_num_value_heads,
@@ -204,10 +214,7 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
         )
         channels = 2 * config.linear_num_key_heads * key_dim + heads * value_dim
         return HybridSpec(
-            page_layers=config.layer_types.count("full_attention"),
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            kv_dtype=dtype,
+            tokens=(TokenTensor.kv(full_layers, config.num_key_value_heads, config.head_dim, dtype),),
             state=(
                 StateTensor("recurrent", (linear_layers, heads, key_dim, value_dim), torch.float32),
                 StateTensor("conv", (linear_layers, config.linear_conv_kernel_dim - 1, channels), dtype),

@@ -102,6 +102,14 @@ class Allocator:
             self._elastic.compactor.note_private(lease, pages)
         lease.block_table.extend(pages)
 
+    def exchange_pages(self, lease: Lease, first: int, second: int) -> None:
+        """Two private pages of a request change places in its block table."""
+        table = lease.block_table
+        table[first], table[second] = table[second], table[first]
+        if self._elastic is not None:
+            for place in (first, second):
+                self._elastic.compactor.note_place(table[place], place)
+
     def free_pages(self, pages: Sequence[int]) -> None:
         """Free pages of a request."""
         self._pages.free(pages)

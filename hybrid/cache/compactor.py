@@ -42,6 +42,10 @@ class Compactor:
             self._owners[page] = lease
             self._places[page] = place
 
+    def note_place(self, page: int, place: int) -> None:
+        """A private page is at another place in the block table of its lease."""
+        self._places[page] = place
+
     def note_pages(self, pages: Iterable[int], node: Node) -> None:
         """A node was inserted with these pages, which were private to a lease."""
         for page in pages:

@@ -44,7 +44,7 @@ class Liar(Drafter):
         half = [rng.choice(pair) for pair in zip(right, wrong, strict=False)]
         chosen: list[int] = rng.choice((right, right, wrong, half))
         chain = range(-1, len(chosen) - 1)
-        lie = rng.randrange(12)
+        lie = rng.randrange(15)
         if lie == 0:
             raise RuntimeError("the drafter fails")
         return {
@@ -56,4 +56,19 @@ class Liar(Drafter):
             6: (chosen, [*chain, 5]),
             7: ([float(token) for token in chosen], chain),
             8: ([*wrong, *chosen], [*range(-1, len(wrong) - 1), *(parent + len(wrong) for parent in chain)]),
+            9: self._branched(right[: limit // 2], wrong),
+            10: self._branched(right[: limit // 2], wrong),
+            11: (wrong, [rng.randrange(-1, at) if at else -1 for at in range(limit)]),
         }.get(lie, (chosen, chain))  # type: ignore[return-value]
+
+    @staticmethod
+    def _branched(right: list[int], wrong: list[int]) -> Proposal:
+        """A tree in which a wrong token comes before each right one."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        last = -1
+        for good, bad in zip(right, wrong, strict=False):
+            tokens += [bad, good]
+            parents += [last, last]
+            last = len(tokens) - 1
+        return tokens, parents

@@ -22,9 +22,17 @@ class Known(Drafter):
         answers: by prompt.
         wrong_every: n; 0: none is wrong.
         stride: of three calls it drafts in this many.
+        as_tree: a wrong token comes before each token of the answer, and one follows it.
     """
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], wrong_every: int = 0, stride: int = 3) -> None:
+    def __init__(
+        self,
+        answers: dict[tuple[int, ...], list[int]],
+        wrong_every: int = 0,
+        stride: int = 3,
+        as_tree: bool = False,
+    ) -> None:
+        self._as_tree = as_tree
         self._answers = answers
         self._wrong_every = wrong_every
         self._stride = stride
@@ -37,7 +45,21 @@ class Known(Drafter):
         if self._wrong_every:
             start = len(history)
             tokens = [token ^ ((start + at) % self._wrong_every == 0) for at, token in enumerate(tokens)]
+        if self._as_tree:
+            return self._tree(tokens, limit)
         return tokens, range(-1, len(tokens) - 1)
+
+    @staticmethod
+    def _tree(tokens: list[int], limit: int) -> tuple[list[int], list[int]]:
+        """Tokens each of which has a wrong one before and after it with the same parent, in order."""
+        drafts: list[int] = []
+        parents: list[int] = []
+        last = -1
+        for token in tokens[: limit // 3]:
+            drafts += [token ^ 1, token, token ^ 2]
+            parents += [last, last, last]
+            last = len(drafts) - 2
+        return drafts, parents
 
     def following(self, history: History, limit: int) -> list[int]:
         """The next tokens of the answer."""
@@ -57,6 +79,8 @@ def drafts(judge: Judge) -> list[Check]:
             "half right": Known(answers, wrong_every=3),
             "wrong": Known(answers, wrong_every=1),
             "right ones in every third pass": Known(answers, stride=1),
+            "trees": Known(answers, as_tree=True),
+            "half right trees": Known(answers, wrong_every=3, as_tree=True),
             "lies": Liar(0, judge.engine.model.config.vocab_size, right.following),
         }
         checks += [_check(judge, f"drafts, {mode}: {name}", own, prompts, params) for name, own in drafters.items()]

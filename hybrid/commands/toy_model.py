@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +86,7 @@ class ToyRunner:
         self.states: dict[int, int | None] = {EMPTY_STATE: 0}
         self.wrong_contents: int = 0
         self._pages: dict[int, bytes] = {}
+        self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._is_broken = is_broken
 
@@ -99,13 +100,18 @@ class ToyRunner:
 
     def _compute(self, part: Part) -> Result:
         lease, start = part.lease, part.start * TOKEN_BYTES
-        request = part.request
-        known = request.ids[: part.end] + array("i", part.drafts.tokens if part.drafts is not None else ())
-        drafted = known.tobytes() if request.media is None else request.media.key(known, "").ids
-        ids = drafted[: part.end * TOKEN_BYTES]
+        ids = _keyed(part, ())
         state = self.states.get(lease.read_slot)
         is_broken = self._is_broken()
-        self._write_pages(part, drafted)
+        self._write_pages(part, ids, lease.block_table, part.start)
+        if part.drafts is not None:
+            for number, path in enumerate(part.paths):
+                keyed = _keyed(part, [part.drafts.tokens[at] for at in path])
+                if part.branches is None or number == 0:
+                    self._write_pages(part, keyed, lease.block_table, part.end)
+                else:  # the page of the first draft is copied
+                    table = part.branches.table(number, lease.block_table)
+                    self._write_pages(part, keyed, table, part.end // self._page_size * self._page_size)
         self.wrong_contents += self._read_pages(part) != ids or state != zlib.crc32(ids[:start])
         for checkpoint in lease.captured:
             if part.start < checkpoint.num_tokens <= part.end:
@@ -116,31 +122,31 @@ class ToyRunner:
         assert slot is not None
         self.states[slot] = after
         if part.drafts is not None and after is not None:
-            return Result(True, self._verify(part, part.drafts, after, drafted[len(ids) :]))
+            return self._verify(part, part.drafts, after, len(ids))
         return Result(after is not None, (after % VOCAB_SIZE,) if part.samples and after is not None else ())
 
-    def _verify(self, part: Part, drafts: Drafts, state: int, ids: bytes) -> tuple[int, ...]:
-        """Accept drafts, and keep the states after them as `hybrid.engine.verification` says. Returns the tokens."""
-        states = [state]
-        for at in range(len(drafts)):
-            states.append(zlib.crc32(ids[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES], states[-1]))
+    def _verify(self, part: Part, drafts: Drafts, state: int, start: int) -> Result:
+        """Accept drafts, and keep the states after them as `hybrid.engine.verification` says. The tokens known before
+        them have `start` bytes of the key."""
+        states = [zlib.crc32(_keyed(part, tokens)[start:], state) for tokens in drafts.after()]
         sampled = [each % VOCAB_SIZE for each in states]
-        count = len(accepted(drafts, sampled, lambda token: part.request.is_end(token, frozenset())))
+        path = accepted(drafts, sampled, lambda token: part.request.is_end(token, frozenset()))
+        kept = [states[0], *(states[at + 1] for at in path)]
         front, back = (part.lease.back, part.lease.front) if part.swaps else (part.lease.front, part.lease.back)
         assert front is not None
-        boundary = part.boundary_before(part.end + count)
+        boundary = part.boundary_before(part.end + len(path))
         if boundary is None:
-            self.states[front] = states[count]
+            self.states[front] = kept[-1]
         else:
             assert back is not None
-            self.states[front], self.states[back] = states[boundary - part.end], states[count]
-        return tuple(sampled[: count + 1])
+            self.states[front], self.states[back] = kept[boundary - part.end], kept[-1]
+        return Result(True, tuple(sampled[at + 1] for at in (-1, *path)), path=tuple(path))
 
-    def _write_pages(self, part: Part, ids: bytes) -> None:
-        """Write the tokens of a part to the pages that are its lease's own."""
-        size, table = self._page_bytes, part.lease.block_table
-        for at in range(max(part.start * TOKEN_BYTES // size, part.lease.num_shared), ceil_div(len(ids), size)):
-            begin = max(part.start * TOKEN_BYTES - at * size, 0)
+    def _write_pages(self, part: Part, ids: bytes, table: array[int], start: int) -> None:
+        """Write the tokens of a key from `start` on to those pages of a table that are the lease's own."""
+        size, first = self._page_bytes, start * TOKEN_BYTES
+        for at in range(max(first // size, part.lease.num_shared), ceil_div(len(ids), size)):
+            begin = max(first - at * size, 0)
             self._pages[table[at]] = self._pages.get(table[at], b"")[:begin] + ids[at * size + begin : (at + 1) * size]
 
     def _read_pages(self, part: Part) -> bytes:
@@ -158,6 +164,12 @@ class ToyRunner:
         """Copy each state slot (key) to its new place (value). No place is both."""
         for source, target in moves.items():
             self.states[target] = self.states.get(source)
+
+
+def _keyed(part: Part, drafts: Sequence[int]) -> bytes:
+    """The key of the tokens of a request up to the end of a part, and of drafts after them."""
+    ids, media = part.request.ids[: part.end] + array("i", drafts), part.request.media
+    return ids.tobytes() if media is None else media.key(ids, "").ids
 
 
 def _advance(state: int | None, ids: bytes) -> int | None:

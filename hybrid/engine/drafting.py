@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hybrid.cache.cache import HybridCache
+from hybrid.cache.paths import exchange, extend
+from hybrid.engine.branches import Branches
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
+from hybrid.speculation.drafts import Drafts
 from hybrid.speculation.speculator import DrafterStats, Speculator
 from hybrid.units import ceil_div
 
@@ -60,31 +63,49 @@ class Drafting:
         if drafts is None:
             return
         part.num_pages = len(lease.block_table)
-        if not self._cache.reserve(lease, part.end + len(drafts)):
-            drafts = drafts.first(part.num_pages * config.page_size - part.end)
-            if not len(drafts):
-                return
+        if not drafts.is_chain:
+            part.branches = self._branches(part, drafts)
+        if part.branches is None:
+            drafts = drafts.first_path()
+            if not self._cache.reserve(lease, part.end + len(drafts)):
+                drafts = drafts.first(part.num_pages * config.page_size - part.end)
+                if not len(drafts):
+                    return
         part.drafts = drafts
-        if not self._deterministic and boundary < part.end + len(drafts) and self._cache.take_back(lease):
+        if not self._deterministic and boundary < part.end + max(drafts.depths) and self._cache.take_back(lease):
             part.boundary = boundary
 
-    def accept(self, part: Part, num_accepted: int) -> None:
-        """The drafts of a part were computed, and `num_accepted` of them are what comes next: count these as computed,
-        and free the pages of the others."""
+    def _branches(self, part: Part, drafts: Drafts) -> Branches | None:
+        """The paths of a tree of drafts with the memory for them, which must be free: nothing is evicted for paths of
+        which only one is kept. None: it is not, and nothing was allocated."""
+        lease, page_size = part.lease, self._cache.config.page_size
+        num_pages = max(len(lease.block_table), ceil_div(part.end + max(drafts.depths), page_size))
+        branches = Branches.of(drafts, part.end, page_size, num_pages)
+        if branches.places[0] < lease.num_shared or not extend(self._cache, lease, branches.num_pages):
+            return None
+        return branches
+
+    def accept(self, part: Part, path: Sequence[int]) -> None:
+        """The drafts of a part were computed, and those of `path` are what comes next: count these as computed, and
+        free the pages of the others."""
         request, lease, drafts = part.request, part.lease, part.drafts
         if drafts is None or not part.is_alive:
             return
-        end = part.end + num_accepted
+        end, page_size = part.end + len(path), self._cache.config.page_size
+        if path and part.branches is not None:
+            first, own = part.branches.places[0], part.branches.places[part.branches.home[path[-1]]]
+            for page in range(ceil_div(end, page_size) - first if own != first else 0):
+                exchange(self._cache, lease, first + page, own + page)
         boundary = part.boundary_before(end)
         if boundary is not None:
             self._cache.advance(lease, boundary)
             self._cache.swap(lease)
         self._cache.advance(lease, end)
-        self._cache.trim(lease, max(part.num_pages, ceil_div(end, self._cache.config.page_size)))
+        self._cache.trim(lease, max(part.num_pages, ceil_div(end, page_size)))
         request.num_computed = end
         request.num_drafted += len(drafts)
-        request.num_accepted += num_accepted
-        self._speculator.verified(request.history, drafts, num_accepted)
+        request.num_accepted += len(path)
+        self._speculator.verified(request.history, drafts, path)
 
     def timed(self, step: Step, seconds: float) -> None:
         """A step was computed, in this time."""

@@ -36,6 +36,7 @@ class Result(NamedTuple):
         logprobs: `{token_id: logprob}` of each token; None unless requested.
         prompt_logprobs: `{token_id: logprob}` of tokens of the prompt after those that have them.
         forks: the first token of each other answer to the prompt, and its `{token_id: logprob}`.
+        path: indices of the drafts that were accepted.
     """
 
     is_finite: bool
@@ -43,11 +44,7 @@ class Result(NamedTuple):
     logprobs: tuple[dict[int, float], ...] | None = None
     prompt_logprobs: tuple[dict[int, float], ...] = ()
     forks: tuple[tuple[int, dict[int, float] | None], ...] = ()
-
-    @property
-    def num_accepted(self) -> int:
-        """Number of drafts that were accepted."""
-        return max(0, len(self.tokens) - 1)
+    path: tuple[int, ...] = ()
 
 
 class Pending(Protocol):
@@ -113,7 +110,8 @@ class PendingTokens:
             known = None
             if logprobs is not None and part.num_logprobs is not None:
                 known = tuple(_logprobs_of(logprobs, start + row, own[row], part.num_logprobs) for row in rows)
-            result = Result(is_finite, tuple(own[row] for row in rows) if part.samples else (), known)
+            chosen = tuple(own[row] for row in rows) if part.samples else ()
+            result = Result(is_finite, chosen, known, path=tuple(path))
             if part.num_prompt_logprobs is not None or part.forks:
                 result = _with_more(result, part, own, start, logprobs)
             results.append(result)

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.batch import Adapted, Batch, Embedded, Group
+from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
 from hybrid.engine.constraints import Edits
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
+from hybrid.engine.unroll import tables_of_drafts, unroll
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.memory.pool import EMPTY_STATE
@@ -26,6 +27,9 @@ from hybrid.speculation.drafts import Drafts
 
 BATCH_INVARIANT_SPLITS = 16
 """Number of pieces into which the keys of a decoded token are split when results must not depend on the batch."""
+
+STEPS = "decodes.steps"
+"""The piece of a layout with `Unrolled.rows`, where drafts form trees."""
 
 SAMPLING = "sampling"
 """The last piece of a layout, where there is one: how tokens are sampled."""
@@ -192,6 +196,8 @@ class Plan:
     def batch(self, numbers: Tensor) -> Batch:
         """The batch as views of numbers of this layout."""
 
+        is_tree = STEPS in self.layout
+
         def view(name: str) -> Tensor:
             return self._view(numbers, name)
 
@@ -207,6 +213,7 @@ class Plan:
                 state_write=view(f"{kind}.state_write"),
                 num_splits=self.splits[kind],
                 run_starts=view(f"{kind}.run_starts") if f"{kind}.run_starts" in self.layout else None,
+                unrolled=Unrolled(view(STEPS), view(f"{STEPS}.places")) if is_tree and kind == "decodes" else None,
             )
 
         return Batch(
@@ -225,6 +232,7 @@ class Plan:
                 Adapted(view(f"adapted.{index}"), blocks, adapter.weights)
                 for index, (adapter, blocks) in enumerate(self.adapted)
             ),
+            copies=view("copies") if is_tree else None,
         )
 
     def _embeddings(self, device: torch.device) -> Tensor:
@@ -278,7 +286,7 @@ def plan(
     width = padding.width if padding is not None else 0
     starts = [0, *accumulate(part.num_rows for part in parts)]
     pieces, num_tokens = _Pieces(), starts[-1] + filler
-    positions = [position for part in parts for position in range(part.start, part.start + part.num_rows)]
+    positions = [position for part in parts for position in part.positions]
     _add_tokens(pieces, parts, positions, page_size, filler)
     sampled = tuple(SampledRows.of(part) for part in parts)
     rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in own.rows(end)]
@@ -351,8 +359,9 @@ def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions:
     for part, row in zip(parts, starts, strict=False):
         if part.request.media is None:
             continue
-        end = part.start + part.num_rows
-        rotary[:, row : row + part.num_rows] = part.request.media.rotary_positions(part.start, end)
+        own = part.positions
+        angles = part.request.media.rotary_positions(part.start, max(own) + 1)
+        rotary[:, row : row + part.num_rows] = angles[:, [position - part.start for position in own]]
         for first, values in part.request.media.embeddings(part.start, part.end):
             rows += range(row + first, row + first + len(values))
             embeddings.append(values)
@@ -369,8 +378,7 @@ def _choices(parts: list[Part], sampled: tuple[SampledRows, ...]) -> list[Sample
             rows.append(part.request.sample_row() if own.samples else None)
             continue
         rows += [None] * own.before
-        drafts = own.drafts.tokens if own.drafts is not None else ()
-        paths = [drafts[:ahead] for ahead in range(len(drafts) + 1)]
+        paths = own.drafts.after() if own.drafts is not None else [()]
         rows += [part.request.sample_row(path) if own.samples else None for path in paths]
         if own.forks:
             rows += [fork.sample_row() for fork in part.request.forks]
@@ -421,21 +429,33 @@ def _add_prefills(pieces: _Pieces, parts: list[Part], starts: list[int]) -> None
 
 def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
-    lengths = [part.start + row for part in parts for row in range(1, part.num_rows + 1)]
-    read, write = [], []
+    lengths = [position + 1 for part in parts for position in part.positions]
+    read: list[int] = []
+    write: list[int | None] = []
+    run_starts = [0]
     for part in parts:
-        read += [part.lease.read_slot, *[-1] * (part.num_rows - 1)]
-        write += [_write_slot(part), *[-1] * (part.num_rows - 1)]
+        paths = part.paths
+        read += [part.lease.read_slot, *[-1] * len(paths[0])]
+        write += [_write_slot(part), *[-1] * sum(map(len, paths))]
+        for path in paths[1:]:
+            read += [write[run_starts[-1]], *[-1] * (len(path) - 1)]
+        run_starts.append(len(read))
     rows = len(lengths) + filler
     pieces.add("decodes.cu_seqlens", range(rows + 1), (rows + 1,))
     pieces.add("decodes.seq_lens", lengths + [0] * filler, (rows,))
     table = np.repeat(_block_table(parts, filler, width), [part.num_rows for part in parts] + [1] * filler, axis=0)
+    for row, pages in tables_of_drafts(parts):
+        table[row, : len(pages)] = pages
     pieces.add("decodes.block_table", table, table.shape)
     pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (rows,))
     pieces.add("decodes.state_write", write + [-1] * filler, (rows,))
     if len(lengths) > len(parts):
-        starts = [0, *accumulate(part.num_rows for part in parts)]
-        pieces.add("decodes.run_starts", starts, (len(starts),))
+        pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
+    if any(part.branches is not None for part in parts):
+        steps, places, copies = unroll(parts)
+        pieces.add(STEPS, steps, (len(steps),))
+        pieces.add(f"{STEPS}.places", places, (len(places),))
+        pieces.add("copies", copies, (2, len(copies[0])))
 
 
 def _block_table(parts: list[Part], filler: int, width: int) -> np.ndarray:
@@ -456,9 +476,14 @@ def _slots(part: Part, page_size: int) -> list[int]:
     Raises:
         AuditError: the lease has no page for one of them.
     """
-    table, private, end = part.lease.block_table, part.lease.num_shared * page_size, part.start + part.num_rows
+    table, private = part.lease.block_table, part.lease.num_shared * page_size
+    branches, end = part.branches, max(part.positions) + 1
     if end > len(table) * page_size:
         raise AuditError(f"plan: {part.request.request_id} has {len(table)} pages for {end} tokens")
+    if branches is not None:
+        drafts = zip(branches.home, part.positions[1:], strict=True)
+        known = table[part.start // page_size] * page_size + part.start % page_size
+        return [known if part.start >= private else -1, *(branches.slot(home, at, table) for home, at in drafts)]
     first = min(max(part.start, private), end)
     own = [table[at // page_size] * page_size + at % page_size for at in range(first, end)]
     return [-1] * (first - part.start) + own

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybrid.cache.lease import Lease
+from hybrid.engine.branches import Branches
 from hybrid.engine.request import Request
 from hybrid.speculation.drafts import Drafts
 
@@ -21,6 +24,7 @@ class Part:
         boundary: a position on the grid among the drafts: if they are accepted beyond it, its state is kept in the
             back. None: there is none.
         num_pages: pages that the lease needs without the drafts.
+        branches: the paths of drafts that are a tree; None: they are a chain.
     """
 
     request: Request
@@ -32,6 +36,7 @@ class Part:
     drafts: Drafts | None = None
     boundary: int | None = None
     num_pages: int = 0
+    branches: Branches | None = None
 
     def boundary_before(self, end: int) -> int | None:
         """The boundary, if it is before this position."""
@@ -41,6 +46,23 @@ class Part:
     def num_rows(self) -> int:
         """Number of tokens that are computed."""
         return self.end - self.start + (len(self.drafts) if self.drafts is not None else 0)
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """The position of each token that is computed."""
+        if self.branches is None or self.drafts is None:
+            return range(self.start, self.start + self.num_rows)
+        return [*range(self.start, self.end), *(self.end - 1 + depth for depth in self.drafts.depths)]
+
+    @property
+    def paths(self) -> Sequence[Sequence[int]]:
+        """The paths of its drafts: their indices."""
+        return self.branches.paths if self.branches is not None else (range(self.num_rows - 1),)
+
+    def table(self, draft: int) -> array[int]:
+        """The page ids that a draft sees."""
+        table, branches = self.lease.block_table, self.branches
+        return table if branches is None else branches.table(branches.home[draft], table)
 
     @property
     def is_alive(self) -> bool:

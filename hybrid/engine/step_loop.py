@@ -179,7 +179,7 @@ class StepLoop:
         if not result.is_finite:
             raise NonFiniteError(NOT_FINITE)
         if self._scheduler.drafting is not None:
-            self._scheduler.drafting.accept(part, result.num_accepted)
+            self._scheduler.drafting.accept(part, result.path)
         for at, token in enumerate(result.tokens):
             if request.finish_reason is not None:
                 break

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import cache_utils
 
 from hybrid.errors import UnsupportedModelError
-from hybrid.spec import ALIGNMENT
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 
 def _classes(*names: str) -> tuple[Any, ...]:
@@ -78,8 +78,10 @@ class TokenPart:
     window: int | None
 
     @property
-    def token_bytes(self) -> int:
-        return self.heads * self.head_dim * self.dtype.itemsize
+    def kept(self) -> TokenTensor:
+        """The tensor of a page, `[heads, page_size, head_dim]`."""
+        name = f"{self.layer}.{self.name}"
+        return TokenTensor(name, (self.heads,), (self.head_dim,), self.dtype, window=self.window)
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,9 @@ class StatePart:
     device: torch.device
 
     @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+    def kept(self) -> StateTensor:
+        """The tensor of a state slot."""
+        return StateTensor(f"{self.layer}.{self.kind}.{self.index}", self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -136,19 +139,10 @@ class Layout:
         windows = [part.window - 1 for part in self.tokens if part.window is not None]
         return max(grid, min([MAX_PASS_TOKENS, *windows]) // grid * grid)
 
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page, a multiple of `ALIGNMENT`."""
-        return sum(align(part.token_bytes * page_size) for part in self.tokens)
-
     @property
-    def state_bytes(self) -> int:
-        """Bytes of a state slot. Models without states have empty slots, so that the same bookkeeping serves them."""
-        return sum(align(part.num_bytes) for part in self.states) or ALIGNMENT
-
-
-def align(num_bytes: int) -> int:
-    """`num_bytes` rounded up to a multiple of `ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    def spec(self) -> HybridSpec:
+        """What is kept of it, in the same order."""
+        return HybridSpec(tuple(part.kept for part in self.tokens), tuple(state.kept for state in self.states))
 
 
 def refuse_unsupported(layers: Sequence[Any], model_name: str) -> None:

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import NonFiniteError
-from hybrid.hf.layers import Layout, align, fill, is_finite, token_tensor
+from hybrid.hf.layers import Layout, fill, is_finite, token_tensor
 from hybrid.memory.arena import PieceLayout
+from hybrid.memory.tensors import CacheTensors
 
 MAX_SLICES = 16
 """Runs of consecutive pages up to which they are copied one by one."""
 
 
 class PageMemory:
-    """The tensors of pages and state slots. It is also the mover of their contents (`hybrid.Mover`).
+    """The tensors of pages and state slots, in which layers of transformers' caches are written and restored.
 
     Args:
         layout: what the model's cache stores.
@@ -36,29 +37,19 @@ class PageMemory:
 
     Attributes:
         layout: what the model's cache stores.
+        tensors: the contents; the mover of the bookkeeping.
     """
 
     def __init__(self, layout: Layout, page_size: int, num_bytes: int, device: torch.device) -> None:
         self.layout = layout
         self._page_size = page_size
-        pieces = PieceLayout.of(layout.page_bytes(page_size), layout.state_bytes)
-        num_pieces = num_bytes // pieces.num_bytes + 1
-        memory = torch.empty(num_pieces, pieces.num_bytes, dtype=torch.uint8, device=device)
-        self._pages = memory.view(num_pieces * pieces.pages, -1)
-        self._slots = memory.view(num_pieces * pieces.states, -1)
-        self._tokens: list[Tensor] = []  # per part: [num_pages, heads, page_size, head_dim]
-        start = 0
-        for part in layout.tokens:
-            end = start + part.token_bytes * page_size
-            view = self._pages[:, start:end].view(part.dtype)
-            self._tokens.append(view.unflatten(1, (part.heads, page_size, part.head_dim)))
-            start = align(end)
-        self._states: list[Tensor] = []  # per part: [num_slots, *shape]
-        start = 0
-        for state in layout.states:
-            end = start + state.num_bytes
-            self._states.append(self._slots[:, start:end].view(state.dtype).unflatten(1, state.shape))
-            start = align(end)
+        spec = layout.spec
+        pieces = PieceLayout.of(spec.page_bytes(page_size), spec.state_bytes)
+        self.tensors: CacheTensors = CacheTensors.elastic(
+            spec, page_size, num_bytes // pieces.num_bytes + 1, pieces, device, None
+        )
+        self._tokens = [*self.tensors.tokens.values()]  # per part: [num_pages, heads, page_size, head_dim]
+        self._states = [*self.tensors.state.values()]  # per part: [num_slots, *shape]
 
     def write_pages(self, layers: Sequence[Any], pages: Sequence[int], end: int, *, row: int, num_seen: int) -> None:
         """Copy tokens of one sequence of a cache into pages.
@@ -128,22 +119,6 @@ class PageMemory:
         states = [memory[slot].unsqueeze(0) for memory in self._states]
         fill(layers, self.layout, tokens, states, length)
 
-    def move_pages(self, moves: dict[int, int]) -> None:
-        """Copy pages to new page ids: `{old: new}`."""
-        _move(self._pages, moves)
-
-    def read_page(self, page: int) -> bytes:
-        """The bytes of a page."""
-        return self._pages[page].cpu().numpy().tobytes()
-
-    def read_checkpoint(self, slot: int) -> bytes:
-        """The bytes of a state slot."""
-        return self._slots[slot].cpu().numpy().tobytes()
-
-    def move_states(self, moves: dict[int, int]) -> None:
-        """Copy state slots likewise."""
-        _move(self._slots, moves)
-
 
 def _read(memory: Tensor, pages: Sequence[int], by_page: Tensor) -> None:
     """Copy pages of `memory` to `by_page`, in order: in slices, or by a gather where they would be many."""
@@ -172,8 +147,3 @@ def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
         members = list(group)
         runs.append((members[0][0], members[0][1], len(members)))
     return runs
-
-
-def _move(rows: Tensor, moves: dict[int, int]) -> None:
-    old, new = (torch.tensor([*indices], device=rows.device) for indices in (moves.keys(), moves.values()))
-    rows[new] = rows[old]

@@ -123,11 +123,11 @@ class PrefixCache:
 
     def _allocate(self, layout: Layout) -> None:
         """Make memory and bookkeeping for a layout."""
-        page_size = self._config.page_size
+        page_size, spec = self._config.page_size, layout.spec
         with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
             self.memory: PageMemory = PageMemory(layout, page_size, self._num_bytes, self._memory_device)
         pools = CacheMemory.of_bytes(
-            self._num_bytes, layout.page_bytes(page_size), layout.state_bytes, mover=weakref.proxy(self.memory)
+            self._num_bytes, spec.page_bytes(page_size), spec.state_bytes, mover=weakref.proxy(self.memory.tensors)
         )
         self.cache: HybridCache = HybridCache(pools, self._config)
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock)

@@ -8,6 +8,9 @@ from typing import Protocol, runtime_checkable
 
 DIGEST_BYTES = 16
 
+Contents = bytes | bytearray
+"""What a page or a checkpoint holds."""
+
 
 @runtime_checkable
 class ContentReader(Protocol):
@@ -19,6 +22,19 @@ class ContentReader(Protocol):
 
     def read_checkpoint(self, slot: int) -> bytes:
         """The bytes of a checkpoint: of a state slot, or of the place of a stored checkpoint."""
+        ...
+
+
+@runtime_checkable
+class ContentWriter(ContentReader, Protocol):
+    """Also writes them: what a reader has read, into another page or checkpoint."""
+
+    def write_page(self, page: int, contents: Contents) -> None:
+        """Write what `read_page` has read."""
+        ...
+
+    def write_checkpoint(self, slot: int, contents: Contents) -> None:
+        """Write what `read_checkpoint` has read."""
         ...
 
 

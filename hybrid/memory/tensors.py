@@ -8,16 +8,18 @@ are views of the same bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hybrid.errors import MemoryBudgetError
+from hybrid.errors import MemoryBudgetError, OwnershipError
 from hybrid.kernels.codec import StoredLayout, restore, store
 from hybrid.kernels.ops import copy_states
 from hybrid.memory.arena import PieceLayout
+from hybrid.memory.digests import Contents
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.spec import HybridSpec
+from hybrid.spec import HybridSpec, Place
 from hybrid.units import format_bytes
 
 
@@ -29,6 +31,9 @@ class StoredCheckpoints:
         pieces: `[num_pieces, piece_bytes]` uint8: the memory.
         per_piece: stored checkpoints in a piece.
         state: the tensors of the state slots by name, `[num_slots, *shape]`.
+
+    Attributes:
+        places: where each tensor of the state is in a stored checkpoint, and its scales if it has any.
     """
 
     def __init__(self, layout: StoredLayout, pieces: Tensor, per_piece: int, state: dict[str, Tensor]) -> None:
@@ -36,6 +41,7 @@ class StoredCheckpoints:
         self._pieces = pieces
         self._per_piece = per_piece
         self._state = state
+        self.places: tuple[Place, ...] = _stored_places(layout)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -63,38 +69,44 @@ class StoredCheckpoints:
 
 
 class CacheTensors:
-    """The tensors of a cache; a `Mover`. Make one with `fixed` or `elastic`.
+    """The tensors of a cache; a `Mover` and a `ContentWriter`. Make one with `fixed` or `elastic`.
+
+    Every tensor of the spec has its place in a page or in a state slot. Contents are moved as whole pages and slots,
+    and read and written tensor by tensor in the order of the spec, without the gaps between them.
 
     Args:
         spec: what the model keeps per token and per sequence.
         page_size: tokens per page.
-        pages: `[num_bytes]` uint8.
+        pages: `[num_pages, page_bytes]` uint8.
         states: `[num_slots, stride]` uint8: the bytes of each slot, and the gap to the next.
 
     Attributes:
-        kv: `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; index 2: keys, values.
+        tokens: per name, `[num_pages, *outer, page_size / block, *inner]`.
         state: per name, `[num_slots, *shape]`.
         stored: checkpoints that are stored smaller; None: checkpoints are state slots.
     """
 
     def __init__(self, spec: HybridSpec, page_size: int, pages: Tensor, states: Tensor) -> None:
-        shape = (spec.page_layers, 2, page_size, spec.kv_heads, spec.head_dim)
-        self.kv: Tensor = pages.view(spec.kv_dtype).view(-1, *shape)
-        self._pages = pages.view(-1, spec.page_bytes(page_size))
-        self.state: dict[str, Tensor] = {}
-        for tensor, start in zip(spec.state, spec.state_offsets, strict=True):
-            part = states[:, start : start + tensor.num_bytes].view(tensor.dtype)
-            self.state[tensor.name] = part.unflatten(1, tensor.shape)
+        self._page_places = spec.page_places(page_size)
+        self._state_places = spec.state_places
+        self._pages = pages
         self._states = states[:, : spec.state_bytes]
         self._states[EMPTY_STATE].zero_()
+        self.tokens: dict[str, Tensor] = _views(pages, self._page_places)
+        self.state: dict[str, Tensor] = _views(states, self._state_places)
         self.stored: StoredCheckpoints | None = None
+
+    @property
+    def kv(self) -> Tensor:
+        """Keys and values, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; index 2: keys, values."""
+        return self.tokens["kv"]
 
     @classmethod
     def fixed(
         cls, spec: HybridSpec, page_size: int, num_pages: int, num_slots: int, device: torch.device
     ) -> CacheTensors:
         """Separate memory for pages and for states."""
-        pages = _allocate((num_pages * spec.page_bytes(page_size),), device)
+        pages = _allocate((num_pages, spec.page_bytes(page_size)), device)
         states = _allocate((num_slots, spec.state_bytes), device)
         return cls(spec, page_size, pages, states)
 
@@ -116,7 +128,7 @@ class CacheTensors:
         """
         memory = _allocate((num_pieces, layout.num_bytes), device)
         states = memory.view(num_pieces * layout.states, layout.num_bytes // layout.states)
-        tensors = cls(spec, page_size, memory.view(-1), states)
+        tensors = cls(spec, page_size, memory.view(num_pieces * layout.pages, -1), states)
         if stored is not None:
             tensors.stored = StoredCheckpoints(stored, memory, layout.stored, tensors.state)
         return tensors
@@ -130,16 +142,62 @@ class CacheTensors:
         _copy(self._states, moves)
 
     def read_page(self, page: int) -> bytes:
-        """The bytes of a page."""
-        return _bytes(self._pages[page])
+        """The bytes of a page: of every tensor per token, one after the other."""
+        return _read(self._pages[page], self._page_places)
 
     def read_checkpoint(self, slot: int) -> bytes:
-        """The bytes of a checkpoint: of a state slot, or of the place of a stored checkpoint."""
-        return _bytes(self._states[slot] if self.stored is None else self.stored.bytes_of(slot))
+        """The bytes of a checkpoint: of every tensor of a state slot, or of the place of a stored checkpoint."""
+        if self.stored is not None:
+            return _read(self.stored.bytes_of(slot), self.stored.places)
+        return _read(self._states[slot], self._state_places)
+
+    def write_page(self, page: int, contents: Contents) -> None:
+        """Write what `read_page` has read."""
+        _write(self._pages[page], self._page_places, contents)
+
+    def write_checkpoint(self, slot: int, contents: Contents) -> None:
+        """Write what `read_checkpoint` has read."""
+        if self.stored is not None:
+            _write(self.stored.bytes_of(slot), self.stored.places, contents)
+        else:
+            _write(self._states[slot], self._state_places, contents)
 
 
-def _bytes(row: Tensor) -> bytes:
-    return row.cpu().numpy().tobytes()
+def _stored_places(layout: StoredLayout) -> tuple[Place, ...]:
+    places = []
+    for part in layout.tensors:
+        num_bytes = math.prod(part.shape) * part.stored_dtype.itemsize
+        places.append(Place(part.name, part.shape, part.stored_dtype, part.offset, num_bytes))
+        if part.scales_offset is not None:
+            num_scales = math.prod(part.shape[:-1])
+            name = f"{part.name} scales"
+            places.append(Place(name, part.shape[:-1], torch.float32, part.scales_offset, 4 * num_scales))
+    return (*places,)
+
+
+def _views(rows: Tensor, places: Sequence[Place]) -> dict[str, Tensor]:
+    """The tensors in rows of bytes, by name: views `[len(rows), *shape]`."""
+    return {
+        place.name: rows[:, place.start : place.start + place.num_bytes].view(place.dtype).unflatten(1, place.shape)
+        for place in places
+    }
+
+
+def _read(row: Tensor, places: Sequence[Place]) -> bytes:
+    """The bytes of every tensor in a row, without the gaps, which hold what was there before."""
+    data = row.cpu().numpy()
+    return b"".join(data[place.start : place.start + place.num_bytes].tobytes() for place in places)
+
+
+def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
+    expected = sum(place.num_bytes for place in places)
+    if len(contents) != expected:
+        raise OwnershipError(f"{len(contents)} bytes are to be written where {expected} belong")
+    data = torch.frombuffer(contents if isinstance(contents, bytearray) else bytearray(contents), dtype=torch.uint8)
+    start = 0
+    for place in places:
+        row[place.start : place.start + place.num_bytes].copy_(data[start : start + place.num_bytes])
+        start += place.num_bytes
 
 
 def _copy(rows: Tensor, moves: dict[int, int]) -> None:

@@ -1,7 +1,8 @@
-"""What was asked of an engine, and is not a request of it yet."""
+"""Prompts that were asked of an engine, and are not requests of it yet."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,38 +29,41 @@ class Door:
     """Prompts that wait until the engine takes another request, by turns between namespaces."""
 
     def __init__(self) -> None:
-        self._by_namespace: dict[str, dict[Asked, Inbox]] = {}
+        self._by_namespace: OrderedDict[str, OrderedDict[Inbox, Asked]] = OrderedDict()  # both with the next one first
+        self._namespaces: dict[Inbox, str] = {}
 
     def __len__(self) -> int:
-        return sum(len(own) for own in list(self._by_namespace.values()))
+        return len(self._namespaces)
 
-    def __iter__(self) -> Iterator[tuple[Asked, Inbox]]:
+    def __iter__(self) -> Iterator[tuple[Inbox, Asked]]:
         for own in self._by_namespace.values():
             yield from own.items()
 
-    def add(self, asked: Asked, inbox: Inbox) -> None:
+    def add(self, inbox: Inbox, asked: Asked) -> None:
         """Another one waits; its outputs go to the inbox."""
-        self._by_namespace.setdefault(asked.namespace, {})[asked] = inbox
+        self._by_namespace.setdefault(asked.namespace, OrderedDict())[inbox] = asked
+        self._namespaces[inbox] = asked.namespace
 
-    def next(self) -> tuple[Asked, Inbox]:
+    def next(self) -> tuple[Inbox, Asked]:
         """Remove and return the one whose turn it is. There must be one."""
-        name, own = next(iter(self._by_namespace.items()))
-        asked = next(iter(own))
-        inbox = own.pop(asked)
-        del self._by_namespace[name]
-        if own:
-            self._by_namespace[name] = own  # the last namespace from now on
-        return asked, inbox
+        namespace, own = next(iter(self._by_namespace.items()))
+        inbox, asked = next(iter(own.items()))
+        self._by_namespace.move_to_end(namespace)
+        self.remove(inbox)
+        return inbox, asked
 
-    def put_back(self, asked: Asked, inbox: Inbox) -> None:
+    def put_back(self, inbox: Inbox, asked: Asked) -> None:
         """The one that was removed last could not be taken: it is the next again."""
-        own = {asked: inbox, **self._by_namespace.pop(asked.namespace, {})}
-        self._by_namespace = {asked.namespace: own, **self._by_namespace}
+        self.add(inbox, asked)
+        self._by_namespace[asked.namespace].move_to_end(inbox, last=False)
+        self._by_namespace.move_to_end(asked.namespace, last=False)
 
     def remove(self, inbox: Inbox) -> None:
-        """Forget what is for one inbox."""
-        for asked in [asked for asked, other in self if other is inbox]:
-            own = self._by_namespace[asked.namespace]
-            del own[asked]
-            if not own:
-                del self._by_namespace[asked.namespace]
+        """Forget the one of an inbox, if it waits."""
+        namespace = self._namespaces.pop(inbox, None)
+        if namespace is None:
+            return
+        own = self._by_namespace[namespace]
+        del own[inbox]
+        if not own:
+            del self._by_namespace[namespace]

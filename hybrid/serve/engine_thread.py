@@ -63,7 +63,8 @@ class EngineThread:
         self._end: Callable[[], ClosedError] | None = None  # set when no command is run any more
         self._is_closing = False
         self._door = Door()
-        self._inboxes: dict[str, Inbox] = {}
+        self._inboxes: dict[str, Inbox] = {}  # of the engine's requests, by their ids
+        self._names: dict[Inbox, str] = {}  # the reverse
         self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run, name="hybrid-engine", daemon=True)
         self._thread.start()
@@ -81,7 +82,7 @@ class EngineThread:
         stats = self.engine.stats()
         return replace(stats, waiting=stats.waiting + len(self._door))
 
-    def ask(self, asked: list[tuple[Asked, Inbox]]) -> None:
+    def ask(self, asked: list[tuple[Inbox, Asked]]) -> None:
         """Run prompts; all of them are refused, or none.
 
         Raises:
@@ -90,9 +91,9 @@ class EngineThread:
         self._post(partial(self._take_in, asked))
 
     def forget(self, inbox: Inbox) -> None:
-        """Abort all requests of an inbox, which is not read any more."""
-        with suppress(ClosedError):  # they have ended
-            self._post(partial(self._abort_all, inbox))
+        """Abort the request of an inbox, which is not read any more."""
+        with suppress(ClosedError):  # it has ended
+            self._post(partial(self._drop, inbox))
 
     async def call(self, function: Callable[[Engine], Any]) -> Any:
         """Run a function with the engine, between two steps.
@@ -184,10 +185,10 @@ class EngineThread:
     def _deliver(self, output: RequestOutput) -> None:
         inbox = self._inboxes.get(output.request_id)
         if inbox is not None and inbox.loop.is_closed() and output.finish_reason is None:
-            self._abort_all(inbox)  # it has no reader any more
+            self._drop(inbox)  # it has no reader any more
             return
-        if output.finish_reason is not None:
-            self._inboxes.pop(output.request_id, None)
+        if inbox is not None and output.finish_reason is not None:
+            del self._inboxes[self._names.pop(inbox)]
         if inbox is not None and (output.finish_reason is not None or not inbox.only_ends):
             inbox.put(output)
             self._notify(inbox)
@@ -202,16 +203,16 @@ class EngineThread:
         inbox.fail(error)
         self._notify(inbox)
 
-    def _take_in(self, asked: list[tuple[Asked, Inbox]]) -> None:
+    def _take_in(self, asked: list[tuple[Inbox, Asked]]) -> None:
         limit = self.engine.config.max_waiting
         waiting = self.engine.scheduler.waiting.num_requests + len(self._door)
         if self._refuses and limit is not None and waiting + len(asked) > limit:
             text = f"{waiting} requests wait, and {len(asked)} more are too many: max_waiting={limit}"
-            for _, inbox in asked:
+            for inbox, _ in asked:
                 self._fail(inbox, QueueFullError(text))
             return
-        for one, inbox in asked:
-            self._door.add(one, inbox)
+        for inbox, one in asked:
+            self._door.add(inbox, one)
 
     def _admit(self) -> None:
         """Give the engine the prompts that it takes now."""
@@ -220,15 +221,15 @@ class EngineThread:
             waiting = self.engine.scheduler.waiting.num_requests
             if limit is not None and waiting >= limit:
                 return
-            asked, inbox = self._door.next()
+            inbox, asked = self._door.next()
             try:
                 name = self.engine.add_request(
                     asked.prompt, asked.params, namespace=asked.namespace, request_id=asked.request_id
                 )
-                self._inboxes[name] = inbox
+                self._inboxes[name], self._names[inbox] = inbox, name
             except QueueFullError as error:  # it is more than one request, and fewer are allowed now
                 if waiting:
-                    self._door.put_back(asked, inbox)
+                    self._door.put_back(inbox, asked)
                     return
                 self._fail(inbox, error)
             except Exception as error:
@@ -242,19 +243,21 @@ class EngineThread:
         Raises:
             RequestError: there is no such request.
         """
-        waiting = next((inbox for asked, inbox in self._door if asked.request_id == request_id), None)
+        waiting = next((inbox for inbox, asked in self._door if asked.request_id == request_id), None)
         if waiting is None or request_id in self._inboxes:
             self.engine.abort(request_id)
             return
         self._door.remove(waiting)
         self._fail(waiting, RequestError(f"{request_id} was aborted before the engine took it"))
 
-    def _abort_all(self, inbox: Inbox) -> None:
+    def _drop(self, inbox: Inbox) -> None:
+        """Abort the request of an inbox, wherever it is."""
         self._door.remove(inbox)
-        for request_id in [name for name, other in self._inboxes.items() if other is inbox]:
-            del self._inboxes[request_id]
+        name = self._names.pop(inbox, None)
+        if name is not None:
+            del self._inboxes[name]
             with suppress(RequestError):  # it has ended, and its output was not taken yet
-                self.engine.abort(request_id)
+                self.engine.abort(name)
 
     def _begin_to_close(self) -> None:
         self._is_closing = True
@@ -275,9 +278,10 @@ class EngineThread:
             self._end = end
         while not self._commands.empty():  # nothing is added any more
             self._commands.get()()
-        for inbox in {*self._inboxes.values(), *(inbox for _, inbox in self._door)}:
+        for inbox in [*self._names, *(inbox for inbox, _ in self._door)]:
             self._fail(inbox, end())
         self._inboxes.clear()
+        self._names.clear()
 
 
 def _caused_by(error: BaseException) -> ClosedError:

@@ -1,7 +1,7 @@
 """From the engine's thread to readers in event loops.
 
-A reader that is slow holds up nothing: its inbox keeps the latest output of each request, and outputs hold the whole
-answer. An event loop that is slow has at most one callback waiting, however many steps were made meanwhile.
+A reader that is slow holds up nothing: its inbox keeps the latest output, and outputs hold the whole answer. An event
+loop that is slow has at most one callback waiting, however many steps were made meanwhile.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hybrid.errors import RequestError
 
 
 class Inbox:
-    """The outputs of the requests of one call, for its one reader.
+    """The outputs of one request, for its one reader.
 
     Args:
-        only_ends: keep only the last output of each request.
+        only_ends: the reader wants the last output alone.
 
     Attributes:
         loop: the event loop that it is read in.
@@ -29,8 +29,8 @@ class Inbox:
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.only_ends = only_ends
         self._lock = threading.Lock()
-        self._latest: dict[str, RequestOutput] = {}
-        self._read: dict[str, RequestOutput] = {}  # what the reader had last, of each request that has not ended
+        self._latest: RequestOutput | None = None
+        self._read: RequestOutput | None = None  # what the reader had last
         self._error: BaseException | None = None
         self._arrived = asyncio.Event()
         self._is_read = False
@@ -39,9 +39,9 @@ class Inbox:
     # In the engine's thread
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output. It replaces one of the same request that was not read; nothing of it is lost by that."""
+        """Add an output. It replaces one that was not read; nothing of it is lost by that."""
         with self._lock:
-            self._latest[output.request_id] = output
+            self._latest = output
 
     def fail(self, error: BaseException) -> None:
         """Nothing more will come. The reader gets what it did not read, and then the error."""
@@ -70,9 +70,9 @@ class Inbox:
         if asyncio.get_running_loop() is not self.loop:
             raise RequestError("this stream was started in another event loop; read it there")
 
-    async def take(self) -> list[RequestOutput]:
-        """Wait for outputs, and remove them. Their deltas begin where those that were taken before ended. There are
-        none once the inbox is closed.
+    async def take(self) -> RequestOutput | None:
+        """Wait for an output, and remove it. Its delta begins where that of the one before ended. None: the inbox was
+        closed.
 
         Raises:
             Exception: with which the call failed.
@@ -83,23 +83,17 @@ class Inbox:
                 await self._arrived.wait()
                 self._arrived.clear()
                 with self._lock:
-                    latest, self._latest, error = self._latest, {}, self._error
+                    latest, self._latest, error = self._latest, None, self._error
                 if error is not None:
                     self._arrived.set()  # it stays
-                if latest:
-                    return [self._unread(output) for output in latest.values()]
+                if latest is not None:
+                    before, self._read = self._read, latest
+                    return latest.since(before)
                 if error is not None:
                     raise error
-            return []
+            return None
         finally:
             self._is_read = False
-
-    def _unread(self, output: RequestOutput) -> RequestOutput:
-        """An output with the deltas that the reader did not have."""
-        output = output.since(self._read.pop(output.request_id, None))
-        if output.finish_reason is None:
-            self._read[output.request_id] = output
-        return output
 
 
 class Courier:

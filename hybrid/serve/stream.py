@@ -39,10 +39,10 @@ class OutputStream(AsyncIterator[RequestOutput]):
         self._watch: Callable[[asyncio.Task[Any]], None] = _watcher(weakref.ref(self))
         check_namespace(asked.namespace)
 
-    def begin(self) -> tuple[Asked, Inbox]:
-        """What is asked, and where its outputs go. From now on the request is aborted with this stream."""
+    def begin(self) -> tuple[Inbox, Asked]:
+        """Where the outputs go, and what is asked. From now on the request is aborted with this stream."""
         self._inbox = Inbox(only_ends=self._only_ends)
-        return self._asked, self._inbox
+        return self._inbox, self._asked
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -63,13 +63,12 @@ class OutputStream(AsyncIterator[RequestOutput]):
             if self._inbox is None:
                 self._thread.ask([self.begin()])
             assert self._inbox is not None
-            outputs = await self._inbox.take()
+            output = await self._inbox.take()
         except BaseException:
             self.abort()
             raise
-        if not outputs:  # it was aborted meanwhile
+        if output is None:  # it was aborted meanwhile
             raise StopAsyncIteration
-        (output,) = outputs
         if output.finish_reason is not None:
             self._end()
         return output

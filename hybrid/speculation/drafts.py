@@ -20,27 +20,84 @@ class Drafts:
     Attributes:
         tokens: parents before their children.
         parents: index of the token before each; -1: it follows the last known token.
-        drafter: name of who made them.
+        drafters: names of who proposed each.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    drafter: str
+    drafters: tuple[tuple[str, ...], ...]
 
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether each token follows the one before it."""
+        return self.parents == tuple(range(-1, len(self.tokens) - 1))
+
+    def path(self, at: int) -> tuple[int, ...]:
+        """The indices of the tokens from the first one up to `at`, which each follow the one before; -1: none."""
+        path: list[int] = []
+        while at >= 0:
+            path.append(at)
+            at = self.parents[at]
+        return tuple(reversed(path))
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Number of tokens on the path to each token, itself included."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+        return tuple(depths)
+
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The path to every token that none follows, in the order of their tokens: the first one has the first token,
+        the first one after it, and so on."""
+        if self.is_chain:
+            return (tuple(range(len(self.tokens))),)
+        inner = set(self.parents)
+        return tuple(sorted(self.path(at) for at in range(len(self.tokens)) if at not in inner))
+
+    def after(self) -> list[tuple[int, ...]]:
+        """The tokens that the last known one, and then each of these, is followed by up to there: what was drafted
+        before the token that comes next."""
+        histories: list[tuple[int, ...]] = [()]
+        for token, parent in zip(self.tokens, self.parents, strict=True):
+            histories.append((*histories[parent + 1], token))
+        return histories
+
+    def trials(self, drafter: str, path: Sequence[int]) -> tuple[int, int]:
+        """How often a drafter had a draft for the token that came next, and how often it was that token.
+
+        Args:
+            path: the drafts that were accepted.
+        """
+        own = [(parent, at) for at, parent in enumerate(self.parents) if drafter in self.drafters[at]]
+        right, last = 0, -1
+        for at in path:
+            if (last, at) not in own:
+                break
+            right, last = right + 1, at
+        return right + any(parent == last for parent, _ in own), right
+
+    def only(self, kept: Sequence[int]) -> Drafts:
+        """Some of them: indices in rising order, parents before their children."""
+        place = {at: index for index, at in enumerate(kept)}
+        place[-1] = -1
+        return Drafts(
+            tuple(self.tokens[at] for at in kept),
+            tuple(place[self.parents[at]] for at in kept),
+            tuple(self.drafters[at] for at in kept),
+        )
+
     def first_path(self) -> Drafts:
         """The first token, the first one after it, and so on: a chain."""
-        path: list[int] = []
-        for at, parent in enumerate(self.parents):
-            if parent == (path[-1] if path else -1):
-                path.append(at)
-        return Drafts(tuple(self.tokens[at] for at in path), tuple(range(-1, len(path) - 1)), self.drafter)
+        return self if self.is_chain else self.only(self.paths()[0])
 
     def first(self, count: int) -> Drafts:
         """The first `count` tokens."""
-        return Drafts(self.tokens[:count], self.parents[:count], self.drafter)
+        return Drafts(self.tokens[:count], self.parents[:count], self.drafters[:count])
 
 
 def checked(tokens: object, parents: object, drafter: str, limit: int, vocab_size: int) -> Drafts:
@@ -79,7 +136,7 @@ def checked(tokens: object, parents: object, drafter: str, limit: int, vocab_siz
                 break
             own[edge] = len(own)
         place.append(own[edge])
-    return Drafts(tuple(token for _, token in own), tuple(parent for parent, _ in own), drafter)
+    return Drafts(tuple(token for _, token in own), tuple(parent for parent, _ in own), ((drafter,),) * len(own))
 
 
 def accepted(drafts: Drafts, sampled: Sequence[int], is_end: Callable[[int], bool]) -> list[int]:

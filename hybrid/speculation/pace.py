@@ -8,6 +8,8 @@ themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 DECAY = 0.8
 """What an earlier verification counts, of a request's measured acceptance."""
 
@@ -57,6 +59,33 @@ class PassCost:
         return 1.0 if base <= 0 else min(max(slope / base, MIN_SHARE), 1.0)
 
 
+class Worth:
+    """What a pass yields and costs, draft by draft.
+
+    Args:
+        rows: rows of the pass without drafts of this request.
+        share: cost of a row as a part of the cost of a pass without rows.
+    """
+
+    def __init__(self, rows: int, share: float) -> None:
+        self._share = share
+        self._expected = float(rows)
+        self._cost = 1.0 + share * rows
+
+    def pays(self, chance: float) -> bool:
+        """Whether one more draft that is accepted with this chance raises the tokens per second."""
+        return chance * self._cost > self._share * self._expected
+
+    def take(self, chances: Iterable[float]) -> int:
+        """Add drafts as long as they pay; returns how many."""
+        count = 0
+        for chance in chances:
+            if not self.pays(chance):
+                break
+            self._expected, self._cost, count = self._expected + chance, self._cost + self._share, count + 1
+        return count
+
+
 class Acceptance:
     """How often drafts of one drafter are accepted, given that those before them were.
 
@@ -93,12 +122,8 @@ class Acceptance:
         if self._pause:
             self._pause -= 1
             return 0
-        chance, expected, cost, count = 1.0, float(rows), 1.0 + share * rows, 0
-        while count < limit:
-            chance *= self.rate
-            if chance * cost <= share * expected:
-                break
-            expected, cost, count = expected + chance, cost + share, count + 1
+        rate = self.rate
+        count = Worth(rows, share).take(rate**ahead for ahead in range(1, limit + 1))
         if not count and limit:
             self._pause = min(2 ** min(self._failures, 10), MAX_PAUSE)
             return 1 if self.rate > 0.02 and rows < 1 / share else 0

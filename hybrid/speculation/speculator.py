@@ -10,9 +10,10 @@ from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
 from hybrid.speculation.cached import ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
-from hybrid.speculation.pace import Acceptance, PassCost
+from hybrid.speculation.pace import Acceptance, PassCost, Worth
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -76,26 +77,42 @@ class Speculator:
         if own is None:
             own = {name: Acceptance(expected.rate) for name, expected in self._expected.items()}
             self._own[history] = own
+        limit, share, joined, left = min(limit, self._config.max_drafts), self._cost.share, DraftTree(), 1.0
         for drafter in self._drafters:
-            count = min(limit, self._config.max_drafts)
+            count, rate = limit, own[drafter.name].rate
             if self._config.adaptive:
-                count = own[drafter.name].count(count, rows, self._cost.share)
-            if count < 1:
-                continue
-            drafts = self._ask(drafter, history, count)
+                if len(joined) and not self._pays(joined, left * rate, limit, Worth(rows, share)):
+                    continue
+                count = own[drafter.name].count(limit, rows, share)
+            drafts = self._ask(drafter, history, count) if count > 0 else None
             if drafts is not None:
-                return drafts
-        return None
+                joined.add(drafts, rate)
+                left *= 1 - rate
+        if not len(joined):
+            return None
+        most = limit
+        if self._config.adaptive and joined.is_mixed:
+            most = max(1, Worth(rows, share).take(joined.chances[:limit]))
+        return joined.best(most)
 
-    def verified(self, history: History, drafts: Drafts, num_accepted: int) -> None:
-        """Drafts of a request were computed, and some of them accepted."""
-        stats = self._stats[drafts.drafter]
-        stats.proposals += 1
-        stats.drafted_tokens += len(drafts)
-        stats.accepted_tokens += num_accepted
-        for measured in (self._expected, self._own.get(history, {})):
-            if drafts.drafter in measured:
-                measured[drafts.drafter].observe(len(drafts), num_accepted)
+    @staticmethod
+    def _pays(joined: DraftTree, chance: float, limit: int, worth: Worth) -> bool:
+        """Whether another draft with this chance would be computed in addition to these, or in place of one."""
+        chances = joined.chances
+        worth.take(chances)
+        return worth.pays(chance) and (len(chances) < limit or chance > chances[limit - 1])
+
+    def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
+        """Drafts of a request were computed, and those of `path` were accepted."""
+        for name in dict.fromkeys(name for names in drafts.drafters for name in names):
+            stats = self._stats[name]
+            stats.proposals += 1
+            stats.drafted_tokens += sum(name in names for names in drafts.drafters)
+            stats.accepted_tokens += sum(name in drafts.drafters[at] for at in path)
+            offered, accepted = drafts.trials(name, path)
+            for measured in (self._expected, self._own.get(history, {})):
+                if name in measured:
+                    measured[name].observe(offered, accepted)
 
     def timed(self, rows: int, seconds: float) -> None:
         """A pass without prompts was computed."""
@@ -114,7 +131,7 @@ class Speculator:
             proposed = drafter.propose(history, count)
             if not isinstance(proposed, tuple) or len(proposed) != 2:
                 raise ArgumentError(f"drafter {drafter.name}: propose must return (tokens, parents), got {proposed!r}")
-            drafts = checked(*proposed, drafter.name, count, self._vocab_size).first_path()
+            drafts = checked(*proposed, drafter.name, count, self._vocab_size)
         except Exception as error:
             if not stats.refused:
                 log.warning("drafts are refused: %s: %s", type(error).__name__, error)

@@ -158,11 +158,6 @@ class Run:
             self.ids = ids = bytearray(ids)
         return ids
 
-    def node_at(self, num_tokens: int) -> Node:
-        """The node whose edge holds the token before position `num_tokens`."""
-        nodes = self.nodes
-        return nodes[0] if nodes[0].end >= num_tokens else nodes[bisect_left(nodes, num_tokens, key=end_of)]
-
     @property
     def current(self) -> Run:
         """The run that has this one's nodes now."""

@@ -19,7 +19,7 @@ from hybrid.cache.lease import Lease
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 from support.caches import AuditedCache, audited_cache, key_of, prefill, release, serve, start
 
 CPU = torch.device("cpu")
@@ -164,10 +164,7 @@ def test_clear_is_not_interrupted_by_a_signal_handler_that_raises(untraced: None
 # Tensors
 
 SPEC = HybridSpec(
-    page_layers=2,
-    kv_heads=1,
-    head_dim=4,
-    kv_dtype=torch.bfloat16,
+    tokens=(TokenTensor.kv(2, 1, 4, torch.bfloat16),),
     state=(StateTensor("conv", (3, 5), torch.bfloat16), StateTensor("recurrent", (3, 2, 4), torch.float32)),
 )
 PAGE_BYTES = 2 * 2 * 8 * 4 * 2
@@ -240,7 +237,8 @@ def test_too_little_memory_is_refused_and_the_error_names_an_amount_that_suffice
 
 def test_the_amount_named_suffices_where_states_are_large_and_pages_small() -> None:
     for num_bytes in range(1_000_000, 1_400_000, 31_000):
-        spec = HybridSpec(1, 1, 1024, torch.float16, (StateTensor("recurrent", (num_bytes,), torch.uint8),))
+        state = StateTensor("recurrent", (num_bytes,), torch.uint8)
+        spec = HybridSpec((TokenTensor.kv(1, 1, 1024, torch.float16),), (state,))
         with pytest.raises(MemoryBudgetError) as refused:
             of_spec(spec, CacheConfig(page_size=4, memory=1000, state_share=0.5), free=10**9)
         enough = CacheConfig(page_size=4, memory=named_amount(refused.value), state_share=0.5)

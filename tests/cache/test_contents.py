@@ -11,15 +11,12 @@ from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError, AuditError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 from hybrid.tree.node import Node
 from support.caches import key_of
 
 SPEC = HybridSpec(
-    page_layers=1,
-    kv_heads=1,
-    head_dim=8,
-    kv_dtype=torch.float32,
+    tokens=(TokenTensor.kv(1, 1, 8, torch.float32),),
     state=(StateTensor("conv", (2, 8), torch.float32), StateTensor("recurrent", (1, 2, 3, 4), torch.float32)),
 )
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.memory.memory import CacheMemory
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 from support.caches import AuditedCache, Content, Contents, Memory, RandomWorkload, key_of, release, serve
 from support.elastic import ONE, THREE, TWO, elastic, finish, held
 
@@ -143,10 +143,7 @@ def test_contents_follow_where_checkpoints_are_stored_smaller(seed: int) -> None
 # With the memory itself
 
 SPEC = HybridSpec(
-    page_layers=1,
-    kv_heads=1,
-    head_dim=8,
-    kv_dtype=torch.float32,
+    tokens=(TokenTensor.kv(1, 1, 8, torch.float32),),
     state=(StateTensor("conv", (2, 8), torch.float32), StateTensor("recurrent", (17,), torch.float32)),
 )
 """Pages of 128 bytes and states of 192, as `TWO`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid.kernels import codec
 from hybrid.kernels.codec import STORED_AS, StoredLayout, dequantize_rows, quantize_rows, restore, store, stored_layout
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 from support.engines import GRID, answer, cold, engine_on, greedy
 from support.tensors import same_bits
 
@@ -20,7 +20,7 @@ every_kind = pytest.mark.parametrize("stored_as", STORED_AS)
 
 def spec_of(recurrent: tuple[int, ...], conv: tuple[int, ...], conv_dtype: torch.dtype) -> HybridSpec:
     state = (StateTensor("recurrent", recurrent, torch.float32), StateTensor("conv", conv, conv_dtype))
-    return HybridSpec(1, 1, 1, conv_dtype, state)
+    return HybridSpec((TokenTensor.kv(1, 1, 1, conv_dtype),), state)
 
 
 SPEC = spec_of((3, 4, 10, 17), (3, 3, 21), torch.float32)  # three layers; no size is round
@@ -39,10 +39,10 @@ def random_slots() -> list[dict[str, Tensor]]:
     """Five slots, views of one memory as in the engine, full of random numbers, rows of very different sizes."""
     memory = torch.empty(5, SPEC.state_bytes, dtype=torch.uint8)
     slots: list[dict[str, Tensor]] = [{} for _ in memory]
-    for tensor, start in zip(SPEC.state, SPEC.state_offsets, strict=True):
-        for slot, part in zip(slots, memory[:, start : start + tensor.num_bytes].view(tensor.dtype), strict=True):
-            slot[tensor.name] = part.view(tensor.shape)
-            slot[tensor.name].copy_(torch.randn(tensor.shape) * 10 ** (4 * torch.randn(*tensor.shape[:-1], 1)))
+    for name, shape, dtype, start, num_bytes in SPEC.state_places:
+        for slot, part in zip(slots, memory[:, start : start + num_bytes].view(dtype), strict=True):
+            slot[name] = part.view(shape)
+            slot[name].copy_(torch.randn(shape) * 10 ** (4 * torch.randn(*shape[:-1], 1)))
     return slots
 
 
@@ -123,7 +123,10 @@ def test_rows_of_another_type_are_rounded_to_it_once(dtype: torch.dtype) -> None
 
 def test_a_float32_record_is_the_slot_byte_for_byte() -> None:
     layout, slot = layout_of("float32"), random_slots()[2]
-    assert (layout.num_bytes, tuple(part.offset for part in layout.tensors)) == (SPEC.state_bytes, SPEC.state_offsets)
+    assert (layout.num_bytes, [part.offset for part in layout.tensors]) == (
+        SPEC.state_bytes,
+        [place.start for place in SPEC.state_places],
+    )
     slot["recurrent"][1, 2, 3, 4:7] = torch.tensor([NAN, -0.0, INF])
     back = there_and_back(layout, slot)
     assert all(same_bits(back[name], slot[name]) for name in slot)

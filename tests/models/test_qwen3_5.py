@@ -24,6 +24,7 @@ from hybrid.memory.pool import EMPTY_STATE
 from hybrid.memory.tensors import CacheTensors
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
+from hybrid.spec import TokenTensor
 from support.checkpoints import layers, random_model, text_config, write_checkpoint
 from support.tensors import CPU, ints, rows_of, same_bits, starts_of
 
@@ -282,7 +283,7 @@ def test_greedy_answers_are_those_of_transformers_cold_and_on_a_hit(checkpoint: 
 
 def test_the_spec_of_the_published_sizes_is_as_they_are_known() -> None:
     spec = Qwen3_5ForCausalLM.spec(Qwen3_5TextConfig(), torch.bfloat16)  # the 9B model
-    assert spec.page_layers == 8
+    assert spec.tokens == (TokenTensor.kv(8, 4, 256, torch.bfloat16),)
     assert spec.page_bytes(page_size=64) == 64 * 32 * 2**10
     recurrent, conv = spec.state
     assert recurrent.shape == (24, 32, 128, 128)
@@ -292,7 +293,7 @@ def test_the_spec_of_the_published_sizes_is_as_they_are_known() -> None:
     assert conv.dtype == torch.bfloat16
     assert conv.num_bytes == 24 * 3 * 8192 * 2
     assert spec.state_bytes == recurrent.num_bytes + conv.num_bytes
-    assert spec.state_offsets == (0, recurrent.num_bytes)
+    assert [place.start for place in spec.state_places] == [0, recurrent.num_bytes]
 
 
 def test_tensors_of_a_state_begin_at_multiples_of_64_bytes() -> None:
@@ -301,5 +302,5 @@ def test_tensors_of_a_state_begin_at_multiples_of_64_bytes() -> None:
     )
     recurrent, conv = spec.state
     assert (recurrent.num_bytes, conv.num_bytes) == (2 * 2 * 3 * 5 * 4, 2 * 3 * (2 * 2 * 3 + 2 * 5) * 2)
-    assert spec.state_offsets == (0, 256)
+    assert [place.start for place in spec.state_places] == [0, 256]
     assert spec.state_bytes == 256 + 320

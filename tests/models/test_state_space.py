@@ -7,6 +7,7 @@ from torch import Tensor
 from hybrid.kernels.reference import state_space
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.loading import load_model, open_checkpoint
+from hybrid.spec import TokenTensor
 from support.tensors import CPU, ints, rows_of, same_bits, starts_of
 
 HEADS, DIM, GROUPS, STATE, CHUNK, SLOTS = 4, 6, 2, 5, 8, 12
@@ -82,6 +83,6 @@ def test_another_kind_of_state_is_only_another_spec(tmp_path_factory: pytest.Tem
     assert isinstance(model, BambaForCausalLM)
     spec = model.spec(checkpoint.config, torch.bfloat16)
     recurrent, conv = spec.state
-    assert (spec.page_layers, spec.kv_heads, spec.head_dim) == (1, 4, 16)
+    assert spec.tokens == (TokenTensor.kv(1, 4, 16, torch.bfloat16),)
     assert (recurrent.shape, recurrent.dtype) == ((2, 8, 13, 16), torch.float32)
     assert (conv.shape, conv.dtype) == ((2, 2, 128 + 2 * 2 * 13), torch.bfloat16)

@@ -6,6 +6,10 @@ from hybrid import ArgumentError, SpeculationConfig
 from hybrid.speculation.drafts import Drafts, accepted, checked
 
 
+def made(tokens: tuple[int, ...], parents: tuple[int, ...]) -> Drafts:
+    return Drafts(tokens, parents, (("test",),) * len(tokens))
+
+
 def never(token: int) -> bool:
     return False
 
@@ -13,7 +17,7 @@ def never(token: int) -> bool:
 def test_the_longest_path_that_the_model_says_is_accepted() -> None:
     #  -1 ─ 5 ─ 6 ─ 7
     #   └── 8 ─ 9
-    drafts = Drafts((5, 6, 7, 8, 9), (-1, 0, 1, -1, 3), "test")
+    drafts = made((5, 6, 7, 8, 9), (-1, 0, 1, -1, 3))
     assert accepted(drafts, [5, 6, 7, 1, 1, 1], never) == [0, 1, 2]
     assert accepted(drafts, [5, 6, 1, 1, 1, 1], never) == [0, 1]
     assert accepted(drafts, [8, 0, 0, 0, 9, 2], never) == [3, 4]
@@ -21,18 +25,18 @@ def test_the_longest_path_that_the_model_says_is_accepted() -> None:
 
 
 def test_nothing_is_accepted_after_an_end_token_or_a_row_that_is_not_finite() -> None:
-    drafts = Drafts((5, 6, 7), (-1, 0, 1), "test")
+    drafts = made((5, 6, 7), (-1, 0, 1))
     assert accepted(drafts, [5, 6, 7, 1], lambda token: token == 6) == [0]
     assert accepted(drafts, [5, -1, 7, 1], never) == [0]
 
 
 def test_brothers_with_the_same_token_are_one_and_keep_all_their_children() -> None:
     drafts = checked([5, 5, 6, 7, 6], [-1, -1, 0, 1, 1], "test", 10, 100)
-    assert drafts == Drafts((5, 6, 7), (-1, 0, 0), "test")
+    assert drafts == made((5, 6, 7), (-1, 0, 0))
 
 
 def test_more_than_the_limit_is_left_out() -> None:
-    assert checked(range(9), range(-1, 8), "test", 4, 100) == Drafts((0, 1, 2, 3), (-1, 0, 1, 2), "test")
+    assert checked(range(9), range(-1, 8), "test", 4, 100) == made((0, 1, 2, 3), (-1, 0, 1, 2))
     assert len(checked([], [], "test", 4, 100)) == 0
 
 
@@ -56,8 +60,8 @@ def test_what_cannot_be_computed_is_refused(tokens: object, parents: object, mes
 
 
 def test_of_a_tree_the_first_path_is_a_chain() -> None:
-    drafts = Drafts((5, 8, 6, 9, 7), (-1, -1, 0, 1, 2), "test")
-    assert drafts.first_path() == Drafts((5, 6, 7), (-1, 0, 1), "test")
+    drafts = made((5, 8, 6, 9, 7), (-1, -1, 0, 1, 2))
+    assert drafts.first_path() == made((5, 6, 7), (-1, 0, 1))
 
 
 @pytest.mark.parametrize("bad", ["mpt", "", "cache+", 7, ["cache"]])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid.memory.tensors import CacheTensors
-from hybrid.spec import HybridSpec, StateTensor
+from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 CPU = torch.device("cpu")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,14 +40,15 @@ def poisoned_pages(
     num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """One layer's pages in the pool of a model with three such layers, so strided as the engine's are, full of NaN."""
-    tensors = CacheTensors.fixed(HybridSpec(3, kv_heads, head_dim, dtype, ()), page_size, num_pages, 1, CPU)
+    spec = HybridSpec((TokenTensor.kv(3, kv_heads, head_dim, dtype),), ())
+    tensors = CacheTensors.fixed(spec, page_size, num_pages, 1, CPU)
     tensors.kv.fill_(float("nan"))
     return tensors.kv[:, 1]
 
 
 def poisoned_states(num_slots: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
     """One layer's states in the pool of a model with three such layers, NaN but for the empty state in slot 0."""
-    spec = HybridSpec(1, 1, 1, dtype, (StateTensor("state", (3, *shape), dtype),))
+    spec = HybridSpec((TokenTensor.kv(1, 1, 1, dtype),), (StateTensor("state", (3, *shape), dtype),))
     state = CacheTensors.fixed(spec, 1, 1, num_slots, CPU).state["state"]
     state[1:] = float("nan")
     return state[:, 1]

@@ -1,0 +1,200 @@
+"""Trees of drafts: several paths in one pass, of which one is kept."""
+
+import random
+from typing import Any
+
+import pytest
+
+from hybrid import ArgumentError, CacheConfig, Engine, EngineConfig, SamplingParams
+from hybrid.cache.paths import exchange
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.draft_tree import DraftTree
+from hybrid.speculation.drafter import Drafter, History
+from hybrid.speculation.drafts import Drafts
+from support.drafters import VOCAB, Scripted
+from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
+
+SAMPLED = SamplingParams(max_new_tokens=60, ignore_eos=True, logprobs=3, temperature=1.2, top_p=0.9, seed=5)
+GREEDY = SamplingParams(max_new_tokens=60, ignore_eos=True, logprobs=3)
+
+
+def made(tokens: list[int], parents: list[int], name: str = "a") -> Drafts:
+    return Drafts((*tokens,), (*parents,), ((name,),) * len(tokens))
+
+
+def engine_with(tiny: Engine, drafter: Drafter, *, pages: int = 128, max_drafts: int = 7, **cache: Any) -> Engine:
+    """An engine that computes all that a drafter proposes, audited after every step."""
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, **cache)
+    own = SpeculationConfig(drafters=(drafter,), adaptive=False, max_drafts=max_drafts)
+    return tiny.with_cache(settings, size=(pages, 32), config=EngineConfig(audit=True), speculation=own)
+
+
+def grown(answers: dict[tuple[int, ...], list[int]], seed: int, right: float = 1.0) -> Scripted:
+    """Random trees that have the next tokens of known answers somewhere, each with a probability."""
+    rng = random.Random(seed)
+
+    def script(history: History, limit: int) -> tuple[list[int], list[int]]:
+        done = len(history) - history.prompt_len
+        known = answers[tuple(history[: history.prompt_len])][done:]
+        tokens: list[int] = []
+        parents: list[int] = []
+        last = -1
+        while len(tokens) < limit:
+            if known and rng.random() < 0.5:
+                parents.append(last)
+                last = len(tokens)
+                token = known.pop(0)
+                tokens.append(token if rng.random() < right else rng.randrange(VOCAB))
+            else:
+                parents.append(rng.randrange(-1, len(tokens)))
+                tokens.append(rng.randrange(VOCAB))
+        return tokens, parents
+
+    return Scripted(script)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("right", [1.0, 0.7])
+@pytest.mark.parametrize("max_drafts", [7, GRID + 3])
+def test_trees_change_neither_tokens_nor_bits(
+    tiny: Engine, params: SamplingParams, right: float, max_drafts: int
+) -> None:
+    prompts = [ids(50, seed=1), ids(GRID - 1, seed=2), ids(3 * GRID, seed=3)]
+    expected = [cold(tiny, prompt, params) for prompt in prompts]
+    answers = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, expected, strict=True)}
+    engine = engine_with(tiny, grown(answers, 1, right), max_drafts=max_drafts, deterministic=True)
+    for _ in range(2):  # cold, and as hits
+        found = engine.generate(prompts, params, progress=False)
+        assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+        assert [output.logprobs for output in found] == [output.logprobs for output in expected]
+        assert_nothing_held(engine)
+    stats = engine.stats().speculation["Scripted"]
+    assert stats.accepted_tokens > 150  # of 360 tokens
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, GRID - 2, GRID - 1])
+def test_the_kept_path_may_begin_and_end_anywhere_in_a_page(tiny: Engine, start: int) -> None:
+    """The right path is the last of three: its pages take the place of those of the first one."""
+    prompt = ids(GRID + start, seed=start)
+    right = cold(tiny, prompt, greedy(20)).token_ids
+
+    def script(history: History, limit: int) -> tuple[list[int], list[int]]:
+        known = right[len(history) - history.prompt_len :][: limit - 3]
+        return [0, 1, 2, *known], [-1, 0, -1, *([-1, *range(3, 2 + len(known))] if known else [])]
+
+    for deterministic in (True, False):
+        engine = engine_with(tiny, Scripted(script), max_drafts=GRID, deterministic=deterministic)
+        output = answer(engine, prompt, greedy(20))
+        assert output.token_ids == right
+        assert output.usage.accepted_tokens >= 13
+        assert_nothing_held(engine)
+        turn = [*prompt, *right, *ids(5, seed=9)]  # reads the pages and the state that were kept
+        assert answer(engine, turn, greedy(5)).token_ids == cold(tiny, turn, greedy(5)).token_ids
+
+
+def test_without_free_memory_the_first_path_is_computed(tiny: Engine) -> None:
+    prompt = ids(20)
+    right = cold(tiny, prompt, greedy(40)).token_ids
+    answers = {tuple(prompt): right}
+    engine = engine_with(tiny, grown(answers, 3), pages=5, deterministic=True)
+    engine.add_request(prompt, greedy(40))
+    private = []
+    outputs = {}
+    while engine.has_work:
+        outputs.update({output.request_id: output for output in engine.step()})
+        private.append(engine.cache.stats().pages_private)
+    assert [output.token_ids for output in outputs.values()] == [right]
+    assert max(private) <= 4
+    assert_nothing_held(engine)
+
+
+def test_trees_chains_and_none_are_computed_in_one_step(tiny: Engine) -> None:
+    prompts = [ids(20, seed=seed) for seed in range(6)]
+    answers = {tuple(prompt): cold(tiny, prompt, greedy(30)).token_ids for prompt in prompts}
+    trees = grown(answers, 4)
+
+    def script(history: History, limit: int) -> Any:
+        done, kind = len(history) - history.prompt_len, prompts.index(list(history[: history.prompt_len])) % 3
+        known = answers[tuple(history[: history.prompt_len])][done : done + limit]
+        return (trees.script(history, limit), (known, range(-1, len(known) - 1)), ([], []))[kind]
+
+    engine = engine_with(tiny, Scripted(script), deterministic=True)
+    outputs = {}
+    for prompt in prompts:
+        engine.add_request(prompt, greedy(30))
+        outputs.update({output.request_id: output for output in engine.step()})
+    outputs.update(run_to_end(engine))
+    assert [output.token_ids for output in outputs.values()] == [*answers.values()]
+    assert [output.usage.accepted_tokens > 0 for output in outputs.values()] == [True, True, False] * 2
+    assert_nothing_held(engine)
+
+
+def test_only_private_pages_change_places(tiny: Engine) -> None:
+    engine = engine_with(tiny, grown({}, 0))
+    answer(engine, ids(3 * GRID), greedy(1))
+    engine.add_request([*ids(3 * GRID), 5], greedy(4))
+    engine.step()
+    (lease,) = engine.cache.leases
+    with pytest.raises(ArgumentError, match="first 3 are shared"):
+        exchange(engine.cache, lease, 2, 3)
+    with pytest.raises(ArgumentError, match="places 3 and 4"):
+        exchange(engine.cache, lease, 3, 4)
+    run_to_end(engine)
+
+
+# Several drafters
+
+
+def test_drafts_of_several_drafters_are_one_tree_the_likeliest_first() -> None:
+    tree = DraftTree()
+    tree.add(made([5, 6, 7], [-1, 0, 1]), 0.5)
+    tree.add(made([8, 9], [-1, 0], "b"), 0.8)
+    # a: 0.5, 0.25, 0.125; b: 0.8 of the other half, and 0.8 of that
+    assert tree.chances == pytest.approx([0.5, 0.4, 0.32, 0.25, 0.125])
+    assert tree.best(4) == Drafts((5, 8, 9, 6), (-1, -1, 1, 0), (("a",), ("b",), ("b",), ("a",)))
+
+
+def test_a_token_that_two_drafters_name_is_one_draft_and_likelier() -> None:
+    tree = DraftTree()
+    tree.add(made([5, 6], [-1, 0]), 0.5)
+    tree.add(made([5, 7], [-1, 0], "b"), 0.5)
+    assert tree.chances == pytest.approx([0.75, 0.375, 0.1875])
+    assert tree.best(3) == Drafts((5, 6, 7), (-1, 0, 0), (("a", "b"), ("a",), ("b",)))
+
+
+def test_what_a_drafter_is_measured_by_are_its_own_drafts_after_what_was_accepted() -> None:
+    drafts = Drafts((5, 8, 9, 6), (-1, -1, 1, 0), (("a",), ("b",), ("b",), ("a", "b")))
+    assert drafts.trials("a", (0, 3)) == (2, 2)
+    assert drafts.trials("a", (1, 2)) == (1, 0)
+    assert drafts.trials("b", (1, 2)) == (2, 2)
+    assert drafts.trials("b", (1,)) == (2, 1)
+    assert drafts.trials("b", (0, 3)) == (1, 0)
+
+
+def test_two_drafters_of_which_one_is_right_at_a_time_are_both_computed(tiny: Engine) -> None:
+    prompt = ids(20)
+    right = cold(tiny, prompt, greedy(60)).token_ids
+
+    class Half(Drafter):
+        def __init__(self, kind: int) -> None:
+            self.kind = kind
+
+        @property
+        def name(self) -> str:
+            return f"half {self.kind}"
+
+        def propose(self, history: History, limit: int) -> tuple[list[int], range]:
+            done = len(history) - history.prompt_len
+            known = right[done : done + limit]
+            wrong = done // 10 % 2 == self.kind
+            return ([token ^ 1 for token in known] if wrong else known), range(-1, len(known) - 1)
+
+    own = SpeculationConfig(drafters=(Half(0), Half(1)))
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True)
+    engine = tiny.with_cache(settings, size=(64, 16), config=EngineConfig(audit=True), speculation=own)
+    output = answer(engine, prompt, greedy(60))
+    assert output.token_ids == right
+    stats = engine.stats().speculation
+    assert all(stats[f"half {kind}"].accepted_tokens > 0 for kind in (0, 1))
+    assert output.usage.accepted_tokens > 25
+    assert_nothing_held(engine)
