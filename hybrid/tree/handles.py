@@ -73,9 +73,11 @@ class Handles:
         """
         node = self.node(handle)
         if pages:
-            self._held.setdefault((handle, False), []).append(node and self._locks.lock_pages(node))
+            lock = self._locks.lock_pages(node) if node is not None else None
+            self._held.setdefault((handle, False), []).append(lock)
         if state:
-            self._held.setdefault((handle, True), []).append(node and self._locks.lock_state(node))
+            state_lock = self._locks.lock_state(node) if node is not None else None
+            self._held.setdefault((handle, True), []).append(state_lock)
 
     def unlock(self, handle: int, *, pages: bool = True, state: bool = True) -> None:
         """Release one lock of each kind that is named.
@@ -99,6 +101,11 @@ class Handles:
     def num_locks(self, handle: int) -> tuple[int, int]:
         """Number of locks on the pages, and on the checkpoint, that were taken by this handle."""
         return len(self._held.get((handle, False), ())), len(self._held.get((handle, True), ()))
+
+    @property
+    def num_known(self) -> int:
+        """Number of nodes that have a handle, some that were removed included."""
+        return len(self._nodes)
 
     def _sweep(self) -> None:
         """Forget nodes that were removed."""

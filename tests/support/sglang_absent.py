@@ -7,20 +7,25 @@ never call. Those that are not installed are replaced by empty modules, whose ev
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-OPTIONAL = frozenset(
-    "IPython anthropic blobfile cachetools compressed_tensors cutlass cv2 datasets decord decord2 deep_gemm dill einops "
-    "fastapi flash_attn flashinfer gguf interegular kernels llguidance lmcache mistral_common modelscope mooncake "
-    "multipart nixl openai openai_harmony outlines pandas partial_json_parser prometheus_client pyarrow pynvml "
-    "python_multipart quack requests scipy sentencepiece setproctitle sgl_kernel sglang_kernel soundfile starlette tiktoken "
-    "timm torch_memory_saver torchao torchaudio torchcodec torchvision tvm tvm_ffi uvicorn uvloop watchfiles xgrammar "
-    "xxhash zmq aiohttp orjson pybase64 triton tqdm".split()
-)
+import pytest
+
+NAMES = """
+IPython anthropic blobfile cachetools compressed_tensors cutlass cv2 datasets decord decord2 deep_gemm dill
+einops fastapi flash_attn flashinfer gguf interegular kernels llguidance lmcache mistral_common modelscope
+mooncake multipart nixl openai openai_harmony outlines pandas partial_json_parser prometheus_client pyarrow
+pynvml python_multipart quack requests scipy sentencepiece setproctitle sgl_kernel sglang_kernel soundfile
+starlette tiktoken timm torch_memory_saver torchao torchaudio torchcodec torchvision tvm tvm_ffi uvicorn uvloop
+watchfiles xgrammar xxhash zmq aiohttp orjson pybase64 triton tqdm
+"""
+
+OPTIONAL = frozenset(NAMES.split())
 """Packages that may be absent."""
 
 UNUSED = (
@@ -67,3 +72,12 @@ def imitate() -> None:
     """Have absent packages imported as mocks from now on."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
+
+
+def require_sglang() -> None:
+    """Skip a file of tests where SGLang is not installed; else have it imported without what it may lack."""
+    try:
+        metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        pytest.skip("needs SGLang, in an environment of its own: make sglang", allow_module_level=True)
+    imitate()

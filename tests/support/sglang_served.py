@@ -244,7 +244,9 @@ class Served:
         wrong = []
         cache, size = self.cache, self.setting.page_size
         private = sum(
-            -(-req.kv.kv_allocated_len // size) * size - req.kv.cache_protected_len for req in requests if req.kv.holds_kv
+            -(-req.kv.kv_allocated_len // size) * size - req.kv.cache_protected_len
+            for req in requests
+            if req.kv.holds_kv
         )
         held = self.allocator.available_size() + cache.full_evictable_size() + cache.full_protected_size() + private
         if held != self.allocator.size:
@@ -252,7 +254,11 @@ class Served:
         states = self.pool.mamba_allocator
         slots = sum(
             (1 if req.kv.holds_mamba else 0)
-            + (len(req.kv.mamba_ping_pong_empty) - sum(req.kv.mamba_ping_pong_empty) if req.kv.mamba_ping_pong_empty else 0)
+            + (
+                len(req.kv.mamba_ping_pong_empty) - sum(req.kv.mamba_ping_pong_empty)
+                if req.kv.mamba_ping_pong_empty
+                else 0
+            )
             for req in requests
         )
         held = states.available_size() + cache.mamba_evictable_size() + cache.mamba_protected_size() + slots
