@@ -19,6 +19,7 @@ if (_root / "kernels" / "ops.py").is_file():
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
     AuditError,
+    CacheFileError,
     CheckpointError,
     ClosedError,
     HybridError,
@@ -32,6 +33,17 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
+<<<<<<< HEAD
+=======
+from hybrid.key import Key  # noqa: E402
+from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
+from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
+from hybrid.speculation.config import SpeculationConfig  # noqa: E402
+from hybrid.speculation.drafter import Drafter, History  # noqa: E402
+from hybrid.tiers.transfer import Transfer  # noqa: E402
+from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
+from hybrid.version import __version__  # noqa: E402
+>>>>>>> main
 
 if TYPE_CHECKING:
     from hybrid.cache.cache import HybridCache
@@ -51,13 +63,12 @@ if TYPE_CHECKING:
     from hybrid.speculation.drafter import Drafter, History
     from hybrid.tree.policy import Facts, Policy, PolicyWarning
 
-__version__ = "0.1.0"
-
 __all__ = [
     "ArgumentError",
     "AsyncEngine",
     "AuditError",
     "CacheConfig",
+    "CacheFileError",
     "CacheMemory",
     "CacheStats",
     "CheckpointError",
@@ -89,6 +100,7 @@ __all__ = [
     "SamplingError",
     "SamplingParams",
     "SpeculationConfig",
+    "Transfer",
     "UnsupportedModelError",
     "Usage",
     "__version__",

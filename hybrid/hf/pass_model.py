@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
@@ -18,7 +18,8 @@ from hybrid.hf.positions import RopeDeltas, rope_limit
 
 def inner_model(model: Any) -> Any:
     """The model of transformers inside a wrapper (of PEFT, or `torch.compile`); without one, the model itself."""
-    return next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((module for module in modules if isinstance(module, GenerationMixin)), model)
 
 
 class PassModel:
@@ -50,6 +51,12 @@ class PassModel:
         """Device of the model's input."""
         device: torch.device = self.inner.get_input_embeddings().weight.device
         return device
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        size: int = self.inner.config.get_text_config(decoder=True).vocab_size
+        return size
 
     def empty_cache(self) -> DynamicCache:
         """A cache of transformers for this model, without tokens."""

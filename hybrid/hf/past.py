@@ -28,6 +28,21 @@ class Boundary:
     states: tuple[Tensor, ...] = ()
 
 
+@dataclass(frozen=True)
+class SavedPast:
+    """What a past was before a pass.
+
+    Attributes:
+        lengths: per sequence the tokens that it held.
+        layers: independent of its own; empty where they can be cut.
+        boundaries: its last ones.
+    """
+
+    lengths: tuple[int, ...]
+    layers: tuple[Any, ...]
+    boundaries: tuple[Boundary | None, ...]
+
+
 class PastBackend(Protocol):
     """What a `Past` needs of the cache that made it (see `hybrid.hf.prefill.Prefiller`)."""
 
@@ -159,12 +174,7 @@ class Past(DynamicCache):
             ArgumentError: `num_tokens` is negative, or no token of a sequence would be left.
             RequestError: this past holds tokens that it does not know.
         """
-        rows = self.known_rows()
-        if rows is None:
-            raise RequestError(
-                "rewind: this past holds tokens that it does not know (embeddings, a pass outside of its session, or "
-                "one that bypassed the model's own call); start a session from token ids instead"
-            )
+        rows = self._refuse_unknown("rewind")
         shortest = min(map(len, rows))
         if not 0 <= num_tokens < shortest:
             raise ArgumentError(f"rewind: num_tokens must be from 0 to {shortest - 1} here, got {num_tokens}")
@@ -175,6 +185,31 @@ class Past(DynamicCache):
             super().crop(-num_tokens)
         else:
             self.layers = self._backend.compute(kept, self.pads, self.namespace)
+        self._set_rows(kept)
+
+    def save(self) -> SavedPast:
+        """What `take_back` needs after the next pass. States are copied, keys and values are not.
+
+        Raises:
+            RequestError: this past holds tokens that it does not know.
+        """
+        rows = self._refuse_unknown("save")
+        layers = () if self._backend.can_be_cut else tuple(fork_layer(layer) for layer in self.layers)
+        return SavedPast(tuple(map(len, rows)), layers, tuple(self._boundaries))
+
+    def take_back(self, saved: SavedPast, num_tokens: int) -> None:
+        """Remove the last `num_tokens` tokens, all of them of the pass after `save`: with full attention alone exactly
+        these. Otherwise the past is what it was before that pass, if there are any."""
+        if num_tokens == 0:
+            return
+        rows = self._refuse_unknown("take_back")
+        if self._backend.can_be_cut:
+            super().crop(-num_tokens)
+            kept = [row[:-num_tokens] for row in rows]
+        else:
+            self.layers = list(saved.layers)
+            kept = [row[:length] for row, length in zip(rows, saved.lengths, strict=True)]
+        self._boundaries = list(saved.boundaries)
         self._set_rows(kept)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -209,6 +244,20 @@ class Past(DynamicCache):
         if self.rows is None or any(len(row) + pad != length for row, pad in zip(self.rows, self.pads, strict=True)):
             return None
         return self.rows
+
+    def _refuse_unknown(self, what: str) -> list[list[int]]:
+        """Per sequence the tokens that it holds.
+
+        Raises:
+            RequestError: it does not know them.
+        """
+        rows = self.known_rows()
+        if rows is None:
+            raise RequestError(
+                f"{what}: this past holds tokens that it does not know (embeddings, a pass outside of its session, or "
+                "one that bypassed the model's own call); start a session from token ids instead"
+            )
+        return rows
 
     def refuse_misplaced_pass(self, position_ids: Any) -> None:
         """Check the positions of a pass of several tokens, `[..., batch, tokens]`.

@@ -31,6 +31,7 @@ from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, NonFiniteError, PromptError, RequestError
+from hybrid.hf.drafting import Drafting
 from hybrid.hf.follow import following
 from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
@@ -44,6 +45,8 @@ from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.speculator import DrafterStats
 from hybrid.tree.policy import Policy
 
 DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 16, 256
@@ -131,11 +134,18 @@ class PrefixCache:
         )
         self.cache: HybridCache = HybridCache(pools, self._config)
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock)
+        self._drafting = Drafting(self._model, self.cache, self._lock)
 
     # Generating
 
     def generate(
-        self, inputs: Tensor | None = None, generation_config: Any = None, *, namespace: str = "", **options: Any
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        namespace: str = "",
+        speculation: SpeculationConfig | str | None = None,
+        **options: Any,
     ) -> Any:
         """`model.generate`, resumed from cached prefixes; prompts and answers are cached.
 
@@ -143,7 +153,10 @@ class PrefixCache:
             inputs: the prompts, `[batch, tokens]`, padded on the left. The name `input_ids` works as well.
             generation_config: a `GenerationConfig` of transformers.
             namespace: prompts in different namespaces share nothing: an adapter, a tenant.
-            options: the options of `model.generate`, except those that cannot work with a prefix cache.
+            speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
+                next in the cache), or a `hybrid.SpeculationConfig`. Only for one sequence, without `deterministic`.
+            options: the options of `model.generate`, except those that cannot work with a prefix cache. Prompt lookup
+                and assistant models work, on every model: their drafts are what is computed instead of `speculation`'s.
 
         Returns:
             The return value of `model.generate`.
@@ -157,7 +170,8 @@ class PrefixCache:
         start = time.monotonic()
         if generation_config is not None:
             options["generation_config"] = generation_config
-        return self._run(self._read(inputs, options), namespace, start)
+        config = self._drafting.config(speculation)
+        return self._run(self._read(inputs, options), namespace, config, start)
 
     def _read(self, inputs: Any, options: dict[str, Any]) -> GenerateCall:
         """Check a call of `generate`. Raises ArgumentError when it cannot work with a prefix cache."""
@@ -167,7 +181,7 @@ class PrefixCache:
         return call
 
     @torch.no_grad()
-    def _run(self, call: GenerateCall, namespace: str, start: float) -> Any:
+    def _run(self, call: GenerateCall, namespace: str, speculation: SpeculationConfig | None, start: float) -> Any:
         """Run a call of `generate` that began at `start`, by `time.monotonic`."""
         with self._model.rope_deltas.reset():
             past = self._begin(call.prompts, namespace) if call.past is None else self._resume(call, namespace)
@@ -180,7 +194,7 @@ class PrefixCache:
                 if call.max_seconds is not None:
                     call.options["max_time"] = max(0.0, call.max_seconds - (time.monotonic() - start))
                 with following(self._model, past):
-                    output = self._model.generate(call.input_ids, past_key_values=past, **call.options)
+                    output = self._drafting.generate(call, past, speculation, call.options)
                 if call.num_returned == 1:
                     turns = call.turns(output if isinstance(output, Tensor) else output.sequences)
                     for at, ids in enumerate(turns):
@@ -189,16 +203,20 @@ class PrefixCache:
                 past.end_session()
         return output
 
-    def install(self) -> None:
+    def install(self, speculation: SpeculationConfig | str | None = None) -> None:
         """Make the model's own `generate` use this cache, until `uninstall`: pipelines and chat loops then need no
         change. Calls with options that cannot work with a prefix cache run without it.
 
         The model refers to this cache meanwhile. A copy of the model does not use it.
 
+        Args:
+            speculation: as in `generate`.
+
         Raises:
+            ArgumentError: `speculation` cannot be used.
             RequestError: the model's `generate` is replaced already, by this cache or another.
         """
-        model = self._generate_owner
+        model, config = self._generate_owner, self._drafting.config(speculation)
         if "generate" in vars(model):
             raise RequestError("install: the generate of this model has been replaced already; uninstall that first")
 
@@ -212,7 +230,7 @@ class PrefixCache:
                 call = self._read(inputs, options)
             except ArgumentError:
                 return self._model.generate(inputs, **options)
-            return self._run(call, "", start)
+            return self._run(call, "", config, start)
 
         model.generate = MethodType(generate, model)
         self._installed = model.generate
@@ -293,6 +311,10 @@ class PrefixCache:
         """Counts since the cache was made, and its contents."""
         return self.cache.stats()
 
+    def speculation_stats(self) -> dict[str, DrafterStats]:
+        """What each drafter has done since the cache was made, by its name."""
+        return self._drafting.stats
+
     def audit(self) -> None:
         """Verify that every page and every state slot has exactly one owner.
 
@@ -351,7 +373,7 @@ class PrefixCache:
             if layout == self.memory.layout:
                 self.cache.clear()
             else:  # of another dtype, or on another device
-                del self.memory, self.cache, self._prefiller
+                del self.memory, self.cache, self._prefiller, self._drafting
                 self._allocate(layout)
                 self.cache.adopt()
         self._version = version

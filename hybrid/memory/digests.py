@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 DIGEST_BYTES = 16
 
-Contents = bytes | bytearray
+Contents = bytes | bytearray | memoryview
 """What a page or a checkpoint holds."""
 
 
@@ -27,7 +27,18 @@ class ContentReader(Protocol):
 
 @runtime_checkable
 class ContentWriter(ContentReader, Protocol):
-    """Also writes them: what a reader has read, into another page or checkpoint."""
+    """Also writes them: what a reader has read, into another page or checkpoint of this memory or of one like it.
+
+    Attributes:
+        page_layout, checkpoint_layout: what a page and a checkpoint hold, as a text. Contents go from one memory to
+            another where these are equal.
+    """
+
+    @property
+    def page_layout(self) -> str: ...
+
+    @property
+    def checkpoint_layout(self) -> str: ...
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""

@@ -97,6 +97,16 @@ class CacheTensors:
         self.stored: StoredCheckpoints | None = None
 
     @property
+    def page_layout(self) -> str:
+        """What a page holds: the tensors, in order."""
+        return _described(self._page_places)
+
+    @property
+    def checkpoint_layout(self) -> str:
+        """What a checkpoint holds, as it is stored."""
+        return _described(self._state_places if self.stored is None else self.stored.places)
+
+    @property
     def kv(self) -> Tensor:
         """Keys and values, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; index 2: keys, values."""
         return self.tokens["kv"]
@@ -173,6 +183,10 @@ def _stored_places(layout: StoredLayout) -> tuple[Place, ...]:
             name = f"{part.name} scales"
             places.append(Place(name, part.shape[:-1], torch.float32, part.scales_offset, 4 * num_scales))
     return (*places,)
+
+
+def _described(places: Sequence[Place]) -> str:
+    return "; ".join(f"{place.name} {place.dtype} {[*place.shape]}".replace("torch.", "") for place in places)
 
 
 def _views(rows: Tensor, places: Sequence[Place]) -> dict[str, Tensor]:

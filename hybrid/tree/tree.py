@@ -185,19 +185,19 @@ class Tree:
         known, gone = self._beyond(key, match, limit)
         for usage, num_tokens in gone:
             self.candidates.missed(usage, num_tokens)
-        turn = next((usage.turn + 1 for usage, _ in reversed(gone) if usage.kind == Kind.TURN_END), None)
-        above = match.deepest
-        while above is not None:
-            if (above.slot is not None or above.lost_checkpoint) and above.end <= match.num_page_tokens:
-                if turn is None and above.usage.kind == Kind.TURN_END:
-                    turn = above.usage.turn + 1
-                if above.slot is None and above.end > match.num_tokens:
-                    self.candidates.missed(above.usage, above.end)
-                    gone.append((above.usage, above.end))
-            if turn is not None and above.end <= match.num_tokens:
-                break
-            above = above.parent
-        return History(known, turn or 0, {num_tokens: usage for usage, num_tokens in gone})
+        nearest = gone[-1][0] if gone else None  # of the deepest checkpoint that is or was on the way
+        node = match.deepest
+        while node is not None and node is not match.checkpoint:
+            if (node.slot is not None or node.lost_checkpoint) and node.end <= match.num_page_tokens:
+                nearest = nearest or node.usage
+                if node.slot is None:
+                    self.candidates.missed(node.usage, node.end)
+                    gone.append((node.usage, node.end))
+            node = node.parent
+        if nearest is None and match.checkpoint is not None:
+            nearest = match.checkpoint.usage
+        turn = 0 if nearest is None else nearest.turn + (nearest.kind is Kind.TURN_END)
+        return History(known, turn, {num_tokens: usage for usage, num_tokens in gone})
 
     def was_evicted(self, key: Key, match: Match) -> bool:
         """Whether what follows the page hit was cached and has been evicted, right after the match."""

@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from rich.console import Console
 from hybrid import CacheConfig, Engine, HybridCache, RequestOutput
 from hybrid.commands import demo, parity, stress
 from hybrid.commands.checkpoints import check_checkpoints
-from hybrid.commands.main import main
+from hybrid.commands.command import Command
+from hybrid.commands.main import COMMANDS, main
 from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.commands.workload import Report, Stress
 from hybrid.engine.scheduler import Scheduler
@@ -261,12 +263,54 @@ def test_generate_says_which_prompt_failed(monkeypatch: pytest.MonkeyPatch, caps
     assert result["outputs"][0]["error"].startswith("ZeroDivisionError")
 
 
-def test_what_cannot_be_written_is_one_line_and_status_2() -> None:
-    command = [sys.executable, "-m", "hybrid", "generate", "tiny", "a", "--max-new-tokens", "2", "--memory", "64M"]
+FULL = "hybrid: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "tiny", "a", "--max-new-tokens", "2", "--memory", "64M"], ["--help"]]
+)
+def test_what_cannot_be_written_is_one_line_and_status_2(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "hybrid", *arguments]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr == "hybrid: the output cannot be written: No space left on device\n"
+    assert result.stderr == FULL
+
+
+def test_a_command_whose_output_is_closed_runs() -> None:
+    command = f"exec {sys.executable} -m hybrid --version >&-"
+    result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+SMALL = {
+    "generate": ["tiny", "a", "--max-new-tokens", "2"],
+    "tree": ["a", "--max-new-tokens", "2"],
+    "stress": ["--no-model", "--no-signals", "--operations", "20"],
+    "parity": [],
+    "demo": [],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("more", [["--json"], [], ["--help"]], ids=" ".join)
+def test_a_full_disk_behind_stdout_ends_every_command_with_status_2(
+    command: Command, more: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, with the results of the slow commands given: what is looked at is what they print."""
+    check = parity.Check("a check", True, None, "")
+    monkeypatch.setattr(parity, "run_parity", lambda *_: parity.Parity([check], []))
+    monkeypatch.setattr(demo.Demo, "run", lambda *_: [])
+    monkeypatch.setattr(demo, "judge", lambda _: demo.Verdict(True, True, 1, 1, {}))
+    monkeypatch.setattr("hybrid.commands.main.forget_output", lambda: None)
+    with suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        try:
+            status: Any = main([command.name, *SMALL[command.name], *more])
+        finally:
+            monkeypatch.undo()
+    assert status == 2
+    assert capfd.readouterr().err.endswith(FULL)
 
 
 def test_a_wrong_command_exits_with_2_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
