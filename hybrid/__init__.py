@@ -33,17 +33,7 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
-<<<<<<< HEAD
-=======
-from hybrid.key import Key  # noqa: E402
-from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
-from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
-from hybrid.speculation.config import SpeculationConfig  # noqa: E402
-from hybrid.speculation.drafter import Drafter, History  # noqa: E402
-from hybrid.tiers.transfer import Transfer  # noqa: E402
-from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
 from hybrid.version import __version__  # noqa: E402
->>>>>>> main
 
 if TYPE_CHECKING:
     from hybrid.cache.cache import HybridCache
@@ -61,6 +51,7 @@ if TYPE_CHECKING:
     from hybrid.serve.async_engine import AsyncEngine
     from hybrid.speculation.config import SpeculationConfig
     from hybrid.speculation.drafter import Drafter, History
+    from hybrid.tiers.transfer import Transfer
     from hybrid.tree.policy import Facts, Policy, PolicyWarning
 
 __all__ = [
@@ -123,6 +114,7 @@ _HOMES = {
     "serve.async_engine": "AsyncEngine",
     "speculation.config": "SpeculationConfig",
     "speculation.drafter": "Drafter History",
+    "tiers.transfer": "Transfer",
     "tree.policy": "Facts Policy PolicyWarning",
 }
 """Public names by their modules. They are imported when they are first used: a room may be used without what the others
