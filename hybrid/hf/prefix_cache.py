@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from hybrid.cache import placement
+from hybrid.cache.archives import fingerprint_of
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
@@ -35,6 +37,7 @@ from hybrid.hf.drafting import Drafting
 from hybrid.hf.follow import following
 from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
+from hybrid.hf.model_version import digest_of
 from hybrid.hf.options import GenerateCall, Prompts, parse_prompts, token_option
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
@@ -47,6 +50,9 @@ from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.speculator import DrafterStats
+from hybrid.tiers.archive import Archive, read_archive
+from hybrid.tiers.fingerprint import Fingerprint
+from hybrid.tiers.transfer import Transfer
 from hybrid.tree.policy import Policy
 
 DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 16, 256
@@ -286,6 +292,50 @@ class PrefixCache:
         with self._bookkeeping():
             key_space = self._key_space(namespace)
         self._prefiller.keep(token_ids, key_space)
+
+    # Files
+
+    def save(self, path: str | Path, input_ids: Tensor | None = None, *, namespace: str = "") -> Transfer:
+        """Write what is cached of a prompt, `[1, tokens]`, to a file; None: everything of the namespace. See
+        `hybrid.Engine.save`. It reads all weights.
+
+        Raises:
+            PromptError: nothing of the prompt is cached.
+            CacheFileError: the file cannot be written.
+        """
+        archive = self._archive(input_ids, namespace)
+        archive.write(path)
+        return archive.transfer
+
+    def dump(self, input_ids: Tensor | None = None, *, namespace: str = "") -> bytes:
+        """As `save`, in memory."""
+        return self._archive(input_ids, namespace).to_bytes()
+
+    def load(self, source: str | Path | bytes) -> Transfer:
+        """Bring what `save` or `dump` of a `PrefixCache` has written into the cache, each checkpoint with all before it
+        or not at all. It reads all weights.
+
+        Raises:
+            CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
+        """
+        archive = read_archive(source)
+        with self._bookkeeping():
+            self._key_space("")
+            return self.cache.load(archive.renamed(self._version.key_space), model=self._fingerprint())
+
+    def _archive(self, input_ids: Tensor | None, namespace: str) -> Archive:
+        with self._bookkeeping():
+            key_space = self._key_space(namespace)
+            keys = None
+            if input_ids is not None:
+                keys = [Key.of(parse_prompts(input_ids, None, None, frozenset()).rows[0], key_space)]
+            made = self.cache.archive(keys, namespace=key_space, model=self._fingerprint())
+            return made.renamed(self._version.namespace)
+
+    def _fingerprint(self) -> Fingerprint:
+        """What is cached now is made with: the model as it is."""
+        model = digest_of(self._model.outer, self._model.inner.config.to_dict())
+        return fingerprint_of(self.cache.memory, self._config, model, self._config.deterministic is True)
 
     # Bookkeeping
 
