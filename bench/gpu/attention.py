@@ -115,6 +115,7 @@ class Attention:
             assert isinstance(found, Tensor)
             title = name if num_splits is None else f"{name}, batch-invariant"
             yield compare(title, self.of(found, chosen), truth)
+            yield from self.bench.again(title, call, [found], {})
 
     def error(self, output: Any) -> float:
         """How far a peer's output is from ours, in any order of its tokens and heads."""

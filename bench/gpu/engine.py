@@ -1,15 +1,19 @@
-"""The engine on a random model of Qwen3.5-9B's shape: hits, decode steps, requests that share a prefix, and the proofs
-that results do not depend on the cache or the batch."""
+"""The engine on a random model of Qwen3.5-9B's shape: hits, decode steps, requests that share a prefix, the proofs that
+results do not depend on the cache or the batch, and what is run first of all."""
 
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from common import Line, Medians, check, ratio, timed
-from gpu.harness import Bench, Timing
+from gpu import attention, kernels
+from gpu.harness import Bench, Planned, Roofline, Timing, compare
 from torch import Tensor
 
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
@@ -82,13 +86,67 @@ def seconds_of(outputs: Sequence[RequestOutput]) -> list[float]:
     return [output.time_to_first_token for output in outputs if output.time_to_first_token is not None]
 
 
-def hit(bench: Bench) -> Iterator[Line]:
+def roofline(bench: Bench) -> Iterator[dict[str, Any]]:
+    """What the device is, and what it can do at best."""
+    yield {"head": {"device": bench.device.describe()}}
+    yield {"head": {"roofline": asdict(Roofline.measured(bench.device, bench.sizes))}}
+
+
+def smoke(bench: Bench) -> Iterator[Planned]:
+    """Every operation at one size against its twin, twice: the second time from a recorded graph."""
+    small = replace(bench, sizes=bench.sizes.smoke)
+    sections = (attention.decode_attention, attention.extend_attention, kernels.delta_step, kernels.chunk_rule)
+    sections += (kernels.convolution, kernels.elementwise, kernels.state_copies, kernels.products, kernels.experts)
+    for planned in chain.from_iterable(section(small) for section in sections):
+        yield replace(planned, make=lambda make=planned.make: replace(make(), calls=()))
+
+
+def first_steps(bench: Bench) -> Iterator[Line]:
+    """A decode step of a model of few layers, launched and from a recorded graph, and a hit in deterministic mode."""
+    small = replace(bench, sizes=bench.sizes.smoke)
+    for deterministic in (False, True):
+        yield from _eager_and_recorded(small, deterministic)
+    yield from _alone_or_together(small, make_engine(small, deterministic=True, graphs=True))
+
+
+def parity(bench: Bench) -> Iterator[Line]:
+    """In deterministic mode a request gives the same bits alone, in a batch, after a hit, and from recorded graphs."""
+    yield from _eager_and_recorded(bench, True)
+    yield from _alone_or_together(bench, make_engine(bench, deterministic=True, graphs=not bench.rehearsal))
+
+
+def _eager_and_recorded(bench: Bench, deterministic: bool) -> Iterator[Line]:
+    """The logits of one decode step, launched kernel by kernel and from a graph. Fast mode may round differently."""
+    engine, ids = make_engine(bench, deterministic=deterministic, graphs=True), prompts_of(bench, 6)
+    waiting = {
+        engine.add_request(ids(length), SamplingParams(max_new_tokens=8, ignore_eos=True))
+        for length in (bench.sizes.question, 2 * bench.sizes.question + 1, 5)
+    }
+    while waiting:
+        waiting -= {output.request_id for output in engine.step()}
+    step, memory = engine.scheduler.schedule(), engine.cache
+    runner: Any = engine.runner
+    plan = runner.plan(step)
+    tensors = [memory.kv, *memory.state_tensors.values()]
+    before = [tensor.clone() for tensor in tensors]
+    launched = engine.model(plan.on(bench.device.device)[0], memory.kv, memory.state_tensors).clone()
+    for tensor, kept in zip(tensors, before, strict=True):
+        tensor.copy_(kept)
+    name = f"logits of a decode step, {'deterministic' if deterministic else 'fast'}"
+    yield check(f"{name}, finite", bool(launched.isfinite().all()), "")
+    if runner.graphs is not None:  # none in a rehearsal
+        recorded = runner.graphs.run(plan)[0]
+        yield check(f"{name}, recorded", len(runner.graphs.graphs) == 1, "")
+        yield compare(f"{name}, recorded against launched", recorded, launched, 0.0 if deterministic else 0.02)
+
+
+def hit(bench: Bench) -> Iterator[Line | dict[str, Any]]:
     """The first token after a long cached document, against that of the question alone."""
     s, ids = bench.sizes, prompts_of(bench, 2)
     for mode, deterministic in (("fast", False), ("deterministic", True)):
-        if not bench.has(45, f"hits, {mode}"):
+        if not bench.has(25, f"hits, {mode}"):
             continue
-        engine, document = make_engine(bench, deterministic=deterministic), ids(s.document)
+        engine, document = make_engine(bench, deterministic=deterministic, graphs=True), ids(s.document)
         cold = [first_token(engine, ids(s.document)) for _ in range(2)][-1:]  # the first one compiles
         first_token(engine, document)
         pairs = [
@@ -103,19 +161,34 @@ def hit(bench: Bench) -> Iterator[Line]:
         name = f"first token, {mode}: hit {s.document} + {s.question} new, over {s.question} alone"
         yield ratio(name, medians, "hit", "alone", bench.asked(1.3), at_most=True, details=details)
         (spent,) = seconds_of(cold)
-        name = f"cold prefill of {s.document}, {mode}, tokens per second"
-        yield Line(name, s.document / spent, medians={"prefill": spent})
+        for side, value in {**medians, "cold": spent}.items():
+            assert value is not None
+            yield Line(f"first token, {mode}, {side}, ms", 1000 * value)
+        yield Line(f"cold prefill of {s.document}, {mode}, tokens per second", s.document / spent)
+        yield _profile(bench, f"a hit, {mode}", partial(first_token, engine, document + ids(s.question)))
         engine.cache.audit()
         del engine
         bench.device.release()
 
 
-def decode_steps(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> tuple[Timing, int]:
-    """Decode requests together, step by step. Returns the timing of `Engine.step` by the host's clock, and the tokens
-    of all requests together in the middle of the measured steps."""
+def _profile(bench: Bench, name: str, run: Callable[[], object]) -> dict[str, Any]:
+    """The kernels of a run; or why they are not known."""
+    try:
+        found = bench.device.profile(run)
+    except Exception as error:  # a profiler may be missing or refused
+        found = {"failed": f"{type(error).__name__}: {error}"[:300]}
+    print(f"profile of {name}: { {key: value for key, value in found.items() if key != 'longest'} }", flush=True)
+    return {"profile": {name: found}}
+
+
+def decode_steps(
+    bench: Bench, engine: Engine, prompts: Sequence[list[int]], **sampled: float
+) -> tuple[Timing, int, dict[str, Any]]:
+    """Decode requests together, step by step. Returns the timing of `Engine.step` by the host's clock, the tokens of
+    all requests together in the middle of the measured steps, and the profile of one more."""
     s, requests = bench.sizes, len(prompts)
     before = sum(len(prompt) for prompt in prompts) // max(1, s.batched_tokens - requests) + requests
-    params = SamplingParams(max_new_tokens=2 * before + WARM_STEPS + s.steps_timed + 16, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=2 * before + WARM_STEPS + s.steps_timed + 16, ignore_eos=True, **sampled)
     mine = [engine.add_request(prompt, params) for prompt in prompts]
     latest: dict[str, RequestOutput] = {}
 
@@ -130,55 +203,57 @@ def decode_steps(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> 
     timing = Timing.of([timed(step) for _ in range(s.steps_timed)], "clock")
     tokens = sum(output.usage.prompt_tokens + output.usage.completion_tokens for output in latest.values())
     assert all(output.finish_reason is None for output in latest.values())
+    profile = _profile(bench, f"a decode step of {requests}", step)
     for name in mine:
         engine.abort(name)
     engine.step()  # returns the outputs of the aborted requests
     engine.cache.clear()
-    return timing, tokens - requests * s.steps_timed // 2
+    return timing, tokens - requests * s.steps_timed // 2, profile
 
 
-def decode(bench: Bench) -> Iterator[Line]:
-    """Steps in which all requests decode, against the time that the copy bandwidth takes for what they must read."""
+def decode(bench: Bench) -> Iterator[Line | dict[str, Any]]:
+    """Steps in which all requests decode, against the time that the copy bandwidth takes for what they must move."""
     s, ids = bench.sizes, prompts_of(bench, 3)
     prompts = {shape: [ids(shape[1]) for _ in range(shape[0])] for shape in s.decoding}
     taken: dict[tuple[int, str], float | None] = {}
-    for mode in ("fast", "deterministic", "eager"):
-        if not bench.has(40, f"decode steps, {mode}"):
+    for mode in ("fast", "sampled", "deterministic", "eager"):
+        if not bench.has(20, f"decode steps, {mode}"):
             continue
         engine = make_engine(bench, deterministic=mode == "deterministic", graphs=mode != "eager")
+        sampled = {"temperature": 0.8, "top_p": 0.95, "seed": 1} if mode == "sampled" else {}
         for shape in s.decoding:
-            timing, tokens = decode_steps(bench, engine, prompts[shape])
-            yield _over_reading(bench, f"decode step of {shape[0]}, {mode}", timing, tokens, shape[0])
+            timing, tokens, profile = decode_steps(bench, engine, prompts[shape], **sampled)
+            yield _over_moving(bench, f"decode step of {shape[0]}, {mode}", timing, tokens, shape[0])
+            yield profile
             taken[shape[0], mode] = timing.seconds
             if mode != "fast":
                 medians = {side: taken.get((shape[0], side)) for side in (mode, "fast")}
                 yield ratio(f"decode step of {shape[0]}, {mode} over fast", medians, mode, "fast", at_most=True)
-        if mode == "deterministic":
-            yield from _alone_or_together(bench, engine, prompts[s.decoding[-1]])
         del engine
         bench.device.release()
 
 
-def _over_reading(bench: Bench, name: str, timing: Timing, tokens: int, requests: int) -> Line:
-    """A line: a step over what reading takes."""
+def _over_moving(bench: Bench, name: str, timing: Timing, tokens: int, requests: int) -> Line:
+    """A line: a step over what moving its bytes takes."""
     model = bench.keep("model", lambda: random_model(bench))
     spec = model.spec(model.config, bench.sizes.dtype)
     parameters = {p.data_ptr(): p.numel() * p.itemsize for p in model.parameters()}
     embedding = model.model.embed_tokens.weight.data_ptr()
     if model.lm_head.weight.data_ptr() != embedding:  # of an embedding that is not the head too a few rows are read
         del parameters[embedding]
-    kv = tokens * spec.page_bytes(1)
-    read = {"weights": sum(parameters.values()), "kv": kv, "states": requests * spec.state_bytes}
-    medians: Medians = {"step": timing.seconds, "floor": sum(read.values()) / bench.roofline.bandwidth}
-    details = {"bytes": read, "low": timing.low, "high": timing.high, "states are written too": True}
+    states = {f"states {moved}": requests * spec.state_bytes for moved in ("read", "written")}
+    moved = {"weights": sum(parameters.values()), "kv": tokens * spec.page_bytes(1), **states}
+    medians: Medians = {"step": timing.seconds, "floor": bench.roofline.moving(sum(moved.values()))}
+    details = {"bytes": moved, "low": timing.low, "high": timing.high}
     target, how = bench.asked(1.25 if name.endswith("fast") else None), {"at_most": True, "details": details}
-    return ratio(f"{name}, over reading weights, KV and states", medians, "step", "floor", target, **how)
+    return ratio(f"{name}, over moving weights, KV and states", medians, "step", "floor", target, **how)
 
 
-def _alone_or_together(bench: Bench, engine: Engine, prompts: Sequence[list[int]]) -> Iterator[Line]:
+def _alone_or_together(bench: Bench, engine: Engine) -> Iterator[Line]:
     """In deterministic mode a request gives the same bits alone, in a batch, and after a hit."""
     params = SamplingParams(max_new_tokens=8, ignore_eos=True, logprobs=3)
-    chosen = [prompt[: bench.sizes.question * 3 + 5] for prompt in prompts]
+    ids = prompts_of(bench, 3)
+    chosen = [ids(bench.sizes.question * 3 + 5) for _ in range(bench.sizes.decoding[-1][0])]
     together = engine.generate(chosen, params, progress=False)
     engine.cache.clear()
     alone = engine.generate([chosen[-1]], params, progress=False)[0]

@@ -1,19 +1,17 @@
-"""What the programs in `bench/gpu` share: the device and its clock, inputs, cases and how they are judged, reports."""
+"""What the programs in `bench/gpu` share: the device and its clock, inputs, cases and how they are judged."""
 
 import gc
-import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import Line, Medians, check, ratio, status, timed
+from common import Line, Medians, check, ratio, timed
 from gpu.sizes import Sizes
 from torch import Tensor
 
@@ -88,7 +86,7 @@ class Gpu:
                 for call in calls:
                     call()
 
-        replay, how = self._recorded(run)
+        replay, how = self.recorded(run)
         repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(seconds / self._elapsed(replay, 2)[1])))
         return Timing.of([spent / rounds / len(calls) for spent in self._elapsed(replay, repeats)], how)
 
@@ -103,7 +101,7 @@ class Gpu:
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in events]
 
-    def _recorded(self, run: Call) -> tuple[Call, str]:
+    def recorded(self, run: Call) -> tuple[Call, str]:
         """A replay of a graph of the run; the run itself where it cannot be recorded."""
         current = torch.cuda.current_stream()
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -119,6 +117,10 @@ class Gpu:
             torch.cuda.synchronize()
             return run, f"events ({type(error).__name__} while recording)"
         return graph.replay, "graph"
+
+    def profile(self, run: Call) -> dict[str, Any]:
+        """Kernels of a run, and the share of its time in which one was running."""
+        return profile(run, self.synchronize, torch.profiler.ProfilerActivity.CUDA)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -150,6 +152,13 @@ class Cpu:
     def time(self, calls: Sequence[Call], seconds: float = 0.0) -> Timing:
         return Timing.of([timed(call) for call in calls], "clock")
 
+    def recorded(self, run: Call) -> tuple[Call, str]:
+        return run, "clock"
+
+    def profile(self, run: Call) -> dict[str, Any]:
+        """As on a GPU, of operations."""
+        return profile(run, self.synchronize, torch.profiler.ProfilerActivity.CPU)
+
     def synchronize(self) -> None:
         return None
 
@@ -163,12 +172,36 @@ class Cpu:
 Device = Gpu | Cpu
 
 
+def profile(run: Call, synchronize: Call, activity: torch.profiler.ProfilerActivity) -> dict[str, Any]:
+    """What the device does in a run: how many kernels, for which part of the time, and which take longest."""
+    synchronize()
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        wall = timed(lambda: (run(), synchronize()))
+    wanted = getattr(torch.autograd.DeviceType, activity.name)
+    spans = [(e.time_range.start, e.time_range.end, e.name) for e in profiler.events() if e.device_type == wanted]
+    busy, end, each = 0.0, 0.0, dict[str, list[float]]()
+    for start, stop, name in sorted(spans):
+        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
+        each.setdefault(name[:80], []).append(stop - start)
+    longest = sorted(each.items(), key=lambda entry: -sum(entry[1]))[:25]
+    top = {name: {"calls": len(times), "us": round(sum(times), 1)} for name, times in longest}
+    return {"kernels": len(spans), "busy share": busy / 1e6 / wall, "ms": 1000 * wall, "longest": top}
+
+
 @dataclass(frozen=True)
 class Roofline:
     """What the device can do at best, as measured."""
 
-    bandwidth: float  # bytes per second of a large copy, of which read and written bytes both count
-    matmul: float  # operations per second of a large matrix product on random data
+    bandwidth: float | None = None  # bytes per second of a large copy, of which read and written bytes both count
+    matmul: float | None = None  # operations per second of a large matrix product on random data
+
+    def moving(self, num_bytes: float) -> float | None:
+        """Seconds that it takes to move this much; None: it was not measured."""
+        return num_bytes / self.bandwidth if self.bandwidth else None
+
+    def computing(self, operations: float) -> float | None:
+        """Seconds that matrix products of this many operations take; None: it was not measured."""
+        return operations / self.matmul if self.matmul else None
 
     @classmethod
     def measured(cls, device: Device, sizes: Sizes) -> "Roofline":
@@ -257,7 +290,7 @@ class Bench:
     rehearsal: bool
     ops: Any = ops  # the operations that are measured
     is_blank: bool = False  # inputs hold no numbers: nothing is computed with them
-    skipped: list[str] = field(default_factory=list)  # what the current section has skipped
+    skip: Callable[..., object] = lambda **_: None  # called with `skipped`: what the time does not hold
     kept: dict[str, Any] = field(default_factory=dict)  # objects that several sections need, made once
 
     def __post_init__(self) -> None:
@@ -272,7 +305,7 @@ class Bench:
         """Whether this much time is left; if not, `what` is reported as skipped."""
         if self.left >= seconds:
             return True
-        self.skipped.append(what)
+        self.skip(skipped=what)
         return False
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
@@ -305,7 +338,7 @@ class Bench:
 
     def twins(self, name: str, operation: str, *arguments: Any, fp64: bool = False) -> Iterator[Line]:
         """An operation against its twin, which may compute in fp64: what it returns, and the arguments that it writes,
-        of which the twin gets copies; rows of them that the twin leaves as they are keep their bits."""
+        of which the twin gets copies; rows of them that the twin leaves as they are keep their bits. Then again."""
         op = OPS[operation]
         names = [*signature(op.twin).parameters]
         written = {names.index(argument): argument for argument in op.writes}
@@ -316,8 +349,8 @@ class Bench:
         truths = _outputs(op.twin(*theirs))
         for truth in truths:
             self.poison(truth)
-        run = getattr(self.ops, operation)
-        founds = _outputs(run(*arguments, batch_invariant=True) if op.external else run(*arguments))
+        run = partial(getattr(self.ops, operation), *arguments, **({"batch_invariant": True} if op.external else {}))
+        founds = _outputs(run())
         for number, (found, truth) in enumerate(zip(founds, truths, strict=True)):
             judge = compare if found.is_floating_point() else same_bits
             yield judge(f"{name}, output {number}" if number else name, found, truth)
@@ -326,6 +359,25 @@ class Bench:
             judge = same_bits if (operation, argument) in MOVED else compare_states
             yield judge(f"{name}, {argument}", arguments[at][~kept], theirs[at][~kept])
             yield same_bits(f"{name}, the rest of {argument}", arguments[at][kept], before[at][kept])
+        yield from self.again(name, run, founds, {arguments[at]: before[at] for at in written})
+
+    def again(self, name: str, run: Call, founds: Sequence[Tensor], written: dict[Tensor, Tensor]) -> Iterator[Line]:
+        """Whether a call gives the same bits from a recorded graph.
+
+        Args:
+            founds: what it returned.
+            written: the arguments that it wrote, and what they were before.
+        """
+        after, results = [argument.clone() for argument in written], list[tuple[Tensor, ...]]()
+        replay, how = self.device.recorded(lambda: results.append(_outputs(run())))
+        for argument, before in written.items():
+            argument.copy_(before)
+        replay()
+        pairs = [*zip(results[-1], founds, strict=True), *zip(written, after, strict=True)]
+        same = all(torch.equal(*(x.contiguous().view(torch.uint8) for x in pair)) for pair in pairs)
+        yield check(
+            f"{name}, again", same and not how.startswith("events"), f"{'the same' if same else 'OTHER'} bits, {how}"
+        )
 
     def measure(self, planned: Planned) -> Iterator[Line]:
         """All figures of a case."""
@@ -348,11 +400,11 @@ class Bench:
     def _rates(self, name: str, case: Case, ours: Timing) -> Iterator[Line]:
         details, medians = asdict(ours), {"ours": ours.seconds}
         if case.num_bytes:
-            floor: Medians = {**medians, "floor": case.num_bytes / self.roofline.bandwidth}
+            floor: Medians = {**medians, "floor": self.roofline.moving(case.num_bytes)}
             more = {**details, "bytes": case.num_bytes, "GB/s": case.num_bytes / ours.seconds / 1e9}
             yield ratio(f"{name}, of copy bandwidth", floor, "floor", "ours", self.asked(case.target), details=more)
         if case.operations:
-            floor = {**medians, "floor": case.operations / self.roofline.matmul}
+            floor = {**medians, "floor": self.roofline.computing(case.operations)}
             more = {**details, "operations": case.operations, "TFLOP/s": case.operations / ours.seconds / 1e12}
             yield ratio(f"{name}, of the matmul rate", floor, "floor", "ours", details=more)
         if case.tokens:
@@ -380,7 +432,7 @@ class Bench:
         medians: Medians = {"ours": ours.seconds, **{peer: timing.seconds for peer, timing in timings.items()}}
         if not timings:
             if self.asked(target) is not None:
-                self.skipped.append(f"{name} against {', '.join(peers)}")
+                self.skip(skipped=f"{name} against {', '.join(peers)}")
             return Line(f"{name}: no peer runs here", None, None, True, medians=medians, details=details)
         fastest, how = min(timings, key=lambda peer: timings[peer].seconds), {"at_most": True, "details": details}
         return ratio(f"{name}, over {fastest}", medians, "ours", fastest, self.asked(target), **how)
@@ -388,45 +440,3 @@ class Bench:
     def asked(self, target: float | None) -> float | None:
         """The target; none in a rehearsal, whose times mean nothing."""
         return None if self.rehearsal else target
-
-
-@dataclass
-class Report:
-    """All results, written to a file after every single one: a run that is killed leaves what it had."""
-
-    path: Path
-    head: dict[str, Any]
-    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
-    results: list[Line] = field(default_factory=list)
-
-    def add(self, section: str, result: Line) -> None:
-        self.results.append(replace(result, part=section))
-        self.write()
-
-    def write(self) -> None:
-        lines = [line.to_json() for line in self.results]
-        everything = {**self.head, "sections": self.sections, "lines": lines, "status": self.status}
-        partial = self.path.with_suffix(".part")
-        partial.write_text(json.dumps(everything, indent=1, default=str), encoding="utf-8")
-        partial.replace(self.path)
-
-    @property
-    def status(self) -> int:
-        """As `common.status`; 1 too when something was not measured."""
-        unmeasured = any(section["status"] != "done" or section["skipped"] for section in self.sections.values())
-        return status(self.results) or int(unmeasured)
-
-    def summary(self) -> list[str]:
-        """Every target, every check that failed, everything that was not measured, and the number of checks."""
-        said = []
-        for result in self.results:
-            mark, part, name, value, goal, measured = result.row()
-            if mark == "WRONG":
-                said.append(f"{mark:7} {part}: {name}: {measured[-300:]}")
-            elif goal and value:
-                said.append(f"{mark:7} {value} {goal}  {part}: {name}")
-        for name, entry in self.sections.items():
-            if entry["status"] != "done":
-                said.append(f"{entry['status'].upper():7} {name}: {entry.get('error', '').strip()[-200:]}")
-            said += [f"SKIPPED {name}: {what[:100]}" for what in entry["skipped"]]
-        return [*said, f"{sum(result.right is not None for result in self.results)} checks"]

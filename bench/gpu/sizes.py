@@ -47,6 +47,15 @@ class Sizes:
     matmul: int = 8192  # rows and columns of its matrices
 
     @property
+    def smoke(self) -> "Sizes":
+        """One size of each kind, and a model of few layers."""
+        lists = ("decode", "extend", "steps", "copies", "prompts", "rows", "products", "matrices", "expert_rows")
+        one = {name: getattr(self, name)[:2][-1:] for name in lists}
+        return replace(
+            self, **one, many=1, memory="4GiB" if self.model[3] > 4 else self.memory, model=(*self.model[:3], 4)
+        )
+
+    @property
     def config(self) -> dict[str, Any]:
         """Of the model: the class defaults of transformers 5.23, since other versions may have others."""
         names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")

@@ -6,10 +6,12 @@ import inspect
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,8 +22,6 @@ import torch
 from hybrid.kernels import reference
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ("states", "store", "linear", "experts", "convolution")
-"""Sections whose kernels are interpreted in a second or two; the others have tests of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -65,26 +65,160 @@ def test_a_rehearsal_runs_every_section(tmp_path: Path) -> None:
     assert {section["status"] for section in figures["sections"].values()} == {"done"}
     assert all(line["right"] is not False for line in figures["lines"])
     assert all(line["target"] is None for line in figures["lines"])
-    assert {entry["part"] for entry in figures["lines"]} == set(figures["sections"])
-    assert len(figures["sections"]) == 12
+    assert {entry["part"] for entry in figures["lines"]} == set(figures["sections"]) - {"roofline"}
+    assert [*figures["sections"]][:5] == ["smoke", "steps", "roofline", "decode", "hit"]
+    assert len(figures["sections"]) == 16
+    assert figures["roofline"]["bandwidth"] > 0
+    checked = {entry["name"].split(" of ")[0] for entry in figures["lines"] if entry["part"] == "smoke"}
+    assert {"delta rule step", "convolution", "rms_norm", "norm_rotate_store", "expert layer"} <= checked
+    profiles = [profile for name in ("decode", "hit") for profile in figures["sections"][name]["profile"]]
+    assert all(0 < profile["busy share"] <= 1 for one in profiles for profile in one.values())
     assert "cold prefill" in printed
 
 
-def test_a_rehearsal_runs_our_kernels_interpreted(tmp_path: Path) -> None:
-    status, figures, printed = rehearse(tmp_path / "gpu.json", "triton", "--only", *KERNELS)
+def test_smoke_runs_our_kernels_interpreted(tmp_path: Path) -> None:
+    status, figures, printed = rehearse(tmp_path / "gpu.json", "triton", "--only", "smoke")
     assert status == 0, printed[-3000:]
     assert figures["machine"]["kernels"] == "triton"
-    assert sum(line["right"] is not None for line in figures["lines"]) > 10
+    assert sum(line["right"] is not None for line in figures["lines"]) > 40
+
+
+# What may happen in a section
+
+
+BROKEN = """
+import os, sys, time
+import torch
+from common import Line
+from gpu.harness import Planned, Case, compare
+
+def hangs(bench):
+    yield Line("before a hang", 1.0)
+    time.sleep(600)
+
+def dies(bench):
+    yield Line("before an illegal access", 1.0)
+    import ctypes
+    ctypes.string_at(0)
+
+def raises(bench):
+    yield Line("before an error", 1.0)
+    raise RuntimeError("no such kernel")
+
+def fails_in_one_case(bench):
+    def broken():
+        raise RuntimeError("out of shared memory")
+    yield Planned("a broken case", 1, broken)
+    yield Planned("a case after it", 1, lambda: Case(calls=[lambda: None], num_bytes=8))
+
+def writes_nan(bench):
+    yield compare("a kernel", torch.full((4,), float("nan")), torch.ones(4))
+
+def exits(bench):
+    yield Line("before the end", 1.0)
+    os._exit(7)
+
+def fine(bench):
+    assert bench.roofline.bandwidth == 5.0
+    yield Line("a figure", 1.0)
+
+def measures(bench):
+    yield {"head": {"roofline": {"bandwidth": 5.0, "matmul": None}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any], str]:
+    """A run of sections that fail in all ways, each followed by one that does not."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "planted.py").write_text(BROKEN, encoding="utf-8")
+    names = ("hangs", "dies", "raises", "fails_in_one_case", "writes_nan", "exits", "fine")
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "bench")!r})
+from pathlib import Path
+from gpu import run
+sections = {{name: run.Section("planted", name, 40) for name in {names!r}}}
+sections = {{"roofline": run.Section("planted", "measures", 40), **sections}}
+sections["hangs"] = run.Section("planted", "hangs", 2)
+sys.exit(run.main(["--rehearse", "--json", {str(folder / "gpu.json")!r}], sections))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    return ended.returncode, json.loads((folder / "gpu.json").read_text(encoding="utf-8")), ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("section", "status", "error"),
+    [
+        ("hangs", "still running after 2 s", "in hangs"),  # where it was, by faulthandler
+        ("dies", "died by SIGSEGV", "in dies"),
+        ("raises", "failed", "RuntimeError: no such kernel"),
+        ("exits", "failed", ""),
+    ],
+)
+def test_a_section_that_ends_badly_ends_alone(
+    broken: tuple[int, dict[str, Any], str], section: str, status: str, error: str
+) -> None:
+    _, figures, _ = broken
+    entry = figures["sections"][section]
+    assert entry["status"] == status
+    assert error in entry["error"]
+    assert [line["name"] for line in figures["lines"] if line["part"] == section] != []  # what it had is kept
+    assert figures["sections"]["fine"]["status"] == "done"
+    assert [line["name"] for line in figures["lines"] if line["part"] == "fine"] == ["a figure"]
+
+
+def test_a_case_that_fails_does_not_end_its_section(broken: tuple[int, dict[str, Any], str]) -> None:
+    _, figures, printed = broken
+    entry = figures["sections"]["fails_in_one_case"]
+    assert entry["status"] == "done"
+    assert entry["failed"] == ["a broken case: RuntimeError: out of shared memory"]
+    assert any(line["name"].startswith("a case after it") for line in figures["lines"])
+    assert "FAILED  fails_in_one_case: a broken case" in printed
+
+
+def test_nan_is_wrong_and_the_worst_is_the_status(broken: tuple[int, dict[str, Any], str]) -> None:
+    status, figures, printed = broken
+    (line,) = (line for line in figures["lines"] if line["part"] == "writes_nan")
+    assert line["right"] is False
+    assert status == figures["status"] == 2
+    assert "WRONG   writes_nan: a kernel" in printed
+
+
+def test_a_run_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(BROKEN, encoding="utf-8")
+    program = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "bench")!r})
+from gpu import run
+sections = {{"hangs": run.Section("planted", "hangs", 100)}}
+run.main(["--rehearse", "--json", {str(tmp_path / "gpu.json")!r}], sections)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, start_new_session=True)
+    path, lines = tmp_path / "gpu.json", list[Any]()
+    end = time.monotonic() + 120
+    while not lines and time.monotonic() < end:
+        time.sleep(0.2)
+        lines = json.loads(path.read_text(encoding="utf-8"))["lines"] if path.exists() else []
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert [line["name"] for line in lines] == ["before a hang"]
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    assert figures["sections"]["hangs"]["status"] == "begun"
 
 
 # What is judged, and how a run ends
 
 
 def report(bench: Path, tmp_path: Path, *results: Any, **section: Any) -> Any:
-    made = load("gpu.harness").Report(tmp_path / "report.json", {})
-    made.sections["one"] = {"status": "done", "skipped": [], **section}
+    made = load("gpu.report").Report(tmp_path / "report.json")
+    made.begin("one").update({"status": "done", **section})
     for result in results:
-        made.add("one", result)
+        made.take("one", {"line": {key: value for key, value in result.to_json().items() if key != "reached"}})
     return made
 
 
@@ -123,11 +257,17 @@ def test_the_summary_says_in_a_line_each_what_was_asked(bench: Path, tmp_path: P
 def working(rehearsal: bool) -> Any:
     device = load("gpu.harness")
     deadline = time.perf_counter() + 60
-    return device.Bench(device.Cpu(), load("gpu.sizes").TOY, device.Roofline(1.0, 1.0), deadline, rehearsal)
+    skipped: list[str] = []
+    roofline, sizes = device.Roofline(1.0, 1.0), load("gpu.sizes").TOY
+
+    def skip(*, skipped_: list[str] = skipped, **message: str) -> None:
+        skipped_.append(message["skipped"])
+
+    return device.Bench(device.Cpu(), sizes, roofline, deadline, rehearsal, skip=skip), skipped
 
 
 def test_peers_that_fail_or_compute_something_else_are_told_and_not_compared_with(bench: Path) -> None:
-    device, work = load("gpu.harness"), working(rehearsal=False)
+    device, (work, skipped) = load("gpu.harness"), working(rehearsal=False)
     ours = device.Timing(1.0, 1.0, 1.0, 1, "clock")
 
     def missing() -> Any:
@@ -148,14 +288,14 @@ def test_peers_that_fail_or_compute_something_else_are_told_and_not_compared_wit
     assert "not here" in line.details["missing"]
     assert line.details["wrong"]["error"] == 0.5
     assert set(line.medians) == {"ours", "right"}
-    assert not work.skipped
+    assert not skipped
     alone = work.against_fastest("work", ours, {"missing": missing}, 1.05)
     assert alone.value is None
-    assert work.skipped == ["work against missing"]
+    assert skipped == ["work against missing"]
 
 
 def test_sets_rotate_through_more_than_the_cache(bench: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = working(rehearsal=False)
+    work, _ = working(rehearsal=False)
     monkeypatch.setattr(load("gpu.harness").Cpu, "cache_bytes", 60)
     assert [work.sets(size) for size in (1, 60, 100, 1000)] == [64, 3, 2, 1]
 
@@ -168,33 +308,32 @@ def test_nan_passes_no_comparison(bench: Path) -> None:
     assert not gpu.compare("something else", -x, x).right
 
 
-def test_a_section_that_fails_is_recorded_and_leaves_what_it_had(bench: Path, tmp_path: Path) -> None:
-    script, shared = load("gpu.run"), load("gpu.harness")
-
-    def section(_: Any) -> Iterator[Any]:
-        yield shared.Line("before", 1.0)
-        raise RuntimeError("no such kernel")
-
-    made, work = shared.Report(tmp_path / "report.json", {}), working(rehearsal=True)
-    script.run_section("broken", section, work, made)
-    assert made.sections["broken"]["status"] == "failed"
-    assert "no such kernel" in made.sections["broken"]["error"]
-    assert [result.name for result in made.results] == ["before"]
-    assert made.status == 1
-
-
-def test_what_the_budget_does_not_hold_is_skipped_and_said(bench: Path, tmp_path: Path) -> None:
-    shared, work = load("gpu.harness"), working(rehearsal=True)
-    made = shared.Report(tmp_path / "report.json", {})
-    long = shared.Planned("a long case", 1000, shared.Case)
-    load("gpu.run").run_section("states", lambda _: iter([long]), work, made)
-    assert made.sections["states"]["status"] == "done"
-    assert made.summary()[0] == "SKIPPED states: a long case"
-    assert made.status == 1
-    work.skipped = []
+def test_what_the_time_does_not_hold_is_skipped_and_said(bench: Path, tmp_path: Path) -> None:
+    work, skipped = working(rehearsal=True)
+    shared = load("gpu.harness")
+    assert not [*work.measure(shared.Planned("a long case", 1000, shared.Case))]
     assert work.has(30, "short")
     assert not work.has(90, "long")
-    assert work.skipped == ["long"]
+    assert skipped == ["a long case", "long"]
+
+
+def test_without_a_roofline_figures_are_there_and_not_judged(bench: Path) -> None:
+    work, _ = working(rehearsal=False)
+    shared = load("gpu.harness")
+    blind = replace(work, roofline=shared.Roofline())
+    (line,) = blind.measure(shared.Planned("a case", 1, lambda: shared.Case([lambda: None], num_bytes=8, target=0.8)))
+    assert line.value is None
+    assert line.medians["ours"] is not None
+    assert not line.reached
+
+
+def test_a_check_fails_where_a_second_run_has_other_bits(bench: Path) -> None:
+    work, _ = working(rehearsal=True)
+    runs = iter([torch.zeros(3), torch.ones(3)])
+    (line,) = work.again("a kernel", lambda: next(runs), [torch.zeros(3)], {})
+    assert line.right is True
+    (line,) = work.again("a kernel", lambda: next(runs), [torch.zeros(3)], {})
+    assert line.right is False
 
 
 # The GPU's clock, on a stand-in for a GPU
