@@ -91,14 +91,11 @@ class NoStore:
 
     checkpoint_bytes: int
 
-    def store(self, slot: int, place: int) -> None:
-        pass
+    def store(self, slot: int, place: int) -> None: ...
 
-    def restore(self, place: int, slot: int) -> None:
-        pass
+    def restore(self, place: int, slot: int) -> None: ...
 
-    def move_stored(self, moves: dict[int, int]) -> None:
-        pass
+    def move_stored(self, moves: dict[int, int]) -> None: ...
 
 
 def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> HybridCache:

@@ -100,12 +100,11 @@ class HybridTree:
     def evict(self, num_tokens: int, num_states: int) -> tuple[int, int]:
         """Free at least `num_tokens` tokens, then `num_states` states. Returns how many of each were freed in all."""
         released = Released()
-        if num_tokens:
-            self.tree.evict_pages(-(-num_tokens // self.page), released)
-        if num_states:
-            self.tree.evict_checkpoints(num_states, released)
+        self.tree.evict_pages(-(-num_tokens // self.page), released)
+        self.tree.evict_checkpoints(num_states, released)
         self.kv.free(released.pages)
-        self.st.free(np.array(released.slots, dtype=np.int64))
+        if released.slots:
+            self.st.free(np.array(released.slots, dtype=np.int64))
         return len(released.pages) * self.page, len(released.slots)
 
     evict_for_alloc = evict  # what is evicted can be allocated at once

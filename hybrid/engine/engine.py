@@ -87,7 +87,7 @@ class Engine:
         self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
         # without a device of its own, nothing is computed while the next step is scheduled
         overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
-        self._steps = StepLoop(
+        steps = self._steps = StepLoop(
             cache,
             self.scheduler,
             runner or model_runner(loaded, cache, self.config, self.deterministic),
@@ -98,7 +98,7 @@ class Engine:
         self.adapters: Adapters = Adapters(
             loaded.model,
             self.config.adapter_bytes,
-            lambda: [request.adapter for request in self._steps.requests.values()],
+            lambda: [request.adapter for request in steps.requests.values()],  # without a circle: `del engine` frees it
             cache.check_owner,
         )
         self._intake = Intake(loaded, cache, self.adapters, self.config.max_model_len)
