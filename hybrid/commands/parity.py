@@ -92,8 +92,8 @@ def memory_pressure(judge: Judge) -> Check:
     longest = -(-(6 * judge.grid + 24) // page_size)
     shared, evicted, retracted = judge.ids(4 * judge.grid), False, False
     outputs: list[RequestOutput] = []
-    for percent in (300, 250, 225, 200, 175, 150):
-        warm = judge.warm(pages=longest * percent // 100, states=5)
+    for percent in (300, 250, 225, 200, 175, 150, 125, 110):
+        warm = judge.warm(pages=longest * percent // 100, states=5, longest=longest)
         outputs = []
         for _ in range(2):
             prompts = [shared + judge.ids(judge.grid - missing) for missing in (20, 15, 10, 5)]
