@@ -51,8 +51,8 @@ def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, determi
         model=model,
         page_size=config.page_size,
         chunk_size=config.chunk_size,
-        page=writer.page_layout,
-        checkpoint=writer.checkpoint_layout,
+        page=writer.page_layout(),
+        checkpoint=writer.checkpoint_layout(),
         deterministic=deterministic,
         version=__version__,
     )
@@ -123,9 +123,10 @@ def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> se
 
 def _rows(contents: list[bytes]) -> Tensor:
     """`[len(contents), bytes of each]` uint8."""
-    if not contents:
-        return torch.empty(0, 0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).view(len(contents), -1)
+    num_bytes = len(contents[0]) if contents else 0
+    if not num_bytes:  # also of a model without states
+        return torch.empty(len(contents), 0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).view(-1, num_bytes)
 
 
 def load(archive: Archive, here: Fingerprint, tree: Tree, restorer: Restorer, allocator: Allocator) -> Transfer:

@@ -419,9 +419,9 @@ class HybridCache:
         self._owner.claim()
         return collect(self.tree, writer_of(self.memory), self._fingerprint(model), keys, namespace, after)
 
-    def load(self, source: str | Path | Contents, *, model: str | Fingerprint) -> Transfer:
-        """Bring prefixes of a file, or of `Archive.to_bytes`, into the cache: each checkpoint with all pages before it,
-        or not at all. Evicts for them as a request does; when there is no memory left, the rest is skipped.
+    def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
+        """Bring prefixes of a file, an archive, or its `to_bytes`, into the cache: each checkpoint with all pages
+        before it, or not at all. Evicts for them as a request does; when there is no memory left, the rest is skipped.
 
         Raises:
             CacheFileError: the file is damaged, or was saved under another name of the model, with other settings, or
@@ -430,7 +430,7 @@ class HybridCache:
         """
         self._owner.claim()
         here = self._fingerprint(model)
-        archive = read_archive(source)
+        archive = source if isinstance(source, Archive) else read_archive(source)
         restorer = Restorer(self._opener, self._committer, self.memory, self.allocator, writer_of(self.memory))
         with deferred_interrupts():
             return load(archive, here, self.tree, restorer, self.allocator)

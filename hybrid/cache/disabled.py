@@ -13,6 +13,7 @@ from hybrid.errors import ArgumentError
 from hybrid.key import Key
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
+from hybrid.tiers.archive import Archive
 from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind
@@ -51,7 +52,7 @@ class DisabledCache(HybridCache):
     def donate_states(self, lease: Lease, limit: int) -> None:
         """Keeps nothing."""
 
-    def load(self, source: str | Path | Contents, *, model: str | Fingerprint) -> Transfer:
+    def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
         """Raises ArgumentError: nothing can be loaded."""
         raise ArgumentError("load: this cache is disabled; use CacheConfig(enabled=True)")
 

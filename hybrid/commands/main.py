@@ -13,18 +13,26 @@ from contextlib import suppress
 from rich.console import Console
 
 from hybrid import __version__
-from hybrid.commands import demo, generate, parity, stress, tree
+from hybrid.commands import cache, demo, generate, parity, stress, tree
 from hybrid.commands.arguments import check_encoding
 from hybrid.commands.command import Command
 from hybrid.errors import HybridError
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND, generate.COMMAND, tree.COMMAND, parity.COMMAND, stress.COMMAND)
+COMMANDS: tuple[Command, ...] = (
+    demo.COMMAND,
+    generate.COMMAND,
+    tree.COMMAND,
+    cache.COMMAND,
+    parity.COMMAND,
+    stress.COMMAND,
+)
 
 EPILOG = """examples:
   hybrid demo                                   the prefix cache on real text, compared with a run without it
   hybrid generate tiny "The with statement"     continue a prompt with the model inside the package
   hybrid generate Qwen/Qwen3.5-0.8B --chat "Why is the sky blue?" --memory 2GiB
   hybrid tree --out tree.html                   the prefix tree as a page for a browser
+  hybrid cache show support.hybrid              the prefixes in a file of engine.save
   hybrid parity --model ./my-checkpoint         compare cache hits with cold runs, and logits with transformers
   hybrid parity --all-families                  the same on a small random checkpoint of every model family
   hybrid stress --seconds 30 --seed 7           random requests with injected failures, audited

@@ -27,18 +27,15 @@ class ContentReader(Protocol):
 
 @runtime_checkable
 class ContentWriter(ContentReader, Protocol):
-    """Also writes them: what a reader has read, into another page or checkpoint of this memory or of one like it.
+    """Also writes them: what a reader has read, into another page or checkpoint of this memory or of one like it."""
 
-    Attributes:
-        page_layout, checkpoint_layout: what a page and a checkpoint hold, as a text. Contents go from one memory to
-            another where these are equal.
-    """
+    def page_layout(self) -> str:
+        """What a page holds, as a text. Contents go from one memory to another where these texts are equal."""
+        ...
 
-    @property
-    def page_layout(self) -> str: ...
-
-    @property
-    def checkpoint_layout(self) -> str: ...
+    def checkpoint_layout(self) -> str:
+        """What a checkpoint holds, likewise."""
+        ...
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""

@@ -96,12 +96,10 @@ class CacheTensors:
         self.state: dict[str, Tensor] = _views(states, self._state_places)
         self.stored: StoredCheckpoints | None = None
 
-    @property
     def page_layout(self) -> str:
         """What a page holds: the tensors, in order."""
         return _described(self._page_places)
 
-    @property
     def checkpoint_layout(self) -> str:
         """What a checkpoint holds, as it is stored."""
         return _described(self._state_places if self.stored is None else self.stored.places)
@@ -207,6 +205,8 @@ def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
     expected = sum(place.num_bytes for place in places)
     if len(contents) != expected:
         raise OwnershipError(f"{len(contents)} bytes are to be written where {expected} belong")
+    if not expected:  # a model without states
+        return
     data = torch.frombuffer(contents if isinstance(contents, bytearray) else bytearray(contents), dtype=torch.uint8)
     start = 0
     for place in places:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -133,6 +133,10 @@ class Archive:
         parents = {node.parent for node in self.nodes}
         return (index for index in range(len(self.nodes)) if index not in parents)
 
+    def renamed(self, namespace: Callable[[str], str]) -> Archive:
+        """The same prefixes in other namespaces, each as a function of its own."""
+        return replace(self, nodes=tuple(replace(node, namespace=namespace(node.namespace)) for node in self.nodes))
+
     @property
     def transfer(self) -> Transfer:
         """What it holds, as numbers."""
@@ -144,7 +148,8 @@ class Archive:
     def to_bytes(self) -> bytes:
         """The archive as one piece."""
         tensors, metadata = self._content()
-        return safetensors.torch.save(tensors, metadata)
+        data: bytes = safetensors.torch.save(tensors, metadata)
+        return data
 
     def write(self, path: str | Path) -> None:
         """Write a file, which only its owner may read. One that is there is replaced once all of it is on the disk.

@@ -98,6 +98,6 @@ def digest_of_model(config: Mapping[str, Any], weights: Iterable[tuple[str, Tens
 @torch.no_grad()
 def _digest_of_tensor(named: tuple[str, Tensor]) -> bytes:
     name, tensor = named
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     head = f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.blake2b(head + b"\0" + hashlib.blake2b(data).digest(), digest_size=32).digest()

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.commands.workload import Report, Stress
 from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
+from hybrid.tiers.archive import read_archive
 from support.engines import answer, greedy
 
 
@@ -34,7 +36,7 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     status, result = run_json(capsys, "parity")
     assert status == 0
     assert result["passed"]
-    assert len(result["checks"]) == 21
+    assert len(result["checks"]) == 28
     assert all(check["hit_tokens"] for check in result["checks"][3:])
 
 
@@ -334,3 +336,52 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
 def test_the_command_is_installed() -> None:
     result = subprocess.run([sys.executable, "-m", "hybrid", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "hybrid 0.1.0"
+
+
+# hybrid cache
+
+
+@pytest.fixture
+def saved(tiny: Engine, tmp_path: Path) -> Path:
+    """A file of two conversations, and one in another namespace."""
+    engine = tiny.with_cache(CacheConfig(page_size=16, chunk_size=16, memory="16MiB", deterministic=True))
+    answer(engine, [*range(3, 80)], greedy(20))
+    answer(engine, [*range(3, 40), *range(90, 130)], greedy(20))
+    answer(engine, [*range(200, 260)], greedy(2), namespace="tenant")
+    engine.save(tmp_path / "a.hybrid")
+    return tmp_path / "a.hybrid"
+
+
+def test_a_file_is_listed(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = run_json(capsys, "cache", "show", str(saved))
+    assert status == 0
+    assert result["fingerprint"]["page_size"] == 16
+    assert {node["namespace"] for node in result["nodes"]} == {"", "tenant"}
+    assert result["checkpoints"] == sum(node["kind"] is not None for node in result["nodes"]) > 8
+    assert main(["cache", "show", str(saved)]) == 0
+    assert "'tenant'" in capsys.readouterr().out
+
+
+def test_a_file_is_computed_again_and_compared(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = run_json(capsys, "cache", "check", str(saved))
+    assert (status, result["wrong"], result["unchecked"]) == (0, [], [])
+    assert result["checked"] > 8
+
+
+@pytest.mark.parametrize("what", ["pages", "checkpoints"])
+def test_a_file_that_was_made_up_is_found(saved: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One value of one page or state, and digests and a seal that fit: only the model knows."""
+    archive = read_archive(saved)
+    rows = getattr(archive, what).clone()
+    rows[2].view(torch.float32)[7] += 0.001
+    replace(archive, **{what: rows}).write(saved)
+    status, result = run_json(capsys, "cache", "check", str(saved))
+    assert status == 1
+    assert any("differ" in line for line in result["wrong"])
+
+
+def test_what_is_no_file_of_prefixes_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").write_bytes(b"nothing")
+    for action in ("show", "check"):
+        assert main(["cache", action, str(tmp_path / "a")]) == 2
+        assert "is not a usable file of cached prefixes" in capsys.readouterr().err
