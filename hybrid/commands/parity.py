@@ -131,10 +131,10 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
     """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model in fp32."""
     from transformers import AutoModelForCausalLM
 
-    from hybrid.hf.torch_functions import use_torch_functions
+    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
 
-    # "eager": their grouped product refuses rows that are not multiples of 16 bytes
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
     use_torch_functions(theirs)
     ids = judge.ids(4 * judge.grid + 37)
     with torch.inference_mode():
