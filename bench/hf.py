@@ -22,14 +22,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from hybrid.hf.prefix_cache import PrefixCache
 
-TURN, ANSWER = 1301, 64
-"""Tokens of each of three turns, and of the answers between them: a chat of 4k tokens."""
+TURN, ANSWER, FEW = 1301, 64, 16
+"""Tokens of each of three turns, of the answers between them (a chat of 4k tokens), and of those to the last turn."""
 
 SHORT = 64
 """Tokens of a short last turn."""
-
-FEW = 16
-"""Tokens of the answers of which only the first one is timed."""
 
 CHUNK = 128
 """Tokens of a chunk in deterministic mode."""
