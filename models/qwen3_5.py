@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import (
     MLP,
@@ -68,11 +67,10 @@ class GatedDeltaNet(nn.Module):
             q, k, v = self._split(
                 kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.is_batch_invariant)
             )
-            decay = self._rate() * softplus(a[tokens].float() + self.dt_bias)
-            beta = sigmoid(b[tokens])
+            gates = kernels.delta_gates(a[tokens], b[tokens], self._rate(), self.dt_bias)
             parts.append(
                 kernels.chunk_gated_delta_rule(
-                    q, k, v, decay, beta, recurrent, *slots, chunk_size, batch_invariant=batch.is_batch_invariant
+                    q, k, v, *gates, recurrent, *slots, chunk_size, batch_invariant=batch.is_batch_invariant
                 )
             )
         if decodes is not None:
