@@ -15,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from random import Random
 
 from common import Line, Medians, arguments, finish, machine, timed
@@ -26,6 +26,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
+from hybrid.tree.node import Checkpoint
 from hybrid.tree.policies import policy_of
 from hybrid.tree.tree import Tree
 
@@ -64,8 +65,17 @@ def evict_a_page(num_tokens: int) -> Iterator[Work]:
     """One page from the tail of a leaf of n tokens."""
     tree = Tree(PAGE, PAGE, policy_of("lru"))
     tree.insert(Key.of(range(num_tokens)), num_tokens, list(range(num_tokens // PAGE)))
-    while True:
-        yield lambda: tree.evict_pages(1)
+    return repeat(lambda: tree.evict_pages(1))
+
+
+def recall(num_checkpoints: int) -> Iterator[Work]:
+    """What the tree has known of a prompt that goes on below n checkpoints."""
+    tree, pages = Tree(PAGE, PAGE, policy_of("lru")), list(range(num_checkpoints))
+    key = Key.of(range(num_checkpoints * PAGE + 1))
+    for end in range(PAGE, len(key), PAGE):
+        tree.insert(key, end, pages[: end // PAGE], Checkpoint(end, end))
+    found = tree.match(key, len(key))
+    return repeat(lambda: tree.recall(key, found, len(key)))
 
 
 def chain(depth: int, policy: str) -> tuple[HybridCache, Lease, Key]:
@@ -90,8 +100,7 @@ def open_below_a_chain(depth: int) -> Iterator[Work]:
     cache, lease, _ = chain(depth, "lhd")
     cache.close(lease)
     short = Key.of([*range(PAGE * 5), *[7] * PAGE])
-    while True:
-        yield lambda: cache.close(opened(cache, short))
+    return repeat(lambda: cache.close(opened(cache, short)))
 
 
 def shortage(cache: HybridCache) -> Iterator[Work]:
@@ -113,19 +122,15 @@ def shortage(cache: HybridCache) -> Iterator[Work]:
         yield partial(serve, Key.of([-next(numbers)] * PAGE + [1]))
 
 
-def shortage_beside_requests(num_leases: int) -> Iterator[Work]:
-    cache = cache_of(2 * num_leases + 100)
-    for number in range(num_leases):
-        opened(cache, Key.of([number] * 4 * PAGE), 4 * PAGE)
-    return shortage(cache)
-
-
-def shortage_beside_pins(num_pins: int) -> Iterator[Work]:
-    cache = cache_of(4 * num_pins + 100)
-    for number in range(num_pins):
-        key = Key.of([number] * (PAGE + 1))
-        request(cache, key)
-        cache.pin(key, 3600 + number)
+def shortage_beside(pins: bool, number: int) -> Iterator[Work]:
+    """The same beside n running requests, or n pins."""
+    cache = cache_of(4 * number + 100)
+    for key in (Key.of([at] * (PAGE + 1)) for at in range(number)):
+        if pins:
+            request(cache, key)
+            cache.pin(key, 3600)
+        else:
+            opened(cache, key, len(key))
     return shortage(cache)
 
 
@@ -144,8 +149,7 @@ def move_pages(num_leases: int) -> Iterator[Work]:
     cache.clear()
     while cache.memory.arena is not None and cache.memory.arena.num_free:
         opened(cache, Key.of([0]))
-    for _ in range(30):
-        yield lambda: opened(cache, Key.of([0]))
+    return repeat(lambda: opened(cache, Key.of([0])))
 
 
 def move_checkpoints(num_nodes: int) -> Iterator[Work]:
@@ -161,8 +165,7 @@ def move_checkpoints(num_nodes: int) -> Iterator[Work]:
     lease = opened(cache, Key.of([-1] * PAGE * num_nodes))
     while cache.memory.arena is not None and cache.memory.pages.num_free:
         cache.reserve(lease, (len(lease.block_table) + cache.memory.pages.num_free) * PAGE)
-    for _ in range(30):
-        yield lambda: cache.reserve(lease, (len(lease.block_table) + PAGES_OF_A_PIECE) * PAGE)
+    return repeat(lambda: cache.reserve(lease, (len(lease.block_table) + PAGES_OF_A_PIECE) * PAGE))
 
 
 def requests(policy: str, num_nodes: int) -> Iterator[Work]:
@@ -179,10 +182,11 @@ def requests(policy: str, num_nodes: int) -> Iterator[Work]:
 NODES = 10**3, 10**4, 10**5
 OPERATIONS: dict[str, tuple[Callable[[int], Iterator[Work]], tuple[int, ...], tuple[int, ...]]] = {
     "evict a page of a leaf, by its tokens": (evict_a_page, (10**4, 10**5, 10**6), ()),
+    "recall a prompt, by checkpoints above": (recall, (10, 100, 1000, 10_000), ()),
     "commit a page, by pages before it": (commit_a_page, (100, 1000, 10_000), ()),
     "open below a chain of commits, by its length": (open_below_a_chain, (5, 500, 5000), ()),
-    "request in a shortage, by running requests": (shortage_beside_requests, (10, 100, 1000, 10_000), ()),
-    "request in a shortage, by pins": (shortage_beside_pins, (10, 100, 4000, 10_000), ()),
+    "request in a shortage, by running requests": (partial(shortage_beside, False), (10, 100, 1000, 10_000), ()),
+    "request in a shortage, by pins": (partial(shortage_beside, True), (10, 100, 4000, 10_000), ()),
     "move pages together, by running requests": (move_pages, (10, 100, 1000, 10_000), ()),
     "move stored checkpoints together, by nodes": (move_checkpoints, NODES, (10**6,)),
     "request with lru, by nodes": (partial(requests, "lru"), NODES, (10**6,)),

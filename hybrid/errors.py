@@ -5,6 +5,8 @@ HybridError
 │   ├── PromptError                       an empty prompt, ids outside the vocabulary, a prompt that is too long
 │   ├── SamplingError                     sampling parameters that contradict each other or are out of range
 │   ├── MemoryBudgetError                 the memory is too small; the message names the smallest that suffices
+│   ├── CacheFileError                    a file of cached prefixes that is damaged, of another model, or cannot be
+│   │                                     written
 │   └── CheckpointError                   a path without a usable model checkpoint
 │       └── UnsupportedModelError         a checkpoint of an architecture that this package does not run
 ├── NonFiniteError                        a forward pass gave NaN or infinity; nothing of it was cached
@@ -37,6 +39,10 @@ class SamplingError(ArgumentError):
 
 class MemoryBudgetError(ArgumentError):
     """The memory is too small."""
+
+
+class CacheFileError(ArgumentError):
+    """A file of cached prefixes is damaged, of another model or version, or cannot be written. Nothing was changed."""
 
 
 class CheckpointError(ArgumentError):

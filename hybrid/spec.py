@@ -1,6 +1,6 @@
 """The one list of what a model keeps: every tensor per token, and every tensor per sequence.
 
-Whoever moves contents (memory, compaction, digests, files) iterates this list; there is no other. A tensor that
+Code that moves contents (memory, compaction, digests, files) iterates this list; there is no other. A tensor that
 is not on it is not kept.
 """
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import LowRank
 from hybrid.errors import CheckpointError, UnsupportedModelError
+from hybrid.files import is_file
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
@@ -76,7 +77,7 @@ def load_adapter(path: Path, model: CausalLM) -> Adapter:
         UnsupportedModelError: it is an adapter of another kind.
     """
     for name in (CONFIG, WEIGHTS):
-        if not (path / name).is_file():
+        if not is_file(path / name):
             raise CheckpointError(f"{path} is not an adapter: it has no {name}; save it with PEFT's save_pretrained")
     config = read_config(path / CONFIG)
     _refuse_unsupported(config, path)

@@ -10,6 +10,7 @@ import torch
 from tqdm import tqdm
 
 from hybrid.errors import CheckpointError, UnsupportedModelError
+from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import can_compile
 from hybrid.kernels.ops import uses_triton
 from hybrid.models.bamba import BambaForCausalLM
@@ -148,7 +149,7 @@ def load_model(
         by_columns,
         frozenset(quantized),
     )
-    show = sys.stderr.isatty() if progress is None else progress
+    show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:
         model.load_state_dict(loader.load(tensors, bar.update), strict=False, assign=True)  # without a tied head
@@ -191,7 +192,7 @@ def _locate(name: str | Path) -> Path:
         )
     path = TINY if name == "tiny" and not Path(name).exists() else Path(name)
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not is_file(path / "config.json"):
             raise CheckpointError(f"{path} is not a checkpoint: it has no config.json")
         return path
     if path.exists() or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import CheckpointError, PromptError
+from hybrid.files import is_file
+from hybrid.models.json_files import read_config
 from hybrid.models.loading import Checkpoint
 from hybrid.models.weights import Loader, Source, stored_tensors
 
@@ -78,11 +80,14 @@ class VisionTower:
             PromptError: the image has another form or an unsupported size, or Pillow is not installed.
         """
         height, width = _size(image)
+        processor = self._preprocessor()
         try:
             pixels = _pixels(image)
-            made = self._preprocessor()(images=[pixels], input_data_format="channels_last", return_tensors="pt")
-        except (ValueError, OSError, SyntaxError) as error:  # what Pillow raises for a damaged file
-            raise PromptError(f"an image of {height} x {width} cannot be used: {error}") from error
+            made = processor(images=[pixels], input_data_format="channels_last", return_tensors="pt")
+        except Exception as error:  # for a damaged file the decoders of Pillow raise many kinds
+            raise PromptError(
+                f"an image of {height} x {width} cannot be used: {error or type(error).__name__}; is its file whole?"
+            ) from error
         _, rows, columns = made["image_grid_thw"][0].tolist()
         return made["pixel_values"], (rows, columns)
 
@@ -93,8 +98,9 @@ class VisionTower:
             PromptError: the image has another form or an unsupported size, or Pillow is not installed.
         """
         height, width = _size(image)
+        processor = self._preprocessor()
         try:
-            patches = self._preprocessor().get_number_of_image_patches(height, width)
+            patches = processor.get_number_of_image_patches(height, width)
         except ValueError as error:
             raise PromptError(f"an image of {height} x {width} cannot be used: {error}") from error
         return int(patches) // self._merge**2
@@ -111,8 +117,15 @@ class VisionTower:
                 "merge_size": vision.spatial_merge_size,
                 "temporal_patch_size": vision.temporal_patch_size,
             }
-            if (self._path / "preprocessor_config.json").is_file():
-                self._processor = Qwen2VLImageProcessorPil.from_pretrained(self._path, **shape)
+            file = self._path / "preprocessor_config.json"
+            if is_file(file):
+                read_config(file)  # within limits
+                try:
+                    processor = Qwen2VLImageProcessorPil.from_pretrained(self._path, **shape)
+                    processor.get_number_of_image_patches(256, 256)  # its sizes are numbers
+                except Exception as error:  # transformers raises many kinds for malformed values
+                    raise CheckpointError(f"{file} cannot be used: {error}; is its size a pair of numbers?") from error
+                self._processor = processor
             else:
                 self._processor = Qwen2VLImageProcessorPil(**shape, image_mean=[0.5] * 3, image_std=[0.5] * 3)
         return self._processor

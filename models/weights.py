@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
+from hybrid.files import is_file
 from hybrid.models.json_files import MAX_INDEX_BYTES, parse_json, read_json
 
 SLICE_BYTES = 4 * 2**20
@@ -130,7 +131,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     """
     weight_map = _weight_map(path)
     names = sorted(set(weight_map.values())) if weight_map is not None else ["model.safetensors"]
-    missing = next((name for name in names if not (path / name).is_file()), None)
+    missing = next((name for name in names if not is_file(path / name)), None)
     if missing is not None:
         raise CheckpointError(f"{path} has no weights: {missing} is missing")
     tensors: dict[str, Stored] = {}
@@ -202,7 +203,7 @@ def _restored(values: Tensor, scale: Tensor, block: tuple[int, int]) -> Tensor:
 def _weight_map(path: Path) -> dict[str, str] | None:
     """For each tensor its file, from the index of weights; None: there is no index."""
     index = path / "model.safetensors.index.json"
-    if not index.is_file():
+    if not is_file(index):
         return None
     content = read_json(index, MAX_INDEX_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -223,7 +224,9 @@ def _read_header(path: Path) -> Iterator[Stored]:
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; check its permissions, or copy it again") from error
+    except ValueError as error:  # an empty file cannot be mapped
         raise CheckpointError(f"{path} is damaged or truncated: {error}") from error
     length = int.from_bytes(mapped[:8], "little")
     if length > min(MAX_HEADER_BYTES, len(mapped) - 8):

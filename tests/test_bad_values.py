@@ -1,11 +1,7 @@
 """Bad input: every value gets an error of ours that names it and says what was expected, and nothing is changed."""
 
-import json
 import math
-import re
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +11,6 @@ import torch
 from hybrid import (
     ArgumentError,
     CacheConfig,
-    CheckpointError,
     Engine,
     EngineConfig,
     HybridError,
@@ -23,19 +18,10 @@ from hybrid import (
     SamplingParams,
 )
 from hybrid.commands.main import main
+from support.bad_input import assert_clear, label
 from support.engines import answer, assert_nothing_held, engine_on, greedy, ids
 
 NAN, INF = math.nan, math.inf
-
-
-def assert_clear(error: HybridError, *words: str) -> None:
-    """An error for people: one of ours, with the words, of a length that can be read."""
-    assert isinstance(error, ValueError)
-    text = str(error)
-    for word in words:
-        assert word in text, text
-    assert 15 < len(text) < 1500, text
-    assert "Traceback" not in text
 
 
 # Settings: (class, arguments, words that the error holds)
@@ -119,11 +105,6 @@ SETTINGS: list[tuple[type, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-def label(value: object) -> str:
-    """A value in the name of a test: the same in every process."""
-    return re.sub(" at 0x[0-9a-f]+", "", repr(value))[:60]
-
-
 @pytest.mark.parametrize(("kind", "arguments", "words"), SETTINGS, ids=label)
 def test_a_wrong_setting_is_refused(kind: type, arguments: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(HybridError) as caught:
@@ -136,6 +117,14 @@ def test_a_wrong_setting_is_refused(kind: type, arguments: dict[str, Any], words
 
 def numbers() -> Iterator[int]:
     yield from range(5)
+
+
+def nested(depth: int) -> list[Any]:
+    """A list in a list in a list."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 ROLE = {"role": "user"}
@@ -154,6 +143,17 @@ PROMPTS: list[tuple[Any, tuple[str, ...]]] = [
     ({"prompt": "a", "split_special_tokens": [True]}, ("split_special_tokens", "[True]")),
     ({"prompt": [1], "split_special_tokens": True}, ("split_special_tokens", "list")),
     ({"prompt_token_ids": [1], "split_special_tokens": True}, ("split_special_tokens", "beside prompt")),
+    ({"messages": [{**ROLE, "content": "a"}], "split_special_tokens": "yes"}, ("split_special_tokens", "'yes'")),
+    ({"messages": [{**ROLE, "content": "a"}], "chat_template_kwargs": [1]}, ("chat_template_kwargs", "[1]")),
+    ({"messages": [{**ROLE, "content": "a"}], "chat_template_kwargs": {"tokenize": 1}}, ("'tokenize'",)),
+    (
+        {
+            "messages": [{**ROLE, "content": "a"}],
+            "chat_template_kwargs": {"deep": nested(3000)},
+            "split_special_tokens": True,
+        },
+        ("chat template", "recursion"),
+    ),
     ({"messages": "hello"}, ("messages", "'hello'")),
     ({"messages": []}, ("messages", "empty")),
     ([[1.5]], ("token ids",)),
@@ -209,6 +209,8 @@ def calls(engine: Engine) -> list[tuple[Callable[[], Any], tuple[str, ...]]]:
         (lambda: engine.pin(ids(20), ttl="1"), ("ttl", "'1'", "seconds")),  # type: ignore[arg-type]
         (lambda: engine.pin(ids(20), ttl=NAN), ("ttl", "nan")),
         (lambda: engine.pin(ids(20), ttl=True), ("ttl", "True")),
+        (lambda: engine.pin(ids(20), adapter="none"), ("'none'", "adapters.load")),
+        (lambda: engine.pin(ids(20), adapter=7), ("adapter", "7")),  # type: ignore[arg-type]
         (lambda: engine.generate(ids(9), {"max_new_tokens": 3}), ("SamplingParams", "dict")),  # type: ignore[arg-type]
         (lambda: engine.generate(ids(9), "greedy"), ("SamplingParams", "str")),  # type: ignore[arg-type]
         (lambda: engine.add_request(ids(9), 7), ("SamplingParams", "int")),  # type: ignore[arg-type]
@@ -234,7 +236,7 @@ def calls(engine: Engine) -> list[tuple[Callable[[], Any], tuple[str, ...]]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(25))
+@pytest.mark.parametrize("number", range(27))
 def test_a_wrong_argument_of_a_call_is_refused(engine: Engine, number: int) -> None:
     call, words = calls(engine)[number]
     with pytest.raises(HybridError) as caught:
@@ -245,92 +247,7 @@ def test_a_wrong_argument_of_a_call_is_refused(engine: Engine, number: int) -> N
 
 def test_the_engine_still_works_after_all_of_it(engine: Engine) -> None:
     assert len(answer(engine, ids(20), greedy(3)).token_ids) == 3
-    assert len(calls(engine)) + len(SETTINGS) + len(PROMPTS) + len(CHECKPOINTS) + len(COMMANDS) >= 120
-
-
-# Checkpoints: (file, its new content or a function of the old one, words)
-
-
-def changed(**values: Any) -> Callable[[bytes], bytes]:
-    """A JSON file with other values."""
-    return lambda old: json.dumps({**json.loads(old), **values}).encode()
-
-
-def header(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
-    """A file of weights with another header."""
-
-    def apply(old: bytes) -> bytes:
-        length = int.from_bytes(old[:8], "little")
-        entries = json.loads(old[8 : 8 + length])
-        change(entries)
-        packed = json.dumps(entries).encode()
-        return len(packed).to_bytes(8, "little") + packed + old[8 + length :]
-
-    return apply
-
-
-def first(entries: dict[str, Any]) -> dict[str, Any]:
-    return next(value for name, value in entries.items() if name != "__metadata__")
-
-
-CONFIG, WEIGHTS, GENERATION = "config.json", "model.safetensors", "generation_config.json"
-CHECKPOINTS: list[tuple[str, Any, tuple[str, ...]]] = [
-    (CONFIG, b"", (CONFIG, "JSON")),
-    (CONFIG, b"{", (CONFIG, "JSON")),
-    (CONFIG, b"[]", ("None", "supported")),
-    (CONFIG, b"\xff\xfe", (CONFIG, "JSON")),
-    (CONFIG, b"[" * 100_000, (CONFIG, "nested")),
-    (CONFIG, b'{"a":' * 5000 + b"1" + b"}" * 5000, (CONFIG,)),
-    (CONFIG, changed(model_type="gpt2"), ("'gpt2'", "supported")),
-    (CONFIG, changed(model_type=7), ("7", "supported")),
-    (CONFIG, changed(vocab_size=-1), (CONFIG, "vocab_size", "-1")),
-    (CONFIG, changed(vocab_size=0), (CONFIG, "vocab_size", "0")),
-    (CONFIG, changed(hidden_size=-4), (CONFIG, "hidden_size", "-4")),
-    (CONFIG, changed(num_hidden_layers=0), (CONFIG, "num_hidden_layers", "0")),
-    (CONFIG, changed(num_attention_heads=0), (CONFIG, "num_attention_heads", "0")),
-    (CONFIG, changed(vocab_size=10**30), (CONFIG, "vocab_size")),
-    (CONFIG, changed(rms_norm_eps=NAN), (CONFIG, "rms_norm_eps", "nan")),
-    (CONFIG, changed(rms_norm_eps=INF), (CONFIG, "rms_norm_eps", "inf")),
-    (CONFIG, changed(hidden_act="gelu"), ("'gelu'",)),
-    (CONFIG, changed(layer_types=["full_attention"] * 3), ("linear_attention", "layer_types")),
-    (GENERATION, b"[1, 2]", (GENERATION, "object", "list")),
-    (GENERATION, b"{", (GENERATION, "JSON")),
-    (GENERATION, b'{"eos_token_id": "two"}', (GENERATION,)),
-    (GENERATION, b'{"do_sample": true, "temperature": -3}', (GENERATION,)),
-    (WEIGHTS, b"", (WEIGHTS, "damaged or truncated")),
-    (WEIGHTS, lambda old: old[:-100], (WEIGHTS,)),
-    (WEIGHTS, lambda old: b"\xff" * 8 + old[8:], (WEIGHTS, "damaged or truncated")),
-    (WEIGHTS, header(lambda entries: first(entries).update(shape=[3, 3])), (WEIGHTS,)),
-    (WEIGHTS, header(lambda entries: first(entries).update(dtype="F5")), (WEIGHTS, "F5")),
-    (WEIGHTS, header(lambda entries: entries.pop(next(name for name in entries if "weight" in name))), ("weight",)),
-    ("model.safetensors.index.json", b"[]", ("index", "weight_map")),
-    ("model.safetensors.index.json", b'{"weight_map": {"a": "../x"}}', ("'a'", "'../x'", "same folder")),
-    ("model.safetensors.index.json", b'{"weight_map": {"a": 7}}', ("'a'", "7")),
-    ("model.safetensors.index.json", b'{"weight_map": {"a": "b.safetensors"}}', ("b.safetensors", "missing")),
-    ("model.safetensors.index.json", b'{"weight_map": {"none": "model.safetensors"}}', ("none", "model.safetensors")),
-    ("tokenizer.json", b"{}", ("tokenizer",)),
-    ("tokenizer.json", b"\xff", ("tokenizer",)),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "words"), CHECKPOINTS, ids=label)
-def test_a_damaged_checkpoint_is_refused(copy: Path, name: str, content: Any, words: tuple[str, ...]) -> None:
-    file = copy / name
-    file.write_bytes(content(file.read_bytes()) if callable(content) else content)
-    with pytest.raises(CheckpointError) as caught:
-        Engine.from_pretrained(copy, device="cpu", cache=CacheConfig(memory="64MiB"))
-    assert_clear(caught.value, *words)
-
-
-def test_a_tensor_in_two_files_is_refused(copy: Path) -> None:
-    shutil.copy(copy / WEIGHTS, copy / "again.safetensors")
-    header_length = int.from_bytes((copy / WEIGHTS).read_bytes()[:8], "little")
-    names = [name for name in json.loads((copy / WEIGHTS).read_bytes()[8 : 8 + header_length]) if name[0] != "_"]
-    weight_map = {name: WEIGHTS if at else "again.safetensors" for at, name in enumerate(names)}
-    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(CheckpointError) as caught:
-        Engine.from_pretrained(copy, device="cpu", cache=CacheConfig(memory="64MiB"))
-    assert_clear(caught.value, "again.safetensors", WEIGHTS)
+    assert len(calls(engine)) + len(SETTINGS) + len(PROMPTS) + len(COMMANDS) >= 120
 
 
 def test_memory_that_the_system_refuses_is_an_error_of_ours(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

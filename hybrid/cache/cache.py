@@ -17,33 +17,39 @@ An allocation that fails changes nothing: the call returns None or False.
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from hybrid.cache.allocator import Allocator
+from hybrid.cache.archives import collect, fingerprint_of, load, writer_of
 from hybrid.cache.audit import audit
 from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.explain import Explanation, explain
+from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
+from hybrid.cache.opener import Opener
 from hybrid.cache.owner import Owner
 from hybrid.cache.pins import Pin, Pins
+from hybrid.cache.restorer import Restorer
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
+from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.observe import notebook
 from hybrid.observe.draw import draw
 from hybrid.observe.snapshot import Decode
-from hybrid.tree.node import Checkpoint, Kind, Match, Released
+from hybrid.tiers.archive import Archive, read_archive
+from hybrid.tiers.fingerprint import Fingerprint
+from hybrid.tiers.transfer import Transfer
+from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import policy_of
 from hybrid.tree.tree import Tree
 from hybrid.units import ceil_div
@@ -99,8 +105,9 @@ class HybridCache:
             priority_cap=config.priority_cap,
         )
         self._digests = memory.digests() if config.verify_contents else None
-        self.leases: set[Lease] = set()
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)
+        self._opener = Opener(self.tree, memory, self.allocator)
+        self.leases: set[Lease] = self._opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
         self._capturer = Capturer(self.tree, memory, self.allocator)
         self._committer = Committer(self.tree, memory, self.allocator)
@@ -182,7 +189,9 @@ class HybridCache:
         """
         if not 0 <= limit < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
-        return self._open(key, limit, num_tokens, priority)
+        self._owner.claim()
+        self.pins.expire()
+        return self._opener.open(key, limit, num_tokens, priority)
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
         """As `open`, for a caller that needs states and no logits: all of the key may be cached.
@@ -191,39 +200,9 @@ class HybridCache:
             num_tokens: tokens to allocate pages for at once.
             priority: how much its checkpoints matter, for policies that ask.
         """
-        return self._open(key, len(key), num_tokens, priority)
-
-    def _open(self, key: Key, limit: int, num_tokens: int, priority: int) -> Lease | None:
         self._owner.claim()
         self.pins.expire()
-        found = self.tree.peek(key, limit)
-        lease = self._lease(key, limit, found, priority)
-        self.leases.add(lease)
-        opened = False
-        try:
-            if found.deepest is not None:
-                lease.page_lock = self.tree.lock_match(found)
-                self.allocator.share(lease)
-                found = found._replace(deepest=lease.page_lock.node)  # what follows the match can be evicted
-            if found.checkpoint is not None:
-                assert found.checkpoint.slot is not None
-                lease.state_lock, lease.read_slot = self.allocator.lock_state(found.checkpoint), found.checkpoint.slot
-            num_pages = ceil_div(num_tokens, self.config.page_size) - lease.num_shared
-            allocated = self.allocator.allocate_request(max(0, num_pages))
-            if allocated is not None:
-                opened = True
-                lease.front, pages = allocated
-                self.allocator.give_pages(lease, pages)
-                if self.memory.stores_smaller:
-                    self._restore(lease)
-                self._use(lease, key, limit, found)
-        except BaseException:
-            self.close(lease)
-            raise
-        if opened:
-            return lease
-        self.close(lease)
-        return None
+        return self._opener.open(key, len(key), num_tokens, priority)
 
     def record(self, explanation: Explanation) -> None:
         """Count a request and its hit in the statistics: once per request, however often its lease is opened."""
@@ -361,18 +340,7 @@ class HybridCache:
             OwnershipError: it was closed before.
         """
         self._refuse_closed(lease, even_void=True)
-        self.leases.remove(lease)
-        for lock in lease.locks:
-            self.allocator.unlock(lock)
-        lease.page_lock = lease.state_lock = None
-        if lease.num_shared:
-            self.allocator.unshare(lease)
-        self.allocator.free_pages(lease.private_pages)
-        self.allocator.free_states(lease.private_slots())
-        lease.block_table = array("i")
-        lease.num_shared = 0
-        lease.captured = []
-        lease.front, lease.back = EMPTY_STATE, None
+        self._opener.close(lease)
 
     # Pins
 
@@ -407,6 +375,72 @@ class HybridCache:
         """End the pin that would expire first, because no request could run otherwise. False when there is none."""
         self._owner.claim()
         return self.pins.remove_next_to_expire()
+
+    # Files
+
+    def save(
+        self,
+        path: str | Path,
+        keys: Iterable[Key] | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | Fingerprint,
+    ) -> Transfer:
+        """Write cached prefixes to a file, up to their last checkpoints. Only its owner may read it; it holds the token
+        ids. A file that is there is replaced when all is written.
+
+        Args:
+            keys: prompts; None: everything, or everything of `namespace`.
+            model: names the model and its weights: a cache loads what was saved under the same name. Or a whole
+                fingerprint.
+
+        Raises:
+            PromptError: nothing is cached of one of the keys.
+            CacheFileError: the file cannot be written.
+            ArgumentError: the memory has no contents that can be read.
+        """
+        archive = self.archive(keys, namespace=namespace, model=model)
+        archive.write(path)
+        return archive.transfer
+
+    def archive(
+        self,
+        keys: Iterable[Key] | None = None,
+        *,
+        namespace: str | None = None,
+        model: str | Fingerprint,
+        after: int = 0,
+    ) -> Archive:
+        """Copy cached prefixes into an archive in memory; arguments and errors as those of `save`.
+
+        Args:
+            after: leave out the pages of the first `after` tokens: who loads it has them.
+        """
+        self._owner.claim()
+        return collect(self.tree, writer_of(self.memory), self._fingerprint(model), keys, namespace, after)
+
+    def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
+        """Bring prefixes of a file, an archive, or its `to_bytes`, into the cache: each checkpoint with all pages
+        before it, or not at all. Evicts for them as a request does; when there is no memory left, the rest is skipped.
+
+        Raises:
+            CacheFileError: the file is damaged, or was saved under another name of the model, with other settings, or
+                by another version. Nothing was changed.
+            ArgumentError: the memory has no contents that can be written.
+        """
+        self._owner.claim()
+        here = self._fingerprint(model)
+        archive = source if isinstance(source, Archive) else read_archive(source)
+        restorer = Restorer(self._opener, self._committer, self.memory, self.allocator, writer_of(self.memory))
+        with deferred_interrupts():
+            return load(archive, here, self.tree, restorer, self.allocator)
+
+    def _fingerprint(self, model: str | Fingerprint) -> Fingerprint:
+        if isinstance(model, Fingerprint):
+            return model
+        if not isinstance(model, str) or not model:
+            raise ArgumentError(f"model must be a name for the model and its weights; got {model!r:.100}")
+        return fingerprint_of(self.memory, self.config, model, self.config.deterministic is True)
 
     # The whole
 
@@ -452,45 +486,6 @@ class HybridCache:
         if contents and self._digests is None:
             raise ArgumentError("audit: contents can be verified with CacheConfig(verify_contents=True)")
         audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None)
-
-    def _lease(self, key: Key, limit: int, found: Match, priority: int) -> Lease:
-        """A lease of what was found, before anything is locked or allocated."""
-        return Lease(
-            key=key,
-            num_known=len(key),
-            front=EMPTY_STATE,
-            read_slot=EMPTY_STATE,
-            front_tokens=found.num_tokens,
-            num_hit_tokens=found.num_tokens,
-            branching_len=found.branching_len,
-            explanation=explain(self.tree, key, limit, found),
-            block_table=self.tree.pages(found.deepest, found.num_page_tokens),
-            num_shared=found.num_page_tokens // self.config.page_size,
-            page_lock=None,
-            state_lock=None,
-            priority=priority,
-        )
-
-    def _use(self, lease: Lease, key: Key, limit: int, found: Match) -> None:
-        """Count the use of what was found, and look up what was once known."""
-        self.tree.touch(found)
-        past = self.tree.recall(key, found, limit)
-        lease.turn, lease.lost = past.turn, past.gone
-        known = key.whole(past.num_tokens, self.config.grid)
-        if known > max(found.num_tokens, lease.branching_len or 0):
-            lease.branching_len = known  # its pages were evicted, but it was here
-
-    def _restore(self, lease: Lease) -> None:
-        """Checkpoints are stored smaller than states: the one that was found is restored to the front at once."""
-        lock, lease.state_lock = lease.state_lock, None
-        if lock is None:
-            return
-        place, lease.read_slot = lease.read_slot, lease.front
-        try:
-            assert self.memory.store is not None
-            self.memory.store.restore(place, lease.front)
-        finally:
-            self.allocator.unlock(lock)
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._owner.claim()

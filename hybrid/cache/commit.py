@@ -63,29 +63,47 @@ class Committer:
                 return
         lease.key, lease.num_known = key, max(lease.num_known, num_tokens)
 
-    def _insert(self, lease: Lease, key: Key, num_tokens: int, captured: Checkpoint | None) -> None:
-        page_size = self._tree.page_size
-        checkpoint = self._store(key, captured) if captured is not None else None
+    def adopt(self, lease: Lease, key: Key, stored: Checkpoint) -> bool:
+        """Insert a checkpoint as it is stored, with the pages up to it, which belong to the lease or the tree. Its
+        place is the tree's afterwards; it is freed where the tree has a checkpoint there, and when this raises.
+
+        Returns:
+            Whether the tree took it.
+        """
         try:
-            start = lease.page_lock.node if lease.page_lock is not None else None
-            pages = lease.block_table[: num_tokens // page_size]
-            inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, lease.lost.get(num_tokens))
+            inserted = self._enter(lease, key, stored.num_tokens, stored)
         except BaseException:
-            if checkpoint is not None and checkpoint is not captured:
-                self._memory.checkpoints.free([checkpoint.slot])
+            self._memory.checkpoints.free([stored.slot])
             raise
-        lease.lost.pop(num_tokens, None)
+        if inserted.adopted:
+            self._allocator.hand_over_checkpoint(stored.slot, inserted.node)
+        else:
+            self._memory.checkpoints.free([stored.slot])
+        self._share_pages(lease, inserted, stored.num_tokens // self._tree.page_size)
+        return inserted.adopted
+
+    def _insert(self, lease: Lease, key: Key, num_tokens: int, captured: Checkpoint | None) -> None:
+        checkpoint = self._store(key, captured) if captured is not None else None
+        if checkpoint is not None and checkpoint is not captured:
+            self.adopt(lease, key, checkpoint)
+        else:
+            inserted = self._enter(lease, key, num_tokens, checkpoint)
+            if checkpoint is not None and inserted.adopted:
+                lease.captured.remove(checkpoint)
+                captured = None
+                self._allocator.hand_over_checkpoint(checkpoint.slot, inserted.node)
+            self._share_pages(lease, inserted, num_tokens // self._tree.page_size)
         if captured is not None:
             lease.captured.remove(captured)
-            if checkpoint is not captured:
-                self._allocator.free_states([captured.slot])
-            if checkpoint is not None and inserted.adopted:
-                self._allocator.hand_over_checkpoint(checkpoint.slot, inserted.node)
-            elif checkpoint is captured:
-                self._allocator.free_states([captured.slot])
-            elif checkpoint is not None:
-                self._memory.checkpoints.free([checkpoint.slot])
-        self._share_pages(lease, inserted, num_tokens // page_size)
+            self._allocator.free_states([captured.slot])
+
+    def _enter(self, lease: Lease, key: Key, num_tokens: int, checkpoint: Checkpoint | None) -> Inserted:
+        """Insert the lease's pages of `[0, num_tokens)`, and a checkpoint."""
+        start = lease.page_lock.node if lease.page_lock is not None else None
+        pages = lease.block_table[: num_tokens // self._tree.page_size]
+        inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, lease.lost.get(num_tokens))
+        lease.lost.pop(num_tokens, None)
+        return inserted
 
     def _share_pages(self, lease: Lease, inserted: Inserted, num_pages: int) -> None:
         """The tree owns the lease's first `num_pages` pages now, or had others for them, and the lease's are freed. Map

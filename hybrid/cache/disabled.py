@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import cache_off
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
+from hybrid.errors import ArgumentError
 from hybrid.key import Key
+from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
+from hybrid.tiers.archive import Archive
+from hybrid.tiers.fingerprint import Fingerprint
+from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind
 
 
@@ -44,6 +51,10 @@ class DisabledCache(HybridCache):
 
     def donate_states(self, lease: Lease, limit: int) -> None:
         """Keeps nothing."""
+
+    def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
+        """Raises ArgumentError: nothing can be loaded."""
+        raise ArgumentError("load: this cache is disabled; use CacheConfig(enabled=True)")
 
     def pin(self, key: Key, ttl: float = 0.0) -> Pin | None:
         """Pins nothing."""

@@ -8,22 +8,31 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rich.console import Console
 
 from hybrid import __version__
-from hybrid.commands import demo, generate, parity, stress, tree
+from hybrid.commands import cache, demo, generate, parity, stress, tree
 from hybrid.commands.arguments import check_encoding
 from hybrid.commands.command import Command
 from hybrid.errors import HybridError
 
-COMMANDS: tuple[Command, ...] = (demo.COMMAND, generate.COMMAND, tree.COMMAND, parity.COMMAND, stress.COMMAND)
+COMMANDS: tuple[Command, ...] = (
+    demo.COMMAND,
+    generate.COMMAND,
+    tree.COMMAND,
+    cache.COMMAND,
+    parity.COMMAND,
+    stress.COMMAND,
+)
 
 EPILOG = """examples:
   hybrid demo                                   the prefix cache on real text, compared with a run without it
   hybrid generate tiny "The with statement"     continue a prompt with the model inside the package
   hybrid generate Qwen/Qwen3.5-0.8B --chat "Why is the sky blue?" --memory 2GiB
   hybrid tree --out tree.html                   the prefix tree as a page for a browser
+  hybrid cache show support.hybrid              the prefixes in a file of engine.save
   hybrid parity --model ./my-checkpoint         compare cache hits with cold runs, and logits with transformers
   hybrid parity --all-families                  the same on a small random checkpoint of every model family
   hybrid stress --seconds 30 --seed 7           random requests with injected failures, audited
@@ -34,6 +43,8 @@ Exit status: 0 on success, 1 if a check failed, 2 if the command or its input wa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
+    if sys.stdout is None:  # closed by the caller: `hybrid demo >&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         check_encoding(sys.argv[1:] if arguments is None else arguments)
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -69,13 +80,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def complain(text: str) -> None:
-    """Say on stderr why the command ends."""
-    print(f"hybrid: {text}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+    """Say on stderr why the command ends. Where that cannot be written either, the exit status says it alone."""
+    with suppress(OSError):
+        print(f"hybrid: {text}".encode(errors="backslashreplace").decode(), file=sys.stderr, flush=True)
 
 
 def forget_output() -> None:
     """What could not be written is not tried again when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
+
+
+class Print(argparse.Action):
+    """Prints a text and ends the command. Those of argparse ignore that it cannot be written."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, text: str | None = None, help: str = "") -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+        self._text = text
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(self._text or parser.format_help(), end="" if self._text is None else "\n", flush=True)
+        parser.exit()
+
+
+def add_help(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-h", "--help", action=Print, help="print this help")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,11 +113,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="A prefix cache for hybrid-architecture language models, with the engine that runs them.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
-    parser.add_argument("--version", action="version", version=f"hybrid {__version__}")
+    add_help(parser)
+    parser.add_argument("--version", action=Print, text=f"hybrid {__version__}", help="print the version")
     parsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in COMMANDS:
-        own = parsers.add_parser(command.name, help=command.help, description=command.description)
+        own = parsers.add_parser(command.name, help=command.help, description=command.description, add_help=False)
+        add_help(own)
         own.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
         command.add_arguments(own)
         own.set_defaults(command=command)

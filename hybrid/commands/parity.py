@@ -21,6 +21,7 @@ from hybrid.commands.arguments import integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.judge import ANSWER, Check, Judge
 from hybrid.commands.parity_drafts import drafts
+from hybrid.commands.parity_files import files
 from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
@@ -91,8 +92,8 @@ def memory_pressure(judge: Judge) -> Check:
     longest = -(-(6 * judge.grid + 24) // page_size)
     shared, evicted, retracted = judge.ids(4 * judge.grid), False, False
     outputs: list[RequestOutput] = []
-    for percent in (300, 250, 225, 200, 175, 150):
-        warm = judge.warm(pages=longest * percent // 100, states=5)
+    for percent in (300, 250, 225, 200, 175, 150, 125, 110):
+        warm = judge.warm(pages=longest * percent // 100, states=5, longest=longest)
         outputs = []
         for _ in range(2):
             prompts = [shared + judge.ids(judge.grid - missing) for missing in (20, 15, 10, 5)]
@@ -130,10 +131,10 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
     """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model in fp32."""
     from transformers import AutoModelForCausalLM
 
-    from hybrid.hf.torch_functions import use_torch_functions
+    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
 
-    # "eager": their grouped product refuses rows that are not multiples of 16 bytes
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
     use_torch_functions(theirs)
     ids = judge.ids(4 * judge.grid + 37)
     with torch.inference_mode():
@@ -244,7 +245,7 @@ def run_parity(model: str | Path, seed: int = 0) -> Parity:
     judge = Judge(engine, seed)
     checks = against_transformers(engine, open_checkpoint(model).path, judge)
     checks += [scenario(judge) for scenario in SCENARIOS]
-    return Parity(checks + drafts(judge), product_costs(engine))
+    return Parity(checks + drafts(judge) + files(judge, model), product_costs(engine))
 
 
 def run_all_families(seed: int = 0) -> dict[str, Parity]:

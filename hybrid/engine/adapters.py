@@ -104,7 +104,7 @@ class Adapters(Mapping[str, Adapter]):
         Raises:
             ArgumentError: there is none.
         """
-        if name not in self._loaded:
+        if not isinstance(name, str) or name not in self._loaded:
             known = ", ".join(map(repr, self._loaded)) or "none"
             raise ArgumentError(f"no adapter named {name!r:.99} is loaded (loaded: {known}); use engine.adapters.load")
         return self._loaded[name]

@@ -12,8 +12,12 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
 from hybrid.checks import shown
+from hybrid.engine.config import EngineConfig
+from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError, CheckpointError
+from hybrid.files import is_file
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
@@ -133,7 +137,7 @@ def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], Sampli
 
     file = path / "generation_config.json"
     try:
-        if file.is_file():
+        if is_file(file):
             content = read_config(file)  # within limits
             if not isinstance(content, dict):
                 raise CheckpointError(f"{file} must hold one JSON object; it holds a {type(content).__name__}")
@@ -187,6 +191,29 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         state_dtype=config.state_dtype,
     )
     return make_cache(memory, config)
+
+
+def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, deterministic: bool) -> ModelRunner:
+    """What computes the steps of an engine on its model."""
+    model, device = loaded.model, loaded.device
+    if deterministic:
+        model.make_batch_invariant()
+    graphs = None
+    if not config.enforce_eager and model.decode_can_be_recorded:
+        graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
+    return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
+
+
+def check_settings(cache: object, config: object) -> None:
+    """Check the types of the settings of an engine.
+
+    Raises:
+        ArgumentError: one is of another type.
+    """
+    if not isinstance(cache, CacheConfig):
+        raise ArgumentError(f"cache must be a CacheConfig, such as CacheConfig(memory='4GiB'); got {shown(cache)}")
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ArgumentError(f"config must be an EngineConfig, or None; got {shown(config)}")
 
 
 def is_deterministic(config: CacheConfig, device: torch.device) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -16,15 +15,15 @@ from tqdm import tqdm
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
+from hybrid.cache.explain import Explanation
 from hybrid.cache.pins import Pin
-from hybrid.checks import shown
 from hybrid.engine.adapters import Adapters
-from hybrid.engine.build import LoadedModel, build_cache, is_deterministic, load
+from hybrid.engine.build import LoadedModel, build_cache, check_settings, is_deterministic, load, model_runner
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.drafting import Drafting
-from hybrid.engine.intake import Intake, params_of_each
-from hybrid.engine.model_runner import ModelRunner, Runner
+from hybrid.engine.files import Files
+from hybrid.engine.intake import Intake, check_request_id, params_of_each
+from hybrid.engine.model_runner import Runner
 from hybrid.engine.output import Outputs, RequestOutput
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
@@ -36,15 +35,13 @@ from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.speculator import make_speculator
+from hybrid.tiers.transfer import Transfer
 
 OTHER_THREAD = (
     "another thread owns this engine, and an engine is used by one thread. With asyncio, or for requests from several "
     "threads (asyncio.to_thread(engine.generate, ...)), use hybrid.AsyncEngine: it runs the engine in a thread of its "
     "own. To hand the engine over for good, call engine.cache.adopt() in the thread that is to own it"
 )
-
-MAX_ID_CHARACTERS = 256
-"""The maximum length of a request id."""
 
 
 class Engine:
@@ -90,10 +87,10 @@ class Engine:
         self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
         # without a device of its own, nothing is computed while the next step is scheduled
         overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
-        self._steps = StepLoop(
+        steps = self._steps = StepLoop(
             cache,
             self.scheduler,
-            runner or self._model_runner(),
+            runner or model_runner(loaded, cache, self.config, self.deterministic),
             self.config,
             end_tokens=loaded.end_tokens,
             overlap=overlap,
@@ -101,22 +98,14 @@ class Engine:
         self.adapters: Adapters = Adapters(
             loaded.model,
             self.config.adapter_bytes,
-            lambda: [request.adapter for request in self._steps.requests.values()],
+            lambda: [request.adapter for request in steps.requests.values()],  # without a circle: `del engine` frees it
             cache.check_owner,
         )
         self._intake = Intake(loaded, cache, self.adapters, self.config.max_model_len)
+        self._files = Files(loaded, cache, self._intake, self.adapters, self.deterministic)
         self._outputs = Outputs()
         self._numbers = count()
         self._is_closed = False
-
-    def _model_runner(self) -> ModelRunner:
-        model, device = self.loaded.model, self.loaded.device
-        if self.deterministic:
-            model.make_batch_invariant()
-        graphs = None
-        if device.type == "cuda" and not self.config.enforce_eager and model.decode_can_be_recorded:
-            graphs = DecodeGraphs(model, self.cache.kv, self.cache.state_tensors, device)
-        return ModelRunner(model, self.cache, device, self.deterministic, graphs, self.loaded.end_tokens)
 
     @classmethod
     def from_pretrained(
@@ -150,7 +139,7 @@ class Engine:
             ArgumentError: another argument is wrong.
         """
         settings = cache if cache is not None else CacheConfig()
-        _check_settings(settings, config)
+        check_settings(settings, config)
         loaded = load(model, device, dtype, settings.chunk_size, load_dtype)
         return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
 
@@ -174,7 +163,7 @@ class Engine:
             ArgumentError: another chunk size.
             MemoryBudgetError: the memory does not suffice.
         """
-        _check_settings(cache, config)
+        check_settings(cache, config)
         if cache.chunk_size != self.cache.config.chunk_size:
             raise ArgumentError(
                 f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
@@ -241,8 +230,11 @@ class Engine:
         outputs = Outputs()
         requests = [self._request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
-        hidden = not (sys.stderr.isatty() if progress is None else progress)
-        with self._aborting(requests), tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar:
+        hidden = not (sys.stderr is not None and sys.stderr.isatty() if progress is None else progress)
+        with (
+            self._steps.aborting(requests),
+            tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar,
+        ):
             self._steps.enter(requests)
             while len(done) < len(requests):
                 if not outputs:
@@ -269,7 +261,7 @@ class Engine:
 
     def _stream(self, request: Request) -> Iterator[str]:
         ended = False
-        with self._aborting([request]):
+        with self._steps.aborting([request]):
             self._claim()
             self._steps.enter([request])
             while not ended:
@@ -282,17 +274,6 @@ class Engine:
             self._steps.replay_while_idle()
         if request.error is not None:
             raise RequestError(f"{request.request_id} failed: {request.error}")
-
-    @contextmanager
-    def _aborting(self, requests: list[Request]) -> Iterator[None]:
-        """Abort requests that still run when this is left: by an exception, or because a stream was closed."""
-        try:
-            yield
-        finally:
-            with deferred_interrupts():
-                for request in requests:
-                    if request.request_id in self._steps.requests:
-                        self.abort(request.request_id)
 
     # Step by step
 
@@ -327,7 +308,7 @@ class Engine:
         """
         self._claim()
         if request_id is not None:
-            self._check_id(request_id)
+            check_request_id(request_id, self._is_used)
         request = self._request(prompt, params, namespace, self._outputs, request_id)
         self._steps.enter([request])
         return request.request_id
@@ -382,41 +363,12 @@ class Engine:
     def _is_used(self, request_id: str) -> bool:
         return request_id in self._steps.requests or request_id in self._outputs
 
-    def _check_id(self, request_id: str) -> None:
-        if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARACTERS:
-            raise ArgumentError(
-                f"request_id must be a text of 1 to {MAX_ID_CHARACTERS} characters, or None; got {request_id!r:.100}"
-            )
-        if self._is_used(request_id):
-            raise ArgumentError(
-                f"request_id={request_id!r} is in use: its request waits, runs, or has an output that step() did not "
-                "return yet; give another id"
-            )
-
     # The whole
 
     def stats(self) -> EngineStats:
         """What the engine did and does. May be called from any thread at any time: each of the figures was right at
         some moment during the call."""
-        scheduler, meter = self.scheduler, self._steps.meter
-        running = list(scheduler.running)
-        replays = sum(request.is_replay for request in running)
-        bytes_total, bytes_free = self.cache.memory.num_bytes
-        return EngineStats(
-            waiting=scheduler.waiting.num_requests,
-            running=len(running) - replays,
-            replays=replays + scheduler.waiting.num_replays,
-            retractions=scheduler.num_retractions,
-            finished=dict(meter.finished),
-            prompt_tokens=meter.prompt_tokens,
-            completion_tokens=meter.completion_tokens,
-            tokens_per_second=meter.tokens_per_second(),
-            bytes_total=bytes_total,
-            bytes_free=bytes_free,
-            time_to_first_token=meter.first_token.histogram(),
-            time_between_tokens=meter.between_tokens.histogram(),
-            speculation=scheduler.drafting.stats if scheduler.drafting is not None else {},
-        )
+        return self._steps.stats()
 
     def close(self) -> None:
         """Abort all requests, and free the memory of the cache. Another `close` does nothing.
@@ -459,19 +411,21 @@ class Engine:
 
     # Pins
 
-    def pin(self, prompt: Prompt, ttl: float = math.inf, *, namespace: str = "") -> Pin:
+    def pin(self, prompt: Prompt, ttl: float = math.inf, *, namespace: str = "", adapter: str | None = None) -> Pin:
         """Keep what is cached of a prompt from eviction.
 
         Args:
             ttl: seconds until the pin expires.
+            namespace: of the cache.
+            adapter: name of the LoRA adapter that it was computed with; None: it was computed without one.
 
         Raises:
-            ArgumentError: `ttl` is not a positive number.
+            ArgumentError: `ttl` is not a positive number, or there is no such adapter.
             PromptError: nothing of the prompt is cached.
             MemoryBudgetError: more than half of the memory would be pinned.
         """
         self._claim()
-        key = self._intake.encode(prompt).key(namespace)
+        key = self._intake.key(prompt, namespace, adapter)
         with deferred_interrupts():
             pin = self.cache.pin(key, ttl)
         if pin is None:
@@ -483,9 +437,59 @@ class Engine:
         with deferred_interrupts():
             self.cache.unpin(pin)
 
+    # Files
 
-def _check_settings(cache: object, config: object) -> None:
-    if not isinstance(cache, CacheConfig):
-        raise ArgumentError(f"cache must be a CacheConfig, such as CacheConfig(memory='4GiB'); got {shown(cache)}")
-    if config is not None and not isinstance(config, EngineConfig):
-        raise ArgumentError(f"config must be an EngineConfig, or None; got {shown(config)}")
+    def explain(self, prompt: Prompt, *, namespace: str = "", adapter: str | None = None) -> Explanation:
+        """The hit that a prompt would have now, and why it would not be longer. Changes nothing."""
+        self._claim()
+        return self._files.explain(prompt, namespace, adapter)
+
+    def save(
+        self,
+        path: str | Path,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        *,
+        namespace: str | None = None,
+        adapter: str | None = None,
+    ) -> Transfer:
+        """Write what is cached of prompts to a file, which `load` of an engine with the same model reads. The file
+        holds their token ids, and only its owner may read it. The first call reads all weights.
+
+        Args:
+            prompts: None: everything, or everything of `namespace` and `adapter`.
+            namespace, adapter: of the prompts.
+
+        Raises:
+            PromptError: nothing is cached of one of the prompts.
+            CacheFileError: the file cannot be written.
+        """
+        self._claim()
+        archive = self._files.archive(prompts, namespace, adapter)
+        archive.write(path)
+        return archive.transfer
+
+    def dump(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        *,
+        namespace: str | None = None,
+        adapter: str | None = None,
+        after: int = 0,
+    ) -> bytes:
+        """As `save`, in memory: to hand prompts that were computed here to another engine.
+
+        Args:
+            after: leave out the pages of the first `after` tokens, which the other engine has: the `page_hit` of its
+                `explain`. States are whole.
+        """
+        self._claim()
+        return self._files.archive(prompts, namespace, adapter, after).to_bytes()
+
+    def load(self, source: str | Path | bytes) -> Transfer:
+        """Bring what `save` or `dump` has written into the cache, each checkpoint with all before it or not at all.
+
+        Raises:
+            CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
+        """
+        self._claim()
+        return self.cache.load(source, model=self._files.fingerprint())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybrid.cache.cache import HybridCache
 from hybrid.checks import shown
@@ -15,12 +15,15 @@ from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.structured import Grammars
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, SamplingError
-from hybrid.key import check_namespace
+from hybrid.key import Key, check_namespace
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits, spellings
 from hybrid.units import ceil_div, format_bytes
+
+MAX_ID_CHARACTERS = 256
+"""The maximum length of a request id."""
 
 
 class Intake:
@@ -72,6 +75,22 @@ class Intake:
         """
         return self._encoder.encode(prompt, self._max_len - 1 if truncate == -1 else truncate)
 
+    def key(self, prompt: Prompt, namespace: str, adapter: str | None) -> Key:
+        """The key under which a prompt is cached.
+
+        Args:
+            adapter: the name of one; None: none.
+
+        Raises:
+            ArgumentError: the namespace is not a string, or there is no adapter of that name.
+            PromptError: the prompt has an unsupported form, or is too large.
+        """
+        return self.encode(prompt).key(self._namespace(namespace, adapter))
+
+    def _namespace(self, namespace: str, adapter: str | None) -> str:
+        check_namespace(namespace)
+        return namespace_of(self._adapters.named(adapter) if adapter is not None else None, namespace)
+
     def request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None, namespace: str, outputs: Outputs
     ) -> Request:
@@ -89,15 +108,14 @@ class Intake:
             PromptError: the prompt cannot be run.
             MemoryBudgetError: prompt and answer do not fit into the cache's memory.
         """
-        check_namespace(namespace)
         params = params if params is not None else self._loaded.default_params
         if not isinstance(params, SamplingParams):
             raise SamplingError(
                 f"params must be SamplingParams, such as SamplingParams(max_new_tokens=64); got "
                 f"{type(params).__name__} {shown(params)}"
             )
+        namespace = self._namespace(namespace, params.adapter)
         adapter = self._adapters.named(params.adapter) if params.adapter is not None else None
-        namespace = namespace_of(adapter, namespace)
         encoded = self.encode(prompt, params.truncate_prompt_tokens)
         num_tokens = len(encoded.ids)
         if not encoded.ids:
@@ -169,6 +187,23 @@ class Intake:
         raise MemoryBudgetError(
             f"a prompt of {prompt_len} tokens with {max_len - prompt_len} new ones needs {needed} pages, and there are "
             f"{most}; {remedy}"
+        )
+
+
+def check_request_id(request_id: object, is_used: Callable[[str], bool]) -> None:
+    """Check an id that a caller gives a request.
+
+    Raises:
+        ArgumentError: it is no text, or in use.
+    """
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARACTERS:
+        raise ArgumentError(
+            f"request_id must be a text of 1 to {MAX_ID_CHARACTERS} characters, or None; got {request_id!r:.100}"
+        )
+    if is_used(request_id):
+        raise ArgumentError(
+            f"request_id={request_id!r} is in use: its request waits, runs, or has an output that step() did not "
+            "return yet; give another id"
         )
 
 

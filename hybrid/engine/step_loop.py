@@ -16,6 +16,7 @@ from hybrid.engine.model_runner import Result, Runner
 from hybrid.engine.request import Request, Status
 from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.stats import EngineStats
 from hybrid.engine.step import Part, Step
 from hybrid.engine.suspects import Suspects
 from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError, SamplingError
@@ -83,6 +84,28 @@ class StepLoop:
         self._is_stepping = False
         self._aborted: list[Request] = []
 
+    def stats(self) -> EngineStats:
+        """See `Engine.stats`."""
+        scheduler, meter = self._scheduler, self.meter
+        running = list(scheduler.running)
+        replays = sum(request.is_replay for request in running)
+        bytes_total, bytes_free = self._cache.memory.num_bytes
+        return EngineStats(
+            waiting=scheduler.waiting.num_requests,
+            running=len(running) - replays,
+            replays=replays + scheduler.waiting.num_replays,
+            retractions=scheduler.num_retractions,
+            finished=dict(meter.finished),
+            prompt_tokens=meter.prompt_tokens,
+            completion_tokens=meter.completion_tokens,
+            tokens_per_second=meter.tokens_per_second(),
+            bytes_total=bytes_total,
+            bytes_free=bytes_free,
+            time_to_first_token=meter.first_token.histogram(),
+            time_between_tokens=meter.between_tokens.histogram(),
+            speculation=scheduler.drafting.stats if scheduler.drafting is not None else {},
+        )
+
     def enter(self, requests: list[Request]) -> None:
         """Queue requests: all, or none.
 
@@ -96,6 +119,18 @@ class StepLoop:
             for request in requests:
                 self.requests[request.request_id] = request
                 self._scheduler.waiting.add(request)
+
+    @contextmanager
+    def aborting(self, requests: list[Request]) -> Iterator[None]:
+        """Abort requests that still run when this is left: by an exception, or because a stream was closed."""
+        try:
+            yield
+        finally:
+            with deferred_interrupts():
+                for request in requests:
+                    if request.request_id in self.requests:
+                        self._cache.check_owner()
+                        self.abort(request.request_id)
 
     def abort(self, request_id: str) -> None:
         """Stop a request: now, or at the end of the step that is under way.

@@ -77,6 +77,8 @@ class PageMemory:
         for tensor, held, memory in zip(tensors, helds, self._tokens, strict=True):
             missing = max(0, held - first)  # tokens that have left the window
             skipped, part = divmod(missing, size)
+            for page in pages[: skipped + (part > 0)]:
+                memory[page] = 0  # what is read from pages, to files too, is of these tokens or nothing
             if part and skipped < len(pages):  # of the first page in the window, only the last tokens are there
                 memory[pages[skipped], :, part:] = tensor[:, : size - part]
                 skipped += 1

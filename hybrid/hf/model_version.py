@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
+
+from hybrid.tiers.fingerprint import digest_of_model
 
 
 class ModelVersion(NamedTuple):
@@ -28,6 +30,10 @@ class ModelVersion(NamedTuple):
         """The namespace of the tree that holds this version's prefixes of a user's namespace."""
         is_plain = self == ModelVersion() and not namespace.startswith("\0")
         return namespace if is_plain else f"{self._prefix}{namespace}"
+
+    def namespace(self, key_space: str) -> str:
+        """The user's namespace that `key_space` was made of."""
+        return key_space.removeprefix(self._prefix)
 
     def owns(self, key_space: str) -> bool:
         """Whether prefixes in this namespace of the tree were computed by this version."""
@@ -70,6 +76,18 @@ class ModelVersions:
             self._weights = weights  # the weak references also keep the storages' addresses from being used again
             self._num_changes += 1
         return ModelVersion(self._num_changes, self._settings.setdefault(tuple(settings), len(self._settings)))
+
+
+def digest_of(model: nn.Module, config: Mapping[str, Any]) -> str:
+    """The digest of what a model computes: of its weights, its configuration and its settings.
+
+    Args:
+        config: of the model.
+    """
+    settings = [setting for module in _modules(model) for setting in _settings(module)]
+    ignored = ("_name_or_path", "transformers_version")
+    content = {name: value for name, value in config.items() if name not in ignored}
+    return digest_of_model({**content, " settings": repr(settings)}, model.state_dict().items())
 
 
 def _modules(model: nn.Module) -> Iterator[nn.Module]:

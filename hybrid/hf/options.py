@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from hybrid.errors import ArgumentError, PromptError
+from hybrid.hf.images import ImageInputs
+from hybrid.hf.pass_model import inner_model
 from hybrid.hf.past import Past
 
 REFUSED = {
@@ -32,8 +35,64 @@ REFUSED = {
 PASSED_ON = ("attention_mask", "tokenizer", "logits_to_keep")
 """Arguments that are not in transformers' generation config, and that `model.generate` gets as they are."""
 
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-"""Options of assisted decoding."""
+ASSISTED = ("assistant_early_exit", "use_mtp", "assistant_tokenizer", "speculation_type")
+"""Options of assisted decoding that cannot work: they need more of the model than its tokens and logits."""
+
+LOOKUP_NGRAM, ASSISTANT_TOKENS, ASSISTANT_CONFIDENCE = 2, 20, 0.4
+"""transformers' defaults of `max_matching_ngram_size`, `num_assistant_tokens`, `assistant_confidence_threshold`."""
+
+
+@dataclass(frozen=True)
+class Assistance:
+    """The options of assisted decoding of a call.
+
+    Attributes:
+        lookup_tokens: drafts of a pass by prompt lookup; None: none is asked for.
+        lookup_ngram: up to this many last tokens are looked for.
+        assistant: a model that drafts; None: none is given.
+        assistant_tokens: its drafts of a pass.
+        min_confidence: its drafts end after one of less probability.
+    """
+
+    lookup_tokens: int | None
+    lookup_ngram: int
+    assistant: Any
+    assistant_tokens: int
+    min_confidence: float
+
+    @classmethod
+    def taken(cls, model: Any, options: dict[str, Any]) -> Assistance | None:
+        """Take the options of assisted decoding out of those of a call; None: there are none.
+
+        Raises:
+            ArgumentError: one of them cannot be.
+        """
+        assistant = options.pop("assistant_model", None)
+        if assistant is not None and not isinstance(inner_model(assistant), GenerationMixin):
+            raise ArgumentError(
+                f"generate: assistant_model must be a model of transformers, got {_describe(assistant)}"
+            )
+        own = None if assistant is None else assistant.generation_config
+        lookup = option(model, options, "prompt_lookup_num_tokens")
+        if lookup is not None and (not isinstance(lookup, int) or lookup < 1):
+            raise ArgumentError(f"generate: prompt_lookup_num_tokens must be an integer of 1 or more, got {lookup!r}")
+
+        def of_assistant(name: str, default: float) -> float:
+            value = option(model, options, name)
+            if value is None and own is not None:
+                value = getattr(own, name)
+            return default if value is None else value
+
+        if assistant is None and lookup is None:
+            return None
+        options["prompt_lookup_num_tokens"] = None
+        return cls(
+            lookup,
+            option(model, options, "max_matching_ngram_size") or LOOKUP_NGRAM,
+            assistant,
+            int(of_assistant("num_assistant_tokens", ASSISTANT_TOKENS)),
+            of_assistant("assistant_confidence_threshold", ASSISTANT_CONFIDENCE),
+        )
 
 
 @dataclass(frozen=True)
@@ -111,6 +170,8 @@ class GenerateCall:
         num_returned: answers per prompt.
         max_seconds: time limit of the call, its prefill included; None: no limit.
         past: a past that an earlier call returned, to be resumed from; None: prefixes are looked up.
+        assistance: the options of assisted decoding; None: there are none.
+        images: of the prompts; None: there are none.
     """
 
     input_ids: Tensor
@@ -122,6 +183,13 @@ class GenerateCall:
     num_returned: int
     max_seconds: float | None
     past: Past | None
+    assistance: Assistance | None
+    images: ImageInputs | None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one sequence is computed."""
+        return len(self.prompts.rows) == 1 and self.repeats == 1
 
     @classmethod
     def of(cls, model: Any, inputs: Any, options: Mapping[str, Any]) -> GenerateCall:
@@ -140,12 +208,14 @@ class GenerateCall:
             if name in given and given[name] in (None, True):
                 del given[name]
         past = given.pop("past_key_values") if isinstance(given.get("past_key_values"), Past) else None
+        images = ImageInputs.taken(given)
         _refuse_options(model, given)
+        assistance = Assistance.taken(model, given)
         if option(model, given, "cache_implementation") is not None:
             given["cache_implementation"] = None  # "dynamic": transformers refuses it together with a past
         pad_tokens, end_tokens = (token_option(model, given, name) for name in ("pad_token_id", "eos_token_id"))
         num_beams, num_returned = (option(model, given, name) or 1 for name in ("num_beams", "num_return_sequences"))
-        return cls(
+        call = cls(
             input_ids,
             parse_prompts(input_ids, given.get("attention_mask"), next(iter(pad_tokens), None), end_tokens),
             given,
@@ -155,7 +225,15 @@ class GenerateCall:
             num_returned,
             option(model, given, "max_time"),
             past,
+            assistance,
+            images,
         )
+        if assistance is not None and not call.is_single:
+            raise ArgumentError(
+                f"generate: assisted decoding is for one sequence, got {len(call.prompts.rows)} prompts and "
+                f"{call.repeats} sequences of each; leave assistant_model and prompt_lookup_num_tokens out"
+            )
+        return call
 
     def turns(self, sequences: Tensor) -> Iterator[list[int]]:
         """Per prompt its tokens and those of its answer, without the padding after it: the beginning of a next turn.
@@ -172,10 +250,10 @@ class GenerateCall:
 
 def _refuse_options(model: Any, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
-        if name not in _known_options() and name not in (*PASSED_ON, *REFUSED):
+        if name not in _known_options() and name not in (*PASSED_ON, *REFUSED, *ASSISTED):
             raise ArgumentError(
-                f"generate: {name!r} is not an option of transformers' generate; other inputs (images, audio) are "
-                "not part of the token ids by which prefixes are matched"
+                f"generate: {name!r} is not an option of transformers' generate; other inputs (audio, video) are "
+                "not part of what prefixes are matched by"
             )
         if value is not None and name in ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids"):
             raise ArgumentError(f"generate: {name}: {REFUSED[name]}")
@@ -188,8 +266,8 @@ def _refuse_options(model: Any, options: Mapping[str, Any]) -> None:
     for name in ASSISTED:
         if option(model, options, name):
             raise ArgumentError(
-                f"generate: {name}: transformers' assisted decoding computes the whole prompt again on top of the "
-                "past; call model.generate instead"
+                f"generate: {name}: this kind of assisted decoding does not work with a prefix cache; "
+                "prompt_lookup_num_tokens and an assistant_model with the same tokenizer do"
             )
 
 
@@ -214,6 +292,7 @@ def token_option(model: Any, options: Mapping[str, Any], name: str) -> frozenset
     return frozenset([value] if isinstance(value, int) else value)
 
 
+@cache
 def _known_options() -> frozenset[str]:
     names = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
     return frozenset(names - {"self", "kwargs", "inputs"})

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -25,15 +26,20 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from hybrid.cache import placement
+from hybrid.cache.archives import fingerprint_of
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, NonFiniteError, PromptError, RequestError
+from hybrid.hf.drafting import Drafting
 from hybrid.hf.follow import following
+from hybrid.hf.images import ImageInputs, Images
+from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
+from hybrid.hf.model_version import digest_of
 from hybrid.hf.options import GenerateCall, Prompts, parse_prompts, token_option
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
@@ -44,6 +50,12 @@ from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
+from hybrid.prompts.images import Media
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.speculator import DrafterStats
+from hybrid.tiers.archive import Archive, read_archive
+from hybrid.tiers.fingerprint import Fingerprint
+from hybrid.tiers.transfer import Transfer
 from hybrid.tree.policy import Policy
 
 DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 16, 256
@@ -117,6 +129,7 @@ class PrefixCache:
         self._num_bytes = self._config.memory_bytes(free_memory(self._memory_device))
         self._lock = threading.RLock()
         self._version = self._model.versions.current()
+        self._images = Images(self._model)
         self.explanations: tuple[Explanation, ...] = ()
         self._installed: MethodType | None = None
         self._allocate(layout)
@@ -131,11 +144,18 @@ class PrefixCache:
         )
         self.cache: HybridCache = HybridCache(pools, self._config)
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock)
+        self._drafting = Drafting(self._model, self.cache, self._lock)
 
     # Generating
 
     def generate(
-        self, inputs: Tensor | None = None, generation_config: Any = None, *, namespace: str = "", **options: Any
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        *,
+        namespace: str = "",
+        speculation: SpeculationConfig | str | None = None,
+        **options: Any,
     ) -> Any:
         """`model.generate`, resumed from cached prefixes; prompts and answers are cached.
 
@@ -143,7 +163,10 @@ class PrefixCache:
             inputs: the prompts, `[batch, tokens]`, padded on the left. The name `input_ids` works as well.
             generation_config: a `GenerationConfig` of transformers.
             namespace: prompts in different namespaces share nothing: an adapter, a tenant.
-            options: the options of `model.generate`, except those that cannot work with a prefix cache.
+            speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
+                next in the cache), or a `hybrid.SpeculationConfig`. Only for one sequence, without `deterministic`.
+            options: the options of `model.generate`, except those that cannot work with a prefix cache. Prompt lookup
+                and assistant models work, on every model: their drafts are what is computed instead of `speculation`'s.
 
         Returns:
             The return value of `model.generate`.
@@ -157,7 +180,8 @@ class PrefixCache:
         start = time.monotonic()
         if generation_config is not None:
             options["generation_config"] = generation_config
-        return self._run(self._read(inputs, options), namespace, start)
+        config = self._drafting.config(speculation)
+        return self._run(self._read(inputs, options), namespace, config, start)
 
     def _read(self, inputs: Any, options: dict[str, Any]) -> GenerateCall:
         """Check a call of `generate`. Raises ArgumentError when it cannot work with a prefix cache."""
@@ -167,10 +191,14 @@ class PrefixCache:
         return call
 
     @torch.no_grad()
-    def _run(self, call: GenerateCall, namespace: str, start: float) -> Any:
+    def _run(self, call: GenerateCall, namespace: str, speculation: SpeculationConfig | None, start: float) -> Any:
         """Run a call of `generate` that began at `start`, by `time.monotonic`."""
         with self._model.rope_deltas.reset():
-            past = self._begin(call.prompts, namespace) if call.past is None else self._resume(call, namespace)
+            media = self._media(call.images, call.prompts)
+            if call.past is None:
+                past = self._begin(call.prompts, namespace, media)
+            else:
+                past = self._resume(call.past, call.prompts, namespace, media)
             num_known = [len(row) - 1 for row in call.prompts.rows]
             if call.past is not None:
                 num_known = [explanation.usable_hit for explanation in past.explanations]
@@ -180,7 +208,7 @@ class PrefixCache:
                 if call.max_seconds is not None:
                     call.options["max_time"] = max(0.0, call.max_seconds - (time.monotonic() - start))
                 with following(self._model, past):
-                    output = self._model.generate(call.input_ids, past_key_values=past, **call.options)
+                    output = self._drafting.generate(call, past, speculation, call.options)
                 if call.num_returned == 1:
                     turns = call.turns(output if isinstance(output, Tensor) else output.sequences)
                     for at, ids in enumerate(turns):
@@ -189,16 +217,20 @@ class PrefixCache:
                 past.end_session()
         return output
 
-    def install(self) -> None:
+    def install(self, speculation: SpeculationConfig | str | None = None) -> None:
         """Make the model's own `generate` use this cache, until `uninstall`: pipelines and chat loops then need no
         change. Calls with options that cannot work with a prefix cache run without it.
 
         The model refers to this cache meanwhile. A copy of the model does not use it.
 
+        Args:
+            speculation: as in `generate`.
+
         Raises:
+            ArgumentError: `speculation` cannot be used.
             RequestError: the model's `generate` is replaced already, by this cache or another.
         """
-        model = self._generate_owner
+        model, config = self._generate_owner, self._drafting.config(speculation)
         if "generate" in vars(model):
             raise RequestError("install: the generate of this model has been replaced already; uninstall that first")
 
@@ -212,7 +244,7 @@ class PrefixCache:
                 call = self._read(inputs, options)
             except ArgumentError:
                 return self._model.generate(inputs, **options)
-            return self._run(call, "", start)
+            return self._run(call, "", config, start)
 
         model.generate = MethodType(generate, model)
         self._installed = model.generate
@@ -226,7 +258,7 @@ class PrefixCache:
 
     @contextmanager
     def session(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, namespace: str = ""
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, namespace: str = "", **images: Tensor
     ) -> Iterator[Past]:
         """A past to be given, together with all of `input_ids`, to `model.generate` or to the model.
 
@@ -237,17 +269,22 @@ class PrefixCache:
             input_ids: the prompts, `[batch, tokens]`, padded on the left.
             attention_mask: `[batch, tokens]`, 0 for padding.
             namespace: prompts in different namespaces share nothing.
+            images: `pixel_values`, `image_grid_thw` and `mm_token_type_ids` of prompts with images. The past holds
+                them: `model.generate` gets the token ids alone.
 
         Raises:
             PromptError: there is no prompt, or it is padded on the right.
         """
         self._refuse_training()
+        image_inputs = ImageInputs.taken(images)
+        if images:
+            raise ArgumentError(f"session: {next(iter(images))!r} is not an argument; see its documentation")
         model = self._model.outer
         pad_tokens, end_tokens = (token_option(model, {}, name) for name in ("pad_token_id", "eos_token_id"))
         prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
         self._refuse_too_long(prompts)
         with self._model.rope_deltas.reset():
-            past = self._begin(prompts, namespace)
+            past = self._begin(prompts, namespace, self._media(image_inputs, prompts))
             try:
                 with following(self._model, past):
                     yield past
@@ -268,6 +305,50 @@ class PrefixCache:
         with self._bookkeeping():
             key_space = self._key_space(namespace)
         self._prefiller.keep(token_ids, key_space)
+
+    # Files
+
+    def save(self, path: str | Path, input_ids: Tensor | None = None, *, namespace: str = "") -> Transfer:
+        """Write what is cached of a prompt, `[1, tokens]`, to a file; None: everything of the namespace. See
+        `hybrid.Engine.save`. It reads all weights.
+
+        Raises:
+            PromptError: nothing of the prompt is cached.
+            CacheFileError: the file cannot be written.
+        """
+        archive = self._archive(input_ids, namespace)
+        archive.write(path)
+        return archive.transfer
+
+    def dump(self, input_ids: Tensor | None = None, *, namespace: str = "") -> bytes:
+        """As `save`, in memory."""
+        return self._archive(input_ids, namespace).to_bytes()
+
+    def load(self, source: str | Path | bytes) -> Transfer:
+        """Bring what `save` or `dump` of a `PrefixCache` has written into the cache, each checkpoint with all before it
+        or not at all. It reads all weights.
+
+        Raises:
+            CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
+        """
+        archive = read_archive(source)
+        with self._bookkeeping():
+            self._key_space("")
+            return self.cache.load(archive.renamed(self._version.key_space), model=self._fingerprint())
+
+    def _archive(self, input_ids: Tensor | None, namespace: str) -> Archive:
+        with self._bookkeeping():
+            key_space = self._key_space(namespace)
+            keys = None
+            if input_ids is not None:
+                keys = [Key.of(parse_prompts(input_ids, None, None, frozenset()).rows[0], key_space)]
+            made = self.cache.archive(keys, namespace=key_space, model=self._fingerprint())
+            return made.renamed(self._version.namespace)
+
+    def _fingerprint(self) -> Fingerprint:
+        """What is cached now is made with: the model as it is."""
+        model = digest_of(self._model.outer, self._model.inner.config.to_dict())
+        return fingerprint_of(self.cache.memory, self._config, model, self._config.deterministic is True)
 
     # Bookkeeping
 
@@ -292,6 +373,10 @@ class PrefixCache:
     def stats(self) -> CacheStats:
         """Counts since the cache was made, and its contents."""
         return self.cache.stats()
+
+    def speculation_stats(self) -> dict[str, DrafterStats]:
+        """What each drafter has done since the cache was made, by its name."""
+        return self._drafting.stats
 
     def audit(self) -> None:
         """Verify that every page and every state slot has exactly one owner.
@@ -321,7 +406,7 @@ class PrefixCache:
 
     def _keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
         """Cache a turn whose answer has been computed: no failure of it takes the answer away."""
-        if "turn_end" not in self._config.placement or not self._model.versions.current().owns(past.namespace):
+        if "turn_end" not in self._config.placement or not self._model.versions.current().owns(past.keys.namespace):
             return  # or the model has changed meanwhile
         try:
             self._prefiller.keep_turn(token_ids, num_prompt, past, rows)
@@ -351,43 +436,51 @@ class PrefixCache:
             if layout == self.memory.layout:
                 self.cache.clear()
             else:  # of another dtype, or on another device
-                del self.memory, self.cache, self._prefiller
+                del self.memory, self.cache, self._prefiller, self._drafting
                 self._allocate(layout)
                 self.cache.adopt()
         self._version = version
         return version.key_space(namespace)
 
-    def _resume(self, call: GenerateCall, namespace: str) -> Past:
-        """The past that a call gives back, for its prompts."""
-        past = call.past
-        assert past is not None
+    def _media(self, images: ImageInputs | None, prompts: Prompts) -> tuple[Media | None, ...]:
+        """Per prompt its images; None: it has none."""
+        if images is None:
+            return (None,) * len(prompts.rows)
+        return self._images.read(images, prompts.rows, prompts.pads, self._config.page_size)
+
+    def _resume(self, past: Past, prompts: Prompts, namespace: str, media: tuple[Media | None, ...]) -> Past:
+        """A past that a call gives back, for its prompts."""
         with self._bookkeeping():
-            key_space = self._key_space(namespace)
-        if not past.belongs_to(self._prefiller) or past.namespace != key_space:
+            keys = KeySpace(self._key_space(namespace), media)
+        if not past.belongs_to(self._prefiller) or past.keys.namespace != keys.namespace:
             raise ArgumentError(
                 "generate: past_key_values: this past is of another cache or namespace, or the model has changed "
                 "since; leave it out"
             )
-        past.resume(call.prompts.rows, call.prompts.pads)
+        past.resume(prompts.rows, prompts.pads, keys)
+        self._model.rope_deltas.set(past.keys.shifts, self._model.device)
         self.explanations = past.explanations
         return past
 
-    def _begin(self, prompts: Prompts, namespace: str) -> Past:
+    def _begin(self, prompts: Prompts, namespace: str, media: tuple[Media | None, ...]) -> Past:
         """A past after the prompts: of a single one up to its last boundary, of several up to their last tokens."""
         with self._bookkeeping():
-            key_space = self._key_space(namespace)
+            keys = KeySpace(self._key_space(namespace), media)
         explanations = []
         ends = [len(row) - 1 for row in prompts.rows]
         is_alone = len(prompts.rows) == 1 and not prompts.is_padded
         if is_alone:
-            ends = [placement.prompt_end(len(prompts.rows[0]), self._prefiller.grid)]
+            grid_end = placement.prompt_end(len(prompts.rows[0]), self._prefiller.grid)
+            ends = [max(grid_end, last_image_end(media[0]))]  # `generate` computes the rest, and knows no images
         done = []
-        for row, end in zip(prompts.rows, ends, strict=True):
-            layers, explanation = self._prefiller.prefill(Prefill(row, end, key_space))
+        for row, end, own in zip(prompts.rows, ends, media, strict=True):
+            layers, explanation = self._prefiller.prefill(Prefill(row, end, keys.namespace, own))
             done.append(layers)
             explanations.append(explanation)
         layers = done[0] if is_alone else self._prefiller.stack(done, prompts.width - 1)
         self.explanations = tuple(explanations)
         rows = [row[:end] for row, end in zip(prompts.rows, ends, strict=True)]
-        boundaries = [Boundary(ends[0])] if is_alone else [None] * len(rows)
-        return Past(self._prefiller, layers, rows, prompts.pads, key_space, explanations, boundaries)
+        on_grid = is_alone and ends[0] % self._prefiller.grid == 0
+        boundaries = [Boundary(ends[0])] if on_grid else [None] * len(rows)
+        self._model.rope_deltas.set(keys.shifts, self._model.device)
+        return Past(self._prefiller, layers, rows, prompts.pads, keys, explanations, boundaries)

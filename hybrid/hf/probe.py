@@ -31,10 +31,9 @@ class _Probe:
 
     def __init__(self, model: PassModel) -> None:
         self._model = model
-        self._vocab_size = model.inner.config.get_text_config(decoder=True).vocab_size
 
     def run(self, tokens: Iterable[int], past: DynamicCache, start: int = 0) -> Tensor:
-        return self._model.forward([token % self._vocab_size for token in tokens], past, start)
+        return self._model.forward([token % self._model.vocab_size for token in tokens], past, start)
 
     def fork(self, past: DynamicCache) -> DynamicCache:
         other = self._model.empty_cache()

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 DIGEST_BYTES = 16
 
-Contents = bytes | bytearray
+Contents = bytes | bytearray | memoryview
 """What a page or a checkpoint holds."""
 
 
@@ -27,7 +27,15 @@ class ContentReader(Protocol):
 
 @runtime_checkable
 class ContentWriter(ContentReader, Protocol):
-    """Also writes them: what a reader has read, into another page or checkpoint."""
+    """Also writes them: what a reader has read, into another page or checkpoint of this memory or of one like it."""
+
+    def page_layout(self) -> str:
+        """What a page holds, as a text. Contents go from one memory to another where these texts are equal."""
+        ...
+
+    def checkpoint_layout(self) -> str:
+        """What a checkpoint holds, likewise."""
+        ...
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""

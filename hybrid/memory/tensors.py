@@ -97,6 +97,14 @@ class CacheTensors:
         self.state: dict[str, Tensor] = _views(states, self._state_places)
         self.stored: StoredCheckpoints | None = None
 
+    def page_layout(self) -> str:
+        """What a page holds: the tensors, in order."""
+        return _described(self._page_places)
+
+    def checkpoint_layout(self) -> str:
+        """What a checkpoint holds, as it is stored."""
+        return _described(self._state_places if self.stored is None else self.stored.places)
+
     @property
     def kv(self) -> Tensor:
         """Keys and values, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; index 2: keys, values."""
@@ -176,6 +184,10 @@ def _stored_places(layout: StoredLayout) -> tuple[Place, ...]:
     return (*places,)
 
 
+def _described(places: Sequence[Place]) -> str:
+    return "; ".join(f"{place.name} {place.dtype} {[*place.shape]}".replace("torch.", "") for place in places)
+
+
 def _views(rows: Tensor, places: Sequence[Place]) -> dict[str, Tensor]:
     """The tensors in rows of bytes, by name: views `[len(rows), *shape]`."""
     return {
@@ -194,6 +206,8 @@ def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
     expected = sum(place.num_bytes for place in places)
     if len(contents) != expected:
         raise OwnershipError(f"{len(contents)} bytes are to be written where {expected} belong")
+    if not expected:  # a model without states
+        return
     data = torch.frombuffer(contents if isinstance(contents, bytearray) else bytearray(contents), dtype=torch.uint8)
     start = 0
     for place in places:

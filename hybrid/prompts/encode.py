@@ -6,7 +6,7 @@ tokenized, the number of ids before their values, the size of images before they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -18,22 +18,21 @@ from torch import Tensor
 
 from hybrid.checks import boolean, shown
 from hybrid.errors import CheckpointError, PromptError
+from hybrid.files import is_file
 from hybrid.key import Key
 from hybrid.prompts import messages as chat
+from hybrid.prompts.control_tokens import ControlTokens, marked
 from hybrid.prompts.images import Image, ImagePrompt, Media, PixelHash
 
 Message = chat.Message
 
 Prompt = str | list[int] | list[Message] | dict[str, Any] | ImagePrompt
 """A text, token ids, chat messages, or token ids with images. As a dict: `{"prompt": text}`, `{"prompt_token_ids":
-ids}`, or `{"messages": [...]}` with options of the chat template (`CHAT_OPTIONS`)."""
-
-CHAT_OPTIONS = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
-"""Keys beside `messages` that are passed to the chat template, as in `apply_chat_template` of transformers. The entries
-of `chat_template_kwargs` are passed to it too, such as `enable_thinking`."""
+ids}`, or `{"messages": [...]}` with options of the chat template (`messages.OPTIONS`)."""
 
 SPLIT = "split_special_tokens"
-"""Beside the text of a prompt: the names of control tokens in it are texts, and do not become control tokens."""
+"""Beside the text or the messages of a prompt: the names of control tokens in it are texts, and do not become control
+tokens. Those that a chat template writes stay what they are."""
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 """Keys of which a prompt as a dict has one."""
@@ -293,9 +292,10 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     prompt, split = unwrapped(prompt), False
     if isinstance(prompt, dict) and SPLIT in prompt:
         split = boolean(SPLIT, prompt[SPLIT])
-        prompt = cast("Prompt", prompt["prompt"])
-        if not isinstance(prompt, str):
-            raise PromptError(f"{SPLIT} is for a text; got {type(prompt).__name__} {shown(prompt)}")
+        if "messages" not in prompt:
+            prompt = cast("Prompt", prompt["prompt"])
+            if not isinstance(prompt, str):
+                raise PromptError(f"{SPLIT} is for a text; got {type(prompt).__name__} {shown(prompt)}")
     messages = _messages_of(prompt)
     if messages is None and not isinstance(prompt, str):
         ids = None
@@ -312,17 +312,26 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     if tokenizer is None:
         raise PromptError("this checkpoint has no tokenizer; give the prompt as a list of token ids")
     if isinstance(prompt, str):
-        return _tokenize(tokenizer, prompt, limits, add_special_tokens=True, split_special_tokens=split)
+        more = {"split_special_tokens": True} if split else {}
+        return _tokenize(prompt, limits, lambda text: tokenizer(text, add_special_tokens=True, **more).input_ids)
     if not tokenizer.chat_template:
         raise PromptError("this checkpoint's tokenizer has no chat template; give the prompt as a text")
-    options = _chat_options(prompt)
+    options = chat.template_options(prompt)
     limits.check_text(chat.num_characters([messages, options], limits.max_text_bytes))
     messages = chat.checked(cast("list[Any]", messages))
+    control, marks = (ControlTokens(tokenizer) if split else None), {}
     try:
+        if control is not None:
+            messages, own = chat.joined(messages), options.pop("chat_template", None)
+            marks = control.marks([messages, options])
+            messages, options = marked(messages, marks), marked(options, marks)
+            options |= {} if own is None else {"chat_template": own}
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything for messages it does not support
         raise PromptError(f"the chat template refuses these messages: {error}") from error
-    return _tokenize(tokenizer, text, limits, add_special_tokens=False)
+    if control is not None and marks:
+        return _tokenize(text, limits, lambda text: control.tokenize(text, marks))
+    return _tokenize(text, limits, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
 
 
 def images_of(prompt: Prompt, limits: PromptLimits = NO_LIMITS) -> list[Any]:
@@ -352,14 +361,14 @@ def unwrapped(prompt: Prompt) -> Prompt:
     if not isinstance(prompt, dict):
         return prompt
     kinds = [kind for kind in PROMPT_KEYS if kind in prompt]
-    known = {*kinds, *(("chat_template_kwargs", *CHAT_OPTIONS) if kinds == ["messages"] else ())}
-    known |= {SPLIT} if kinds == ["prompt"] else set()
+    known = {*kinds, *(("chat_template_kwargs", *chat.OPTIONS) if kinds == ["messages"] else ())}
+    known |= {SPLIT} if kinds in (["prompt"], ["messages"]) else set()
     unknown = [key for key in prompt if key not in known]
     if len(kinds) != 1 or unknown:
         raise PromptError(
             f"a prompt as a dict has one of the keys {', '.join(PROMPT_KEYS)}, and beside messages options of the chat "
-            f"template: chat_template_kwargs, {', '.join(CHAT_OPTIONS)}, and beside prompt {SPLIT}; got the keys "
-            f"{_names(prompt)}"
+            f"template: chat_template_kwargs, {', '.join(chat.OPTIONS)}, and beside prompt or messages {SPLIT}; got "
+            f"the keys {_names(prompt)}"
         )
     return prompt if kinds == ["messages"] or SPLIT in prompt else cast("Prompt", prompt[kinds[0]])
 
@@ -378,7 +387,7 @@ def load_tokenizer(path: Path) -> Any | None:
     Raises:
         CheckpointError: the checkpoint has a tokenizer that cannot be read, or with a file that is too large for one.
     """
-    files = [path / name for name in TOKENIZER_FILES if (path / name).is_file()]
+    files = [path / name for name in TOKENIZER_FILES if is_file(path / name)]
     if not any(file.name in ("tokenizer.json", "tokenizer_config.json") for file in files):
         return None
     for file in files:
@@ -400,9 +409,7 @@ def load_tokenizer(path: Path) -> Any | None:
     return tokenizer
 
 
-def _tokenize(
-    tokenizer: Any, text: str, limits: PromptLimits, *, add_special_tokens: bool, split_special_tokens: bool = False
-) -> list[int]:
+def _tokenize(text: str, limits: PromptLimits, to_ids: Callable[[str], Sequence[int]]) -> list[int]:
     limits.check_text(len(text))  # characters: each has a byte or more
     try:
         limits.check_text(len(text.encode()))
@@ -412,8 +419,9 @@ def _tokenize(
             "right encoding, or with errors='replace'"
         ) from None
     try:
-        more = {"split_special_tokens": True} if split_special_tokens else {}
-        ids = list(tokenizer(text, add_special_tokens=add_special_tokens, **more).input_ids)
+        ids = list(to_ids(text))
+    except PromptError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
@@ -449,28 +457,6 @@ def _names(part: dict[Any, Any]) -> str:
 def _is_message(item: Any) -> bool:
     """Whether an item of a list is a chat message, rather than a prompt by itself."""
     return isinstance(item, dict) and not any(key in item for key in PROMPT_KEYS)
-
-
-def _chat_options(prompt: Prompt) -> dict[str, Any]:
-    """What is passed to the chat template beside the messages.
-
-    Raises:
-        PromptError: `chat_template_kwargs` is not a dict of names.
-    """
-    options = {"add_generation_prompt": True}
-    if isinstance(prompt, dict):
-        more = prompt.get("chat_template_kwargs") or {}
-        if not isinstance(more, dict) or not all(isinstance(key, str) for key in more):
-            raise PromptError(f"chat_template_kwargs must be a dict of the template's variables; got {more!r:.100}")
-        reserved = [
-            key for key in more if key in ("tokenize", "conversation", "messages", "return_tensors", "return_dict")
-        ]
-        if reserved:
-            raise PromptError(f"chat_template_kwargs: {reserved[0]!r} is not a variable of a template; leave it out")
-        if prompt.get("continue_final_message"):
-            options["add_generation_prompt"] = False
-        options |= {key: prompt[key] for key in CHAT_OPTIONS if prompt.get(key) is not None} | more
-    return options
 
 
 def _messages_of(prompt: Prompt) -> list[Message] | None:

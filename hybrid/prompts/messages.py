@@ -11,6 +11,10 @@ from hybrid.errors import PromptError
 Message = dict[str, Any]
 """A chat message, as `{"role": "user", "content": "..."}`."""
 
+OPTIONS = ("tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message")
+"""Keys beside `messages` that are passed to the chat template, as in `apply_chat_template` of transformers. The entries
+of `chat_template_kwargs` are passed to it too, such as `enable_thinking`."""
+
 LOAD = "load it first, and give the image itself: transformers.image_utils.load_image(...)"
 
 
@@ -47,6 +51,24 @@ def _checked(name: str, message: Any) -> Message:
     return message
 
 
+def joined(messages: list[Message]) -> list[Message]:
+    """Messages in whose contents no text part follows another: together, two could make a name that neither holds."""
+    return [
+        {**message, "content": _joined(message["content"])} if isinstance(message.get("content"), list) else message
+        for message in messages
+    ]
+
+
+def _joined(parts: list[Any]) -> list[Any]:
+    found: list[Any] = []
+    for part in parts:
+        if found and part["type"] == found[-1]["type"] == "text":
+            found[-1] = {**found[-1], "text": found[-1]["text"] + part["text"]}
+        else:
+            found.append(part)
+    return found
+
+
 def _check_part(name: str, part: Any) -> None:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text":
@@ -64,6 +86,28 @@ def _check_part(name: str, part: Any) -> None:
         raise PromptError(
             f"{name} must be a dict with the type 'text' or 'image'; got {shown(kind) if kind else shown(part)}"
         )
+
+
+def template_options(prompt: Any) -> dict[str, Any]:
+    """What is passed to the chat template beside the messages.
+
+    Raises:
+        PromptError: `chat_template_kwargs` is not a dict of names.
+    """
+    options = {"add_generation_prompt": True}
+    if isinstance(prompt, dict):
+        more = prompt.get("chat_template_kwargs") or {}
+        if not isinstance(more, dict) or not all(isinstance(key, str) for key in more):
+            raise PromptError(f"chat_template_kwargs must be a dict of the template's variables; got {more!r:.100}")
+        reserved = [
+            key for key in more if key in ("tokenize", "conversation", "messages", "return_tensors", "return_dict")
+        ]
+        if reserved:
+            raise PromptError(f"chat_template_kwargs: {reserved[0]!r} is not a variable of a template; leave it out")
+        if prompt.get("continue_final_message"):
+            options["add_generation_prompt"] = False
+        options |= {key: prompt[key] for key in OPTIONS if prompt.get(key) is not None} | more
+    return options
 
 
 def num_characters(value: Any, limit: int) -> int:

@@ -18,7 +18,7 @@ AHEAD = 256
 MAX_TOKENS = 1 << 20
 """Tokens that all indices of n-grams remember together."""
 
-BLOCK = 32
+BLOCK = 64
 """The tokens of an answer are indexed when there are this many."""
 
 WINDOW = 16
@@ -77,6 +77,11 @@ class ContinuationDrafter(Drafter):
     def name(self) -> str:
         """Of the drafter."""
         return "continuation"
+
+    @property
+    def prior(self) -> float:
+        """A greedy answer repeats itself; a sampled one does not."""
+        return 0.9
 
     def propose(self, history: History, limit: int) -> Chain:
         """What followed the whole history in its namespace."""
@@ -171,14 +176,20 @@ class GramDrafter(Drafter):
         if piece is None:
             piece = self._pieces[history] = index.open(history[:])
         if len(history) - piece.end >= count:
-            index.extend(piece, history[:])
+            index.extend(piece, history[piece.end :])
 
 
 def _again(source: Source | None, tail: array[int]) -> tuple[array[int], int] | None:
     """Where a source that was left continues: after the next place that has the last two tokens."""
     if source is None:
         return None
-    for at in range(max(source.at - 1, 2), min(source.at + WINDOW, len(source.ids))):
-        if source.ids[at - 2 : at] == tail[-2:]:
-            return source.ids, at
+    ids, end = source.ids, min(source.at + WINDOW, len(source.ids))
+    at = max(source.at - 2, 1)
+    while at < end - 1:
+        try:
+            at = ids.index(tail[-1], at, end - 1) + 1
+        except ValueError:
+            return None
+        if ids[at - 2 : at] == tail[-2:]:
+            return ids, at
     return None

@@ -25,12 +25,14 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
+        whole_leaves: a leaf is evicted as a whole (`hybrid.tree.pools.Pools`).
     """
 
-    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts) -> None:
+    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, whole_leaves: bool = False) -> None:
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
+        self._whole_leaves = whole_leaves
         self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
 
     @property
@@ -73,6 +75,8 @@ class Evictor:
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
+        if self._whole_leaves and not node.children and not node.page_locks:
+            num_pages = node.num_pages
         try:
             if num_pages == 0:
                 self._drop_checkpoint(node, released)

@@ -58,8 +58,10 @@ class Ghosts:
         """Remember the blocks of a leaf's edge after its first `num_kept` tokens, which are about to be evicted, and
         the usage of its lost checkpoint."""
         grid, run = self._grid, leaf.run
-        lost = leaf.usage if leaf.lost_checkpoint and not leaf.end % grid else None
         block = (leaf.start + num_kept) // grid  # the first that is evicted
+        if leaf.end // grid == block:
+            return  # no block ends there
+        lost = leaf.usage if leaf.lost_checkpoint and not leaf.end % grid else None
         kept = (block - run.start // grid) * DIGEST_BYTES  # digests of the run that stay
         if len(run.digests) > kept:
             self._digest(run, leaf.end)

@@ -67,16 +67,20 @@ class Locks:
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
-        """Protect the checkpoint of a node, and its pages with it."""
-        assert node.slot is not None
+        """Protect the checkpoint of a node, and its pages with it. A tombstone's: one that is inserted meanwhile."""
         lock = StateLock(self, node)
         if not node.page_locks:
             self._changed.add(node)
         node.page_locks += 1
-        if not node.state_locks:
+        if not node.state_locks and node.slot is not None:
             self.num_checkpoints += 1
         node.state_locks += 1
         return lock
+
+    def checkpoint_came(self, node: Node) -> None:
+        """A tombstone on which state locks are owns a checkpoint now: they protect it."""
+        assert node.state_locks
+        self.num_checkpoints += 1
 
     def pin(self, node: Node) -> StateLock:
         """As `lock_state`, for a pin."""
@@ -99,23 +103,28 @@ class Locks:
             raise LockError("this lock belongs to another cache; release it there")
         if node is None:
             raise LockError("this lock was released before; a lock is released exactly once")
-        self._changed.add(node)
+        page_locks = node.page_locks - 1
+        if not page_locks:
+            self._changed.add(node)
         lock.node = None
-        node.page_locks -= 1
+        node.page_locks = page_locks
         if isinstance(lock, StateLock):
-            node.state_locks -= 1
-            if not node.state_locks:
-                self.num_checkpoints -= 1
             if self._pins and lock in self._pins:
                 self._unpin(lock, node)
-        if not node.state_locks:
-            candidates = self._candidates
-            candidates.enter(node)
-            if not node.page_locks:
-                if candidates.follows_changes:
-                    candidates.changed(node)
-                if node.slot is None:
-                    self._forest.join(node)
+            node.state_locks -= 1
+            if node.state_locks:
+                return
+            if node.slot is not None:
+                self.num_checkpoints -= 1
+        elif page_locks:
+            return
+        candidates = self._candidates
+        candidates.enter(node)
+        if not page_locks:
+            if candidates.follows_changes:
+                candidates.changed(node)
+            if node.slot is None:
+                self._forest.join(node)
 
     def _unpin(self, lock: StateLock, node: Node) -> None:
         self._pins.remove(lock)

@@ -46,9 +46,9 @@ def evicted_and_moved(works: Iterator[Any], caches: list[HybridCache], times: in
     return found
 
 
-@pytest.mark.parametrize("name", ["shortage_beside_requests", "shortage_beside_pins", "requests"])
+@pytest.mark.parametrize("name", ["requests", "pins", "nodes"])
 def test_a_shortage_evicts(growth: ModuleType, caches: list[HybridCache], name: str) -> None:
-    works = growth.requests("lhd", 30) if name == "requests" else getattr(growth, name)(20)
+    works = growth.requests("lhd", 30) if name == "nodes" else growth.shortage_beside(name == "pins", 20)
     assert all(evicted for evicted, _ in evicted_and_moved(works, caches, 30))
 
 

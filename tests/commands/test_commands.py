@@ -4,6 +4,8 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from rich.console import Console
 from hybrid import CacheConfig, Engine, HybridCache, RequestOutput
 from hybrid.commands import demo, parity, stress
 from hybrid.commands.checkpoints import check_checkpoints
-from hybrid.commands.main import main
+from hybrid.commands.command import Command
+from hybrid.commands.main import COMMANDS, main
 from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.commands.workload import Report, Stress
 from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
+from hybrid.tiers.archive import read_archive
 from support.engines import answer, greedy
 
 
@@ -32,7 +36,7 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     status, result = run_json(capsys, "parity")
     assert status == 0
     assert result["passed"]
-    assert len(result["checks"]) == 21
+    assert len(result["checks"]) == 28
     assert all(check["hit_tokens"] for check in result["checks"][3:])
 
 
@@ -261,12 +265,54 @@ def test_generate_says_which_prompt_failed(monkeypatch: pytest.MonkeyPatch, caps
     assert result["outputs"][0]["error"].startswith("ZeroDivisionError")
 
 
-def test_what_cannot_be_written_is_one_line_and_status_2() -> None:
-    command = [sys.executable, "-m", "hybrid", "generate", "tiny", "a", "--max-new-tokens", "2", "--memory", "64M"]
+FULL = "hybrid: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["generate", "tiny", "a", "--max-new-tokens", "2", "--memory", "64M"], ["--help"]]
+)
+def test_what_cannot_be_written_is_one_line_and_status_2(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "hybrid", *arguments]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert result.returncode == 2
-    assert result.stderr == "hybrid: the output cannot be written: No space left on device\n"
+    assert result.stderr == FULL
+
+
+def test_a_command_whose_output_is_closed_runs() -> None:
+    command = f"exec {sys.executable} -m hybrid --version >&-"
+    result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+SMALL = {
+    "generate": ["tiny", "a", "--max-new-tokens", "2"],
+    "tree": ["a", "--max-new-tokens", "2"],
+    "stress": ["--no-model", "--no-signals", "--operations", "20"],
+    "parity": [],
+    "demo": [],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("more", [["--json"], [], ["--help"]], ids=" ".join)
+def test_a_full_disk_behind_stdout_ends_every_command_with_status_2(
+    command: Command, more: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, with the results of the slow commands given: what is looked at is what they print."""
+    check = parity.Check("a check", True, None, "")
+    monkeypatch.setattr(parity, "run_parity", lambda *_: parity.Parity([check], []))
+    monkeypatch.setattr(demo.Demo, "run", lambda *_: [])
+    monkeypatch.setattr(demo, "judge", lambda _: demo.Verdict(True, True, 1, 1, {}))
+    monkeypatch.setattr("hybrid.commands.main.forget_output", lambda: None)
+    with suppress(OSError), Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        try:
+            status: Any = main([command.name, *SMALL[command.name], *more])
+        finally:
+            monkeypatch.undo()
+    assert status == 2
+    assert capfd.readouterr().err.endswith(FULL)
 
 
 def test_a_wrong_command_exits_with_2_and_says_why(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -290,3 +336,52 @@ def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) ->
 def test_the_command_is_installed() -> None:
     result = subprocess.run([sys.executable, "-m", "hybrid", "--version"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "hybrid 0.1.0"
+
+
+# hybrid cache
+
+
+@pytest.fixture
+def saved(tiny: Engine, tmp_path: Path) -> Path:
+    """A file of two conversations, and one in another namespace."""
+    engine = tiny.with_cache(CacheConfig(page_size=16, chunk_size=16, memory="16MiB", deterministic=True))
+    answer(engine, [*range(3, 80)], greedy(20))
+    answer(engine, [*range(3, 40), *range(90, 130)], greedy(20))
+    answer(engine, [*range(200, 260)], greedy(2), namespace="tenant")
+    engine.save(tmp_path / "a.hybrid")
+    return tmp_path / "a.hybrid"
+
+
+def test_a_file_is_listed(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = run_json(capsys, "cache", "show", str(saved))
+    assert status == 0
+    assert result["fingerprint"]["page_size"] == 16
+    assert {node["namespace"] for node in result["nodes"]} == {"", "tenant"}
+    assert result["checkpoints"] == sum(node["kind"] is not None for node in result["nodes"]) > 8
+    assert main(["cache", "show", str(saved)]) == 0
+    assert "'tenant'" in capsys.readouterr().out
+
+
+def test_a_file_is_computed_again_and_compared(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, result = run_json(capsys, "cache", "check", str(saved))
+    assert (status, result["wrong"], result["unchecked"]) == (0, [], [])
+    assert result["checked"] > 8
+
+
+@pytest.mark.parametrize("what", ["pages", "checkpoints"])
+def test_a_file_that_was_made_up_is_found(saved: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One value of one page or state, and digests and a seal that fit: only the model knows."""
+    archive = read_archive(saved)
+    rows = getattr(archive, what).clone()
+    rows[2].view(torch.float32)[7] += 0.001
+    replace(archive, **{what: rows}).write(saved)
+    status, result = run_json(capsys, "cache", "check", str(saved))
+    assert status == 1
+    assert any("differ" in line for line in result["wrong"])
+
+
+def test_what_is_no_file_of_prefixes_ends_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a").write_bytes(b"nothing")
+    for action in ("show", "check"):
+        assert main(["cache", action, str(tmp_path / "a")]) == 2
+        assert "is not a usable file of cached prefixes" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from hybrid import (
     Engine,
     EngineConfig,
     MemoryBudgetError,
+    PromptError,
     UnsupportedModelError,
 )
 from hybrid.commands.random_checkpoints import write_random_checkpoint
@@ -74,6 +75,26 @@ def engine_on(loaded: Engine, folders: dict[str, Path], pages: int = 96, **setti
     for name, folder in folders.items():
         engine.adapters.load(name, folder)
     return engine
+
+
+def test_a_pin_keeps_what_was_computed_with_an_adapter(loaded: Engine, folders: dict[str, Path]) -> None:
+    engine = engine_on(loaded, folders, pages=24)
+    prompt = prompt_of(0)
+    answer(engine, prompt, greedy(1, adapter="one"))
+    for adapter in (None, "two"):
+        with pytest.raises(PromptError, match="nothing of this prompt is cached"):
+            engine.pin(prompt, adapter=adapter)
+    pin = engine.pin(prompt, adapter="one")
+    for seed in range(1, 12):
+        answer(engine, prompt_of(seed, 100), greedy(1))
+    assert engine.cache.stats().evicted_pages > 0
+    assert answer(engine, prompt, greedy(1, adapter="one")).usage.cached_tokens == pin.num_tokens == 2 * GRID
+    engine.unpin(pin)
+    for seed in range(1, 12):
+        answer(engine, prompt_of(seed, 100), greedy(1))
+    with pytest.raises(PromptError, match="nothing of this prompt is cached"):
+        engine.pin(prompt, adapter="one")
+    assert_nothing_held(engine)
 
 
 def prompt_of(seed: int, count: int = 45) -> list[int]:

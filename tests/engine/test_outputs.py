@@ -240,6 +240,19 @@ def test_generate_in_other_threads_says_what_to_use_instead(tiny: Engine) -> Non
     assert len(answer(engine, ids(20), greedy(3)).token_ids) == 3
 
 
+def test_an_engine_that_is_dropped_frees_its_memory_at_once(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    tensors = weakref.ref(engine.cache.kv.untyped_storage())
+    answer(engine, ids(60), greedy(4))
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert tensors() is None
+    finally:
+        gc.enable()
+
+
 def test_closing_aborts_what_runs_and_frees_the_memory(tiny: Engine) -> None:
     engine = engine_on(tiny)
     tensors = weakref.ref(engine.cache.kv.untyped_storage())

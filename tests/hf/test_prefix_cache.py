@@ -305,8 +305,6 @@ def test_a_streamer_sees_what_it_always_does(model: Any) -> None:
         ({"use_cache": False}, "leaves nothing to reuse"),
         ({"position_ids": torch.arange(40)[None]}, "positions are those of the tokens"),
         ({"prefill_chunk_size": 8}, "cuts the prefill itself"),
-        ({"assistant_model": object()}, "the whole prompt again"),
-        ({"prompt_lookup_num_tokens": 3}, "the whole prompt again"),
         ({"output_hidden_states": True}, "cached tokens are not computed"),
         ({"output_attentions": True}, "cached tokens are not computed"),
         ({"custom_generate": "somebody/something"}, "is unknown"),

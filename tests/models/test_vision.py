@@ -7,66 +7,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL.Image import fromarray
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import hybrid
-from hybrid.commands.random_checkpoints import EXPERTS, GATED_DELTA
-from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.models.loading import open_checkpoint
 from hybrid.models.vision import VisionTower
 from hybrid.prompts.images import Media
 from support.tensors import same_bits
+from support.vision import PAD, chat, picture, vision_model, write_vision_checkpoint
 
 GRID = 16
-PAD = 5
-"""The token that stands for an image."""
-
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}[{{ image }}]{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)
 PARAMS = hybrid.SamplingParams(max_new_tokens=10, ignore_eos=True, logprobs=3)
 
 
 @pytest.fixture(scope="module", params=["Qwen3_5", "Qwen3_5Moe"])
 def theirs(request: pytest.FixtureRequest) -> Any:
-    name, experts = request.param, EXPERTS if request.param.endswith("Moe") else {}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [3, 3, 2]}
-    config = getattr(transformers, f"{name}Config")(
-        text_config={**GATED_DELTA, **experts, "rope_parameters": {**rope, "mrope_interleaved": True}},
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-            "initializer_range": 0.2,
-        },
-        image_token_id=PAD,
-        video_token_id=6,
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    use_torch_functions(model)
-    return model
+    return vision_model(request.param)
 
 
 @pytest.fixture(scope="module")
 def path(theirs: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vision")
-    theirs.save_pretrained(path)
-    kept, tokenizer.chat_template = tokenizer.chat_template, TEMPLATE.replace("{{ image }}", tokenizer.decode([PAD]))
-    tokenizer.save_pretrained(path, save_jinja_files=False)
-    tokenizer.chat_template = kept
-    (path / "preprocessor_config.json").write_text('{"size": {"shortest_edge": 64, "longest_edge": 4096}}')
-    return path
+    return write_vision_checkpoint(tmp_path_factory.mktemp("vision"), theirs, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +41,6 @@ def loaded(path: Path) -> hybrid.Engine:
 def fresh(loaded: hybrid.Engine, **changes: Any) -> hybrid.Engine:
     config = hybrid.CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True, **changes)
     return loaded.with_cache(config, size=(200, 40))
-
-
-def picture(seed: int, height: int = 40, width: int = 56) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def chat(*images: Any, text: str = "What is to be seen here, and where?", before: str = "Look: ") -> Any:
-    parts = [{"type": "text", "text": before}, *({"type": "image", "image": image} for image in images)]
-    return {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]}
 
 
 def answer(engine: hybrid.Engine, prompt: Any) -> hybrid.RequestOutput:

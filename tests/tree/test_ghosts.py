@@ -270,6 +270,18 @@ def test_the_turn_of_a_request_is_counted_from_the_deepest_turn_end_on_its_path(
     assert sorted(past.gone) == [end for end in kinds if end > match.num_tokens]
 
 
+def test_a_request_below_checkpoints_that_end_no_turn_has_the_turn_of_the_deepest() -> None:
+    """Which has counted the turn ends before it; the path above is not looked at."""
+    tree = Tree(2, 2, LeastRecentlyUsed())
+    key = Key.of([1, 1, 2, 2, 3, 3, 4, 4])
+    tree.insert(key, 2, [0], Checkpoint(0, 2, Kind.TURN_END, turn=4))
+    tree.insert(key, 4, [0, 1], Checkpoint(1, 4, Kind.BRANCH, turn=5))
+    tree.insert(key, 6, [0, 1, 2])
+    assert tree.recall(key, tree.peek(key, 7), 7).turn == 5
+    assert tree.recall(key, tree.peek(key, 3), 3).turn == 5
+    assert tree.recall(Key.of([9]), tree.peek(Key.of([9]), 1), 1).turn == 0
+
+
 HASHES = """
 from hybrid.key import Key
 from hybrid.tree.ghosts import of_block, of_namespace

@@ -1,6 +1,4 @@
-"""Our tree behind the interface of the peers' `tree_bench.py`, whose docstring says what each call does.
-
-    PYTHONPATH=bench python tree_bench.py tree_adapter:HybridTree
+"""Our tree behind the interface of `operations.py`, whose docstring says what each call does.
 
 It evicts the least recently used, as its peers do. KV indices are page ids here: one entry of an index array stands for
 a page.
@@ -12,7 +10,7 @@ from array import array
 from typing import Any
 
 import numpy as np
-from allocs import StateAlloc  # next to tree_bench.py
+from allocators import state_allocator
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.audit import audit
@@ -66,7 +64,7 @@ class HybridTree:
         self.name = "hybrid-lru"
         self.page = self.unit = page_size
         self.kv = PageAlloc(kv_slots, page_size)
-        self.st: Any = StateAlloc(state_slots)
+        self.st = state_allocator(state_slots)
         self.tree = Tree(page_size, max(page_size, GRID), policy_of("lru"))
 
     def key(self, tokens: array[int]) -> Key:
@@ -102,12 +100,11 @@ class HybridTree:
     def evict(self, num_tokens: int, num_states: int) -> tuple[int, int]:
         """Free at least `num_tokens` tokens, then `num_states` states. Returns how many of each were freed in all."""
         released = Released()
-        if num_tokens:
-            self.tree.evict_pages(-(-num_tokens // self.page), released)
-        if num_states:
-            self.tree.evict_checkpoints(num_states, released)
+        self.tree.evict_pages(-(-num_tokens // self.page), released)
+        self.tree.evict_checkpoints(num_states, released)
         self.kv.free(released.pages)
-        self.st.free(np.array(released.slots, dtype=np.int64))
+        if released.slots:
+            self.st.free(np.array(released.slots, dtype=np.int64))
         return len(released.pages) * self.page, len(released.slots)
 
     evict_for_alloc = evict  # what is evicted can be allocated at once

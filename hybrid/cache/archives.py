@@ -1,0 +1,199 @@
+"""From the cache to archives of prefixes, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hybrid.cache.allocator import Allocator
+from hybrid.cache.config import CacheConfig
+from hybrid.cache.restorer import Boundary, Outcome, Restorer
+from hybrid.errors import ArgumentError, CacheFileError, PromptError
+from hybrid.key import Key
+from hybrid.memory.digests import ContentReader, ContentWriter
+from hybrid.memory.memory import CacheMemory
+from hybrid.tiers.archive import Archive, ArchivedNode
+from hybrid.tiers.fingerprint import Fingerprint
+from hybrid.tiers.transfer import Transfer
+from hybrid.tree.node import Kind, Node, StateLock
+from hybrid.tree.tree import Tree
+from hybrid.version import __version__
+
+
+def writer_of(memory: CacheMemory) -> ContentWriter:
+    """Who reads and writes the contents of a memory.
+
+    Raises:
+        ArgumentError: no one does.
+    """
+    if not isinstance(memory.mover, ContentWriter):
+        raise ArgumentError(
+            "this memory has no contents that can be saved or loaded: it needs tensors, or a mover that has read_page, "
+            "write_page, read_checkpoint, write_checkpoint, page_layout and checkpoint_layout too"
+        )
+    return memory.mover
+
+
+def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, deterministic: bool) -> Fingerprint:
+    """The fingerprint of what a cache holds.
+
+    Args:
+        model: the digest of the model, or a name for it.
+        deterministic: contents are bitwise those of cold runs.
+
+    Raises:
+        ArgumentError: the memory has no contents that can be read.
+    """
+    writer = writer_of(memory)
+    return Fingerprint(
+        model=model,
+        page_size=config.page_size,
+        chunk_size=config.chunk_size,
+        page=writer.page_layout(),
+        checkpoint=writer.checkpoint_layout(),
+        deterministic=deterministic,
+        version=__version__,
+    )
+
+
+def collect(
+    tree: Tree,
+    reader: ContentReader,
+    fingerprint: Fingerprint,
+    keys: Iterable[Key] | None,
+    namespace: str | None,
+    after: int = 0,
+) -> Archive:
+    """Copy prefixes up to their last checkpoints. Changes nothing.
+
+    Args:
+        keys: prompts; None: everything, or everything of `namespace`.
+        after: leave out the pages of the first `after` tokens, rounded down to whole pages.
+
+    Raises:
+        PromptError: nothing is cached of one of the prompts.
+    """
+    after -= after % tree.page_size
+    wanted = _wanted(tree, keys, namespace)
+    places: dict[Node, int] = {}
+    nodes, ids = [], []
+    pages: list[bytes] = []
+    checkpoints: list[bytes] = []
+    for name, node in tree.nodes():  # parents first
+        if node not in wanted:
+            continue
+        assert node.parent is not None
+        usage = node.usage
+        kind = usage.kind.value if node.slot is not None else None
+        parent = places.get(node.parent, -1)
+        nodes.append(ArchivedNode(parent, name, node.start, node.end, kind, usage.turn, usage.priority))
+        places[node] = len(places)
+        ids.append(node.edge)
+        skipped = max(0, after - node.start) // tree.page_size
+        pages += [reader.read_page(page) for page in node.pages[skipped:]]
+        if node.slot is not None:
+            checkpoints.append(reader.read_checkpoint(node.slot))
+    return Archive(fingerprint, (*nodes,), b"".join(ids), _rows(pages), _rows(checkpoints), after)
+
+
+def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> set[Node]:
+    """Nodes with a checkpoint, and those above them."""
+    if keys is None:
+        ends = [node for name, node in tree.nodes() if node.slot is not None and namespace in (None, name)]
+    else:
+        ends = []
+        for number, key in enumerate(keys):
+            node = tree.peek(key, len(key)).checkpoint
+            if node is None:
+                raise PromptError(
+                    f"prompt {number} of {len(key)} tokens has no checkpoint in the cache in namespace "
+                    f"{key.namespace!r:.100}: generate with it first, or leave it out"
+                )
+            ends.append(node)
+    wanted: set[Node] = set()
+    for end in ends:
+        node = end
+        while node is not None and node.parent is not None and node not in wanted:
+            wanted.add(node)
+            node = node.parent
+    return wanted
+
+
+def _rows(contents: list[bytes]) -> Tensor:
+    """`[len(contents), bytes of each]` uint8."""
+    num_bytes = len(contents[0]) if contents else 0
+    if not num_bytes:  # also of a model without states
+        return torch.empty(len(contents), 0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).view(-1, num_bytes)
+
+
+def load(archive: Archive, here: Fingerprint, tree: Tree, restorer: Restorer, allocator: Allocator) -> Transfer:
+    """Bring the prefixes of an archive into the cache, each boundary whole or not at all.
+
+    What is loaded is not evicted for what is loaded after it: when the memory is full, the rest is skipped.
+
+    Raises:
+        CacheFileError: it was made by another model, or with other settings. Nothing was changed.
+    """
+    differences = here.differences(archive.fingerprint)
+    if differences:
+        raise CacheFileError("these prefixes cannot be used here: " + "; ".join(differences))
+    _check_nodes(archive)
+    done, locks = Transfer(), list[StateLock]()
+    try:
+        for index, node in enumerate(archive.nodes):
+            if node.kind is None:
+                continue
+            boundary = _boundary(archive, index)
+            if node.end % tree.grid or boundary.key.whole(node.end, 1) != node.end:
+                done.skipped[f"it is not at a multiple of {tree.grid} tokens"] += 1
+                continue
+            outcome, num_pages = restorer.restore(boundary)
+            if outcome in (Outcome.RESTORED, Outcome.PRESENT):
+                owner = tree.peek(boundary.key, node.end).checkpoint
+                if owner is not None and owner.end == node.end:
+                    locks.append(allocator.lock_state(owner))
+            if outcome is Outcome.RESTORED:
+                done.checkpoints += 1
+                done.pages += num_pages
+                done.num_bytes += len(boundary.checkpoint) + num_pages * archive.pages.shape[1]
+            elif outcome is Outcome.PRESENT:
+                done.present += 1
+            else:
+                done.skipped[outcome.value] += 1
+    finally:
+        for lock in locks:
+            allocator.unlock(lock)
+    return done
+
+
+def _check_nodes(archive: Archive) -> None:
+    """Refuse what no cache has written.
+
+    Raises:
+        CacheFileError: a kind of checkpoint is unknown, or a namespace is no text.
+    """
+    for index, node in enumerate(archive.nodes):
+        try:
+            Key(b"", node.namespace)
+        except ArgumentError as error:
+            raise CacheFileError(f"node {index} of these prefixes cannot be used: {error}") from error
+        if node.kind is not None and (node.kind not in [*Kind] or node.kind == Kind.PAGES):
+            raise CacheFileError(
+                f"node {index} of these prefixes has an unknown kind of checkpoint: {node.kind!r:.100}"
+            )
+
+
+def _boundary(archive: Archive, index: int) -> Boundary:
+    node, path = archive.nodes[index], archive.path(index)
+    assert node.kind is not None
+    return Boundary(
+        key=Key(archive.ids_of(path), node.namespace),
+        pages=[row.numpy().data for row in archive.pages_of(path)],
+        checkpoint=archive.checkpoint_of(index).numpy().data,
+        kind=Kind(node.kind),
+        turn=node.turn,
+        priority=node.priority,
+    )

@@ -1,0 +1,131 @@
+"""Opening and closing leases: match, lock and allocate, all of it or nothing; and give everything back."""
+
+from __future__ import annotations
+
+from array import array
+
+from hybrid.cache.allocator import Allocator
+from hybrid.cache.explain import explain
+from hybrid.cache.lease import Lease
+from hybrid.key import Key
+from hybrid.memory.memory import CacheMemory
+from hybrid.memory.pool import EMPTY_STATE
+from hybrid.tree.node import Match
+from hybrid.tree.tree import Tree
+from hybrid.units import ceil_div
+
+
+class Opener:
+    """Opens and closes the leases of a cache.
+
+    Args:
+        tree: what is matched and locked.
+        memory: the pools.
+        allocator: allocates from them, and locks checkpoints.
+
+    Attributes:
+        leases: those that are open.
+    """
+
+    def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator) -> None:
+        self.leases: set[Lease] = set()
+        self._tree = tree
+        self._memory = memory
+        self._allocator = allocator
+
+    def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+        """See `HybridCache.open`."""
+        held = self.hold(key, limit, num_tokens, priority)
+        if held is None:
+            return None
+        lease, found = held
+        try:
+            self._use(lease, key, limit, found)
+        except BaseException:
+            self.close(lease)
+            raise
+        return lease
+
+    def hold(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> tuple[Lease, Match] | None:
+        """As `open`, without counting it as a request: the policy learns nothing of it."""
+        found = self._tree.peek(key, limit)
+        lease = self._lease(key, limit, found, priority)
+        self.leases.add(lease)
+        opened = False
+        try:
+            if found.deepest is not None:
+                lease.page_lock = self._tree.lock_match(found)
+                self._allocator.share(lease)
+                found = found._replace(deepest=lease.page_lock.node)  # what follows the match can be evicted
+            if found.checkpoint is not None:
+                assert found.checkpoint.slot is not None
+                lease.state_lock, lease.read_slot = self._allocator.lock_state(found.checkpoint), found.checkpoint.slot
+            num_pages = ceil_div(num_tokens, self._tree.page_size) - lease.num_shared
+            allocated = self._allocator.allocate_request(max(0, num_pages))
+            if allocated is not None:
+                opened = True
+                lease.front, pages = allocated
+                self._allocator.give_pages(lease, pages)
+                if self._memory.stores_smaller:
+                    self._restore(lease)
+        except BaseException:
+            self.close(lease)
+            raise
+        if opened:
+            return lease, found
+        self.close(lease)
+        return None
+
+    def close(self, lease: Lease) -> None:
+        """Give back everything that a lease holds, which must be open."""
+        self.leases.remove(lease)
+        for lock in lease.locks:
+            self._allocator.unlock(lock)
+        lease.page_lock = lease.state_lock = None
+        if lease.num_shared:
+            self._allocator.unshare(lease)
+        self._allocator.free_pages(lease.private_pages)
+        self._allocator.free_states(lease.private_slots())
+        lease.block_table = array("i")
+        lease.num_shared = 0
+        lease.captured = []
+        lease.front, lease.back = EMPTY_STATE, None
+
+    def _lease(self, key: Key, limit: int, found: Match, priority: int) -> Lease:
+        """A lease of what was found, before anything is locked or allocated."""
+        return Lease(
+            key=key,
+            num_known=len(key),
+            front=EMPTY_STATE,
+            read_slot=EMPTY_STATE,
+            front_tokens=found.num_tokens,
+            num_hit_tokens=found.num_tokens,
+            branching_len=found.branching_len,
+            explanation=explain(self._tree, key, limit, found),
+            block_table=self._tree.pages(found.deepest, found.num_page_tokens),
+            num_shared=found.num_page_tokens // self._tree.page_size,
+            page_lock=None,
+            state_lock=None,
+            priority=priority,
+        )
+
+    def _use(self, lease: Lease, key: Key, limit: int, found: Match) -> None:
+        """Count the use of what was found, and look up what was once known."""
+        self._tree.touch(found)
+        past = self._tree.recall(key, found, limit)
+        lease.turn, lease.lost = past.turn, past.gone
+        known = key.whole(past.num_tokens, self._tree.grid)
+        if known > max(found.num_tokens, lease.branching_len or 0):
+            lease.branching_len = known  # its pages were evicted, but it was here
+
+    def _restore(self, lease: Lease) -> None:
+        """Checkpoints are stored smaller than states: the one that was found is restored to the front at once."""
+        lock, lease.state_lock = lease.state_lock, None
+        if lock is None:
+            return
+        place, lease.read_slot = lease.read_slot, lease.front
+        try:
+            assert self._memory.store is not None
+            self._memory.store.restore(place, lease.front)
+        finally:
+            self._allocator.unlock(lock)

@@ -1,0 +1,183 @@
+"""`hybrid cache`: what a file of cached prefixes holds, and whether the model computes the same."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hybrid.cache.config import CacheConfig
+from hybrid.commands.command import MODEL_HELP, Command, Outcome
+from hybrid.engine.adapters import MARK
+from hybrid.engine.build import DTYPES, build_cache, load
+from hybrid.engine.engine import Engine
+from hybrid.engine.sampling_params import SamplingParams
+from hybrid.errors import PromptError
+from hybrid.key import Key
+from hybrid.tiers.archive import Archive, read_archive
+
+TOLERANCE = 1e-4
+"""Largest difference allowed where contents are not bitwise those of cold runs, as a fraction of the largest value."""
+
+SHOWN_IDS = 8
+"""Token ids of a prompt that are shown."""
+
+
+@dataclass
+class Recomputed:
+    """The result of `recompute`.
+
+    Attributes:
+        checked: checkpoints that were computed again, with all pages before them.
+        wrong: what differs.
+        unchecked: prefixes that were not computed, and why.
+    """
+
+    checked: int = 0
+    wrong: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+
+
+def recompute(engine: Engine, archive: Archive) -> Recomputed:
+    """Compute every prefix of an archive again, each path once, and compare pages and checkpoints.
+
+    Bit by bit where the archive says that its contents are those of cold runs, else within rounding.
+
+    Args:
+        engine: with everything of the archive loaded.
+    """
+    found, config = Recomputed(), engine.cache.config
+    longest = max((node.end for node in archive.nodes), default=0) // config.page_size
+    settings = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, placement=())
+    cold = engine.with_cache(settings, size=(longest + 2, longest + 6))
+    for leaf in archive.leaves():
+        path = archive.path(leaf)
+        namespace, key_ids = archive.nodes[leaf].namespace, archive.ids_of(path)
+        ids = memoryview(key_ids).cast("i").tolist()
+        name = f"the prefix of {len(ids)} tokens in namespace {namespace!r:.60}"
+        if namespace.startswith(MARK):
+            found.unchecked.append(f"{name}: it was computed with an adapter")
+            continue
+        if min(ids) < 0:
+            found.unchecked.append(f"{name}: it holds images")
+            continue
+        ends = [archive.nodes[index].end for index in path if archive.nodes[index].kind is not None]
+        cold.cache.clear()
+        try:
+            cold.generate([[*ids, 0]], SamplingParams(max_new_tokens=1, checkpoint_at=ends), progress=False)
+        except PromptError as error:
+            found.unchecked.append(f"{name}: {error}")
+            continue
+        found.checked += len(ends)
+        exact = archive.fingerprint.deterministic
+        for end in ends:
+            for what, there, here in _pairs(engine, Key(key_ids, namespace), cold, Key(key_ids), end):
+                if not _same(there, here, exact):
+                    found.wrong.append(f"{name}: {what} up to {end} differ")
+    return found
+
+
+def _pairs(
+    engine: Engine, key: Key, cold: Engine, cold_key: Key, end: int
+) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """What both have up to a checkpoint."""
+    both = []
+    for one, own in ((engine, key), (cold, cold_key)):
+        node = one.cache.tree.peek(own, end).checkpoint
+        if node is None or node.end != end or node.slot is None:
+            yield "the checkpoint", None, None
+            return
+        both.append((one.cache, node.slot, list(one.cache.tree.pages(node, end))))
+    (there, slot, pages), (here, cold_slot, cold_pages) = both
+    yield "the keys and values", there.kv[pages], here.kv[cold_pages]
+    for name, tensor in there.state_tensors.items():
+        yield f"the {name} states", tensor[slot], here.state_tensors[name][cold_slot]
+
+
+def _same(there: Tensor | None, here: Tensor | None, exact: bool) -> bool:
+    if there is None or here is None:
+        return False
+    if exact:
+        return torch.equal(there, here)
+    return torch.allclose(there, here, rtol=0.0, atol=TOLERANCE * float(here.abs().max()))
+
+
+def show(archive: Archive, console: Console) -> Outcome:
+    """Print what an archive holds."""
+    table = Table("namespace", "tokens", "checkpoints at", "first ids", title=str(archive.transfer))
+    for leaf in archive.leaves():
+        path = archive.path(leaf)
+        ends = [archive.nodes[index].end for index in path if archive.nodes[index].kind is not None]
+        ids = memoryview(archive.ids_of(path)).cast("i")[:SHOWN_IDS].tolist()
+        positions = ", ".join(map(str, ends if len(ends) < 6 else [*ends[:2], "...", *ends[-2:]]))
+        table.add_row(repr(archive.nodes[leaf].namespace), str(archive.nodes[leaf].end), positions, str(ids))
+    console.print(table)
+    for name, value in archive.fingerprint.as_json().items():
+        console.print(f"{name:>14}: {value}", markup=False, soft_wrap=True)
+    result = {
+        "fingerprint": archive.fingerprint.as_json(),
+        "after": archive.after,
+        "nodes": [asdict(node) for node in archive.nodes],
+        "checkpoints": archive.transfer.checkpoints,
+        "pages": archive.transfer.pages,
+        "bytes": archive.transfer.num_bytes,
+    }
+    return Outcome(True, result)
+
+
+def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outcome:
+    """Compute an archive again, and print what differs."""
+    made_with = archive.fingerprint
+    config = CacheConfig(
+        page_size=made_with.page_size, chunk_size=made_with.chunk_size, deterministic=made_with.deterministic
+    )
+    loaded = load(args.model, None, args.dtype, config.chunk_size)
+    size = len(archive.pages) + 2, len(archive.checkpoints) + 4
+    with Engine(loaded, build_cache(loaded, config, size)) as engine:
+        skipped = engine.load(args.file).skipped
+        found = Recomputed(unchecked=[f"{count} checkpoints: {reason}" for reason, count in skipped.items()])
+        if not skipped:
+            found = recompute(engine, archive)
+    passed = not found.wrong and (found.checked > 0 or not found.unchecked)
+    console.print(f"{found.checked} checkpoints computed again: {len(found.wrong)} differences")
+    for line in (*found.wrong, *(f"not checked: {line}" for line in found.unchecked)):
+        console.print(line, markup=False, soft_wrap=True)
+    return Outcome(passed, asdict(found))
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid cache`."""
+    add = parser.add_argument
+    add("action", choices=("show", "check"), help="list what the file holds, or compute it again and compare")
+    add("file", metavar="FILE", help="a file that engine.save has written")
+    add("--model", default="tiny", help=MODEL_HELP)
+    add("--dtype", choices=[*DTYPES], default=None, help="the model's type when the file was saved, for check")
+
+
+def run(args: argparse.Namespace, console: Console) -> Outcome:
+    """Read the file, and list or check it."""
+    archive = read_archive(args.file)
+    if args.action == "show":
+        return show(archive, console)
+    return check(archive, args, console)
+
+
+COMMAND = Command(
+    name="cache",
+    help="list a file of cached prefixes, or check it against the model",
+    description=(
+        "List the prefixes that a file of engine.save holds, or compute all of them again and compare every page and "
+        "checkpoint: bit by bit where the file was made in deterministic mode on such a machine, else within rounding. "
+        "States are reproducible, so a file need not be trusted."
+    ),
+    add_arguments=add_arguments,
+    run=run,
+)

@@ -1,0 +1,92 @@
+"""`hybrid parity`: prefixes that were computed by another engine, or in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hybrid.cache.config import CacheConfig
+from hybrid.commands.judge import ANSWER, Check, Judge
+from hybrid.engine.engine import Engine
+from hybrid.engine.output import RequestOutput
+from hybrid.tiers.transfer import Transfer
+
+
+def files(judge: Judge, model: str | Path) -> list[Check]:
+    """Prefixes go from one engine to another, by file and in memory, and to a second process."""
+    return [saved_and_loaded(judge), prefilled_and_decoded(judge), in_a_second_process(judge, model)]
+
+
+def saved_and_loaded(judge: Judge) -> Check:
+    """One engine answers and saves; another one loads, and answers prompts and second turns."""
+    return _saved(judge, "saved and loaded by another engine", _load_and_generate)
+
+
+def in_a_second_process(judge: Judge, model: str | Path) -> Check:
+    """As `saved_and_loaded`, where a process that starts from nothing loads."""
+
+    def generate(_: Judge, path: Path, prompts: list[list[int]]) -> tuple[Transfer, list[RequestOutput]]:
+        config = judge.engine.cache.config
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            return process.submit(generate_from_file, str(model), config, path, prompts).result()
+
+    return _saved(judge, "saved and loaded by a second process", generate)
+
+
+def generate_from_file(
+    model: str, config: CacheConfig, path: Path, prompts: list[list[int]]
+) -> tuple[Transfer, list[RequestOutput]]:
+    """What the second process does."""
+    with Engine.from_pretrained(model, dtype="float32", cache=config) as engine:
+        loaded = engine.load(path)
+        return loaded, engine.generate(prompts, ANSWER, progress=False)
+
+
+def prefilled_and_decoded(judge: Judge) -> Check:
+    """One engine computes prompts and hands over states, and the pages that the other one lacks, which decodes."""
+    prefill, decode, shared = judge.warm(), judge.warm(), judge.ids(3 * judge.grid)
+    decode.generate([shared + judge.ids(judge.grid)], ANSWER, progress=False)
+    prompts = [shared + judge.ids(2 * judge.grid + 5), judge.ids(2 * judge.grid + 1)]
+    prefill.generate(prompts, ANSWER, progress=False)
+    outputs: list[RequestOutput] = []
+    saved, complete = 0, True
+    for prompt in prompts:
+        part = prefill.dump([prompt], after=decode.explain(prompt).page_hit)
+        saved += len(prefill.dump([prompt])) - len(part)
+        complete = complete and not decode.load(part).skipped
+        outputs += decode.generate([prompt], ANSWER, progress=False)
+    whole = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
+    return judge.check(
+        "prefilled by one engine, decoded by another",
+        outputs,
+        ("a checkpoint was skipped", complete),
+        ("pages that were there were handed over", saved > 0),
+        ("a prompt was computed twice", whole),
+    )
+
+
+Generate = Callable[[Judge, Path, list[list[int]]], tuple[Transfer, list[RequestOutput]]]
+
+
+def _saved(judge: Judge, name: str, generate: Generate) -> Check:
+    first = judge.warm()
+    prompts = [judge.ids(4 * judge.grid + 9), judge.ids(2 * judge.grid + judge.grid // 2)]
+    turns = first.generate(prompts, ANSWER, progress=False)
+    second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "prefixes.hybrid"
+        saved = first.save(path)
+        loaded, outputs = generate(judge, path, prompts + second)
+    whole = (loaded.checkpoints, loaded.pages, loaded.skipped) == (saved.checkpoints, saved.pages, {})
+    hits = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
+    return judge.check(name, outputs, ("the file was not loaded whole", whole), ("a prompt was not hit", hits))
+
+
+def _load_and_generate(judge: Judge, path: Path, prompts: list[list[int]]) -> tuple[Transfer, list[RequestOutput]]:
+    warm = judge.warm()
+    loaded = warm.load(path)
+    warm.cache.audit()
+    return loaded, warm.generate(prompts, ANSWER, progress=False)

@@ -1,0 +1,3 @@
+"""The version of this package."""
+
+__version__: str = "0.1.0"
