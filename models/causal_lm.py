@@ -213,8 +213,11 @@ class CausalLM(nn.Module):
         log.info("products of %d kinds of weights chosen in %.2f s", len(chosen), time.perf_counter() - started)
 
     def fuse_projections(self) -> None:
-        """Compute the projections of the same rows by one product each. In deterministic mode only where an output is
-        summed by itself, as by our Triton kernels and by compiled products: then it keeps its bits."""
+        """Compute the projections of the same rows by one product each.
+
+        Before an engine captures steps of the model. In deterministic mode only where an output is summed by itself, as
+        by our Triton kernels and by compiled products: then it keeps its bits.
+        """
         for module in self.modules():
             if isinstance(module, Projections):
                 module.fuse()
