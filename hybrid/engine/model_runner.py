@@ -110,10 +110,10 @@ class PendingTokens:
 
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
-        chosen, known_logprobs = self.tokens, self.logprobs
+        sampled, known_logprobs = self.tokens, self.logprobs
         if self.unsettled is not None and bool((self.finite & ~self.unsettled.is_settled).any()):
-            chosen, known_logprobs = self.unsettled.settle()
-        tokens = torch.where(self.finite, chosen, NOT_FINITE).tolist()
+            sampled, known_logprobs = self.unsettled.settle()
+        tokens = torch.where(self.finite, sampled, NOT_FINITE).tolist()
         bad: set[int] = set()
         if self.finite_checkpoints is not None:
             checks = zip(self.writers, self.finite_checkpoints.tolist(), strict=True)
