@@ -21,6 +21,7 @@ from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
+from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.models.adapters import Adapter
 from hybrid.speculation.drafts import Drafts
@@ -238,7 +239,7 @@ class Plan:
         )
 
     def _embeddings(self, device: torch.device) -> Tensor:
-        return torch.cat([piece.to(device) for piece in self.embeddings])
+        return torch.cat([on_device(piece, device) for piece in self.embeddings])
 
     def sampling(self, numbers: Tensor) -> SamplingRows | None:
         """How tokens are sampled, as views of numbers of this layout; None: every row takes its most likely token."""
