@@ -136,6 +136,8 @@ class _Pieces:
 
     def add(self, name: str, values: object, shape: tuple[int, ...], dtype: type = np.int64) -> None:
         flat = np.asarray(values, dtype).reshape(-1).view(np.int64)
+        if len(flat) != math.prod(shape):
+            raise AuditError(f"plan: {name} has {len(flat)} numbers for the shape {shape}")
         padding = -len(flat) % ALIGNMENT
         self.numbers += [flat, np.zeros(padding, np.int64)]
         self.layout[name] = (self.end, shape)
@@ -448,13 +450,14 @@ def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) ->
     for row, pages in tables_of_drafts(parts):
         table[row, : len(pages)] = pages
     pieces.add("decodes.block_table", table, table.shape)
-    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (rows,))
-    pieces.add("decodes.state_write", write + [-1] * filler, (rows,))
+    steps = len(read) + filler  # more than rows where paths have drafts in common
+    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (steps,))
+    pieces.add("decodes.state_write", write + [-1] * filler, (steps,))
     if len(lengths) > len(parts):
         pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
     if any(part.branches is not None for part in parts):
-        steps, places, copies = unroll(parts)
-        pieces.add(STEPS, steps, (len(steps),))
+        unrolled, places, copies = unroll(parts)
+        pieces.add(STEPS, unrolled, (len(unrolled),))
         pieces.add(f"{STEPS}.places", places, (len(places),))
         pieces.add("copies", copies, (2, len(copies[0])))
 
