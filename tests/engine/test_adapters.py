@@ -143,6 +143,25 @@ def test_an_adapter_computes_what_the_merged_model_of_peft_computes(
     assert max(abs(plain.logprobs[0][t] - found.logprobs[0].get(t, 0.0)) for t in plain.logprobs[0]) > 0.05
 
 
+def test_adapters_change_fused_projections_as_they_change_single_ones(
+    checkpoint: Path, folders: dict[str, Path]
+) -> None:
+    """Rows of two adapters and of none in one batch, whose projections are parts of one product."""
+    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB")
+    loaded = Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config)
+    engine = engine_on(loaded, folders, enabled=False)
+    prompts = [prompt_of(seed, 20 + 9 * seed) for seed in range(3)]
+    params = [greedy(6, logprobs=5, adapter=name) for name in ("one", None, "two")]
+    before = engine.generate(prompts, params, progress=False)
+    engine.model.fuse_projections()
+    after = engine.generate(prompts, params, progress=False)
+    assert [output.token_ids for output in after] == [output.token_ids for output in before]
+    for old, new in zip(before, after, strict=True):
+        assert old.logprobs is not None and new.logprobs is not None
+        for known, found in zip(old.logprobs, new.logprobs, strict=True):
+            assert found == pytest.approx(known, abs=1e-5)
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_several_in_one_batch_give_each_what_it_gives_alone(
     loaded: Engine, folders: dict[str, Path], deterministic: bool
