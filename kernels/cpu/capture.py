@@ -229,6 +229,11 @@ class _Pass(TorchDispatchMode):
         self._memory = memory
         self._block, self._end = 0, 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not: it would import torch's compiler, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable and func not in CALLED_AGAIN:
