@@ -3,7 +3,7 @@
 
     python bench/speculation.py [--runs 5] [--only deterministic|fast] [--json]
 
-fp32, one thread; seconds of CPU per token after the last first token, medians of runs that alternate between the sides.
+fp32, one thread; seconds of CPU per token while all requests decode, medians of runs that alternate between the sides.
 The model is the random one of `bench/prefix_reuse.py`, or the tiny one where that is said. For the line `edit` a logits
 processor forces the known answer, on both sides. Exit status 1 when a target is missed.
 """
@@ -51,18 +51,18 @@ def forced(answer: list[int], own: list[int], row: torch.Tensor) -> torch.Tensor
 
 
 def decode(engine: Engine, prompts: list[list[int]], params: SamplingParams, usage: Counter[str]) -> float:
-    """Seconds per token from the last first token on; `usage` adds up drafts."""
+    """Seconds per token from the last first token on, while all decode; `usage` adds up drafts."""
     for prompt in prompts:
         engine.add_request(prompt, params)
     outputs, start, before = {}, 0.0, 0
-    while not outputs or any(output.finish_reason is None for output in outputs.values()):
+    while not any(output.finish_reason for output in outputs.values()):
         outputs.update({output.request_id: output for output in engine.step()})
         if not start and len(outputs) == len(prompts):
             start, before = time.process_time(), sum(len(output.token_ids) for output in outputs.values())
     spent = time.process_time() - start
     for output in outputs.values():
         usage.update(drafted=output.usage.drafted_tokens, accepted=output.usage.accepted_tokens)
-    while engine.has_work:  # replays
+    while engine.has_work:  # the rest, and replays
         engine.step()
     return spent / (sum(len(output.token_ids) for output in outputs.values()) - before)
 

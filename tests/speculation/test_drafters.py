@@ -87,3 +87,27 @@ def test_a_request_whose_drafts_fail_pauses_longer_and_longer() -> None:
             measured.observe(count, 0)
     assert len(tries) < 16
     assert tries[-1] - tries[-2] > 60
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 40])
+def test_an_answer_that_repeats_itself_is_drafted_from_its_second_round_on(period: int) -> None:
+    drafter, ids = GramDrafter(), array("i", range(100, 130))
+    history = history_of(ids)
+    drafter.propose(history, 7)
+    for _ in range(2 + 4 // period):  # a round, and four tokens more
+        ids.extend(range(period))
+    assert [*drafter.propose(history, 7)[0]] == [at % period for at in range(7)]
+
+
+def test_after_a_replaced_token_the_source_is_drafted_at_once() -> None:
+    drafter = GramDrafter()
+    drafter.end(history_of(array("i", range(100))))
+    ids = array("i", range(10))
+    history = history_of(ids)
+    assert [*drafter.propose(history, 3)[0]] == [10, 11, 12]
+    ids.extend([10, 11, 12, 13, 500])  # 14 is replaced
+    assert [*drafter.propose(history, 3)[0]] == [15, 16, 17]
+    ids.extend([501])  # that was not it: one token is no proof
+    assert [*drafter.propose(history, 3)[0]] == []
+    ids.extend([16, 17])
+    assert [*drafter.propose(history, 3)[0]] == [18, 19, 20]
