@@ -76,7 +76,9 @@ def _call(context, address, args, kind, first, last):  # type: ignore[no-untyped
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         convention = context.call_conv
         code = builder.inttoptr(values[0], convention.get_function_type(types.none, kinds).as_pointer())
-        convention.call_function(builder, code, types.none, kinds, values[1:])
+        status, _ = convention.call_function(builder, code, types.none, kinds, values[1:])
+        with builder.if_then(status.is_error, likely=False):  # as where memory is short
+            convention.return_status_propagate(builder, status)
         return context.get_dummy_value()
 
     return types.void(types.int64, *kinds), generate
@@ -183,15 +185,25 @@ class Tasks:
         pool, barrier = threads_besides(torch.get_num_threads() - 1), array("q", [0] * BARRIER)
         arguments = *self._arguments, barrier.buffer_info()[0]
         waiting: list[Future[None]] = []
+
+        def work(thread: int) -> None:
+            try:
+                _run(*arguments, thread, threads)
+            except BaseException:
+                barrier[STOPPED] = 1  # the others would wait for ever
+                raise
+
         try:
             for thread in range(1, threads):
-                waiting.append(pool.submit(_run, *arguments, thread, threads))
-            _run(*arguments, 0, threads)
-        except BaseException:  # a signal handler may raise, or no thread can be started: nobody may wait for the others
+                waiting.append(pool.submit(work, thread))
+            work(0)
+        except BaseException:  # no thread can be started, or a signal handler raises
             barrier[STOPPED] = 1
             raise
         finally:
             wait(waiting)
+        for future in waiting:
+            future.result()
 
 
 _alone = threading.Lock()
