@@ -117,7 +117,8 @@ def capture_for(device: torch.device) -> Capture:
     """What captures passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
     if device.type == "cuda":
         return CudaCapture(device)
-    capture: Capture = compiled_module("capture").CpuCapture()
+    module: Any = compiled_module("capture")
+    capture: Capture = module.CpuCapture()
     return capture
 
 

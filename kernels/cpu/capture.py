@@ -165,10 +165,10 @@ class Tasks:
         rows: list[int] = []
         for task, args in zip(tasks, self._args, strict=True):
             code, is_product = _code(task.function, typeof(task.kind)), isinstance(task.kind, tuple)
-            rows += [code, is_product, task.count, task.multiple, task.most, args.buffer_info()[0]]
+            rows += [code, is_product, task.elements, task.multiple, task.most, args.buffer_info()[0]]
         self._program = array("q", rows)
         self._arguments = self._program.buffer_info()[0], len(tasks), kind, kinds
-        self._most = max(min(-(-task.count // task.multiple), task.most) for task in tasks)
+        self._most = max(min(-(-task.elements // task.multiple), task.most) for task in tasks)
 
     def __call__(self) -> None:
         """Run them, on as many threads as torch uses."""
@@ -236,7 +236,7 @@ class _Pass(TorchDispatchMode):
     """
 
     def __init__(self, memory: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Task | Callable[[], None]] = []
         self._memory = memory
         self._block, self._end = 0, 0
@@ -316,6 +316,7 @@ class Program:
         """What each operation of the pass costs if it is run by itself, those of equal names together. The pass has to
         be idle: states are computed several times."""
         found: dict[str, float] = {}
+        work: Callable[[], None]
         for step in self._steps:
             if isinstance(step, Task):
                 name, work = step.function.__name__.strip("_"), Tasks([step], step.kind, step.kind)

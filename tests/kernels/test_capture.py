@@ -136,6 +136,8 @@ def test_an_operation_that_fails_in_one_thread_fails_the_pass(
     number[0] = element
     with pytest.raises(MemoryError):
         again()
+    with pytest.raises(MemoryError):
+        failing()
     number[0] = -1
     again()
     assert same_bits(result, expected)
