@@ -55,10 +55,16 @@ class Judge:
         """Random token ids."""
         return [self._random.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
 
-    def warm(self, pages: int = 256, states: int = 64, speculation: SpeculationConfig | None = None) -> Engine:
+    def warm(
+        self,
+        pages: int = 256,
+        states: int = 64,
+        speculation: SpeculationConfig | None = None,
+        host: str | None = None,
+    ) -> Engine:
         """An engine with an empty cache of its own: one budget, the size of `pages` and `states`."""
         page_bytes, state_bytes = self.engine.cache.unit_bytes
-        config = replace(self._config, memory=pages * page_bytes + states * state_bytes)
+        config = replace(self._config, memory=pages * page_bytes + states * state_bytes, host=host)
         return self.engine.with_cache(config, speculation=speculation)
 
     def cold(self, prompt: list[int], params: SamplingParams = ANSWER) -> RequestOutput:

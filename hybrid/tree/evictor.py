@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
@@ -18,6 +19,18 @@ MAX_RECENT = 2048
 """Evicted checkpoints that are remembered for pictures."""
 
 
+class Leaving(Protocol):
+    """Sees what is about to be evicted, while the tree still has it. Must not raise, and must not change the tree."""
+
+    def checkpoint(self, node: Node) -> None:
+        """The checkpoint of a node is about to be evicted."""
+        ...
+
+    def pages(self, node: Node, num_kept: int) -> None:
+        """The pages of a node after the first `num_kept` are about to be evicted."""
+        ...
+
+
 class Evictor:
     """Evicts what no lock protects.
 
@@ -25,9 +38,11 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
+        leaving: sees what is about to be evicted; None: nothing does.
     """
 
-    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts) -> None:
+    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, leaving: Leaving | None = None) -> None:
+        self._leaving = leaving
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
@@ -112,12 +127,16 @@ class Evictor:
             node = parent
 
     def _remember(self, node: Node, num_kept: int) -> None:
+        if self._leaving is not None:
+            self._leaving.pages(node, num_kept)
         with suppress(Exception):  # eviction continues without this ghost
             self._ghosts.remember(node, num_kept * self._forest.page_size)
 
     def _drop_checkpoint(self, node: Node, released: Released) -> None:
         if node.slot is not None:
             assert not node.state_locks
+            if self._leaving is not None:
+                self._leaving.checkpoint(node)
             self._candidates.evicting(node)
             released.slots.append(node.slot)
             usage, now = node.usage, self._candidates.now

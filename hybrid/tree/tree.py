@@ -25,7 +25,7 @@ from hybrid.errors import OwnershipError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.descent import descend
-from hybrid.tree.evictor import Evictor
+from hybrid.tree.evictor import Evictor, Leaving
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.locks import Locks
@@ -60,6 +60,7 @@ class Tree:
         max_ghosts: maximum number of evicted prefixes to remember, in blocks of the grid.
         seed: seed of the random samples of candidates.
         priority_cap: steps of priority by which checkpoints may outweigh those of other namespaces.
+        leaving: sees what is about to be evicted, while it is still there.
 
     Attributes:
         locks: what is protected from eviction, and how much.
@@ -81,6 +82,7 @@ class Tree:
         max_ghosts: int = 1 << 16,
         seed: int = 0,
         priority_cap: int = 0,
+        leaving: Leaving | None = None,
     ) -> None:
         assert grid % page_size == 0
         self.page_size = page_size
@@ -95,7 +97,7 @@ class Tree:
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
         self.pin: Callable[[Node], StateLock] = self.locks.pin
         self.unlock: Callable[[Lock], None] = self.locks.unlock
-        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts)
+        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts, leaving)
 
     @property
     def num_pages(self) -> int:
