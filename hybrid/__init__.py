@@ -6,6 +6,7 @@
 """
 
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,6 @@ if (_root / "kernels" / "ops.py").is_file():
         str(_root)
     )  # in a checkout ./kernels and ./models lie beside this package; installed, they lie within
 
-from hybrid.cache.cache import HybridCache  # noqa: E402
-from hybrid.cache.config import CacheConfig  # noqa: E402
-from hybrid.cache.pins import Pin  # noqa: E402
-from hybrid.cache.stats import CacheStats  # noqa: E402
-from hybrid.engine.config import EngineConfig  # noqa: E402
-from hybrid.engine.engine import Engine  # noqa: E402
-from hybrid.engine.output import RequestOutput, Usage  # noqa: E402
-from hybrid.engine.sampling_params import SamplingParams  # noqa: E402
-from hybrid.engine.stats import EngineStats, Histogram  # noqa: E402
 from hybrid.errors import (  # noqa: E402
     ArgumentError,
     AuditError,
@@ -41,17 +33,26 @@ from hybrid.errors import (  # noqa: E402
     SamplingError,
     UnsupportedModelError,
 )
-from hybrid.key import Key  # noqa: E402
-from hybrid.memory.memory import CacheMemory, Mover  # noqa: E402
-from hybrid.prompts.images import Image, ImagePrompt  # noqa: E402
-from hybrid.speculation.config import SpeculationConfig  # noqa: E402
-from hybrid.speculation.drafter import Drafter, History  # noqa: E402
-from hybrid.tiers.transfer import Transfer  # noqa: E402
-from hybrid.tree.policy import Facts, Policy, PolicyWarning  # noqa: E402
 from hybrid.version import __version__  # noqa: E402
 
 if TYPE_CHECKING:
+    from hybrid.cache.cache import HybridCache
+    from hybrid.cache.config import CacheConfig
+    from hybrid.cache.pins import Pin
+    from hybrid.cache.stats import CacheStats
+    from hybrid.engine.config import EngineConfig
+    from hybrid.engine.engine import Engine
+    from hybrid.engine.output import RequestOutput, Usage
+    from hybrid.engine.sampling_params import SamplingParams
+    from hybrid.engine.stats import EngineStats, Histogram
+    from hybrid.key import Key
+    from hybrid.memory.memory import CacheMemory, Mover
+    from hybrid.prompts.images import Image, ImagePrompt
     from hybrid.serve.async_engine import AsyncEngine
+    from hybrid.speculation.config import SpeculationConfig
+    from hybrid.speculation.drafter import Drafter, History
+    from hybrid.tiers.transfer import Transfer
+    from hybrid.tree.policy import Facts, Policy, PolicyWarning
 
 __all__ = [
     "ArgumentError",
@@ -97,9 +98,40 @@ __all__ = [
 ]
 
 
+_HOMES = {
+    "cache.cache": "HybridCache",
+    "cache.config": "CacheConfig",
+    "cache.pins": "Pin",
+    "cache.stats": "CacheStats",
+    "engine.config": "EngineConfig",
+    "engine.engine": "Engine",
+    "engine.output": "RequestOutput Usage",
+    "engine.sampling_params": "SamplingParams",
+    "engine.stats": "EngineStats Histogram",
+    "key": "Key",
+    "memory.memory": "CacheMemory Mover",
+    "prompts.images": "Image ImagePrompt",
+    "serve.async_engine": "AsyncEngine",
+    "speculation.config": "SpeculationConfig",
+    "speculation.drafter": "Drafter History",
+    "tiers.transfer": "Transfer",
+    "tree.policy": "Facts Policy PolicyWarning",
+}
+"""Public names by their modules. They are imported when they are first used: a room may be used without what the others
+need, as `hybrid.sglang` is without transformers."""
+
+_MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "hf":  # imports transformers, which takes seconds
-        return importlib.import_module("hybrid.hf")
-    if name == "AsyncEngine":  # imports asyncio
-        return importlib.import_module("hybrid.serve").AsyncEngine
+    module = _MODULES.get(name)
+    if module is not None:
+        value = globals()[name] = getattr(importlib.import_module(f"hybrid.{module}"), name)
+        return value
+    if not name.startswith("_") and importlib.util.find_spec(f"hybrid.{name}") is not None:
+        return importlib.import_module(f"hybrid.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -79,7 +79,7 @@ class CausalLM(nn.Module):
         predictor: the layers for multi-token prediction; None: the model has none, or they are not loaded.
 
     Attributes:
-        waits_for_device: a decode step reads a result of the device on the host, so that no CUDA graph can record it.
+        waits_for_device: a decode step reads a result of the device on the host, so that it cannot be captured.
         is_batch_invariant: `make_batch_invariant` was called.
         mtp: the predictor.
     """
@@ -118,8 +118,15 @@ class CausalLM(nn.Module):
 
     @property
     def decode_can_be_recorded(self) -> bool:
-        """Whether a CUDA graph can record a decode step: it does not wait for the device, as the twins do."""
-        return not self.waits_for_device and kernels.uses_triton(self.lm_head.weight.device)
+        """Whether a decode step can be captured: it does not wait for the device, as the twins do, and on a CPU its
+        products are compiled (experts read on the host which tokens are theirs)."""
+        if self.waits_for_device or kernels.uses_triton(self.lm_head.weight.device):
+            return not self.waits_for_device
+        modules = list(self.modules())
+        linears = [module for module in modules if isinstance(module, Linear)]
+        return all(module.products.is_compiled for module in linears) and not any(
+            isinstance(module, Experts) for module in modules
+        )
 
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:

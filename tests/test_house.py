@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 FILES = sorted([*ROOT.glob("hybrid/**/*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("models/**/*.py")])
 
 ORDER = (
-    "kernels < words < tree, memory, prompts, models, observe, tiers < cache < speculation < engine, hf < serve "
-    "< commands"
+    "kernels < words < tree, memory, prompts, models, observe, tiers < cache, sglang < speculation "
+    "< engine, hf < serve < commands"
 )
 """The rule of imports: a file imports from its own room and from rooms to the left of it, never from another room in
 the same place of the line. Words are the files of `hybrid/` itself."""
@@ -151,7 +151,7 @@ def test_a_function_takes_a_handful_of_parameters() -> None:
 
 
 def test_the_benchmarks_stay_small() -> None:
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 3246
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 4316
 
 
 # Private names

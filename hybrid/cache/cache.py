@@ -53,6 +53,7 @@ from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import policy_of
+from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import ceil_div
 
@@ -107,7 +108,7 @@ class HybridCache:
             max_ghosts=max_ghosts,
             seed=config.seed,
             priority_cap=config.priority_cap,
-            leaving=self.tiers,
+            pools=Pools(leaving=self.tiers),
         )
         self._digests = memory.digests() if config.verify_contents else None
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)

@@ -92,8 +92,8 @@ def memory_pressure(judge: Judge) -> Check:
     longest = -(-(6 * judge.grid + 24) // page_size)
     shared, evicted, retracted = judge.ids(4 * judge.grid), False, False
     outputs: list[RequestOutput] = []
-    for percent in (300, 250, 225, 200, 175, 150):
-        warm = judge.warm(pages=longest * percent // 100, states=5)
+    for percent in (300, 250, 225, 200, 175, 150, 125, 110):
+        warm = judge.warm(pages=longest * percent // 100, states=5, longest=longest)
         outputs = []
         for _ in range(2):
             prompts = [shared + judge.ids(judge.grid - missing) for missing in (20, 15, 10, 5)]
@@ -131,10 +131,10 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
     """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model in fp32."""
     from transformers import AutoModelForCausalLM
 
-    from hybrid.hf.torch_functions import use_torch_functions
+    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
 
-    # "eager": their grouped product refuses rows that are not multiples of 16 bytes
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
     use_torch_functions(theirs)
     ids = judge.ids(4 * judge.grid + 37)
     with torch.inference_mode():

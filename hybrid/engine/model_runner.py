@@ -22,6 +22,9 @@ from hybrid.engine.sampler import Logprobs, sample, sample_edited, token_logprob
 from hybrid.engine.step import Step
 from hybrid.engine.verification import Replay, Verification
 
+MAX_CAPTURED_ROWS = 32
+"""Rows of a decode step on a CPU from which on its launches do not matter."""
+
 NOT_FINITE = -2
 """In the place of the token of a row of logits with NaN or infinity."""
 
@@ -175,14 +178,16 @@ class ModelRunner:
 
     def plan(self, step: Step) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
-        padding, needs_launches = (
-            None,
-            step.has_drafts
-            or any(part.is_prefill or part.request.media or part.request.adapter for part in step.parts),
+        padding, on_gpu = None, self._device.type == "cuda"
+        needs_launches = step.has_drafts or any(
+            part.is_prefill or part.request.media or part.request.adapter for part in step.parts
         )
-        if self.graphs is not None and not needs_launches:
+        most = MAX_CAPTURED_ROWS if not on_gpu else len(step.parts)
+        if self.graphs is not None and not needs_launches and len(step.parts) <= most and not self.graphs.is_hooked:
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
-        config, on_gpu = self._cache.config, self._device.type == "cuda"
+            if not on_gpu:
+                padding = padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
+        config = self._cache.config
         return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, pin=on_gpu)
 
     def launch(self, plan: Plan) -> PendingTokens:

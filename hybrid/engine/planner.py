@@ -430,7 +430,7 @@ def _add_prefills(pieces: _Pieces, parts: list[Part], starts: list[int]) -> None
 def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
     lengths = [position + 1 for part in parts for position in part.positions]
-    read: list[int] = []
+    read: list[int | None] = []
     write: list[int | None] = []
     run_starts = [0]
     for part in parts:

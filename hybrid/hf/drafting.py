@@ -17,7 +17,6 @@ from hybrid.hf.options import Assistance, GenerateCall, option
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
 from hybrid.interrupts import deferred_interrupts
-from hybrid.key import Key
 from hybrid.speculation.config import MAX_DRAFTS, SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts
@@ -88,10 +87,10 @@ class Drafting:
                 _add(self._assisted, speculator.stats)
 
     def _decoding(self, past: Past, source: DraftSource, streamer: Any) -> DraftedDecoding:
-        namespace = past.namespace
+        keys = past.keys
 
         def history(tokens: array[int]) -> History:
-            return History(tokens, len(tokens), namespace, lambda: Key.of(tokens, namespace))
+            return History(tokens, len(tokens), keys.namespace, lambda: keys.key(0, tokens))
 
         return DraftedDecoding(past, source, history, self._cache.config.grid, streamer)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from hybrid.errors import ArgumentError, PromptError
+from hybrid.hf.images import ImageInputs
 from hybrid.hf.pass_model import inner_model
 from hybrid.hf.past import Past
 
@@ -170,6 +171,7 @@ class GenerateCall:
         max_seconds: time limit of the call, its prefill included; None: no limit.
         past: a past that an earlier call returned, to be resumed from; None: prefixes are looked up.
         assistance: the options of assisted decoding; None: there are none.
+        images: of the prompts; None: there are none.
     """
 
     input_ids: Tensor
@@ -182,6 +184,7 @@ class GenerateCall:
     max_seconds: float | None
     past: Past | None
     assistance: Assistance | None
+    images: ImageInputs | None
 
     @property
     def is_single(self) -> bool:
@@ -205,6 +208,7 @@ class GenerateCall:
             if name in given and given[name] in (None, True):
                 del given[name]
         past = given.pop("past_key_values") if isinstance(given.get("past_key_values"), Past) else None
+        images = ImageInputs.taken(given)
         _refuse_options(model, given)
         assistance = Assistance.taken(model, given)
         if option(model, given, "cache_implementation") is not None:
@@ -222,6 +226,7 @@ class GenerateCall:
             option(model, given, "max_time"),
             past,
             assistance,
+            images,
         )
         if assistance is not None and not call.is_single:
             raise ArgumentError(
@@ -247,8 +252,8 @@ def _refuse_options(model: Any, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         if name not in _known_options() and name not in (*PASSED_ON, *REFUSED, *ASSISTED):
             raise ArgumentError(
-                f"generate: {name!r} is not an option of transformers' generate; other inputs (images, audio) are "
-                "not part of the token ids by which prefixes are matched"
+                f"generate: {name!r} is not an option of transformers' generate; other inputs (audio, video) are "
+                "not part of what prefixes are matched by"
             )
         if value is not None and name in ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids"):
             raise ArgumentError(f"generate: {name}: {REFUSED[name]}")

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from hybrid.hf.model_version import ModelVersions
 from hybrid.hf.positions import RopeDeltas, rope_limit
+from hybrid.prompts.images import Media
 
 
 def inner_model(model: Any) -> Any:
@@ -62,13 +63,14 @@ class PassModel:
         """A cache of transformers for this model, without tokens."""
         return DynamicCache(config=self.inner.config)
 
-    def forward(self, tokens: Sequence[int], past: Any, start: int) -> Tensor:
+    def forward(self, tokens: Sequence[int], past: Any, start: int, media: Media | None = None) -> Tensor:
         """One forward pass over tokens of one sequence.
 
         Args:
             tokens: the token ids to compute.
             past: the cache that holds the tokens before; it is extended.
             start: number of tokens that `past` holds.
+            media: the images of the sequence; None: it has none.
 
         Returns:
             The logits of the last token, `[vocabulary]`.
@@ -80,6 +82,16 @@ class PassModel:
         if "position_ids" in self._parameters:
             options["position_ids"] = torch.arange(start, start + len(tokens), device=device).unsqueeze(0)
         ids = torch.tensor([tokens], device=device)
-        output = self.inner(input_ids=ids, past_key_values=past, use_cache=True, return_dict=True, **options)
+        if media is None:
+            options["input_ids"] = ids
+        else:
+            end = start + len(tokens)
+            embeddings = self.inner.get_input_embeddings()(ids)
+            for offset, rows in media.embeddings(start, end):
+                embeddings[0, offset : offset + len(rows)] = rows
+            options["inputs_embeds"] = embeddings
+            rotary = media.rotary_positions(start, end).to(device).unsqueeze(1)
+            options["position_ids"] = torch.cat([options["position_ids"].unsqueeze(0), rotary])  # text, then its three
+        output = self.inner(past_key_values=past, use_cache=True, return_dict=True, **options)
         logits: Tensor = output.logits[0, -1]
         return logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count, repeat
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from hybrid.cache.explain import Explanation
 from hybrid.errors import ArgumentError, RequestError
+from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.layers import fork_layer
 
 
@@ -56,7 +58,7 @@ class PastBackend(Protocol):
         """Whether the model has linear-attention layers."""
         ...
 
-    def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], namespace: str) -> list[Any]:
+    def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> list[Any]:
         """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint."""
         ...
 
@@ -76,14 +78,14 @@ class Past(DynamicCache):
     Args:
         backend: the cache that made it.
         layers: the layers of transformers' cache.
-        rows, pads, namespace, explanations: the attributes of the same names.
+        rows, pads, keys, explanations: the attributes of the same names.
         boundaries: per sequence its last boundary, if it has one.
         family: the attribute of the same name, for a fork; None: a session begins with this past.
 
     Attributes:
         rows: per sequence the tokens that it holds, without padding; None after a pass with unknown tokens.
         pads: per sequence, the number of padding positions before its tokens.
-        namespace: the key space of its prompts.
+        keys: how its tokens are keyed.
         explanations: per sequence, why its hit was as long as it was.
         family: this past, and all pasts forked from it or from its forks; empty after its session.
     """
@@ -94,7 +96,7 @@ class Past(DynamicCache):
         layers: Sequence[Any],
         rows: Sequence[Sequence[int]] | None,
         pads: Sequence[int],
-        namespace: str,
+        keys: KeySpace,
         explanations: Sequence[Explanation],
         boundaries: Sequence[Boundary | None],
         family: list[Past] | None = None,
@@ -104,37 +106,35 @@ class Past(DynamicCache):
         self.layer_class_to_replicate: type | None = None
         self.rows: list[list[int]] | None = None if rows is None else [list(row) for row in rows]
         self.pads: list[int] = list(pads)
-        self.namespace = namespace
+        self.keys: KeySpace = keys
         self.explanations: tuple[Explanation, ...] = tuple(explanations)
         self.family: list[Past] = [self] if family is None else family
         self._boundaries = list(boundaries)
         self._backend = backend
 
-    def resume(self, prompts: Sequence[Sequence[int]], pads: Sequence[int]) -> None:
+    def resume(self, prompts: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> None:
         """Begin a session again, with prompts that continue its tokens.
 
         Raises:
-            ArgumentError: the prompts do not.
+            ArgumentError: the prompts do not, or have images after its tokens.
         """
         rows = self.known_rows()
-        continues = rows is not None and len(rows) == len(prompts) and self.pads == list(pads)
-        if (
-            rows is None
-            or not continues
-            or any(
-                len(row) >= len(prompt) or row != list(prompt[: len(row)])
-                for row, prompt in zip(rows, prompts, strict=True)
-            )
-        ):
+        are_as_many = rows is not None and len(rows) == len(prompts) and self.pads == list(pads)
+        if rows is None or not are_as_many or not all(map(self._is_continued, rows, prompts, count(), repeat(keys))):
             raise ArgumentError(
-                "generate: past_key_values: the prompts do not begin with the tokens that this past holds; leave it "
-                "out, and what is cached of them is found"
+                "generate: past_key_values: the prompts do not begin with the tokens and images that this past holds, "
+                "or have images after them; leave it out, and what is cached of them is found"
             )
         self.family = [self]
         reason = "resumed from the past that was given"
         self.explanations = tuple(
             Explanation(len(prompt), len(row), len(row), reason) for row, prompt in zip(rows, prompts, strict=True)
         )
+
+    def _is_continued(self, row: Sequence[int], prompt: Sequence[int], at: int, keys: KeySpace) -> bool:
+        """Whether a prompt begins with the tokens and images of a sequence, and has no image after them."""
+        is_longer = last_image_end(keys.media[at]) <= len(row) < len(prompt)
+        return is_longer and self.keys.key(at, row) == keys.key(at, prompt[: len(row)])
 
     def belongs_to(self, backend: PastBackend) -> bool:
         """Whether it was made by this cache."""
@@ -152,7 +152,7 @@ class Past(DynamicCache):
             [fork_layer(layer) for layer in self.layers],
             self.rows,
             self.pads,
-            self.namespace,
+            self.keys,
             self.explanations,
             self._boundaries,
             self.family,
@@ -184,7 +184,7 @@ class Past(DynamicCache):
         if self._backend.can_be_cut:
             super().crop(-num_tokens)
         else:
-            self.layers = self._backend.compute(kept, self.pads, self.namespace)
+            self.layers = self._backend.compute(kept, self.pads, self.keys)
         self._set_rows(kept)
 
     def save(self) -> SavedPast:
@@ -260,7 +260,8 @@ class Past(DynamicCache):
         return rows
 
     def refuse_misplaced_pass(self, position_ids: Any) -> None:
-        """Check the positions of a pass of several tokens, `[..., batch, tokens]`.
+        """Check the positions of a pass of several tokens, `[batch, tokens]`, or `[rows, batch, tokens]` of vision
+        models: one row of rotary positions, or first one without the shift of images.
 
         Raises:
             RequestError: the pass does not begin at the position where this past ends.
@@ -268,6 +269,8 @@ class Past(DynamicCache):
         if not isinstance(position_ids, Tensor) or position_ids.ndim < 2 or position_ids.shape[-1] == 1:
             return
         first, expected = int(position_ids.flatten(0, -2)[0, 0]), self.num_seen(0)
+        if position_ids.ndim == 3 and len(position_ids) == 1:
+            expected += (self.keys.shifts or [0])[0]
         if first != expected:
             raise RequestError(
                 f"this past ends at position {expected}, but the pass begins at {first}: give model.generate all "
@@ -317,6 +320,7 @@ class Past(DynamicCache):
         super().reorder_cache(beam_idx)
         order = beam_idx.tolist()
         self.pads = [self.pads[index] for index in order]
+        self.keys = self.keys.of_rows(order)
         self.explanations = tuple(self.explanations[index] for index in order)
         self._boundaries = [self._boundaries[index] for index in order]
         if self.rows is not None:

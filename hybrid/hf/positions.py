@@ -10,10 +10,12 @@ of an answer beyond the limit is not cached.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -26,10 +28,25 @@ class RopeDeltas:
 
     def __init__(self, model: nn.Module) -> None:
         self._owners: list[Any] = [module for module in model.modules() if "rope_deltas" in vars(module)]
+        self._lock = threading.RLock()
 
     @contextmanager
     def reset(self) -> Iterator[None]:
-        """Within this context there are none. The former ones are restored after it."""
+        """Within this context there are none. The former ones are restored after it. Since a model remembers those of
+        one call, other threads wait until then."""
+        if not self._owners:
+            yield
+            return
+        with self._lock, self._kept():
+            yield
+
+    def set(self, deltas: Sequence[int] | None, device: torch.device) -> None:
+        """Those of the prompts of a call: what is to be added to the positions of tokens after them. None: nothing."""
+        for owner in self._owners:
+            owner.rope_deltas = None if deltas is None else torch.tensor(deltas, device=device).unsqueeze(1)
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
         before = [vars(owner)["rope_deltas"] for owner in self._owners]
         for owner in self._owners:
             owner.rope_deltas = None

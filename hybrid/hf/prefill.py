@@ -27,12 +27,14 @@ from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.errors import NonFiniteError, RequestError
 from hybrid.hf.follow import finite_logits
+from hybrid.hf.keys import KeySpace, key_of
 from hybrid.hf.layers import fill, stack_left_padded, states_of
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
 from hybrid.interrupts import DeferredInterrupts, deferred_interrupts
 from hybrid.key import Key
+from hybrid.prompts.images import Media
 from hybrid.tree.node import Kind
 
 
@@ -44,18 +46,20 @@ class Prefill:
         ids: its token ids.
         end: tokens to compute; at most `len(ids)`.
         namespace: its key space.
+        media: its images; None: it has none.
         is_replay: it was computed before, and is computed again to be committed or restored; otherwise it is a prompt.
     """
 
     ids: Sequence[int]
     end: int
     namespace: str
+    media: Media | None = None
     is_replay: bool = False
 
     @property
     def key(self) -> Key:
         """The key in the tree."""
-        return Key.of(self.ids, self.namespace)
+        return key_of(self.ids, self.namespace, self.media)
 
 
 class Prefiller:
@@ -115,18 +119,21 @@ class Prefiller:
             while position < work.end:
                 start = position
                 position = min(work.end, (start + self._max_pass_tokens) // self.grid * self.grid)
-                self._forward(work.ids[start:position], past, start, interrupts)
+                self._forward(work, position, past, start, interrupts)
             return past.layers, explanation
 
-    def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], namespace: str) -> list[Any]:
+    def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> list[Any]:
         """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint.
 
         Raises:
-            RequestError: the model has changed since `namespace` was found for it.
+            RequestError: the model has changed since the namespace was found for it.
         """
+        namespace = keys.namespace
         if not self._model.versions.current().owns(namespace):
             raise RequestError("the model has changed since this past was made; start a session again")
-        done = [self.prefill(Prefill(row, len(row), namespace, is_replay=True))[0] for row in rows]
+        pairs = zip(rows, keys.media, strict=True)
+        works = (Prefill(row, len(row), namespace, media, is_replay=True) for row, media in pairs)
+        done = [self.prefill(work)[0] for work in works]
         return done[0] if len(rows) == 1 and not pads[0] else self.stack(done, len(rows[0]) + pads[0])
 
     def stack(self, done: Sequence[Sequence[Any]], length: int) -> list[Any]:
@@ -158,10 +165,11 @@ class Prefiller:
             return before
         return Boundary(num_tokens, tuple(state.clone() for state in states_of(layers, self._layout, row)))
 
-    def keep(self, token_ids: Sequence[int], namespace: str) -> None:
+    def keep(self, token_ids: Sequence[int], namespace: str, media: Media | None = None) -> None:
         """Compute the whole chunks of these tokens that are not cached, and commit them."""
-        end = min(len(token_ids), self._model.max_tokens) // self.grid * self.grid
-        work = Prefill(token_ids[:end], end, namespace, is_replay=True)
+        whole = key_of(token_ids, namespace, media)
+        end = whole.whole(min(len(token_ids), self._model.max_tokens), self.grid)
+        work = Prefill(token_ids[:end], end, namespace, media, is_replay=True)
         with self._lock:
             self._cache.adopt()
             if end and self._cache.tree.peek(work.key, end).num_tokens < end:
@@ -176,8 +184,10 @@ class Prefiller:
             past: the cache in which the model computed them, as one of the sequences `rows` of the batch.
             rows: indices of sequences in `past`.
         """
-        num_prompt -= num_prompt % self.grid
-        key = Key.of(token_ids[:num_prompt], past.namespace)
+        rows = list(rows)
+        namespace, media = past.keys.namespace, past.keys.media[rows[0]]
+        key = key_of(token_ids, namespace, media)
+        num_prompt = key.whole(num_prompt, self.grid)
         with self._lock:
             if self._cache.tree.peek(key, num_prompt).num_page_tokens < num_prompt:
                 return
@@ -188,14 +198,14 @@ class Prefiller:
                     if not self._cache.config.deterministic:  # the last token alone does not justify a chunk
                         token_ids = token_ids[: past.num_seen(row)]
                     break
-            self.keep(token_ids, past.namespace)
+            self.keep(token_ids, namespace, media)
 
     @torch.no_grad()
     def _commit_computed(self, past: Past, row: int, boundary: Boundary) -> None:
         """Commit one sequence of a past up to a boundary, as it was computed."""
         assert past.rows is not None
         cache, end = self._cache, boundary.num_tokens
-        key = Key.of(past.rows[row][:end], past.namespace)
+        key = past.keys.key(row, past.rows[row][:end])
         cache.adopt()
         with deferred_interrupts():
             lease = cache.open_whole(key)
@@ -237,7 +247,7 @@ class Prefiller:
             while position < last:
                 start = position
                 position = min([*(cut for cut in wanted if cut > start), start + self._max_pass_tokens, last])
-                self._forward(work.ids[start:position], past, start, interrupts)
+                self._forward(work, position, past, start, interrupts)
                 is_kept = is_kept and self._keep_chunk(past, lease, start, position, wanted)
                 if is_kept:
                     cache.advance(lease, position)
@@ -247,12 +257,11 @@ class Prefiller:
         finally:
             cache.close(lease)
 
-    def _forward(self, tokens: Sequence[int], past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
-        """One forward pass over the tokens from position `start` on. Only here may signal handlers interrupt."""
+    def _forward(self, work: Prefill, end: int, past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
+        """One forward pass over the tokens `[start, end)`. Only here may signal handlers interrupt."""
         with interrupts.opened():
-            is_finite = finite_logits(self._model.forward(tokens, past, start))
+            is_finite = finite_logits(self._model.forward(work.ids[start:end], past, start, work.media))
         if not is_finite:
-            end = start + len(tokens)
             raise NonFiniteError(
                 f"the model gave logits with NaN or infinity for tokens {start} to {end} of the prompt; nothing of "
                 "this pass is cached"
@@ -279,6 +288,7 @@ class Prefiller:
             shared=(),
             declared=(),
             is_replay=work.is_replay,
+            key=lease.key,
         )
         return wanted
 

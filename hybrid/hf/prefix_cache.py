@@ -35,6 +35,8 @@ from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, NonFiniteError, PromptError, RequestError
 from hybrid.hf.drafting import Drafting
 from hybrid.hf.follow import following
+from hybrid.hf.images import ImageInputs, Images
+from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.model_version import digest_of
@@ -48,6 +50,7 @@ from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
+from hybrid.prompts.images import Media
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.speculator import DrafterStats
 from hybrid.tiers.archive import Archive, read_archive
@@ -126,6 +129,7 @@ class PrefixCache:
         self._num_bytes = self._config.memory_bytes(free_memory(self._memory_device))
         self._lock = threading.RLock()
         self._version = self._model.versions.current()
+        self._images = Images(self._model)
         self.explanations: tuple[Explanation, ...] = ()
         self._installed: MethodType | None = None
         self._allocate(layout)
@@ -190,7 +194,11 @@ class PrefixCache:
     def _run(self, call: GenerateCall, namespace: str, speculation: SpeculationConfig | None, start: float) -> Any:
         """Run a call of `generate` that began at `start`, by `time.monotonic`."""
         with self._model.rope_deltas.reset():
-            past = self._begin(call.prompts, namespace) if call.past is None else self._resume(call, namespace)
+            media = self._media(call.images, call.prompts)
+            if call.past is None:
+                past = self._begin(call.prompts, namespace, media)
+            else:
+                past = self._resume(call.past, call.prompts, namespace, media)
             num_known = [len(row) - 1 for row in call.prompts.rows]
             if call.past is not None:
                 num_known = [explanation.usable_hit for explanation in past.explanations]
@@ -250,7 +258,7 @@ class PrefixCache:
 
     @contextmanager
     def session(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, namespace: str = ""
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, namespace: str = "", **images: Tensor
     ) -> Iterator[Past]:
         """A past to be given, together with all of `input_ids`, to `model.generate` or to the model.
 
@@ -261,17 +269,22 @@ class PrefixCache:
             input_ids: the prompts, `[batch, tokens]`, padded on the left.
             attention_mask: `[batch, tokens]`, 0 for padding.
             namespace: prompts in different namespaces share nothing.
+            images: `pixel_values`, `image_grid_thw` and `mm_token_type_ids` of prompts with images. The past holds
+                them: `model.generate` gets the token ids alone.
 
         Raises:
             PromptError: there is no prompt, or it is padded on the right.
         """
         self._refuse_training()
+        image_inputs = ImageInputs.taken(images)
+        if images:
+            raise ArgumentError(f"session: {next(iter(images))!r} is not an argument; see its documentation")
         model = self._model.outer
         pad_tokens, end_tokens = (token_option(model, {}, name) for name in ("pad_token_id", "eos_token_id"))
         prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
         self._refuse_too_long(prompts)
         with self._model.rope_deltas.reset():
-            past = self._begin(prompts, namespace)
+            past = self._begin(prompts, namespace, self._media(image_inputs, prompts))
             try:
                 with following(self._model, past):
                     yield past
@@ -393,7 +406,7 @@ class PrefixCache:
 
     def _keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
         """Cache a turn whose answer has been computed: no failure of it takes the answer away."""
-        if "turn_end" not in self._config.placement or not self._model.versions.current().owns(past.namespace):
+        if "turn_end" not in self._config.placement or not self._model.versions.current().owns(past.keys.namespace):
             return  # or the model has changed meanwhile
         try:
             self._prefiller.keep_turn(token_ids, num_prompt, past, rows)
@@ -429,37 +442,45 @@ class PrefixCache:
         self._version = version
         return version.key_space(namespace)
 
-    def _resume(self, call: GenerateCall, namespace: str) -> Past:
-        """The past that a call gives back, for its prompts."""
-        past = call.past
-        assert past is not None
+    def _media(self, images: ImageInputs | None, prompts: Prompts) -> tuple[Media | None, ...]:
+        """Per prompt its images; None: it has none."""
+        if images is None:
+            return (None,) * len(prompts.rows)
+        return self._images.read(images, prompts.rows, prompts.pads, self._config.page_size)
+
+    def _resume(self, past: Past, prompts: Prompts, namespace: str, media: tuple[Media | None, ...]) -> Past:
+        """A past that a call gives back, for its prompts."""
         with self._bookkeeping():
-            key_space = self._key_space(namespace)
-        if not past.belongs_to(self._prefiller) or past.namespace != key_space:
+            keys = KeySpace(self._key_space(namespace), media)
+        if not past.belongs_to(self._prefiller) or past.keys.namespace != keys.namespace:
             raise ArgumentError(
                 "generate: past_key_values: this past is of another cache or namespace, or the model has changed "
                 "since; leave it out"
             )
-        past.resume(call.prompts.rows, call.prompts.pads)
+        past.resume(prompts.rows, prompts.pads, keys)
+        self._model.rope_deltas.set(past.keys.shifts, self._model.device)
         self.explanations = past.explanations
         return past
 
-    def _begin(self, prompts: Prompts, namespace: str) -> Past:
+    def _begin(self, prompts: Prompts, namespace: str, media: tuple[Media | None, ...]) -> Past:
         """A past after the prompts: of a single one up to its last boundary, of several up to their last tokens."""
         with self._bookkeeping():
-            key_space = self._key_space(namespace)
+            keys = KeySpace(self._key_space(namespace), media)
         explanations = []
         ends = [len(row) - 1 for row in prompts.rows]
         is_alone = len(prompts.rows) == 1 and not prompts.is_padded
         if is_alone:
-            ends = [placement.prompt_end(len(prompts.rows[0]), self._prefiller.grid)]
+            grid_end = placement.prompt_end(len(prompts.rows[0]), self._prefiller.grid)
+            ends = [max(grid_end, last_image_end(media[0]))]  # `generate` computes the rest, and knows no images
         done = []
-        for row, end in zip(prompts.rows, ends, strict=True):
-            layers, explanation = self._prefiller.prefill(Prefill(row, end, key_space))
+        for row, end, own in zip(prompts.rows, ends, media, strict=True):
+            layers, explanation = self._prefiller.prefill(Prefill(row, end, keys.namespace, own))
             done.append(layers)
             explanations.append(explanation)
         layers = done[0] if is_alone else self._prefiller.stack(done, prompts.width - 1)
         self.explanations = tuple(explanations)
         rows = [row[:end] for row, end in zip(prompts.rows, ends, strict=True)]
-        boundaries = [Boundary(ends[0])] if is_alone else [None] * len(rows)
-        return Past(self._prefiller, layers, rows, prompts.pads, key_space, explanations, boundaries)
+        on_grid = is_alone and ends[0] % self._prefiller.grid == 0
+        boundaries = [Boundary(ends[0])] if on_grid else [None] * len(rows)
+        self._model.rope_deltas.set(keys.shifts, self._model.device)
+        return Past(self._prefiller, layers, rows, prompts.pads, keys, explanations, boundaries)

@@ -171,11 +171,15 @@ class Candidates:
         usage.last_used = next(ticks)
         usage.used_at = self.now
         usage.hits += 1
+        self.renewed(node)
+        if self.follows_changes:
+            self.changed(node)  # its request has locked it and continues from it
+
+    def renewed(self, node: Node) -> None:
+        """The tick of a node's last use has changed, without a use."""
         if not self._rises:
             self._checkpoints.used(node)
             self._leaves.used(node)
-        if self.follows_changes:
-            self.changed(node)  # its request has locked it and continues from it
 
     def evicting(self, node: Node) -> None:
         """Report that the node's checkpoint is about to be evicted."""

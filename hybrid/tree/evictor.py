@@ -8,27 +8,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.node import EvictedCheckpoint, Kind, Node, Released, Root
+from hybrid.tree.pools import INTEGERS, Pools
 
 MAX_RECENT = 2048
 """Evicted checkpoints that are remembered for pictures."""
-
-
-class Leaving(Protocol):
-    """Sees what is about to be evicted, while the tree still has it. Must not raise, and must not change the tree."""
-
-    def checkpoint(self, node: Node) -> None:
-        """The checkpoint of a node is about to be evicted."""
-        ...
-
-    def pages(self, node: Node, num_kept: int) -> None:
-        """The pages of a node after the first `num_kept` are about to be evicted."""
-        ...
 
 
 class Evictor:
@@ -38,14 +26,15 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
-        leaving: sees what is about to be evicted; None: nothing does.
+        pools: whether a leaf is evicted as a whole, and what sees what is about to be evicted.
     """
 
-    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, leaving: Leaving | None = None) -> None:
-        self._leaving = leaving
+    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, pools: Pools = INTEGERS) -> None:
+        self._leaving = pools.leaving
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
+        self._whole_leaves = pools.whole_leaves
         self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
 
     @property
@@ -88,6 +77,8 @@ class Evictor:
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
+        if self._whole_leaves and not node.children and not node.page_locks:
+            num_pages = node.num_pages
         try:
             if num_pages == 0:
                 self._drop_checkpoint(node, released)

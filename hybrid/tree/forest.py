@@ -6,13 +6,13 @@ pages, checkpoints, slots and of what locks protect are kept up to date here.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from hybrid.key import TOKEN_BYTES
 from hybrid.tree.cover import Cover
 from hybrid.tree.node import DIGEST_BYTES, Kind, Node, NodeUsage, Root, Run, end_of
+from hybrid.tree.pools import INTEGERS, PageValues, Pools, SlotValue
 
 
 class Forest:
@@ -21,6 +21,7 @@ class Forest:
     Args:
         page_size: tokens per page.
         grid: tokens between two positions at which prefixes are hashed.
+        pools: what pages and checkpoints are.
 
     Attributes:
         roots: the root of each namespace that holds something.
@@ -29,9 +30,10 @@ class Forest:
         covers: unions of paths that follow the changes of nodes.
     """
 
-    def __init__(self, page_size: int, grid: int) -> None:
+    def __init__(self, page_size: int, grid: int, pools: Pools = INTEGERS) -> None:
         self.page_size: int = page_size
         self._grid = grid
+        self._collect: Callable[[PageValues], PageValues] = pools.collect
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
         self.num_checkpoints: int = 0
@@ -49,7 +51,7 @@ class Forest:
 
     # Growing
 
-    def extend(self, leaf: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> None:
+    def extend(self, leaf: Node, ids: bytes, pages: PageValues, usage: NodeUsage) -> None:
         """Make the edge of a leaf without a checkpoint longer."""
         leaf.run.append(ids, pages)
         # Nothing can fail from here on.
@@ -60,12 +62,12 @@ class Forest:
             if leaf in cover.reasons:
                 cover.extended(len(pages))
 
-    def add_leaf(self, parent: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage) -> Node:
+    def add_leaf(self, parent: Node, ids: bytes, pages: PageValues, usage: NodeUsage) -> Node:
         """A new child of `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
         run, start = parent.run, parent.end
         end = start + len(ids) // TOKEN_BYTES
         if parent.children or parent.parent is None:
-            run = Run(start, self.page_size, ids, array("i", pages))
+            run = Run(start, self.page_size, ids, self._collect(pages))
             leaf = Node(parent, run, start, end, usage)
         else:
             leaf = Node(parent, run, start, end, usage)
@@ -122,7 +124,7 @@ class Forest:
 
     # Evicting
 
-    def cut(self, leaf: Node, num_pages: int, into: array[int]) -> None:
+    def cut(self, leaf: Node, num_pages: int, into: PageValues) -> None:
         """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint, and append them to
         `into`."""
         usage = leaf.usage if leaf.usage.kind is Kind.PAGES else pages_usage(leaf.usage)
@@ -138,7 +140,7 @@ class Forest:
         if leaf.run.digests:
             self._forget_digests(leaf.run, leaf.end)
 
-    def remove(self, leaf: Node, into: array[int]) -> Node:
+    def remove(self, leaf: Node, into: PageValues) -> Node:
         """Remove a leaf, and append its pages to `into`. Returns its former parent; a root without children is removed
         from `roots`."""
         parent, run = leaf.parent, leaf.run
@@ -164,7 +166,7 @@ class Forest:
 
     # Checkpoints
 
-    def put_checkpoint(self, node: Node, slot: int) -> None:
+    def put_checkpoint(self, node: Node, slot: SlotValue) -> None:
         """Make a node the owner of a checkpoint."""
         stored = node.run.stored
         if not stored or stored[-1].end < node.end:

@@ -67,16 +67,20 @@ class Locks:
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
-        """Protect the checkpoint of a node, and its pages with it."""
-        assert node.slot is not None
+        """Protect the checkpoint of a node, and its pages with it. A tombstone's: one that is inserted meanwhile."""
         lock = StateLock(self, node)
         if not node.page_locks:
             self._changed.add(node)
         node.page_locks += 1
-        if not node.state_locks:
+        if not node.state_locks and node.slot is not None:
             self.num_checkpoints += 1
         node.state_locks += 1
         return lock
+
+    def checkpoint_came(self, node: Node) -> None:
+        """A tombstone on which state locks are owns a checkpoint now: they protect it."""
+        assert node.state_locks
+        self.num_checkpoints += 1
 
     def pin(self, node: Node) -> StateLock:
         """As `lock_state`, for a pin."""
@@ -110,7 +114,8 @@ class Locks:
             node.state_locks -= 1
             if node.state_locks:
                 return
-            self.num_checkpoints -= 1
+            if node.slot is not None:
+                self.num_checkpoints -= 1
         elif page_locks:
             return
         candidates = self._candidates

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybrid.key import TOKEN_BYTES
+from hybrid.tree.pools import PageValues, SlotValue
 
 
 class Kind(StrEnum):
@@ -90,7 +91,7 @@ class Run:
         start: tokens from the root to where the run begins.
         page_size: tokens per page.
         ids: bytes of the token ids of all edges; immutable until the run grows or is cut.
-        pages: page ids of all edges.
+        pages: values of the pages of all edges.
         nodes: the nodes in order.
         stored: those of the nodes that own a checkpoint, in order.
         digests: hashes of the path at the multiples of the grid after `start`, as far as `hybrid.tree.ghosts` has
@@ -100,17 +101,17 @@ class Run:
 
     __slots__ = ("digests", "ids", "joined", "nodes", "page_size", "pages", "start", "stored")
 
-    def __init__(self, start: int, page_size: int, ids: bytes, pages: array[int]) -> None:
+    def __init__(self, start: int, page_size: int, ids: bytes, pages: PageValues) -> None:
         self.start: int = start
         self.page_size: int = page_size
         self.ids: bytes | bytearray = ids
-        self.pages: array[int] = pages
+        self.pages: PageValues = pages
         self.nodes: list[Node] = []
         self.stored: list[Node] = []
         self.digests: bytearray = bytearray()
         self.joined: Run | None = None
 
-    def append(self, ids: bytes | bytearray, pages: Sequence[int]) -> None:
+    def append(self, ids: bytes | bytearray, pages: PageValues) -> None:
         """Add ids and pages at the end: all of them, or none when it raises."""
         mutable, num_pages = self._mutable_ids(), len(self.pages)
         try:
@@ -138,11 +139,11 @@ class Run:
         below.joined = self
         below.nodes, below.stored = [], []
 
-    def cut(self, num_pages: int, into: array[int]) -> None:
+    def cut(self, num_pages: int, into: PageValues) -> None:
         """Remove the last `num_pages` pages with their ids, and append the pages to `into`: all of it, or nothing when
         it raises."""
         if num_pages == len(self.pages):
-            empty = array("i")
+            empty = self.pages[:0]
             into.extend(self.pages)
             self.pages, self.ids = empty, b""
             return
@@ -173,7 +174,8 @@ class Run:
             above = run.nodes[0].parent
             assert above is not None
             run = above.run
-        return run.pages[0]
+        page: int = run.pages[0]
+        return page
 
     def move_page(self, place: int, to: int) -> None:
         """Replace the id of a page, by the number of pages before it on its path."""
@@ -218,7 +220,7 @@ class Node:
         self.start: int = start
         self.end: int = end
         self.children: dict[bytes, Node] = {}
-        self.slot: int | None = None
+        self.slot: SlotValue | None = None
         self.page_locks: int = 0
         self.state_locks: int = 0
         self.usage: NodeUsage = usage
@@ -231,8 +233,8 @@ class Node:
         return bytes(self.run.ids[(self.start - first) * TOKEN_BYTES : (self.end - first) * TOKEN_BYTES])
 
     @property
-    def pages(self) -> array[int]:
-        """Page ids of the edge: a copy."""
+    def pages(self) -> PageValues:
+        """Values of the pages of the edge: a copy."""
         first, page_size = self.run.start, self.run.page_size
         return self.run.pages[(self.start - first) // page_size : (self.end - first) // page_size]
 
@@ -303,7 +305,7 @@ class Checkpoint(NamedTuple):
         turn: number of turn ends before it on its path.
     """
 
-    slot: int
+    slot: SlotValue
     num_tokens: int
     kind: Kind = Kind.BRANCH
     priority: int = 0
@@ -363,12 +365,12 @@ class Released:
     """What the tree let go of. The caller owns it now.
 
     Attributes:
-        pages: page ids.
+        pages: values of pages. A caller whose pages are opaque makes it of `PageParts`.
         slots: slots of checkpoints.
     """
 
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    slots: list[int] = field(default_factory=list)
+    pages: PageValues = field(default_factory=lambda: array("i"))
+    slots: list[SlotValue] = field(default_factory=list)
 
 
 class Lock:

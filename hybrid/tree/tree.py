@@ -11,21 +11,21 @@ Invariants (`hybrid.cache.audit` states them in code):
 * The checkpoint of any node may be evicted. `page_locks >= state_locks`.
 * A tombstone that loses its last child is evicted with it, unless it is locked (the cascade).
 
-The tree knows integers only: tokens, page ids, slots, counts. It allocates and frees nothing: it returns what it
-evicts. `match` changes nothing but recency, `peek` changes nothing at all, only `insert` and `lock_match` split.
+The tree knows integers only: tokens, page ids, slots, counts; or values of the caller's own in place of page ids and
+slots, which it does not look into (`hybrid.tree.pools`). It allocates and frees nothing: it returns what it evicts.
+`match` changes nothing but recency, `peek` changes nothing at all, only `insert` and `lock_match` split.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import count
 
 from hybrid.errors import OwnershipError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.descent import descend
-from hybrid.tree.evictor import Evictor, Leaving
+from hybrid.tree.evictor import Evictor
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.locks import Locks
@@ -46,6 +46,7 @@ from hybrid.tree.node import (
     StateLock,
 )
 from hybrid.tree.policy import Policy
+from hybrid.tree.pools import INTEGERS, PageValues, Pools
 from hybrid.units import Prices
 
 
@@ -54,13 +55,14 @@ class Tree:
 
     Args:
         page_size: tokens per page.
-        grid: checkpoints are at multiples of this many tokens; a multiple of `page_size`.
+        grid: checkpoints are at multiples of this many tokens, unless `pools` says otherwise; branching points and
+            ghosts are. A multiple of `page_size`.
         policy: ranks leaves and checkpoints for eviction.
         prices: bytes of a page and of a checkpoint, for policies that use them.
         max_ghosts: maximum number of evicted prefixes to remember, in blocks of the grid.
         seed: seed of the random samples of candidates.
         priority_cap: steps of priority by which checkpoints may outweigh those of other namespaces.
-        leaving: sees what is about to be evicted, while it is still there.
+        pools: what pages and checkpoints are.
 
     Attributes:
         locks: what is protected from eviction, and how much.
@@ -82,9 +84,11 @@ class Tree:
         max_ghosts: int = 1 << 16,
         seed: int = 0,
         priority_cap: int = 0,
-        leaving: Leaving | None = None,
+        pools: Pools = INTEGERS,
     ) -> None:
-        assert grid % page_size == 0
+        self._checkpoint_step = pools.checkpoint_step or grid
+        assert grid % page_size == 0 and self._checkpoint_step % page_size == 0
+        self._pools = pools
         self.page_size = page_size
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
@@ -92,12 +96,12 @@ class Tree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self._priority_cap = priority_cap
-        self.forest: Forest = Forest(page_size, grid)
+        self.forest: Forest = Forest(page_size, grid, pools)
         self.locks: Locks = Locks(self.forest, self.candidates)
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
         self.pin: Callable[[Node], StateLock] = self.locks.pin
         self.unlock: Callable[[Lock], None] = self.locks.unlock
-        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts, leaving)
+        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts, pools)
 
     @property
     def num_pages(self) -> int:
@@ -203,10 +207,10 @@ class Tree:
     def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, list[tuple[NodeUsage, int]]]:
         return self.ghosts.follow(key, match.deepest, match.num_page_tokens, limit)
 
-    def pages(self, node: Node | None, num_tokens: int) -> array[int]:
-        """Page ids of the first `num_tokens` tokens on the path from the root to `node`."""
+    def pages(self, node: Node | None, num_tokens: int) -> PageValues:
+        """Values of the pages of the first `num_tokens` tokens on the path from the root to `node`."""
         if node is None or not num_tokens:
-            return array("i")
+            return self._pools.collect()
         page_size, run, parts = self.page_size, node.run, []
         end = min(num_tokens, node.end)
         while True:
@@ -238,7 +242,7 @@ class Tree:
         self,
         key: Key,
         num_tokens: int,
-        pages: Sequence[int],
+        pages: PageValues,
         checkpoint: Checkpoint | None = None,
         below: Node | None = None,
         past: NodeUsage | None = None,
@@ -250,7 +254,7 @@ class Tree:
         the checkpoint, the children and the locks of a split node stay with its lower half.
 
         Args:
-            pages: page ids of `[0, num_tokens)` in order.
+            pages: values of the pages of `[0, num_tokens)` in order.
             below: a node on the key's path that the caller keeps locked: the search starts there.
             past: usage of a checkpoint that was there before, or (without `checkpoint`) was not admitted.
 
@@ -293,7 +297,7 @@ class Tree:
         self.candidates.enter(node, adopted or is_new or past is not None)
         return Inserted(node, num_existing, adopted)
 
-    def _grow(self, node: Node, ids: bytes, pages: Sequence[int], usage: NodeUsage, below: Node | None) -> Node:
+    def _grow(self, node: Node, ids: bytes, pages: PageValues, usage: NodeUsage, below: Node | None) -> Node:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
         if node.children:
             return self.forest.add_leaf(node, ids, pages, usage)
@@ -321,6 +325,8 @@ class Tree:
         usage.stored_at = now
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)
+        if node.state_locks:
+            self.locks.checkpoint_came(node)
         self.candidates.entered(node)
 
     def _note_lost(self, node: Node, past: NodeUsage, priorities: Priorities) -> None:
@@ -329,6 +335,11 @@ class Tree:
         past.priorities = priorities
         past.raise_priority(past.priority)
         self.candidates.entered(node)
+
+    def renew(self, node: Node) -> None:
+        """A checkpoint that the tree owns was offered again: it counts as recent, and not as used."""
+        node.usage.last_used = next(self._ticks)
+        self.candidates.renewed(node)
 
     def new_usage(self, kind: Kind, turn: int, namespace: str) -> NodeUsage:
         """The usage of a checkpoint that is not stored yet."""
@@ -354,7 +365,7 @@ class Tree:
             node.usage.kind = new
             self.candidates.changed(node)
 
-    def _refuse_mismatch(self, key: Key, num_tokens: int, pages: Sequence[int], checkpoint: Checkpoint | None) -> None:
+    def _refuse_mismatch(self, key: Key, num_tokens: int, pages: PageValues, checkpoint: Checkpoint | None) -> None:
         if (
             num_tokens <= 0
             or num_tokens * TOKEN_BYTES > len(key.ids)
@@ -365,10 +376,10 @@ class Tree:
                 f"insert: {num_tokens} tokens of a key of {len(key)} and {len(pages)} pages of "
                 f"{self.page_size} do not belong together"
             )
-        if checkpoint is not None and (checkpoint.num_tokens != num_tokens or num_tokens % self.grid):
+        if checkpoint is not None and (checkpoint.num_tokens != num_tokens or num_tokens % self._checkpoint_step):
             raise OwnershipError(
                 f"insert: a state captured after {checkpoint.num_tokens} tokens is offered for {num_tokens} "
-                f"(grid {self.grid})"
+                f"(checkpoints are at multiples of {self._checkpoint_step})"
             )
 
     # Locks
@@ -393,20 +404,20 @@ class Tree:
         Args:
             released: receives what is evicted, at every moment; None: a new one.
         """
-        released = Released() if released is None else released
+        released = Released(self._pools.collect()) if released is None else released
         self.evictor.evict_pages(num_pages, released)
         return released
 
     def evict_checkpoints(self, num_checkpoints: int, released: Released | None = None) -> Released:
         """Evict `num_checkpoints` checkpoints if possible, in the order of the policy. Their pages stay."""
-        released = Released() if released is None else released
+        released = Released(self._pools.collect()) if released is None else released
         self.evictor.evict_checkpoints(num_checkpoints, released)
         return released
 
     def evict_one(self, num_pages: int, released: Released | None = None) -> Released:
         """Evict the candidate with the lowest rank: a checkpoint, or up to `num_pages` pages from the tail of a leaf
         that has none. Evicts nothing when everything is locked."""
-        released = Released() if released is None else released
+        released = Released(self._pools.collect()) if released is None else released
         self.evictor.evict_one(num_pages, released)
         return released
 

@@ -5,14 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from hybrid import PromptError, RequestError
-from hybrid.hf.torch_functions import use_torch_functions
-from support.hf import COMMON, DELTA, assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
-
-IMAGE = 5
-"""The token that stands for an image."""
+from support.hf import (
+    IMAGE,
+    assert_close,
+    assert_nothing_held,
+    assert_same,
+    cache_on,
+    greedy,
+    ids,
+    text,
+    tiny_model,
+    vision_model,
+)
 
 
 @pytest.fixture
@@ -25,25 +31,7 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def vision() -> Any:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
-    config = transformers.Qwen3_5Config(
-        text_config={**COMMON, **DELTA, "rope_parameters": {**rope, "mrope_interleaved": True}},
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 16,
-        },
-        image_token_id=IMAGE,
-        video_token_id=6,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3_5ForConditionalGeneration(config).eval()
-    use_torch_functions(model)
-    return model
+    return vision_model()
 
 
 def show_an_image(model: Any) -> Any:
@@ -58,12 +46,6 @@ def show_an_image(model: Any) -> Any:
         mm_token_type_ids=(prompt == IMAGE).int(),
         **greedy(),
     )
-
-
-def text(count: int, seed: int = 0, rows: int = 1) -> torch.Tensor:
-    prompt = ids(count, seed, rows)
-    prompt[(prompt == IMAGE) | (prompt == 6)] = 7
-    return prompt
 
 
 def test_an_image_before_changes_no_text_prompt(vision: Any) -> None:

@@ -3,10 +3,12 @@
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid.hf.prefix_cache import PrefixCache
+from hybrid.hf.torch_functions import use_torch_functions
 
 GRID = 16
 VOCAB = 128
@@ -213,6 +215,63 @@ def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
             if parameter.is_floating_point():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+IMAGE, VIDEO = 5, 6
+"""The tokens that stand for a part of an image and of a video, in models of `vision_model`."""
+
+
+def vision_model(model_type: str = "qwen3_5") -> Any:
+    """A tiny random vision model, `qwen3_5` or `qwen3_5_moe`."""
+    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[model_type]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+    config = getattr(transformers, f"{name}Config")(
+        text_config={
+            **COMMON,
+            **SUPPORTED[f"{model_type}_text"],
+            "rope_parameters": {**rope, "mrope_interleaved": True},
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 4,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+        },
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    use_torch_functions(model)
+    return model
+
+
+def text(count: int, seed: int = 0, rows: int = 1) -> Tensor:
+    """Prompts of `count` tokens without those that stand for images."""
+    prompt = ids(count, seed, rows)
+    prompt[(prompt == IMAGE) | (prompt == VIDEO)] = 7
+    return prompt
+
+
+def image_prompt(*parts: int | tuple[int, int, int]) -> dict[str, Tensor]:
+    """One prompt as a processor returns it: numbers of text tokens, and images as (rows, columns, seed) of tokens."""
+    tokens, types, pixels, grids = [], [], [], []
+    for at, part in enumerate(parts):
+        if isinstance(part, int):
+            tokens.append(text(part, at))
+            types.append(torch.zeros(1, part, dtype=torch.int))
+            continue
+        rows, columns, seed = part
+        tokens.append(torch.full((1, rows * columns), IMAGE))
+        types.append(torch.ones(1, rows * columns, dtype=torch.int))
+        generator = torch.Generator().manual_seed(seed)
+        pixels.append(torch.randn(4 * rows * columns, 96, generator=generator))
+        grids.append(torch.tensor([1, 2 * rows, 2 * columns]))
+    found = {"input_ids": torch.cat(tokens, 1), "mm_token_type_ids": torch.cat(types, 1)}
+    return {**found, "pixel_values": torch.cat(pixels), "image_grid_thw": torch.stack(grids)} if pixels else found
 
 
 def cache_on(model: Any, memory: int | str = "4MiB", **options: Any) -> PrefixCache:

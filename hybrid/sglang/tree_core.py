@@ -1,0 +1,391 @@
+"""This project's tree behind SGLang's interface of a tree core.
+
+SGLang's allocators own all indices. The tree is given index tensors, keeps them on their device, and returns them when
+it lets go of them; it frees nothing and copies nothing to the host. What SGLang asks of a tree core for features that
+are refused when the cache is built is refused here too, by name.
+"""
+
+from __future__ import annotations
+
+from abc import update_abstractmethods
+from collections.abc import Sequence
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefResult, IncLockRefResult, InsertResult, MatchResult
+from sglang.srt.mem_cache.unified_cache.cache_action import FreeDeviceKV
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult, UnifiedTreeCoreInterface
+from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
+
+from hybrid.sglang.indices import IndexPages, joined
+from hybrid.sglang.keys import WORDS, key_of
+from hybrid.sglang.order import dfs_weight_order
+from hybrid.sglang.policies import CLASSIC, Options, policy_named
+from hybrid.sglang.prices import prices_of
+from hybrid.sglang.refusals import refusals, refuse
+from hybrid.sglang.visits import Visits
+from hybrid.tree.handles import Handles
+from hybrid.tree.node import Checkpoint, Match, Node, Released
+from hybrid.tree.pools import PageParts, Pools
+from hybrid.tree.tree import Tree
+
+FULL, STATE = ComponentType.FULL, ComponentType.MAMBA
+
+
+class NoEvents:
+    """The recorder of KV events of a tree that records none."""
+
+    enabled: bool = False
+
+    def record_all_cleared(self) -> None:
+        """Nothing is recorded."""
+
+    def take(self) -> list[Any]:
+        """The events since the last call: none."""
+        return []
+
+
+class Evicted(NamedTuple):
+    """What was evicted: the caller frees it.
+
+    Attributes:
+        indices: of KV, `[tokens]`; None: none.
+        slots: of states, `[states]`; None: none.
+    """
+
+    indices: torch.Tensor | None
+    slots: torch.Tensor | None
+
+
+class HybridTreeCore(UnifiedTreeCoreInterface):
+    """A tree of this project as a tree core of SGLang.
+
+    Args:
+        params: SGLang's `CacheInitParams`.
+        components: SGLang's components; theirs is what follows from the tree, such as copying a matched state.
+
+    Attributes:
+        tree: the tree. Its positions are `WORDS` times those of SGLang.
+        visits: what is known of requests that have come.
+        page_size: tokens per page.
+        is_choosy: states are admitted only if they are worth more than what would be evicted for them.
+    """
+
+    def __init__(self, params: Any, components: dict[Any, Any]) -> None:
+        refuse(refusals(None, params, get_exec().mamba.mamba_max_states_per_path))
+        self.page_size: int = params.page_size
+        self.is_eagle: bool = False
+        self.enable_hicache: bool = False
+        self.enable_storage: bool = False
+        self.enable_external_cache_linker: bool = False
+        self.write_through_threshold: int = 256
+        self.is_write_back: bool = False
+        self.has_swa_host_pool: bool = False
+        self.is_host_memory_buffer_only: bool = False
+        self.kv_events: NoEvents = NoEvents()
+        self.device: torch.device = torch.device(params.token_to_kv_pool_allocator.device)
+        self.options: Options = Options.of(params.eviction_policy_config)
+        self._policy_name: str = params.eviction_policy.lower()
+        self.is_choosy: bool = self.options.admission and self._policy_name not in CLASSIC
+        self._prices = prices_of(params)
+        self._grid: int = mamba_checkpoint_grid(self.page_size)
+        self._handles_from = count(1)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything. Handles of nodes are not given out again."""
+        pools = Pools(
+            opaque=True,
+            checkpoint_step=self.page_size * WORDS,
+            whole_leaves=self._policy_name in CLASSIC,
+        )
+        self.tree: Tree = Tree(
+            self.page_size * WORDS,
+            self._grid * WORDS,
+            policy_named(self._policy_name),
+            self._prices,
+            seed=self.options.seed,
+            pools=pools,
+        )
+        self._handles = Handles(self.tree.locks, self._handles_from)
+        self.visits: Visits = Visits(self.tree)
+        root = self._handles.root
+        self._empty = MatchResult(0, root, root, root, cache_actions=[])
+
+    # Matching
+
+    def match_prefix(self, params: Any) -> Any:
+        """The longest cached prefix. Counts as a use of the state found, once per request: SGLang looks for a request
+        many times while it waits."""
+        key = key_of(params.key, self.page_size)
+        if not key.ids:
+            return self._empty
+        limit = len(key)
+        if params.req is None:
+            found, branching_len = self.tree.match(key, limit), None
+        elif params.cow_mamba:
+            found, known = self.visits.match(params.req.rid, key, limit)
+            branching_len = known if self.options.ghost_branches else None
+        else:
+            found, branching_len = self.tree.peek(key, limit), None
+        return self._result(found, branching_len)
+
+    def _result(self, found: Match, known: int | None) -> Any:
+        handle = self._handles.of(found.checkpoint)
+        branching_len = max(found.branching_len or 0, known or 0)
+        return MatchResult(
+            found.num_tokens // WORDS,
+            handle,
+            handle,
+            handle,
+            mamba_branching_seqlen=branching_len // WORDS or None,
+            full_kv_hit_length=found.num_page_tokens // WORDS,
+            last_visited_node_id=self._handles.of(found.deepest) if found.deepest is not None else None,
+            cache_actions=[],
+        )
+
+    @property
+    def empty_match_result(self) -> Any:
+        """The match of a key that has nothing in common with the tree."""
+        return self._empty
+
+    def match_full_device_prefix(self, key: Any) -> tuple[int, int, int]:
+        """Tokens of a key whose pages are cached, the node of the last, and the tokens up to that node's end."""
+        found = self.tree.peek(own := key_of(key, self.page_size), len(own))
+        end = found.deepest.end if found.deepest is not None else 0
+        return found.num_page_tokens // WORDS, self._handles.of(found.deepest), end // WORDS
+
+    def collect_full_device_indices(self, from_node_id: int, until_node_id: int) -> torch.Tensor:
+        """The indices from the end of one node to the end of another below it, `[tokens]`."""
+        node, until = self._handles.node(from_node_id), self._handles.node(until_node_id)
+        pages = self.tree.pages(node, node.end if node is not None else 0)
+        if until is not None:
+            pages = pages[until.end // self.tree.page_size :]
+        return joined(pages, self.device)
+
+    # Inserting
+
+    def begin_insert(self, params: Any) -> Any:
+        """Enter the pages and the state of a request; returns what the caller frees of what the tree has already."""
+        key = key_of(params.key, self.page_size)
+        length = len(key) // WORDS
+        if not length:
+            root = self._handles.root
+            return InsertStepResult(
+                actions=[], result=InsertResult(prefix_len=0, mamba_exist=True, last_device_node=root)
+            )
+        value = params.value
+        if value is None:
+            value = torch.arange(length, dtype=torch.int64, device=self.device)
+        arrival = self.visits.arrival(params, key)
+        slot, past = params.mamba_value, arrival.past
+        checkpoint = None
+        if slot is not None:
+            checkpoint = Checkpoint(slot, len(key), arrival.kind, params.priority or 0, arrival.turn)
+        elif past is None:
+            past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
+        pages = IndexPages(value[:length], self.page_size)
+        inserted = self.tree.insert(key, len(key), pages, checkpoint, None, past)
+        if not inserted.adopted and inserted.node.slot is not None:
+            self.tree.renew(inserted.node)
+        existing = inserted.num_existing // WORDS
+        duplicates = value[params.prev_prefix_len : existing]
+        result = InsertResult(
+            prefix_len=existing,
+            last_device_node=self._handles.of(inserted.node),
+            mamba_exist=not inserted.adopted,
+            adopted_ranges={FULL: [(existing, length)]} if params.track_adopted_ranges and existing < length else None,
+        )
+        return InsertStepResult(actions=[FreeDeviceKV([duplicates])] if len(duplicates) else [], result=result)
+
+    def has_ongoing_insert(self) -> bool:
+        """Whether an insert waits to be continued: never, they are one step."""
+        return False
+
+    def end_insert(self) -> list[Any]:
+        """What a broken insert leaves to do: nothing."""
+        return []
+
+    # Locks
+
+    def inc_lock_ref(self, node_id: int, skip_lock_components: Sequence[Any] = ()) -> Any:
+        """Protect the pages up to a node and its state, but for the components that are skipped."""
+        skipped = tuple(skip_lock_components)
+        self._handles.lock(node_id, pages=FULL not in skipped, state=STATE not in skipped)
+        return IncLockRefResult(node_id=node_id, skipped_lock_components=skipped)
+
+    def dec_lock_ref(self, node_id: int, params: Any, skip_swa: bool = False) -> Any:
+        """Release what a receipt says was locked."""
+        assert params.node_id == node_id, f"the receipt of node {params.node_id} was given for node {node_id}"
+        skipped = params.skipped_lock_components
+        self._handles.unlock(node_id, pages=FULL not in skipped, state=STATE not in skipped)
+        return DecLockRefResult()
+
+    def inc_full_pin(self, node_id: int) -> None:
+        """Protect the pages up to a node."""
+        self._handles.lock(node_id, state=False)
+
+    def dec_full_pin(self, node_id: int) -> None:
+        """Release what `inc_full_pin` has locked."""
+        self._handles.unlock(node_id, state=False)
+
+    # Evicting
+
+    def evict_pages(self, num_tokens: int) -> Evicted:
+        """Evict the pages of at least `num_tokens` tokens, if possible."""
+        released = self._bag()
+        self.tree.evict_pages(-(-num_tokens // self.page_size), released)
+        return self._evicted(released)
+
+    def evict_states(self, number: int) -> Evicted:
+        """Evict states, if possible."""
+        released = self._bag()
+        self.tree.evict_checkpoints(number, released)
+        return self._evicted(released)
+
+    def evict_least(self, num_tokens: int) -> Evicted:
+        """Evict what is worth least: a state, or up to `num_tokens` tokens of pages that no state needs."""
+        released = self._bag()
+        self.tree.evict_one(max(1, -(-num_tokens // self.page_size)), released)
+        return self._evicted(released)
+
+    def _bag(self) -> Released:
+        return Released(PageParts())
+
+    def _evicted(self, released: Released) -> Evicted:
+        return Evicted(
+            joined(released.pages, self.device) if len(released.pages) else None,
+            joined(released.slots, self.device) if released.slots else None,
+        )
+
+    # Sizes, in tokens of KV and in states
+
+    def full_evictable_size(self) -> int:
+        return self._tokens(self.tree.num_pages - self.tree.locks.num_pages)
+
+    def full_protected_size(self) -> int:
+        return self._tokens(self.tree.locks.num_pages)
+
+    def mamba_evictable_size(self) -> int:
+        return self.tree.num_checkpoints - self.tree.locks.num_checkpoints
+
+    def mamba_protected_size(self) -> int:
+        return self.tree.locks.num_checkpoints
+
+    evictable_size = full_evictable_size
+    protected_size = full_protected_size
+
+    def swa_evictable_size(self) -> int:
+        return 0
+
+    swa_protected_size = swa_evictable_size
+
+    def component_evictable_size(self, component_type: Any) -> int:
+        """Of one component, 0 of those that this tree has not."""
+        return {FULL: self.full_evictable_size, STATE: self.mamba_evictable_size}.get(
+            component_type, self.swa_evictable_size
+        )()
+
+    def component_protected_size(self, component_type: Any) -> int:
+        """Of one component, 0 of those that this tree has not."""
+        return {FULL: self.full_protected_size, STATE: self.mamba_protected_size}.get(
+            component_type, self.swa_protected_size
+        )()
+
+    def total_size(self) -> tuple[int, int]:
+        """Tokens and states in the tree."""
+        return self._tokens(self.tree.num_pages), self.tree.num_checkpoints
+
+    def _tokens(self, num_pages: int) -> int:
+        return num_pages * self.page_size
+
+    # Nodes
+
+    def node_by_id(self, node_id: int) -> Node | None:
+        """The node of this project's tree; None for the empty prefix."""
+        return self._handles.node(node_id)
+
+    def root_node_handle(self, extra_key: str | None = None) -> int:
+        """The handle of the empty prefix: one for all namespaces, which a key names."""
+        return self._handles.root
+
+    def is_root(self, node_id: int) -> bool:
+        return node_id == self._handles.root
+
+    def is_backuped(self, node_id: int) -> bool:
+        """Whether a node has a copy in host memory: none has."""
+        return False
+
+    def is_full_device_evicted(self, node_id: int) -> bool:
+        """Whether a node has no pages: a node that there is has them."""
+        return False
+
+    def component_has_host_value_only(self, node_id: int, component_type: Any) -> bool:
+        """Whether what a node had is in host memory: never."""
+        return False
+
+    def get_component_device_value(self, node_id: int, component_type: Any) -> torch.Tensor | None:
+        """The indices of a node's edge, `[tokens]`, or the slot of its state, `[1]`; None if it has none."""
+        node = self._handles.node(node_id)
+        if node is None:
+            return None
+        if component_type == STATE:
+            slot: torch.Tensor | None = node.slot
+            return slot
+        return joined(node.pages, self.device) if component_type == FULL else None
+
+    def dfs_weight_order(self, node_ids: Sequence[int]) -> list[int]:
+        """The order of requests in which those that share most come first and one after the other."""
+        return dfs_weight_order([self._handles.node(node_id) for node_id in node_ids])
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """All indices in the tree, `[tokens]`."""
+        return joined([joined(node.pages, self.device) for _, node in self.tree.nodes()], self.device)
+
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        """All slots of states in the tree, `[states]`."""
+        return joined([node.slot for _, node in self.tree.nodes() if node.slot is not None], self.device)
+
+    # Checks
+
+    def sanity_check(self, ongoing_write_through: Sequence[Any], ongoing_load_back: Sequence[Any]) -> None:
+        """Compare what the tree counts with its nodes.
+
+        Raises:
+            AssertionError: they differ, or something would never be evicted.
+        """
+        nodes = [node for _, node in self.tree.nodes()]
+        assert not ongoing_write_through and not ongoing_load_back
+        assert self.tree.num_pages == sum(node.num_pages for node in nodes)
+        assert self.tree.num_checkpoints == sum(node.slot is not None for node in nodes)
+        assert self.tree.locks.num_checkpoints == sum(node.slot is not None and node.state_locks > 0 for node in nodes)
+        assert all(node.page_locks >= node.state_locks for node in nodes)
+        assert not any(self.tree.overlooks(node) for node in nodes)
+        indices, slots = self.all_values_flatten(), self.all_mamba_values_flatten()
+        assert len(indices.unique()) == len(indices) == self.total_size()[0], "an index is in the tree twice"
+        assert len(slots.unique()) == len(slots), "a state is in the tree twice"
+
+    def pretty_print(self) -> None:
+        """Print the nodes."""
+        for namespace, node in self.tree.nodes():
+            state = "state" if node.slot is not None else "no state"
+            locks = f"{node.page_locks} page locks, {node.state_locks} state locks"
+            print(f"{namespace!r} [{node.start // WORDS}, {node.end // WORDS}) {state}, {locks}")
+
+
+def refuse_unknown(core: type) -> None:
+    """Give a class of tree cores every method that SGLang's interface asks for and the class has not: one that raises
+    NotImplementedError when it is called."""
+    for name in sorted(core.__abstractmethods__):  # type: ignore[attr-defined]
+
+        def refused(self: Any, *args: Any, _name: str = name, **kwargs: Any) -> Any:
+            raise NotImplementedError(f"--radix-cache-backend hybrid does not support the tree core's {_name}")
+
+        refused.__name__ = name
+        setattr(core, name, refused)
+    update_abstractmethods(core)
+
+
+refuse_unknown(HybridTreeCore)

@@ -1,0 +1,76 @@
+"""What is known of requests that have come: SGLang hands a tree keys and indices, and no requests."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hybrid.key import Key
+from hybrid.tree.node import History, Kind, Match, NodeUsage
+from hybrid.tree.tree import Tree
+
+MAX_VISITS = 8192
+"""Requests that are remembered; of more the one that came first is forgotten, as if it came again."""
+
+
+class Arrival(NamedTuple):
+    """What a state is that is about to be inserted.
+
+    Attributes:
+        kind: why it was put there.
+        turn: number of turn ends before it on its path.
+        past: usage of a state that was there before, or of this one if it is not kept; None: there is none.
+    """
+
+    kind: Kind
+    turn: int
+    past: NodeUsage | None
+
+
+class Visits:
+    """The requests of a tree, by their ids.
+
+    Args:
+        tree: is matched, once per request so that it counts.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._histories: dict[str, History] = {}
+        self._expected: tuple[Any, Arrival] | None = None
+
+    def match(self, rid: str, key: Key, limit: int) -> tuple[Match, int]:
+        """The longest cached prefix of a request, and how much of it the tree has had. Counts when it is the request's
+        first."""
+        history = self._histories.get(rid)
+        if history is not None:
+            return self._tree.peek(key, limit), history.num_tokens
+        found = self._tree.match(key, limit)
+        history = self._histories[rid] = self._tree.recall(key, found, limit)
+        if len(self._histories) > MAX_VISITS:
+            del self._histories[next(iter(self._histories))]
+        return found, history.num_tokens
+
+    def leave(self, rid: str) -> None:
+        """A request has ended."""
+        self._histories.pop(rid, None)
+
+    def describe(self, rid: str, num_tokens: int, kind: Kind) -> Arrival:
+        """A state of a request at a position."""
+        history = self._histories.get(rid)
+        if history is None:
+            return Arrival(kind, 0, None)
+        return Arrival(kind, history.turn, history.gone.get(num_tokens))
+
+    def expect(self, params: Any, arrival: Arrival) -> None:
+        """The next insert, with these parameters, is of this state."""
+        self._expected = params, arrival
+
+    def arrival(self, params: Any, key: Key) -> Arrival:
+        """What is inserted with these parameters: what was expected, or else what the tree itself can tell."""
+        expected, self._expected = self._expected, None
+        if expected is not None and expected[0] is params:
+            return expected[1]
+        found = self._tree.peek(key, len(key))
+        history = self._tree.recall(key, found, len(key))
+        kind = Kind.BRANCH if found.num_page_tokens == len(key) else Kind.TURN_END
+        return Arrival(kind, history.turn, history.gone.get(len(key)))

@@ -1,0 +1,128 @@
+"""What the pages and checkpoints of a tree are: ours, or those of pools of the caller's own.
+
+A tree never looks at what identifies a page or a checkpoint. An engine with its own allocators can therefore hand over
+values of any kind, such as index tensors on a device: they are kept, cut and returned as they are.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Protocol
+
+PageValues = Any
+"""Values of consecutive pages: an `array` of page ids, or `PageParts`. Both have a length and slices, grow with
+`extend`, and lose pages from their end with `del values[n:]`."""
+
+SlotValue = Any
+"""What identifies a checkpoint: a slot id, or any object but None."""
+
+
+class PageParts:
+    """Values of consecutive pages, in parts as they were handed over.
+
+    A part is any object with a length in pages and slices. Parts are never written, and never looked into.
+
+    Args:
+        parts: none of them empty.
+
+    Attributes:
+        parts: the parts in order.
+    """
+
+    __slots__ = ("_ends", "parts")
+
+    def __init__(self, parts: Iterable[Any] = ()) -> None:
+        self.parts: list[Any] = [*parts]
+        self._ends: list[int] = [*accumulate(map(len, self.parts))]
+
+    @classmethod
+    def of(cls, values: Any) -> PageParts:
+        """The pages of one part, or a copy of pages in parts."""
+        parts = cls()
+        parts.extend(values)
+        return parts
+
+    def __len__(self) -> int:
+        """Number of pages."""
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, where: slice) -> PageParts:
+        start, end, step = where.indices(len(self))
+        assert step == 1
+        if start >= end:
+            return PageParts()
+        ends = self._ends
+        first = bisect_right(ends, start)
+        last = bisect_right(ends, end - 1, first)
+        found = self.parts[first : last + 1]
+        if end < ends[last]:
+            found[-1] = found[-1][: end - ends[last]]
+        if first:
+            start -= ends[first - 1]
+        if start:
+            found[0] = found[0][start:]
+        return PageParts(found)
+
+    def __delitem__(self, where: slice) -> None:
+        start, end, _ = where.indices(len(self))
+        if start >= end:
+            return
+        assert end == len(self), "pages are only ever removed from the end"
+        at = bisect_right(self._ends, start)
+        before = self._ends[at - 1] if at else 0
+        if start > before:
+            self.parts[at], self._ends[at] = self.parts[at][: start - before], start
+            at += 1
+        del self.parts[at:], self._ends[at:]
+
+    def extend(self, values: Any) -> None:
+        """Add one part at the end, or pages in parts."""
+        at = len(self)
+        more = values.parts if isinstance(values, PageParts) else [values] if len(values) else []
+        self._ends.extend(at + end for end in accumulate(map(len, more)))
+        self.parts.extend(more)
+
+
+class Leaving(Protocol):
+    """Sees what is about to be evicted, while the tree still has it. Must not raise, and must not change the tree. Its
+    argument is a `hybrid.tree.node.Node`."""
+
+    def checkpoint(self, node: Any) -> None:
+        """The checkpoint of a node is about to be evicted."""
+        ...
+
+    def pages(self, node: Any, num_kept: int) -> None:
+        """The pages of a node after the first `num_kept` are about to be evicted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """What a tree is to know of the pools that its pages and checkpoints are from.
+
+    Attributes:
+        opaque: page values are any objects with a length and slices, and are kept as `PageParts`; slots are any
+            objects. False: both are integers.
+        checkpoint_step: checkpoints are at multiples of this many tokens, itself a multiple of the page size; None: at
+            those of the tree's grid, as branching points and ghosts are.
+        whole_leaves: a leaf is evicted as a whole: with its checkpoint go all its pages, and with a page all others.
+            False: pages stay until pages are needed, and are evicted from a leaf's tail.
+        leaving: sees what is about to be evicted; None: nothing does.
+    """
+
+    opaque: bool = False
+    checkpoint_step: int | None = None
+    whole_leaves: bool = False
+    leaving: Leaving | None = None
+
+    def collect(self, values: Sequence[int] | Any = ()) -> PageValues:
+        """A container with values of pages: a copy of the container, not of what is in it."""
+        return PageParts.of(values) if self.opaque else array("i", values)
+
+
+INTEGERS = Pools()
+"""Page ids and slot ids."""

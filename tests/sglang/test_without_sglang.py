@@ -1,0 +1,211 @@
+"""What of `hybrid.sglang` needs no SGLang: keys, options, refusals, the order of requests, and what is imported."""
+
+import subprocess
+import sys
+import tomllib
+from array import array
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid.errors import ArgumentError, UnsupportedModelError
+from hybrid.key import Key
+from hybrid.sglang import plugin
+from hybrid.sglang.indices import IndexPages, joined
+from hybrid.sglang.keys import WORDS, key_of_ids, namespace_of
+from hybrid.sglang.order import dfs_weight_order
+from hybrid.sglang.policies import CLASSIC, DEFAULT, NAMES, Options, policy_named
+from hybrid.sglang.refusals import refusals, refuse
+from hybrid.tree.node import Node
+from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.pools import PageParts
+from hybrid.tree.tree import Tree
+
+ROOT = Path(__file__).parent.parent.parent
+
+HEAVY = ("transformers", "tokenizers", "triton", "fla", "hybrid.engine", "hybrid.models", "hybrid.cache", "sglang.srt")
+
+
+def printed(code: str) -> str:
+    """What a program prints, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout
+
+
+def test_the_plugin_is_imported_without_the_engine_transformers_or_sglang() -> None:
+    code = f"import sys, hybrid.sglang.plugin; print([name for name in {HEAVY} if name in sys.modules])"
+    shown = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert shown.stdout == "[]\n"
+
+
+def test_importing_hybrid_loads_nothing_of_the_plugin() -> None:
+    code = "import sys, hybrid; hybrid.Engine; print([name for name in sys.modules if 'sglang' in name])"
+    shown = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert shown.stdout == "[]\n"
+
+
+def test_the_room_runs_without_packages_that_only_the_engine_needs() -> None:
+    """SGLang's pins of transformers and others do not matter: they are never imported."""
+    code = """
+import sys
+for name in ("transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich", "triton", "fla"):
+    sys.modules[name] = None
+from hybrid.sglang import indices, order, plugin, refusals, visits
+"""
+    printed(code)
+
+
+def test_the_entry_point_names_the_function_that_registers() -> None:
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    assert points["sglang.srt.plugins"] == {"hybrid": "hybrid.sglang.plugin:register"}
+    assert callable(plugin.register)
+
+
+# Keys
+
+
+def test_ids_of_64_bits_stay_apart() -> None:
+    """SGLang's stand-ins for images use all 64 bits; ids of the tree have 32."""
+    first, second = (key_of_ids([5, high, 7], 3, 1, None, None) for high in (1 << 40, 1 << 41))
+    assert first.ids[:8] == second.ids[:8]
+    assert first.ids[8:16] != second.ids[8:16]
+    assert len(first) == 3 * WORDS
+
+
+def test_a_key_ends_at_the_last_whole_page_of_its_limit() -> None:
+    ids = array("q", range(100))
+    assert key_of_ids(ids, 70, 16, None, None) == Key(ids[:64].tobytes())
+    assert len(key_of_ids(ids, 15, 16, None, None)) == 0
+
+
+def test_no_two_pairs_of_extra_key_and_salt_share_a_namespace() -> None:
+    texts = [None, "", "a", "b", "ab", "1:a", "+a", ":", "a:b", "0:", "+"]
+    pairs = [(extra, salt) for extra in texts for salt in texts if salt != ""]  # an empty salt is none
+    assert len({namespace_of(*pair) for pair in pairs}) == len(pairs)
+    assert namespace_of(None, None) == namespace_of(None, "") == ""
+
+
+# Indices
+
+
+def test_a_slice_of_indices_is_a_copy_of_whole_pages() -> None:
+    indices = torch.arange(12)
+    pages = IndexPages(indices, 4)
+    part = pages[1:3]
+    indices[:] = -1
+    assert len(pages) == 3
+    assert part.indices.tolist() == [*range(4, 12)]
+
+
+def test_parts_are_joined_in_order() -> None:
+    parts = PageParts([IndexPages(torch.tensor([3, 1]), 1), IndexPages(torch.tensor([2]), 1)])
+    assert joined(parts, torch.device("cpu")).tolist() == [3, 1, 2]
+    assert joined(PageParts(), torch.device("cpu")).shape == (0,)
+
+
+# Policies and options
+
+
+def test_policies_have_the_names_of_the_flag() -> None:
+    assert {"lru", "lfu", "priority"} <= set(NAMES)
+    assert DEFAULT in NAMES
+    assert set(NAMES) >= CLASSIC
+    assert type(policy_named("LRU")) is LeastRecentlyUsed
+
+
+@pytest.mark.parametrize("name", ["slru", "tlru", "", "best"])
+def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are(name: str) -> None:
+    with pytest.raises(ArgumentError, match=r"it has: lru, .*lhd"):
+        policy_named(name)
+
+
+def test_options_are_read_and_mistakes_named() -> None:
+    assert Options.of(None) == Options(admission=True, ghost_branches=False, seed=0)
+    assert Options.of({"seed": 7, "admission": False}) == Options(admission=False, seed=7)
+    with pytest.raises(ArgumentError, match=r"'sead'.*admission, ghost_branches, seed"):
+        Options.of({"sead": 7})
+    with pytest.raises(ArgumentError, match="seed must be of type int, got True"):
+        Options.of({"seed": True})
+
+
+# Refusals
+
+
+def context(**changed: Any) -> Any:
+    fields = {"enable_hierarchical_cache": False, "is_hybrid_swa": False, "is_hybrid_ssm": True}
+    return SimpleNamespace(**{**fields, **changed})
+
+
+def params(**changed: Any) -> Any:
+    return SimpleNamespace(**{"enable_session_radix_cache": False, "enable_kv_cache_events": False, **changed})
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    refuse(refusals(context(), params(), -1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (refusals(context(enable_hierarchical_cache=True), params(), -1), "HiCache"),
+        (refusals(context(is_hybrid_swa=True), params(), -1), "sliding windows"),
+        (refusals(context(is_hybrid_ssm=False), params(), -1), "without linear-attention states"),
+        (refusals(None, params(enable_session_radix_cache=True), -1), "--enable-session-radix-cache"),
+        (refusals(None, params(enable_kv_cache_events=True), -1), "KV cache events"),
+        (refusals(None, params(), 3), "--mamba-max-states-per-path"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_a_reason(asked: list[str], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named) as raised:
+        refuse(asked)
+    assert ": " in str(raised.value)
+
+
+def test_all_that_is_not_supported_is_named_at_once() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"HiCache.*; nor .*sliding windows.*; nor KV cache events"):
+        refuse(
+            refusals(
+                context(enable_hierarchical_cache=True, is_hybrid_swa=True), params(enable_kv_cache_events=True), -1
+            )
+        )
+
+
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.24", "0.5.23.post1", "1.0"])
+def test_a_version_whose_interface_is_not_known_is_refused(version: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"0\.5\.22 and 0\.5\.23.*{version} is installed"):
+        plugin.check_version(version)
+
+
+def test_the_versions_that_are_known_are_let_through() -> None:
+    for version in plugin.VERSIONS:
+        plugin.check_version(version)
+
+
+# The order of requests
+
+
+def test_requests_come_by_the_weight_of_what_they_share() -> None:
+    """Two keys below `a`, one of which three requests are at, and one key `b` alone."""
+    tree, pages = Tree(1, 1, LeastRecentlyUsed()), count(1)
+    nodes: dict[str, Node | None] = {"": None}
+    for text in ("a", "b", "ac", "ad"):
+        ids = [*map(ord, text)]
+        nodes[text] = tree.insert(
+            Key.of(ids), len(ids), [next(pages) for _ in ids], None, None, tree.new_usage("branch", 0, "")
+        ).node
+    asked = ["b", "ad", "", "ac", "a", "ac", "ac"]
+    ordered = [asked[place] for place in dfs_weight_order([nodes[text] for text in asked])]
+    assert ordered == ["ac", "ac", "ac", "ad", "a", "b", ""]
+
+
+def test_the_other_files_here_skip_themselves_without_sglang() -> None:
+    files = [path for path in Path(__file__).parent.glob("test_*.py") if path.name != Path(__file__).name]
+    assert [path.name for path in files if "require_sglang()" not in path.read_text(encoding="utf-8")] == []

@@ -1,0 +1,143 @@
+"""A tree whose pages and checkpoints are values of the caller's own: it behaves as with integers, and returns the very
+values that it was given."""
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+
+from hybrid.errors import OwnershipError
+from hybrid.key import Key
+from hybrid.tree.lhd import LearnedHitDensity
+from hybrid.tree.node import Checkpoint, Released
+from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.pools import PageParts, Pools
+from hybrid.tree.tree import Tree
+
+
+class Rows:
+    """Values of pages that nothing may look into: only a length, and slices."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, where: slice) -> "Rows":
+        assert isinstance(where, slice)
+        return Rows(self.ids[where])
+
+
+def ids_of(parts: PageParts) -> list[int]:
+    return [page for part in parts.parts for page in part.ids]
+
+
+def flat(pages: Any) -> list[int]:
+    return ids_of(pages) if isinstance(pages, PageParts) else [*pages]
+
+
+def opaque(**more: Any) -> Tree:
+    return Tree(1, 2, LeastRecentlyUsed(), pools=Pools(opaque=True, **more))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_parts_are_cut_and_joined_as_a_list_is(seed: int) -> None:
+    rng = random.Random(seed)
+    parts, expected = PageParts(), []
+    for _ in range(60):
+        match rng.randrange(4):
+            case 0:
+                more = [rng.random() for _ in range(rng.randrange(5))]
+                parts.extend(Rows(more))  # type: ignore[arg-type]
+                expected += more
+            case 1:
+                start, end = sorted(rng.randrange(len(expected) + 1) for _ in range(2))
+                assert ids_of(parts[start:end]) == expected[start:end]
+            case 2:
+                count = rng.randrange(min(3, len(expected)) + 1)
+                del parts[len(expected) - count :]
+                del expected[len(expected) - count :]
+            case 3 if len(expected) < 200:
+                parts.extend(parts[: len(expected) // 2])
+                expected += expected[: len(expected) // 2]
+        assert ids_of(parts) == expected
+        assert len(parts) == len(expected)
+        assert all(len(part) for part in parts.parts)
+
+
+def test_the_tree_returns_the_values_that_it_was_given() -> None:
+    tree, state, key = opaque(), object(), Key.of(range(6))
+    tree.insert(key, 6, Rows([60, 61, 62, 63, 64, 65]), Checkpoint(state, 6))
+    found = tree.match(key, 6)
+    assert found.checkpoint is not None
+    assert found.checkpoint.slot is state
+    assert ids_of(tree.pages(found.deepest, 4)) == [60, 61, 62, 63]
+    released = Released(PageParts())
+    tree.evict_all(released)
+    assert ids_of(released.pages) == [60, 61, 62, 63, 64, 65]
+    assert released.slots == [state]
+
+
+@pytest.mark.parametrize("policy", [LeastRecentlyUsed, LearnedHitDensity])
+@pytest.mark.parametrize("whole", [False, True])
+def test_opaque_values_change_nothing_about_what_a_tree_does(policy: Any, whole: bool) -> None:
+    """The same random calls on a tree of integers and on one of opaque values: the same pages at every step."""
+    trees = [Tree(1, 2, policy(), seed=3, pools=Pools(opaque, whole_leaves=whole)) for opaque in (False, True)]
+    rng, next_id = random.Random(5), 0
+    for _ in range(400):
+        key = Key.of([rng.randrange(3) for _ in range(2 * rng.randrange(1, 9))])
+        ids = list(range(next_id, next_id + len(key)))
+        next_id += len(key)
+        limit, count = rng.randrange(len(key) + 1), rng.randrange(6)
+        seen = []
+        for tree, pages in zip(trees, (array("i", ids), Rows(ids)), strict=True):
+            found = tree.match(key, limit)
+            inserted = tree.insert(key, len(key), pages, Checkpoint(next_id, len(key)) if count % 2 else None)
+            evicted = tree.evict_pages(count)
+            states = tree.evict_checkpoints(count // 4)
+            numbers = [
+                ids_of(one.pages) if isinstance(one.pages, PageParts) else [*one.pages] for one in (evicted, states)
+            ]
+            seen.append((found[:3], inserted[1:], numbers, evicted.slots, states.slots, tree.num_pages))
+        assert seen[0] == seen[1]
+
+
+def test_checkpoints_may_be_off_the_grid_of_branches() -> None:
+    tree = opaque(checkpoint_step=1)
+    tree.insert(Key.of(range(5)), 5, Rows([1, 2, 3, 4, 5]), Checkpoint("s", 5))
+    assert tree.peek(Key.of(range(6)), 6).num_tokens == 5
+    assert tree.peek(Key.of([0, 1, 2, 9]), 4).branching_len == 2  # pages to 3, the grid is 2
+    with pytest.raises(OwnershipError, match="multiples of 2"):
+        opaque().insert(Key.of(range(5)), 5, Rows([1, 2, 3, 4, 5]), Checkpoint("s", 5))
+
+
+def test_a_whole_leaf_goes_with_one_page_and_with_its_checkpoint() -> None:
+    for evict in ("evict_pages", "evict_checkpoints"):
+        tree = opaque(whole_leaves=True)
+        tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("upper", 2))
+        tree.insert(Key.of([1, 2, 3, 4]), 4, Rows([1, 2, 3, 4]), Checkpoint("lower", 4))
+        tree.match(Key.of([1, 2]), 2)
+        released = Released(PageParts())
+        getattr(tree, evict)(1, released)
+        assert (ids_of(released.pages), released.slots) == ([3, 4], ["lower"])
+        assert tree.peek(Key.of([1, 2, 3, 4]), 4).num_page_tokens == 2
+
+
+def test_the_checkpoint_of_an_inner_node_goes_alone_also_where_leaves_are_whole() -> None:
+    tree = opaque(whole_leaves=True)
+    tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("upper", 2))
+    tree.insert(Key.of([1, 2, 3, 4]), 4, Rows([1, 2, 3, 4]), Checkpoint("lower", 4))
+    released = Released(PageParts())
+    tree.evict_checkpoints(1, released)
+    assert (len(released.pages), released.slots) == (0, ["upper"])
+
+
+def test_a_checkpoint_that_is_offered_again_is_recent() -> None:
+    tree = opaque()
+    first = tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("first", 2)).node
+    tree.insert(Key.of([3, 4]), 2, Rows([3, 4]), Checkpoint("second", 2))
+    tree.renew(first)
+    assert tree.evict_checkpoints(1, Released(PageParts())).slots == ["second"]
+    assert first.usage.hits == 0
