@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import Products, linear
-from hybrid.models.layers import Chosen, Linear, RMSNorm, Rotary
+from hybrid.models.layers import Chosen, Linear, Projections, RMSNorm, Rotary
 from hybrid.models.moe import Experts
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec
@@ -211,6 +211,16 @@ class CausalLM(nn.Module):
         for name, weight, products in self.kinds_of_products():
             log.info("%s %s %s: %s", name, weight.dtype, list(weight.shape), products)
         log.info("products of %d kinds of weights chosen in %.2f s", len(chosen), time.perf_counter() - started)
+
+    def fuse_projections(self) -> None:
+        """Compute the projections of the same rows by one product each.
+
+        Before an engine captures steps of the model. In deterministic mode only where an output is summed by itself, as
+        by our Triton kernels and by compiled products: then it keeps its bits.
+        """
+        for module in self.modules():
+            if isinstance(module, Projections):
+                module.fuse()
 
     def kinds_of_products(self) -> Iterator[tuple[str, Tensor, Products]]:
         """Of every kind of weight the first one: its name, the matrix `[outputs, inputs]`, and how rows are multiplied

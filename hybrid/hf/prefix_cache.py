@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -133,6 +134,12 @@ class PrefixCache:
         self.explanations: tuple[Explanation, ...] = ()
         self._installed: MethodType | None = None
         self._allocate(layout)
+
+    def _replace_memory(self, layout: Layout) -> None:
+        """Free memory and bookkeeping, and make them for a layout. This thread owns them."""
+        del self.memory, self.cache, self._prefiller, self._drafting
+        self._allocate(layout)
+        self.cache.adopt()
 
     def _allocate(self, layout: Layout) -> None:
         """Make memory and bookkeeping for a layout."""
@@ -378,14 +385,21 @@ class PrefixCache:
         """What each drafter has done since the cache was made, by its name."""
         return self._drafting.stats
 
-    def audit(self) -> None:
-        """Verify that every page and every state slot has exactly one owner.
+    def verify_contents(self) -> None:
+        """Begin to take a digest of each page and checkpoint that is cached, for `audit(contents=True)`. What was
+        cached before is dropped, pins end, and `cache` and `memory` are new objects."""
+        with self._bookkeeping():
+            self._config = replace(self._config, verify_contents=True)
+            self._replace_memory(self.memory.layout)
+
+    def audit(self, contents: bool = False) -> None:
+        """Verify that every page and every state slot has exactly one owner; `contents` as in `HybridCache.audit`.
 
         Raises:
-            AuditError: a page or a slot has none or several; the message names it.
+            AuditError: it is not so; the message names what is wrong.
         """
         with self._bookkeeping():
-            self.cache.audit()
+            self.cache.audit(contents)
 
     def clear(self) -> None:
         """Evict everything that is not pinned."""
@@ -436,9 +450,7 @@ class PrefixCache:
             if layout == self.memory.layout:
                 self.cache.clear()
             else:  # of another dtype, or on another device
-                del self.memory, self.cache, self._prefiller, self._drafting
-                self._allocate(layout)
-                self.cache.adopt()
+                self._replace_memory(layout)
         self._version = version
         return version.key_space(namespace)
 

@@ -106,6 +106,7 @@ class Acceptance:
         self._trials = PRIOR
         self._failures = 0
         self._pause = 0
+        self._is_due = False  # the pause is over: one draft is tried, whether it pays or not
 
     @property
     def rate(self) -> float:
@@ -133,6 +134,8 @@ class Acceptance:
         rate = self.rate
         count = Worth(rows, share).take(rate**ahead for ahead in range(1, limit + 1))
         if not count and limit:
-            self._pause = min(2 ** min(self._failures, 10), MAX_PAUSE)
-            return 1 if rows < 1 / share else 0
+            self._is_due = not self._is_due
+            if not self._is_due:
+                return 1 if rows < 1 / share else 0
+            self._pause = min(4 ** min(self._failures, 5), MAX_PAUSE)
         return count
