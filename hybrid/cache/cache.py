@@ -488,9 +488,7 @@ class HybridCache:
             ArgumentError: `contents`, and no digests were taken.
         """
         if contents and self._digests is None:
-            raise ArgumentError(
-                "audit: contents need CacheConfig(verify_contents=True) or PrefixCache.verify_contents()"
-            )
+            raise ArgumentError("audit: contents need CacheConfig(verify_contents=True), or verify_contents()")
         audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None, self.tiers)
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
