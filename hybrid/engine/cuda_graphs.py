@@ -64,6 +64,7 @@ class DecodeGraphs:
         self._graphs: dict[Layout, Graph] = {}
         self._captures = True
         modules = model.modules() if isinstance(model, nn.Module) else ()
+        self._weights = tuple(model.parameters()) if isinstance(model, nn.Module) else ()  # graphs know addresses alone
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
 
     @property
@@ -116,7 +117,8 @@ def capture_for(device: torch.device) -> Capture:
     """What captures passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
     if device.type == "cuda":
         return CudaCapture(device)
-    capture: Capture = compiled_module("capture").CpuCapture()
+    module: Any = compiled_module("capture")
+    capture: Capture = module.CpuCapture()
     return capture
 
 

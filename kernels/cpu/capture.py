@@ -76,7 +76,9 @@ def _call(context, address, args, kind, first, last):  # type: ignore[no-untyped
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         convention = context.call_conv
         code = builder.inttoptr(values[0], convention.get_function_type(types.none, kinds).as_pointer())
-        convention.call_function(builder, code, types.none, kinds, values[1:])
+        status, _ = convention.call_function(builder, code, types.none, kinds, values[1:])
+        with builder.if_then(status.is_error, likely=False):  # as where memory is short
+            convention.return_status_propagate(builder, status)
         return context.get_dummy_value()
 
     return types.void(types.int64, *kinds), generate
@@ -163,10 +165,10 @@ class Tasks:
         rows: list[int] = []
         for task, args in zip(tasks, self._args, strict=True):
             code, is_product = _code(task.function, typeof(task.kind)), isinstance(task.kind, tuple)
-            rows += [code, is_product, task.count, task.multiple, task.most, args.buffer_info()[0]]
+            rows += [code, is_product, task.elements, task.multiple, task.most, args.buffer_info()[0]]
         self._program = array("q", rows)
         self._arguments = self._program.buffer_info()[0], len(tasks), kind, kinds
-        self._most = max(min(-(-task.count // task.multiple), task.most) for task in tasks)
+        self._most = max(min(-(-task.elements // task.multiple), task.most) for task in tasks)
 
     def __call__(self) -> None:
         """Run them, on as many threads as torch uses."""
@@ -183,15 +185,25 @@ class Tasks:
         pool, barrier = threads_besides(torch.get_num_threads() - 1), array("q", [0] * BARRIER)
         arguments = *self._arguments, barrier.buffer_info()[0]
         waiting: list[Future[None]] = []
+
+        def work(thread: int) -> None:
+            try:
+                _run(*arguments, thread, threads)
+            except BaseException:
+                barrier[STOPPED] = 1  # the others would wait for ever
+                raise
+
         try:
             for thread in range(1, threads):
-                waiting.append(pool.submit(_run, *arguments, thread, threads))
-            _run(*arguments, 0, threads)
-        except BaseException:  # a signal handler may raise, or no thread can be started: nobody may wait for the others
+                waiting.append(pool.submit(work, thread))
+            work(0)
+        except BaseException:  # no thread can be started, or a signal handler raises
             barrier[STOPPED] = 1
             raise
         finally:
             wait(waiting)
+        for future in waiting:
+            future.result()
 
 
 _alone = threading.Lock()
@@ -224,10 +236,15 @@ class _Pass(TorchDispatchMode):
     """
 
     def __init__(self, memory: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Task | Callable[[], None]] = []
         self._memory = memory
         self._block, self._end = 0, 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not: it would import torch's compiler, which takes seconds."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -299,6 +316,7 @@ class Program:
         """What each operation of the pass costs if it is run by itself, those of equal names together. The pass has to
         be idle: states are computed several times."""
         found: dict[str, float] = {}
+        work: Callable[[], None]
         for step in self._steps:
             if isinstance(step, Task):
                 name, work = step.function.__name__.strip("_"), Tasks([step], step.kind, step.kind)

@@ -27,7 +27,7 @@ class Task(NamedTuple):
         function: compiled.
         kind: the types in memory.
         numbers: its arguments.
-        count: number of elements; how they are shared among threads is up to who runs it.
+        elements: their number; how they are shared among threads is up to who runs it.
         multiple: ranges begin at multiples of it.
         most: ranges that the work is worth.
     """
@@ -35,7 +35,7 @@ class Task(NamedTuple):
     function: Any
     kind: Any
     numbers: tuple[int, ...]
-    count: int
+    elements: int
     multiple: int
     most: int
 
@@ -63,6 +63,8 @@ def run(function: Any, kind: Any, numbers: Sequence[int], count: int, multiple: 
         function(address, kind, bounds[0], bounds[1])
     finally:  # a signal handler may raise; the memory must not be freed before all threads are done
         wait(waiting)
+    for future in waiting:
+        future.result()
 
 
 def ranges(count: int, multiple: int, threads: int) -> list[int]:

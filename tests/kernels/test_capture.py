@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from numba import njit
 from torch import Tensor
 
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels.cpu import elementwise, matmul, tasks
 from hybrid.kernels.cpu.capture import CpuCapture, NotCapturedError
+from hybrid.kernels.cpu.vectors import INDEX, ZERO, numbers
 from support.engines import ids
 from support.tensors import same_bits
 
@@ -103,6 +105,42 @@ def test_a_thread_that_cannot_be_started_stops_the_others(
             again()
     again()
     assert same_bits(result, run())
+
+
+@njit(nogil=True, error_model="numpy")
+def _fails(args: Any, kind: Any, first: int, last: int) -> None:
+    place = numbers(numbers(args, INDEX)[0], INDEX)
+    for element in range(first, last):
+        if element == place[0]:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("element", [0, 299])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_operation_that_fails_in_one_thread_fails_the_pass(
+    count: int, element: int, threads: Callable[[int], None]
+) -> None:
+    threads(1)
+    x, number = torch.randn(5, 640), torch.tensor([-1])
+    run = pass_over(x, torch.float32)
+
+    def failing() -> Tensor:
+        y = run()
+        tasks.run(_fails, ZERO, (number.data_ptr(),), 300, 1, 3)
+        return elementwise.silu_and_mul(y, y)
+
+    again, result = CpuCapture()(failing)
+    threads(count)
+    again()
+    expected = result.clone()
+    number[0] = element
+    with pytest.raises(MemoryError):
+        again()
+    with pytest.raises(MemoryError):
+        failing()
+    number[0] = -1
+    again()
+    assert same_bits(result, expected)
 
 
 def test_passes_of_several_callers_at_once(threads: Callable[[int], None]) -> None:
