@@ -41,6 +41,11 @@ SHOWN = {
         r"cached random-1: '.+', [1-9]\d+ tokens cached",
         r"0 adapters of 0 bytes",
     ],
+    "restart": [
+        r": 0 of \d+ tokens cached\nsaved [1-9]\d* checkpoints",
+        r"loaded [1-9]\d* checkpoints and [1-9]\d* pages, \d+ bytes\n",
+        r"[1-9]\d+ of \d+ tokens cached",
+    ],
     "structured": [
         r"cold schema: '\{.*\}'",
         r"cached date: '20\d\d-\d\d', [1-9]\d+ tokens cached",

@@ -57,13 +57,18 @@ class Judge:
         return [self._random.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
 
     def warm(
-        self, pages: int = 256, states: int = 64, speculation: SpeculationConfig | None = None, longest: int = 0
+        self,
+        pages: int = 256,
+        states: int = 64,
+        speculation: SpeculationConfig | None = None,
+        longest: int = 0,
+        host: str | None = None,
     ) -> Engine:
         """An engine with an empty cache of its own: one budget, the size of `pages` and `states`. Where no request of
         `longest` pages would fit into the pieces of that budget, because pages are small compared with a state, it has
         pools of these sizes."""
         page_bytes, state_bytes = self.engine.cache.unit_bytes
-        config = replace(self._config, memory=pages * page_bytes + states * state_bytes)
+        config = replace(self._config, memory=pages * page_bytes + states * state_bytes, host=host)
         if longest and pages * page_bytes + states * state_bytes < smallest_memory(
             longest, page_bytes, state_bytes, None
         ):

@@ -41,7 +41,7 @@ def prefix_reuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for name, value in sizes.items():
         monkeypatch.setattr(module, name, value)
     yield module
-    for name in ("prefix_reuse", "hf", "cpu"):
+    for name in ("prefix_reuse", "hf", "cpu", "tiers"):
         sys.modules.pop(name, None)
 
 
@@ -54,6 +54,15 @@ def test_the_engine_against_transformers(prefix_reuse: ModuleType, tmp_path: Pat
     theirs = prefix_reuse.save_random_model(tmp_path)
     lines = prefix_reuse.measure(prefix_reuse.Sides(tmp_path, theirs), 1)
     assert_every_line_is_measured(lines, 8)
+
+
+def test_host_memory_against_the_device(
+    prefix_reuse: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = importlib.import_module("tiers")
+    monkeypatch.setattr(tiers, "SIZES", (128,))
+    sides = prefix_reuse.Sides(tmp_path, prefix_reuse.save_random_model(tmp_path))
+    assert_every_line_is_measured(tiers.measure(tiers.Tiers(sides), 1), 4)
 
 
 def test_the_cache_inside_transformers(
