@@ -64,7 +64,7 @@ class Drafting:
     def generate(
         self, call: GenerateCall, past: Past, config: SpeculationConfig | None, options: dict[str, Any]
     ) -> Any:
-        """`model.generate` for a call with this past, with drafts if there is somebody who drafts.
+        """`model.generate` for a call with this past, with drafts if something drafts.
 
         Args:
             config: who drafts, where the call does not ask for assisted decoding itself. For several sequences nobody.

@@ -149,7 +149,7 @@ def test_only_private_pages_change_places(tiny: Engine) -> None:
 # Several drafters
 
 
-def test_drafts_of_several_drafters_are_one_tree_the_likeliest_first() -> None:
+def test_drafts_of_several_drafters_are_one_tree_the_most_likely_first() -> None:
     tree = DraftTree()
     tree.add(made([5, 6, 7], [-1, 0, 1]), 0.5)
     tree.add(made([8, 9], [-1, 0], "b"), 0.8)
