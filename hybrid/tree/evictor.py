@@ -25,14 +25,14 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
-        whole_leaves: a leaf is evicted as a whole (`hybrid.tree.pools.Pools`).
+        whole_edges: edges are evicted as a whole, one by one (`hybrid.tree.pools.Pools`).
     """
 
-    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, whole_leaves: bool = False) -> None:
+    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, whole_edges: bool = False) -> None:
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
-        self._whole_leaves = whole_leaves
+        self._whole_edges = whole_edges
         self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
 
     @property
@@ -75,7 +75,7 @@ class Evictor:
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
-        if self._whole_leaves and not node.children and not node.page_locks:
+        if self._whole_edges and not node.children and not node.page_locks:
             num_pages = node.num_pages
         try:
             if num_pages == 0:
@@ -110,7 +110,7 @@ class Evictor:
             self._candidates.changed(parent)
             if isinstance(parent, Root):
                 return
-            if parent.slot is not None or parent.page_locks:
+            if parent.slot is not None or parent.page_locks or self._whole_edges:
                 self._candidates.enter(parent)
                 return
             node = parent

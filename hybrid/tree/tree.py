@@ -101,7 +101,7 @@ class Tree:
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
         self.pin: Callable[[Node], StateLock] = self.locks.pin
         self.unlock: Callable[[Lock], None] = self.locks.unlock
-        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts, pools.whole_leaves)
+        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts, pools.whole_edges)
 
     @property
     def num_pages(self) -> int:
@@ -305,6 +305,7 @@ class Tree:
             node.slot is None
             and node.parent is not None
             and not node.lost_checkpoint
+            and not self._pools.whole_edges
             and node.page_locks == (node is below)  # no lock but the caller's own
         ):
             self.forest.extend(node, ids, pages, usage)
