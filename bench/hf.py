@@ -22,13 +22,13 @@ from transformers.generation.streamers import BaseStreamer
 
 from hybrid.hf.prefix_cache import PrefixCache
 
-TURN, ANSWER = 1301, 64
-"""Tokens of each of three turns, and of the answers between them: a chat of 4k tokens."""
+TURN, ANSWER, FEW = 1301, 64, 16
+"""Tokens of each of three turns, of the answers between them (a chat of 4k tokens), and of those to the last turn."""
 
 SHORT = 64
 """Tokens of a short last turn."""
 
-CHUNK = 256
+CHUNK = 128
 """Tokens of a chunk in deterministic mode."""
 
 COLD = (1024, 4096)
@@ -63,7 +63,7 @@ class Sides:
 
     def first_token(self, generate: Callable[..., Any], prompt: Tensor) -> float:
         streamer = Tokens()
-        generate(prompt, max_new_tokens=1, do_sample=False, streamer=streamer)
+        generate(prompt, max_new_tokens=FEW, do_sample=False, streamer=streamer)
         return streamer.seconds[1]
 
     def answered(self, generate: Callable[..., Any], prompt: Tensor) -> float:

@@ -3,7 +3,7 @@
 
     python bench/hit_rate.py --trace lmsys --geometry qwen35_4b --budget-gb 3
     python bench/hit_rate.py --trace my.jsonl --geometry 65536,1000000 --budget-gb 1
-    python bench/hit_rate.py --reference reference.json --traces DIR --policy lhd
+    python bench/hit_rate.py --reference bench/reference.json --traces DIR --policy lhd     # DIR: bench/traces.py
 
 A trace is a file of JSON lines, one request each, with `input_tokens` and `output_tokens` (lists of token ids), in
 order of arrival. `--traces DIR` (or HYBRID_TRACES) is where traces are found by name. Requests run one after another; a
@@ -70,7 +70,9 @@ def load_trace(name: str, folder: Path | None) -> list[Request]:
             sys.exit(f"{name!r} is not a file; give --traces DIR (or HYBRID_TRACES) with a {name}.jsonl in it")
         path = folder / f"{name}.jsonl"
         if not path.is_file():
-            sys.exit(f"no trace {path.name} in {folder}; generate it there, or give a file")
+            sys.exit(
+                f"no trace {path.name} in {folder}; python bench/traces.py --out {folder} makes it, or give a file"
+            )
     requests = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(tqdm(file, desc=f"reading {path.name}", unit="request", disable=None), 1):

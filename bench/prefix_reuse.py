@@ -43,12 +43,12 @@ SIZES: dict[str, int] = {
 """Of the model."""
 
 
-def save_random_model(path: Path) -> Any:
-    """A random Qwen3.5 of about 50M parameters, saved by transformers itself; returns transformers' model."""
+def save_random_model(path: Path, sizes: dict[str, int] | None = None) -> Any:
+    """A random Qwen3.5, by default of about 50M parameters, saved by transformers; returns transformers' model."""
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(vocab_size=VOCAB, tie_word_embeddings=True, initializer_range=0.05, **SIZES)
+    config = Qwen3_5TextConfig(vocab_size=VOCAB, tie_word_embeddings=True, initializer_range=0.05, **(sizes or SIZES))
     model = Qwen3_5ForCausalLM(config).eval()
     use_torch_functions(model)
     model.save_pretrained(path)

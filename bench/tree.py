@@ -1,26 +1,19 @@
 #!/usr/bin/env python
 """Our tree against SGLang's Rust core, on the same operations and the same trace.
 
-    python bench/tree.py --peers DIR --peer-python PATH [--runs 3] [--only match lock] [--json]
-    python bench/tree.py --peers DIR --no-peer              # our own figures, without SGLang
+    python bench/tree.py --peer-python PATH [--runs 3] [--only match lock] [--json]
+    python bench/tree.py --no-peer                          # our own figures, without SGLang
 
-DIR holds the peers' tree_bench.py, which measures; its README says how to make an environment with SGLang. PATH is the
-Python of that environment: both sides run in it, on one core, part by part in turns, every part in a process of its
-own. Each figure is the median over the runs; a value says how many times better ours is. Exit status 1 when a target is
-missed, 2 when something could not be run.
-
-Memory is measured here: tree_bench.py measures a tree in a process that has just dropped another one, which hides the
-growth. Here each tree gets a new process, and freed memory is returned first.
+PATH is the Python of an environment with SGLang; bench/trees/sglang_tree.py says how to make one. Both sides run in it,
+on one core, part by part in turns, every part in a process of its own (bench/trees/operations.py). Each figure is the
+median over the runs; a value says how many times better ours is. Exit status 1 when a target is missed, 2 when
+something could not be run.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import importlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -32,8 +25,8 @@ from typing import Any
 from common import Line, arguments, finish, machine, ratio
 
 BENCH = Path(__file__).resolve().parent
-TREE_BENCH = "tree_bench.py"
-THEIRS, OURS = "sgl-rust", "tree_adapter:HybridTree"
+TREES = BENCH / "trees"
+THEIRS, OURS = "sglang_tree:rust", "hybrid_tree:HybridTree"
 PARTS = ("match", "insert", "lock", "evict", "mixed", "memory")
 
 Figures = dict[str, float]
@@ -53,15 +46,15 @@ GOALS: dict[str, tuple[tuple[str, ...], float]] = {
     "mixed trace, 512 states: requests/s": (("mixed page64 states512: requests/s",), 2),
     "memory, 1000 leaves of 4096: B/token": (("memory, 1000 leaves of 4096 tokens page64: B/token",), 2),
 }
-"""What is compared: names in the output of tree_bench.py, whose sum counts, and the ratio to reach. Pages of 64 tokens,
+"""What is compared: names in the output of operations.py, whose sum counts, and the ratio to reach. Pages of 64 tokens,
 where the tree knows pages."""
 
 
 def spawn(args: Namespace, factory: str, *command: str) -> str:
     """What a Python process for one tree prints, on the core that everything runs on. A peer does not see our checkout:
     the libraries that it loads would take our `kernels` for the package of that name."""
-    ours = [] if factory == THEIRS else [str(BENCH), str(BENCH.parent)]
-    found = os.pathsep.join(path for path in (str(args.peers), os.environ.get("PYTHONPATH", ""), *ours) if path)
+    ours = [] if factory == THEIRS else [str(BENCH.parent)]
+    found = os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), *ours) if path)
     return subprocess.run(
         [args.peer_python, "-W", "ignore", *command],
         env={**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
@@ -74,41 +67,12 @@ def spawn(args: Namespace, factory: str, *command: str) -> str:
 
 def figures_of(args: Namespace, factory: str, part: str) -> Figures:
     """The figures of one part for one tree, measured in a process of their own."""
-    if part == "memory":
-        figures: Figures = json.loads(spawn(args, factory, str(BENCH / "tree.py"), "--memory-of", factory))
-        return figures
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        spawn(args, factory, str(args.peers / TREE_BENCH), factory, "--only", part, "--json", str(file))
+        spawn(args, factory, str(TREES / "operations.py"), factory, "--only", part, "--json", str(file))
         measured: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["figures"]
     compared = {name for names, _ in GOALS.values() for name in names}
     return {name: value for name, value in measured.items() if name in compared}
-
-
-def memory_of(factory: str, count: int = 1000, length: int = 4096) -> Figures:
-    """Bytes per token by which this process grows as a tree takes in `count` leaves of `length` tokens, after a prompt
-    that they share. Run it once per process."""
-    import psutil
-
-    bench = importlib.import_module("tree_bench")
-    prompt = 1024
-    make = bench.factory_of(factory)
-    make(page_size=64, kv_slots=4096, state_slots=8)  # what is loaded or made once does not belong to a tree
-    shared = bench.tokens(prompt)
-    requests = [shared + bench.tokens(length) for _ in range(count)]
-    tree = make(page_size=64, kv_slots=(count + 1) * length + 3 * prompt, state_slots=count + 10)
-
-    def resident() -> int:
-        gc.collect()
-        if platform.libc_ver()[0] == "glibc":
-            ctypes.CDLL(None).malloc_trim(0)
-        return psutil.Process().memory_info().rss
-
-    before = resident()
-    for ids in requests:
-        bench.put(tree, tree.key(ids), prompt + length)
-    grown = resident() - before
-    return {f"memory, {count} leaves of {length} tokens page64: B/token": round(grown / (count * length), 2)}
 
 
 def measure(args: Namespace, sides: dict[str, str]) -> dict[str, Figures]:
@@ -133,29 +97,17 @@ def line(name: str, names: tuple[str, ...], figures: dict[str, Figures], target:
 
 def parse() -> Namespace:
     parser = arguments(__doc__, runs=3)
-    where = os.environ.get("HYBRID_PEERS", "")
-    parser.add_argument("--peers", metavar="DIR", default=where, help=f"has {TREE_BENCH} (default: HYBRID_PEERS)")
     parser.add_argument(
         "--peer-python", metavar="PATH", default=sys.executable, help="a Python that has SGLang (default: this one)"
     )
     parser.add_argument("--no-peer", action="store_true", help="our own figures alone, without targets")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run (default: all)")
     parser.add_argument("--core", type=int, default=0, help="core that everything runs on (default: 0)")
-    parser.add_argument(
-        "--memory-of", metavar="FACTORY", help="print the B/token of one tree in this process, and exit"
-    )
-    args = parser.parse_args()
-    args.peers = Path(args.peers).resolve()
-    if not args.memory_of and not (args.peers / TREE_BENCH).is_file():
-        parser.error(f"{args.peers} has no {TREE_BENCH}: name its folder with --peers DIR, or in HYBRID_PEERS")
-    return args
+    return parser.parse_args()
 
 
 def main() -> int:
     args = parse()
-    if args.memory_of:
-        print(json.dumps(memory_of(args.memory_of)))
-        return 0
     sides = {"ours": OURS} if args.no_peer else {"theirs": THEIRS, "ours": OURS}
     needed = "numpy" if args.no_peer else "sglang"
     try:

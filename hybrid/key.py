@@ -17,6 +17,9 @@ from hybrid.errors import ArgumentError
 TOKEN_BYTES: int = array("i").itemsize
 """Bytes of one token id in a key."""
 
+PAIRS: str = "\0pairs "
+"""The beginning of namespaces of keys of pairs; no other namespace begins with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Key:
@@ -34,7 +37,7 @@ class Key:
     units: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        check_namespace(self.namespace)
+        _check_text(self.namespace)
 
     @classmethod
     def of(cls, ids: Sequence[int], namespace: str = "", units: Iterable[tuple[int, int]] = ()) -> "Key":
@@ -47,10 +50,34 @@ class Key:
                 mean equal content, page by page: `PagedUnits` makes such ids from the contents of units.
 
         Raises:
-            ArgumentError: the namespace is not a string.
+            ArgumentError: the namespace is not a string, or begins as those of pairs do.
         """
+        check_namespace(namespace)
         ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
         return cls(ids.tobytes(), namespace, _joined(units))
+
+    @classmethod
+    def of_pairs(cls, ids: Sequence[int], namespace: str = "", units: Iterable[tuple[int, int]] = ()) -> "Key":
+        """Create the key of pairs of consecutive tokens: its position n stands for tokens n and n + 1.
+
+        For caches of a drafter of the EAGLE kind, whose keys and values at a position are computed from the token there
+        and the one after it: n equal positions are n + 1 equal tokens. Such a key shares nothing with keys of tokens.
+
+        Args:
+            ids: token ids, one more than the key has positions.
+            namespace: keys in different namespaces share nothing.
+            units: spans `(start, end)` of tokens, as in `of`.
+
+        Raises:
+            ArgumentError: there is no token, or the namespace is not a string or begins as those of pairs do.
+        """
+        check_namespace(namespace)
+        ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+        if not ids:
+            raise ArgumentError("a key of pairs needs at least one token")
+        spans = ((max(start - 1, 0), end - 1) for start, end in units if end > 1)
+        # exact, with 4 bytes a position: the pairs of a sequence are its first token, and then each later one
+        return cls(ids[1:].tobytes(), f"{PAIRS}{ids[0]} {namespace}", _joined(spans))
 
     def whole(self, num_tokens: int, step: int) -> int:
         """The largest multiple of `step`, up to `num_tokens`, that is not inside a unit."""
@@ -68,11 +95,17 @@ class Key:
 
 
 def check_namespace(namespace: object) -> None:
-    """Refuse a namespace that is not a string: 1, 1.0 and True would be one namespace.
+    """Refuse a namespace that is not a string, where 1, 1.0 and True would be one, or that keys of pairs have.
 
     Raises:
-        ArgumentError: it is not a string, or has a lone surrogate.
+        ArgumentError: it is not a string, has a lone surrogate, or begins with `PAIRS`.
     """
+    _check_text(namespace)
+    if isinstance(namespace, str) and namespace.startswith(PAIRS):
+        raise ArgumentError(f"a namespace must not begin with {PAIRS!r}, as those of pairs do; got {namespace!r:.100}")
+
+
+def _check_text(namespace: object) -> None:
     if not isinstance(namespace, str):
         raise ArgumentError(f"a namespace must be a string, got {namespace!r:.100}; use str() or leave it out")
     text("the namespace", namespace)

@@ -115,6 +115,10 @@ def _fake_gated_delta_step(mixed: Tensor, *rest: Any) -> Tensor:
     return mixed.new_empty(mixed.shape[0], recurrent.shape[1], recurrent.shape[3])
 
 
+def _fake_delta_gates(a: Tensor, b: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
+
+
 def _fake_linear(x: Tensor, weight: Tensor, decode_start: int) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
@@ -137,6 +141,7 @@ OPS: dict[str, Op] = {
         Op("chunk_gated_delta_rule", "delta_rule", _like(2), writes=("state",), external=True, compiled=True),
         Op("combine_experts", "experts", _fake_combine_experts),
         Op("copy_states", "memory", _nothing, writes=("rows",)),
+        Op("delta_gates", "delta_rule", _fake_delta_gates),
         Op("expert_linear", "experts", _fake_expert_linear, compiled=True),
         Op("gated_delta_step", "delta_rule_step", _fake_gated_delta_step, writes=("conv", "recurrent"), compiled=True),
         Op("gated_rms_norm", "elementwise", _like(0), compiled=True),
@@ -247,6 +252,7 @@ add_rms_norm: Callable[..., Any] = _define("add_rms_norm")
 batch_invariant_linear: Callable[..., Any] = _define("batch_invariant_linear")
 combine_experts: Callable[..., Any] = _define("combine_experts")
 copy_states: Callable[..., Any] = _define("copy_states")
+delta_gates: Callable[..., Any] = _define("delta_gates")
 expert_linear: Callable[..., Any] = _define("expert_linear")
 gated_delta_step: Callable[..., Any] = _define("gated_delta_step")
 gated_rms_norm: Callable[..., Any] = _define("gated_rms_norm")

@@ -19,6 +19,7 @@ from hybrid.models.layers import (
     MLP,
     DepthwiseWeight,
     Linear,
+    Projections,
     ResidualLayer,
     RMSNorm,
     Rotary,
@@ -122,12 +123,14 @@ class BambaAttention(nn.Module):
         self.k_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
         self.v_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
         self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias)
+        self.inputs: Projections = Projections(self.q_proj, self.k_proj, self.v_proj)
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
-        q = rotate(self.q_proj(x, batch).unflatten(-1, (self.heads, -1)), rotary.cos, rotary.sin)
-        k = rotate(self.k_proj(x, batch).unflatten(-1, (self.kv_heads, -1)), rotary.cos, rotary.sin)
-        v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, -1))
+        q, k, v = self.inputs(x, batch)
+        q = rotate(q.unflatten(-1, (self.heads, -1)), rotary.cos, rotary.sin)
+        k = rotate(k.unflatten(-1, (self.kv_heads, -1)), rotary.cos, rotary.sin)
+        v = v.unflatten(-1, (self.kv_heads, -1))
         pages, scale = kv[:, self.layer], self.head_dim**-0.5
         kernels.store_kv(k, v, pages, batch.slot_mapping)
         copy_keys_and_values(pages, batch.copies)

@@ -7,6 +7,7 @@ The class of a family makes its layers, lists their tensors per token and per se
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import Products, linear
-from hybrid.models.layers import Chosen, Linear, RMSNorm, Rotary
+from hybrid.models.layers import Chosen, Linear, Projections, RMSNorm, Rotary
 from hybrid.models.moe import Experts
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec
@@ -66,7 +67,7 @@ class TextModel(nn.Module):
         self.norm: RMSNorm = norm
 
 
-class CausalLM(nn.Module):
+class CausalLM(nn.Module, ABC):
     """A text model with its head.
 
     Args:
@@ -79,8 +80,8 @@ class CausalLM(nn.Module):
         predictor: the layers for multi-token prediction; None: the model has none, or they are not loaded.
 
     Attributes:
-        waits_for_device: a decode step reads a result of the device on the host, so that no CUDA graph can record it.
-        is_batch_invariant: `make_batch_invariant` was called.
+        waits_for_device: a decode step reads a result of the device on the host, so that it cannot be captured.
+        is_batch_invariant: `make_batch_invariant` was called, which took `choosing_seconds` of CPU time.
         mtp: the predictor.
     """
 
@@ -99,6 +100,7 @@ class CausalLM(nn.Module):
         self.config: Any = config
         self.chunk_size = chunk_size
         self.is_batch_invariant: bool = False
+        self.choosing_seconds: float = 0.0
         self.model: TextModel = TextModel(config, layers, norm)
         self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
         self.mtp: nn.Module | None = predictor
@@ -118,13 +120,20 @@ class CausalLM(nn.Module):
 
     @property
     def decode_can_be_recorded(self) -> bool:
-        """Whether a CUDA graph can record a decode step: it does not wait for the device, as the twins do."""
-        return not self.waits_for_device and kernels.uses_triton(self.lm_head.weight.device)
+        """Whether a decode step can be captured: it does not wait for the device, as the twins do, and on a CPU its
+        products are compiled (experts read on the host which tokens are theirs)."""
+        if self.waits_for_device or kernels.uses_triton(self.lm_head.weight.device):
+            return not self.waits_for_device
+        modules = list(self.modules())
+        linears = [module for module in modules if isinstance(module, Linear)]
+        return all(module.products.is_compiled for module in linears) and not any(
+            isinstance(module, Experts) for module in modules
+        )
 
     @staticmethod
+    @abstractmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
-        raise NotImplementedError
 
     @staticmethod
     def layouts(parameter: str, config: Any) -> Layouts:
@@ -196,14 +205,25 @@ class CausalLM(nn.Module):
         if self.is_batch_invariant or kernels.uses_triton(self.lm_head.weight.device):
             return
         self.is_batch_invariant = True
-        started = time.perf_counter()
+        started = time.process_time()
         chosen: Chosen = {}
         for module in self.modules():
             if isinstance(module, Linear | Experts):
                 module.make_batch_invariant(self.chunk_size, chosen)
         for name, weight, products in self.kinds_of_products():
             log.info("%s %s %s: %s", name, weight.dtype, list(weight.shape), products)
-        log.info("products of %d kinds of weights chosen in %.2f s", len(chosen), time.perf_counter() - started)
+        self.choosing_seconds = time.process_time() - started
+        log.info("products of %d kinds of weights chosen in %.2f s", len(chosen), self.choosing_seconds)
+
+    def fuse_projections(self) -> None:
+        """Compute the projections of the same rows by one product each.
+
+        Before an engine captures steps of the model. In deterministic mode only where an output is summed by itself, as
+        by our Triton kernels and by compiled products: then it keeps its bits.
+        """
+        for module in self.modules():
+            if isinstance(module, Projections):
+                module.fuse()
 
     def kinds_of_products(self) -> Iterator[tuple[str, Tensor, Products]]:
         """Of every kind of weight the first one: its name, the matrix `[outputs, inputs]`, and how rows are multiplied

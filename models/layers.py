@@ -51,7 +51,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""
-        y = linear(x, self.weight, batch.blocks, self.products, self.scale)
+        return self.complete(linear(x, self.weight, batch.blocks, self.products, self.scale), x, batch)
+
+    def complete(self, y: Tensor, x: Tensor, batch: Batch) -> Tensor:
+        """What adapters and the bias add to the product `y` of rows `x`, which may be written."""
         for adapted in batch.adapted:
             weights = adapted.weights.get(self)
             if weights is not None:  # single rows one by one: the bits of a row do not depend on who else is adapted
@@ -88,6 +91,40 @@ class Linear(nn.Module):
         if kind not in chosen:
             chosen[kind] = choose(weight, chunk_size, self.takes_chunks)
         self.products = chosen[kind]
+
+
+class Projections(nn.Module):
+    """Linear layers that multiply the same rows. They can be fused: one product computes all of them.
+
+    Fused weights are views of one matrix, in the order of the layers, so that every layer keeps its name, its rows and
+    its values. Whoever replaces a weight afterwards has to fuse again; writing to one is fine.
+
+    Args:
+        linears: the layers, which belong to another module.
+    """
+
+    def __init__(self, *linears: Linear) -> None:
+        super().__init__()
+        self._linears: tuple[Linear, ...] = linears  # a tuple: they are not submodules of this one
+        self._weight: Tensor | None = None
+
+    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """Multiply rows `[T, inputs]`; returns `[T, outputs]` of each layer, parts of one tensor if they are fused."""
+        if self._weight is None:
+            return tuple(each(x, batch) for each in self._linears)
+        y = linear(x, self._weight, batch.blocks, self._linears[0].products)
+        parts = y.split([len(each.weight) for each in self._linears], dim=-1)
+        return tuple(each.complete(part, x, batch) for each, part in zip(self._linears, parts, strict=True))
+
+    def fuse(self) -> None:
+        """Compute all of them by one product. Not for weights that are int8, or multiplied in ways that differ."""
+        kinds = {(each.weight.dtype, each.weight.device, each.products) for each in self._linears}
+        if len(kinds) > 1 or any(each.scale is not None for each in self._linears):
+            return
+        self._weight = torch.cat([each.weight.detach() for each in self._linears])
+        parts = self._weight.split([len(each.weight) for each in self._linears])
+        for each, part in zip(self._linears, parts, strict=True):
+            each.weight = nn.Parameter(part, requires_grad=False)
 
 
 class RMSNorm(nn.Module):
@@ -145,10 +182,12 @@ class MLP(nn.Module):
         self.gate_proj: Linear = Linear(size, intermediate_size, bias)
         self.up_proj: Linear = Linear(size, intermediate_size, bias)
         self.down_proj: Linear = Linear(intermediate_size, size, bias)
+        self.inputs: Projections = Projections(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
-        return self.down_proj(kernels.silu_and_mul(self.gate_proj(x, batch), self.up_proj(x, batch)), batch)
+        gate, up = self.inputs(x, batch)
+        return self.down_proj(kernels.silu_and_mul(gate, up), batch)
 
 
 class LinearMixer(Protocol):

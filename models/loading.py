@@ -12,6 +12,7 @@ from tqdm import tqdm
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import can_compile
+from hybrid.kernels.ops import uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.json_files import read_config
@@ -157,6 +158,8 @@ def load_model(
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             module.compile_products(loader.scales.get(f"{name}.weight"))
+    if uses_triton(device):
+        model.fuse_projections()
     return model.eval()
 
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.reference import sigmoid, softplus
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import (
     MLP,
     DepthwiseWeight,
     GatedRMSNorm,
     Linear,
+    Projections,
     ResidualLayer,
     RMSNorm,
     Rotary,
@@ -45,6 +45,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z: Linear = Linear(config.hidden_size, values)
         self.in_proj_b: Linear = Linear(config.hidden_size, self.value_heads)
         self.in_proj_a: Linear = Linear(config.hidden_size, self.value_heads)
+        self.inputs: Projections = Projections(self.in_proj_qkv, self.in_proj_z, self.in_proj_a, self.in_proj_b)
         self.conv1d: DepthwiseWeight = DepthwiseWeight(2 * keys + values, config.linear_conv_kernel_dim)
         self.A_log: nn.Parameter = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
         self.dt_bias: nn.Parameter = nn.Parameter(torch.empty(self.value_heads), requires_grad=False)
@@ -54,9 +55,8 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
-        mixed = self.in_proj_qkv(x, batch)
-        gate = self.in_proj_z(x, batch).unflatten(-1, (self.value_heads, self.value_dim))
-        a, b = self.in_proj_a(x, batch), self.in_proj_b(x, batch)
+        mixed, gate, a, b = self.inputs(x, batch)
+        gate = gate.unflatten(-1, (self.value_heads, self.value_dim))
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps = self.conv1d.weight.squeeze(1)
         parts = []
@@ -67,11 +67,10 @@ class GatedDeltaNet(nn.Module):
             q, k, v = self._split(
                 kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.is_batch_invariant)
             )
-            decay = self._rate() * softplus(a[tokens].float() + self.dt_bias)
-            beta = sigmoid(b[tokens])
+            gates = kernels.delta_gates(a[tokens], b[tokens], self._rate(), self.dt_bias)
             parts.append(
                 kernels.chunk_gated_delta_rule(
-                    q, k, v, decay, beta, recurrent, *slots, chunk_size, batch_invariant=batch.is_batch_invariant
+                    q, k, v, *gates, recurrent, *slots, chunk_size, batch_invariant=batch.is_batch_invariant
                 )
             )
         if decodes is not None:
@@ -116,14 +115,15 @@ class Attention(nn.Module):
         self.k_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
         self.v_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
         self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias)
+        self.inputs: Projections = Projections(self.q_proj, self.k_proj, self.v_proj)
         self.q_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
-        q, gate = self.q_proj(x, batch).unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
-        k = self.k_proj(x, batch).unflatten(-1, (self.kv_heads, self.head_dim))
-        v = self.v_proj(x, batch).unflatten(-1, (self.kv_heads, self.head_dim))
+        q, k, v = self.inputs(x, batch)
+        q, gate = q.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in (k, v))
         pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
         q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
         copy_keys_and_values(pages, batch.copies)

@@ -1,6 +1,7 @@
 """What pytest must know before it collects."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["support.race_plugin"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Names of tests are the same in every process: tests run in several, which must agree on them."""
+    with_address = [item.nodeid for item in items if re.search("0x[0-9a-f]{6}", item.nodeid)]
+    if with_address:
+        raise pytest.UsageError(f"an address is in the name of a test; give it an id: {with_address[0]}")
+
 
 # What the tests of the tensor half share: a tokenizer and a random checkpoint, made once per session. transformers
 # takes seconds to import, and the tests of the books do without it, so the fixtures import it.

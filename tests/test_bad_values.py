@@ -300,6 +300,18 @@ COMMANDS: list[tuple[list[str], tuple[str, ...]]] = [
     (["tree", "a", "--memory", "none"], ("'none'",)),
     (["tree", "a", "--max-new-tokens", "1", "--out", "/no/such/tree.html"], ("/no/such/tree.html",)),
     (["demo", "--fast"], ("--fast",)),
+    (["demo", "--verbose=2"], ("--verbose", "'2'")),
+    (["generate", "tiny", "a", "--no-cache=no"], ("--no-cache", "'no'")),
+    (["parity", "--all-families=bamba"], ("--all-families", "'bamba'")),
+    (["stress", "--no-model=1"], ("--no-model", "'1'")),
+    (["stress", "--no-signals=x"], ("--no-signals", "'x'")),
+    (["tree", "a", "--model", "/no/such"], ("/no/such", "not a checkpoint")),
+    (["tree", "a", "--model", ""], ("''", "folder")),
+    (["cache"], ("FILE",)),
+    (["cache", "fly", "x"], ("'fly'", "'show'")),
+    (["cache", "show", "/no/such"], ("/no/such", "no such file")),
+    (["cache", "show", __file__], (__file__, "not a usable file")),
+    (["cache", "check", "/no/such", "--dtype", "int8"], ("--dtype", "'int8'")),
 ]
 
 

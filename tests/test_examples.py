@@ -22,12 +22,29 @@ SHOWN = {
         r"[1-9]\d+ of \d+ tokens cached",
         r"[1-9]\d% of the prompt tokens were not computed",
     ],
+    "images": [
+        r"red square, turn 2: [1-9]\d+ of \d+ tokens cached",
+        r"red square, turn 1: [1-9]\d+ of \d+ tokens cached",
+        r"blue square, turn 1: 0 of \d+ tokens cached",
+        r"[1-9]\d% of the prompt tokens were not computed",
+    ],
+    "pipeline": [
+        r"Which module decodes JSON\?",
+        r"160 of 161 tokens cached",
+        r"[1-9]\d% of the prompt tokens were not computed",
+        r"([1-9]\d*) of \1 drafts were accepted",
+    ],
     "engine": [r"[1-9]\d+ of \d+ tokens cached", r"[1-9]\d% of the prompt tokens were not computed"],
     "adapters": [
         r"2 adapters of [1-9]\d+ bytes",
         r"cached None: '.+', [1-9]\d+ tokens cached",
         r"cached random-1: '.+', [1-9]\d+ tokens cached",
         r"0 adapters of 0 bytes",
+    ],
+    "restart": [
+        r": 0 of \d+ tokens cached\nsaved [1-9]\d* checkpoints",
+        r"loaded [1-9]\d* checkpoints and [1-9]\d* pages, \d+ bytes\n",
+        r"[1-9]\d+ of \d+ tokens cached",
     ],
     "structured": [
         r"cold schema: '\{.*\}'",

@@ -1,11 +1,13 @@
 """Keys: token ids as bytes, and how far two of them agree."""
 
 from array import array
+from itertools import pairwise
 from random import Random
 
 import pytest
 
-from hybrid.key import TOKEN_BYTES, Key, common_prefix
+from hybrid import ArgumentError
+from hybrid.key import PAIRS, TOKEN_BYTES, Key, check_namespace, common_prefix
 
 
 def naive_common_prefix(a: list[int], b: list[int], a_start: int, b_start: int, step: int, most: int) -> int:
@@ -45,3 +47,47 @@ def test_the_type_of_an_array_does_not_matter() -> None:
 def test_a_key_belongs_to_its_namespace() -> None:
     assert Key.of([1]) != Key.of([1], "other")
     assert hash(Key.of([1], "other")) == hash(Key.of([1], "other"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pairs_are_equal_as_far_as_both_their_tokens_are(seed: int) -> None:
+    random = Random(seed)
+    for _ in range(50):
+        a, b = ([random.choice((1, 1, 1, 2)) for _ in range(random.randint(1, 12))] for _ in range(2))
+        one, other = Key.of_pairs(a), Key.of_pairs(b)
+        equal = 0
+        for x, y in zip(pairwise(a), pairwise(b), strict=False):
+            if x != y:
+                break
+            equal += 1
+        assert len(one) == len(a) - 1
+        if one.namespace == other.namespace:
+            found = common_prefix(one.ids, other.ids, 0, 0, TOKEN_BYTES, 100) // TOKEN_BYTES
+        else:
+            found = 0
+        assert found == equal
+
+
+def test_keys_of_pairs_share_nothing_with_keys_of_tokens_or_of_another_namespace() -> None:
+    names = {Key.of_pairs([5, 6], name).namespace for name in ("", "a", "5 ", "5 a")}
+    names |= {Key.of_pairs([first, 6], "").namespace for first in (6, 55)}
+    assert len(names) == 6
+    assert all(name.startswith(PAIRS) for name in names)
+    for refuse in (check_namespace, lambda name: Key.of([1], name), lambda name: Key.of_pairs([1], name)):
+        with pytest.raises(ArgumentError, match="must not begin with"):
+            refuse(f"{PAIRS}5 ")
+
+
+def test_no_match_of_pairs_ends_with_a_token_inside_a_unit() -> None:
+    key = Key.of_pairs(range(20), units=[(0, 3), (7, 12)])
+    # n positions are n + 1 tokens
+    ends = [key.whole(count, 1) + 1 for count in range(1, 20)]
+    assert [end for end in ends if 7 < end < 12] == []
+    assert [end for end in ends if end in (2,)] == []
+    assert set(ends) == {1, *range(3, 8), *range(12, 21)}
+
+
+def test_a_key_of_pairs_needs_a_token() -> None:
+    assert len(Key.of_pairs([5])) == 0
+    with pytest.raises(ArgumentError, match="at least one token"):
+        Key.of_pairs([])

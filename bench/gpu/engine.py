@@ -19,6 +19,7 @@ from torch import Tensor
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
 from hybrid.engine.build import LoadedModel, build_cache
 from hybrid.engine.config import EngineConfig
+from hybrid.kernels.ops import uses_triton
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 
 WARM_STEPS = 4
@@ -40,6 +41,8 @@ def random_model(bench: Bench) -> Any:
     generator = torch.Generator(bench.device.device).manual_seed(1)
     for name, parameter in model.named_parameters():
         _fill(name, parameter.data, generator)
+    if uses_triton(bench.device.device):  # as when a checkpoint is loaded
+        model.fuse_projections()
     return model.eval()
 
 

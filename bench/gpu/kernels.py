@@ -174,12 +174,14 @@ def elementwise(bench: Bench) -> Iterator[Planned]:
 
     norm = 1 + 0.1 * bench.normal(hidden, dtype=torch.float32), EPS
     gated_norm = (1 + 0.1 * bench.normal(value_dim, dtype=torch.float32)).to(s.dtype), EPS
+    rates = -torch.linspace(1, 16, value_heads, device=bench.device.device)
     kernels: dict[str, tuple[tuple[int, ...], int, int, tuple[Any, ...]]] = {
         "rms_norm": ((hidden,), 1, 2, norm),
         "add_rms_norm": ((hidden,), 2, 4, norm),
         "gated_rms_norm": ((value_heads, value_dim), 2, 3, gated_norm),
         "silu_and_mul": ((inner,), 2, 3, ()),
         "sigmoid_and_mul": ((heads, head_dim), 2, 3, ()),
+        "delta_gates": ((value_heads,), 2, 5, (rates, rates.to(s.dtype))),
     }
     """Shape of a row, number of inputs and of inputs and outputs, further arguments."""
 

@@ -58,7 +58,7 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "smoke": Section("gpu.engine", "smoke", 60),
+    "smoke": Section("gpu.engine", "smoke", 80),  # most of it compiles kernels
     "steps": Section("gpu.engine", "first_steps", 60),
     "roofline": Section("gpu.engine", "roofline", 30),
     "decode": Section("gpu.engine", "decode", 150),

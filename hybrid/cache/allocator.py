@@ -79,6 +79,17 @@ class Allocator:
         """Allocate the place of a stored checkpoint of the tree."""
         return self._allocate_slot(self._checkpoints)
 
+    def allocate_new_checkpoint(self) -> int | None:
+        """Allocate the place of a checkpoint as it is stored, which belongs to no lease: for `Committer.adopt`."""
+        return self.allocate_checkpoint() if self._memory.stores_smaller else self.allocate_state()
+
+    def free_checkpoint(self, place: int) -> None:
+        """Free the place of a checkpoint that the tree does not own."""
+        if self._memory.stores_smaller:
+            self._checkpoints.free([place])
+        else:
+            self.free_states([place])
+
     def allocate_request(self, num_pages: int) -> tuple[int, list[int]] | None:
         """Allocate a state slot and `num_pages` pages, or nothing: then nothing was evicted."""
         if not self._has_request(num_pages):

@@ -58,6 +58,19 @@ def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, determi
     )
 
 
+def fingerprint_named(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint) -> Fingerprint:
+    """The fingerprint of a caller who names the model, or knows all of it.
+
+    Raises:
+        ArgumentError: the name is no text, or the memory has no contents that can be read.
+    """
+    if isinstance(model, Fingerprint):
+        return model
+    if not isinstance(model, str) or not model:
+        raise ArgumentError(f"model must be a name for the model and its weights; got {model!r:.100}")
+    return fingerprint_of(memory, config, model, config.deterministic is True)
+
+
 def collect(
     tree: Tree,
     reader: ContentReader,
@@ -191,6 +204,7 @@ def _boundary(archive: Archive, index: int) -> Boundary:
     assert node.kind is not None
     return Boundary(
         key=Key(archive.ids_of(path), node.namespace),
+        num_tokens=node.end,
         pages=[row.numpy().data for row in archive.pages_of(path)],
         checkpoint=archive.checkpoint_of(index).numpy().data,
         kind=Kind(node.kind),

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pins
+from hybrid.cache.tiers import Tiers
 from hybrid.errors import AuditError
 from hybrid.key import TOKEN_BYTES
 from hybrid.memory.digests import Digests
@@ -16,12 +17,18 @@ from hybrid.tree.tree import Tree
 
 
 def audit(
-    tree: Tree, memory: CacheMemory, leases: Collection[Lease], pins: Pins, digests: Digests | None = None
+    tree: Tree,
+    memory: CacheMemory,
+    leases: Collection[Lease],
+    pins: Pins,
+    digests: Digests | None = None,
+    tiers: Tiers | None = None,
 ) -> None:
     """Check tree, memory, leases and pins against each other.
 
     Args:
         digests: read all that the tree owns, and compare; None: contents are not read.
+        tiers: copies in host memory; None: there are none.
 
     Raises:
         AuditError: with every violation found, one a line.
@@ -33,6 +40,7 @@ def audit(
         *_states(tree, memory, leases),
         *_pieces(memory),
         *_contents(tree, digests),
+        *(tiers.host.violations() if tiers is not None else []),
     ]
     if wrong:
         raise AuditError("the cache is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong))

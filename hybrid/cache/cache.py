@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from hybrid.cache.allocator import Allocator
-from hybrid.cache.archives import collect, fingerprint_of, load, writer_of
+from hybrid.cache.archives import collect, fingerprint_named, load, writer_of
 from hybrid.cache.audit import audit
 from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
@@ -37,6 +38,7 @@ from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.restorer import Restorer
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
+from hybrid.cache.tiers import Tiers, make_tiers
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
@@ -51,6 +53,7 @@ from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import policy_of
+from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import ceil_div
 
@@ -81,6 +84,7 @@ class HybridCache:
         allocator: allocates from the memory, and has the tree evict.
         pins: prefixes that are protected from eviction.
         leases: the open leases.
+        tiers: copies in host memory; None: `config.host` asks for none.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class HybridCache:
         self.memory: CacheMemory = memory
         max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
         policy = policy_of(config.eviction)
+        self.tiers: Tiers | None = make_tiers(memory, config)
         self.tree: Tree = Tree(
             config.page_size,
             config.grid,
@@ -103,6 +108,7 @@ class HybridCache:
             max_ghosts=max_ghosts,
             seed=config.seed,
             priority_cap=config.priority_cap,
+            pools=Pools(leaving=self.tiers),
         )
         self._digests = memory.digests() if config.verify_contents else None
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)
@@ -156,11 +162,7 @@ class HybridCache:
         self._owner.adopt()
 
     def claim(self) -> None:
-        """Make the calling thread the owner of a cache that has none.
-
-        Raises:
-            OwnershipError: another thread owns the cache.
-        """
+        """Make the calling thread the owner of a cache that has none. Raises OwnershipError: another thread owns it."""
         self._owner.claim()
 
     def check_owner(self) -> None:
@@ -189,9 +191,7 @@ class HybridCache:
         """
         if not 0 <= limit < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
-        self._owner.claim()
-        self.pins.expire()
-        return self._opener.open(key, limit, num_tokens, priority)
+        return self._open(key, limit, num_tokens, priority)
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
         """As `open`, for a caller that needs states and no logits: all of the key may be cached.
@@ -200,9 +200,20 @@ class HybridCache:
             num_tokens: tokens to allocate pages for at once.
             priority: how much its checkpoints matter, for policies that ask.
         """
+        return self._open(key, len(key), num_tokens, priority)
+
+    def _open(self, key: Key, limit: int, num_tokens: int, priority: int) -> Lease | None:
         self._owner.claim()
         self.pins.expire()
-        return self._opener.open(key, len(key), num_tokens, priority)
+        lease = self._opener.open(key, limit, num_tokens, priority)
+        if lease is not None and self.tiers is not None:
+            self.tiers.restore(lease, limit, self.tree, self._opener, self._restorer())
+        return lease
+
+    def note_pass(self, num_tokens: int, seconds: float) -> None:
+        """A pass computed `num_tokens` tokens of prompts: what restoring them must beat."""
+        if self.tiers is not None:
+            self.tiers.compute.note(num_tokens, seconds)
 
     def record(self, explanation: Explanation) -> None:
         """Count a request and its hit in the statistics: once per request, however often its lease is opened."""
@@ -326,12 +337,7 @@ class HybridCache:
         """A request's turn ends after `num_tokens` tokens, which have been committed: a checkpoint of its prompt at the
         last boundary of the turn becomes one of the turn's end."""
         self._refuse_closed(lease)
-        node = lease.page_lock.node if lease.page_lock is not None else None
-        boundary = num_tokens // self.config.grid * self.config.grid
-        while node is not None and node.end > boundary:
-            node = node.parent
-        if node is not None and node.end == boundary:
-            self.tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
+        self._committer.end_turn(lease, num_tokens)
 
     def close(self, lease: Lease) -> None:
         """Give back everything the lease holds.
@@ -417,7 +423,8 @@ class HybridCache:
             after: leave out the pages of the first `after` tokens: who loads it has them.
         """
         self._owner.claim()
-        return collect(self.tree, writer_of(self.memory), self._fingerprint(model), keys, namespace, after)
+        here = fingerprint_named(self.memory, self.config, model)
+        return collect(self.tree, writer_of(self.memory), here, keys, namespace, after)
 
     def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
         """Bring prefixes of a file, an archive, or its `to_bytes`, into the cache: each checkpoint with all pages
@@ -429,25 +436,20 @@ class HybridCache:
             ArgumentError: the memory has no contents that can be written.
         """
         self._owner.claim()
-        here = self._fingerprint(model)
+        here = fingerprint_named(self.memory, self.config, model)
         archive = source if isinstance(source, Archive) else read_archive(source)
-        restorer = Restorer(self._opener, self._committer, self.memory, self.allocator, writer_of(self.memory))
         with deferred_interrupts():
-            return load(archive, here, self.tree, restorer, self.allocator)
+            return load(archive, here, self.tree, self._restorer(), self.allocator)
 
-    def _fingerprint(self, model: str | Fingerprint) -> Fingerprint:
-        if isinstance(model, Fingerprint):
-            return model
-        if not isinstance(model, str) or not model:
-            raise ArgumentError(f"model must be a name for the model and its weights; got {model!r:.100}")
-        return fingerprint_of(self.memory, self.config, model, self.config.deterministic is True)
+    def _restorer(self) -> Restorer:
+        return Restorer(self._opener, self._committer, self.allocator, writer_of(self.memory))
 
     # The whole
 
     def clear(self) -> None:
         """Evict everything that no running request needs and no pin protects."""
         self._owner.claim()
-        with deferred_interrupts():
+        with deferred_interrupts(), self.tiers.discarding() if self.tiers is not None else nullcontext():
             self.allocator.evict(self.tree.evict_all)
 
     def stats(self) -> CacheStats:
@@ -460,6 +462,8 @@ class HybridCache:
         now.states_total, now.states_free = memory.checkpoints.capacity, memory.checkpoints.num_free
         now.pages_cached, now.checkpoints = tree.num_pages, tree.num_checkpoints
         now.pages_private, now.states_private = allocator.num_private()
+        if self.tiers is not None:
+            self.tiers.count(now)
         now.pins, now.policy_failure = len(self.pins), tree.policy_failure
         return now
 
@@ -484,8 +488,8 @@ class HybridCache:
             ArgumentError: `contents`, and no digests were taken.
         """
         if contents and self._digests is None:
-            raise ArgumentError("audit: contents can be verified with CacheConfig(verify_contents=True)")
-        audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None)
+            raise ArgumentError("audit: contents need CacheConfig(verify_contents=True), or verify_contents()")
+        audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None, self.tiers)
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._owner.claim()

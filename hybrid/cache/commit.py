@@ -7,7 +7,7 @@ from hybrid.cache.lease import Lease
 from hybrid.errors import OwnershipError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.node import Checkpoint, Inserted
+from hybrid.tree.node import Checkpoint, Inserted, Kind
 from hybrid.tree.tree import Tree
 
 
@@ -63,6 +63,15 @@ class Committer:
                 return
         lease.key, lease.num_known = key, max(lease.num_known, num_tokens)
 
+    def end_turn(self, lease: Lease, num_tokens: int) -> None:
+        """See `HybridCache.end_turn`."""
+        node = lease.page_lock.node if lease.page_lock is not None else None
+        boundary = num_tokens // self._tree.grid * self._tree.grid
+        while node is not None and node.end > boundary:
+            node = node.parent
+        if node is not None and node.end == boundary:
+            self._tree.relabel(node, Kind.PROMPT_END, Kind.TURN_END)
+
     def adopt(self, lease: Lease, key: Key, stored: Checkpoint) -> bool:
         """Insert a checkpoint as it is stored, with the pages up to it, which belong to the lease or the tree. Its
         place is the tree's afterwards; it is freed where the tree has a checkpoint there, and when this raises.
@@ -73,12 +82,12 @@ class Committer:
         try:
             inserted = self._enter(lease, key, stored.num_tokens, stored)
         except BaseException:
-            self._memory.checkpoints.free([stored.slot])
+            self._allocator.free_checkpoint(stored.slot)
             raise
         if inserted.adopted:
             self._allocator.hand_over_checkpoint(stored.slot, inserted.node)
         else:
-            self._memory.checkpoints.free([stored.slot])
+            self._allocator.free_checkpoint(stored.slot)
         self._share_pages(lease, inserted, stored.num_tokens // self._tree.page_size)
         return inserted.adopted
 

@@ -35,6 +35,8 @@ class CacheConfig:
         memory: memory for pages and states together: a number of bytes, a string such as "512MiB" or "2GB", or a
             fraction of the memory that is free on the device (0.5). None: 0.9 of what the weights leave free on a GPU,
             4 GiB on a CPU.
+        host: memory of the host for copies of what is evicted, in addition: a number of bytes, or a string such as
+            "16GiB". It is used as it is needed. None: what is evicted is computed again.
         state_share: None: pages and states share `memory`, and the eviction policy decides how. A number: the fixed
             part of it that holds states.
         eviction: what is evicted first: "lhd" (learned hit density), "lru", "lfu", "fifo", "mru", "filo", "priority",
@@ -60,6 +62,7 @@ class CacheConfig:
     page_size: int = 64
     chunk_size: int = 64
     memory: int | float | str | None = None
+    host: int | str | None = None
     state_share: float | None = None
     eviction: str | Policy = "lhd"
     placement: Sequence[str] = PLACEMENTS
@@ -87,6 +90,8 @@ class CacheConfig:
         self._check_names()
         if self.memory is not None:
             self._amount()
+        if self.host is not None:
+            self._set("host", self._host_bytes())
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -152,6 +157,19 @@ class CacheConfig:
                 "is free; choose less, or a fraction of what is free such as memory=0.5"
             )
         return amount
+
+    def _host_bytes(self) -> int:
+        amount: object = self.host
+        try:
+            amount = parse_memory(amount) if isinstance(amount, str) else amount
+        except ArgumentError as error:
+            raise ArgumentError(f"CacheConfig: host is {error}") from None
+        if isinstance(amount, bool) or not isinstance(amount, Integral) or amount < 1:
+            raise ArgumentError(
+                "CacheConfig: host must be a number of bytes, or a string such as '16GiB'; got "
+                f"{checks.shown(self.host)}"
+            )
+        return int(amount)
 
     def _amount(self) -> int | float:
         """`memory` as a number of bytes, or as a fraction (a float up to 1)."""

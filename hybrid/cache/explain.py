@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from hybrid.key import Key
+from hybrid.tiers.restored import Restored
 from hybrid.tree.node import Match
 from hybrid.tree.tree import Tree
 
@@ -16,15 +17,18 @@ class Explanation:
         page_hit: tokens whose pages are cached.
         usable_hit: tokens that are not computed: the position of the deepest checkpoint.
         reason: why not more, in a few words.
+        restored: what of it came from host memory, and why not more; None: nothing was there.
     """
 
     asked: int
     page_hit: int
     usable_hit: int
     reason: str
+    restored: Restored | None = None
 
     def __str__(self) -> str:
-        return f"{self.usable_hit} of {self.asked} tokens cached, pages up to {self.page_hit}: {self.reason}"
+        text = f"{self.usable_hit} of {self.asked} tokens cached, pages up to {self.page_hit}: {self.reason}"
+        return f"{text} ({self.restored})" if self.restored is not None else text
 
 
 def explain(tree: Tree, key: Key, limit: int, match: Match) -> Explanation:

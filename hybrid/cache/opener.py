@@ -25,10 +25,12 @@ class Opener:
 
     Attributes:
         leases: those that are open.
+        page_size: tokens per page.
     """
 
     def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator) -> None:
         self.leases: set[Lease] = set()
+        self.page_size: int = tree.page_size
         self._tree = tree
         self._memory = memory
         self._allocator = allocator
@@ -75,6 +77,19 @@ class Opener:
             return lease, found
         self.close(lease)
         return None
+
+    def resume(self, lease: Lease, num_tokens: int) -> None:
+        """Have a lease that has computed nothing yet resume from a deeper checkpoint, which the tree has meanwhile."""
+        node = self._tree.peek(lease.key, num_tokens).checkpoint
+        assert node is not None and node.slot is not None and node.end == num_tokens
+        former, lease.state_lock = lease.state_lock, self._allocator.lock_state(node)
+        lease.read_slot, lease.front_tokens, lease.num_hit_tokens = node.slot, num_tokens, num_tokens
+        if former is not None:
+            self._allocator.unlock(former)
+        if lease.branching_len is not None and lease.branching_len <= num_tokens:
+            lease.branching_len = None
+        if self._memory.stores_smaller:
+            self._restore(lease)
 
     def close(self, lease: Lease) -> None:
         """Give back everything that a lease holds, which must be open."""

@@ -1,21 +1,25 @@
-"""The thread that owns a cache."""
+"""The thread that owns a cache, in the process in which it became the owner."""
 
 from __future__ import annotations
 
+import os
 import threading
 
 from hybrid.errors import OwnershipError
 
 
 class Owner:
-    """At most one thread: the first that claims, until another adopts."""
+    """At most one thread: the first that claims, until another adopts. In a process that is forked later it is none of
+    the threads: those of PyTorch do not exist there, and a pass may wait for them for ever."""
 
     def __init__(self) -> None:
         self._thread: int | None = None
+        self._process = 0
         self._claiming = threading.RLock()  # a signal handler may claim, too
 
     def adopt(self) -> None:
         """Make the calling thread the owner."""
+        self._process = os.getpid()
         self._thread = threading.get_ident()
 
     def claim(self) -> None:
@@ -27,16 +31,24 @@ class Owner:
         if self._thread is None:
             with self._claiming:  # of two threads that come together, one becomes the owner
                 if self._thread is None:
-                    self._thread = threading.get_ident()
+                    self.adopt()
         self.check()
 
     def check(self) -> None:
         """Check that no other thread is the owner.
 
         Raises:
-            OwnershipError: one is.
+            OwnershipError: one is, or one of the process that this one was forked from.
         """
-        if self._thread is not None and self._thread != threading.get_ident():
+        if self._thread is None:
+            return
+        if self._process != os.getpid():
+            raise OwnershipError(
+                "this process was forked from the one that owns this cache, and does not have its threads, for which a "
+                "pass may wait for ever. Load the model in this process, or start processes with 'spawn'; adopt() "
+                "makes the calling thread the owner of this process's copy"
+            )
+        if self._thread != threading.get_ident():
             raise OwnershipError(
                 "another thread owns this cache; only stats() may be called from here. To hand the cache over, call "
                 "adopt() in the thread that is to own it"

@@ -12,9 +12,7 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
 from hybrid.key import Key
 from hybrid.memory.digests import Contents, ContentWriter
-from hybrid.memory.memory import CacheMemory
-from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, Kind
+from hybrid.tree.node import Checkpoint, Kind, NodeUsage
 
 
 class Outcome(Enum):
@@ -31,39 +29,39 @@ class Boundary:
     """A position at which requests can resume, with all that they need there.
 
     Attributes:
-        key: all tokens up to it, and no more.
+        key: begins with all tokens up to it.
+        num_tokens: its position.
         pages: contents of the last pages up to it. The cache must have those before.
         checkpoint: contents of the checkpoint at its end, as it is stored.
         kind, turn, priority: of the checkpoint.
+        past: how a checkpoint was used that was there before; None: there was none.
     """
 
     key: Key
+    num_tokens: int
     pages: Sequence[Contents]
     checkpoint: Contents
     kind: Kind
     turn: int = 0
     priority: int = 0
+    past: NodeUsage | None = None
 
 
 class Restorer:
     """Restores boundaries into memory that is private until everything is there, and inserts it then.
 
-    Whatever raises on the way leaves the cache as it was.
+    Whatever raises on the way leaves the tree as it was.
 
     Args:
         opener: opens a lease, which owns the memory meanwhile.
         committer: inserts it.
-        memory: the pools, and who writes contents.
-        allocator: allocates places of stored checkpoints.
+        allocator: allocates more where a lease has too little.
         writer: writes contents.
     """
 
-    def __init__(
-        self, opener: Opener, committer: Committer, memory: CacheMemory, allocator: Allocator, writer: ContentWriter
-    ) -> None:
+    def __init__(self, opener: Opener, committer: Committer, allocator: Allocator, writer: ContentWriter) -> None:
         self._opener = opener
         self._committer = committer
-        self._memory = memory
         self._allocator = allocator
         self._writer = writer
 
@@ -73,42 +71,50 @@ class Restorer:
         Returns:
             What became of it, and how many pages were written.
         """
-        key, num_tokens = boundary.key, len(boundary.key)
-        held = self._opener.hold(key, num_tokens, num_tokens)
+        held = self._opener.hold(boundary.key, boundary.num_tokens, boundary.num_tokens)
         if held is None:
             return Outcome.NO_MEMORY, 0
         lease, _ = held
         try:
-            missing = lease.private_pages
-            if lease.front_tokens == num_tokens:
+            missing = len(lease.private_pages)
+            if lease.front_tokens == boundary.num_tokens:
                 return Outcome.PRESENT, 0
-            if len(missing) > len(boundary.pages):
-                return Outcome.INCOMPLETE, 0
-            for page, contents in zip(missing, boundary.pages[len(boundary.pages) - len(missing) :], strict=True):
-                self._writer.write_page(page, contents)
-            lease.turn, lease.priority = boundary.turn, boundary.priority
-            outcome = self._insert(lease, boundary)
-            return outcome, len(missing) if outcome is Outcome.RESTORED else 0
+            outcome = self.fill(lease, boundary)
+            return outcome, missing if outcome is Outcome.RESTORED else 0
         finally:
             self._opener.close(lease)
 
-    def _insert(self, lease: Lease, boundary: Boundary) -> Outcome:
-        """Write the checkpoint, and insert it with its pages."""
-        num_tokens = len(boundary.key)
-        facts = num_tokens, boundary.kind, boundary.priority, boundary.turn
-        if self._memory.stores_smaller:
-            place = self._allocator.allocate_checkpoint()
-            if place is None:
+    def fill(self, lease: Lease, boundary: Boundary) -> Outcome:
+        """Write what a lease lacks up to a boundary beyond its hit into its own pages, and insert them with the
+        checkpoint. Otherwise the lease is as it was, but for contents of its private pages, which it has not computed
+        yet.
+        """
+        page_size = self._opener.page_size
+        end = boundary.num_tokens // page_size
+        num_missing = end - lease.num_shared
+        if num_missing > len(boundary.pages):
+            return Outcome.INCOMPLETE
+        if end > len(lease.block_table):
+            more = self._allocator.allocate_pages(end - len(lease.block_table))
+            if more is None:
                 return Outcome.NO_MEMORY
-            try:
-                self._writer.write_checkpoint(place, boundary.checkpoint)
-            except BaseException:
-                self._memory.checkpoints.free([place])
-                raise
-            self._committer.adopt(lease, boundary.key, Checkpoint(place, *facts))
-            return Outcome.RESTORED
-        self._writer.write_checkpoint(lease.front, boundary.checkpoint)
-        lease.captured.append(Checkpoint(lease.front, *facts))
-        lease.front, lease.front_tokens = EMPTY_STATE, num_tokens
-        self._committer.commit(lease, boundary.key, num_tokens)
+            self._allocator.give_pages(lease, more)
+        place = self._allocator.allocate_new_checkpoint()
+        if place is None:
+            return Outcome.NO_MEMORY
+        try:
+            for page, contents in zip(
+                lease.block_table[lease.num_shared : end],
+                boundary.pages[len(boundary.pages) - num_missing :] if num_missing > 0 else (),
+                strict=True,
+            ):
+                self._writer.write_page(page, contents)
+            self._writer.write_checkpoint(place, boundary.checkpoint)
+        except BaseException:
+            self._allocator.free_checkpoint(place)
+            raise
+        if boundary.past is not None:
+            lease.lost.setdefault(boundary.num_tokens, boundary.past)
+        stored = Checkpoint(place, boundary.num_tokens, boundary.kind, boundary.priority, boundary.turn)
+        self._committer.adopt(lease, boundary.key, stored)
         return Outcome.RESTORED

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid.cache.explain import Explanation
+from hybrid.units import format_bytes
 
 
 @dataclass(slots=True)
@@ -22,6 +23,12 @@ class CacheStats:
         moved_pages: pages (and states) that were moved together so that memory could go from one kind to the other.
         page_bytes, checkpoint_bytes: bytes of a page and of a checkpoint, 0 where the cache does not know them.
         pins: prefixes that are pinned.
+        host_bytes_total, host_bytes_used, host_pages, host_checkpoints: what host memory may hold, and holds.
+        host_bytes_offered, host_bytes_written: bytes that were evicted, and those of them that were copied to host
+            memory.
+        restored_checkpoints, restored_tokens, restored_bytes: what came back from there, and tokens that were not
+            computed because of it.
+        tier_failures: copies and restores that failed; requests computed instead.
         policy_failure: why the eviction policy was dismissed; None while it is in use.
     """
 
@@ -43,6 +50,16 @@ class CacheStats:
     checkpoint_bytes: int = 0
     moved_pages: int = 0
     pins: int = 0
+    host_bytes_total: int = 0
+    host_bytes_used: int = 0
+    host_pages: int = 0
+    host_checkpoints: int = 0
+    host_bytes_offered: int = 0
+    host_bytes_written: int = 0
+    restored_checkpoints: int = 0
+    restored_tokens: int = 0
+    restored_bytes: int = 0
+    tier_failures: int = 0
     policy_failure: str | None = None
 
     def count(self, explanation: Explanation) -> None:
@@ -78,4 +95,8 @@ class CacheStats:
             ("evicted", f"{self.evicted_pages} pages, {self.evicted_checkpoints} checkpoints"),
             ("pins", str(self.pins)),
         ]
+        if self.host_bytes_total:
+            size, used = format_bytes(self.host_bytes_total), format_bytes(self.host_bytes_used)
+            held = f"{self.host_pages} pages, {self.host_checkpoints} checkpoints, {used} of {size}"
+            rows.append(("host memory", f"{held}; {self.restored_tokens} tokens restored"))
         return rows + ([("policy", self.policy_failure)] if self.policy_failure else [])

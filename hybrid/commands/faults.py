@@ -26,6 +26,7 @@ FAILING_ALLOCATIONS = 0.02
 FAILING_PASSES = 0.005
 FAILING_TOKENS = 0.0005
 NAN_PASSES = 0.001
+FAILING_TRANSFERS = 0.01
 LONGEST_DELAY = 0.002
 """Seconds until a timer goes off, at most."""
 
@@ -50,6 +51,7 @@ class FaultCounts:
         failed_passes: passes that raised, or whose results never arrived.
         failed_tokens: tokens whose delivery raises.
         nan_passes: passes that computed NaN for a request.
+        failed_transfers: copies to host memory and back that raised (without a model only).
         interrupts: calls that the handler of a timer interrupted.
         intrusions: calls from another thread that were refused.
     """
@@ -58,6 +60,7 @@ class FaultCounts:
     failed_passes: int = 0
     failed_tokens: int = 0
     nan_passes: int = 0
+    failed_transfers: int = 0
     interrupts: int = 0
     intrusions: int = 0
 
@@ -82,6 +85,12 @@ class Faults:
     def strike(self, chance: float) -> bool:
         """Whether something fails now that fails with this probability."""
         return self.are_active and self.rng.random() < chance
+
+    def transfer(self) -> None:
+        """Raise, if a copy to or from a tier fails now."""
+        if self.strike(FAILING_TRANSFERS):
+            self.counts.failed_transfers += 1
+            raise OSError(5, "Input/output error")
 
     def make_nan(self) -> bool:
         """Whether a pass yields NaN for a request now."""

@@ -9,6 +9,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.memory.memory import smallest_memory
 from hybrid.speculation.config import SpeculationConfig
 
 ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
@@ -55,10 +56,23 @@ class Judge:
         """Random token ids."""
         return [self._random.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
 
-    def warm(self, pages: int = 256, states: int = 64, speculation: SpeculationConfig | None = None) -> Engine:
-        """An engine with an empty cache of its own: one budget, the size of `pages` and `states`."""
+    def warm(
+        self,
+        pages: int = 256,
+        states: int = 64,
+        speculation: SpeculationConfig | None = None,
+        longest: int = 0,
+        host: str | None = None,
+    ) -> Engine:
+        """An engine with an empty cache of its own: one budget, the size of `pages` and `states`. Where no request of
+        `longest` pages would fit into the pieces of that budget, because pages are small compared with a state, it has
+        pools of these sizes."""
         page_bytes, state_bytes = self.engine.cache.unit_bytes
-        config = replace(self._config, memory=pages * page_bytes + states * state_bytes)
+        config = replace(self._config, memory=pages * page_bytes + states * state_bytes, host=host)
+        if longest and pages * page_bytes + states * state_bytes < smallest_memory(
+            longest, page_bytes, state_bytes, None
+        ):
+            return self.engine.with_cache(self._config, size=(pages, states), speculation=speculation)
         return self.engine.with_cache(config, speculation=speculation)
 
     def cold(self, prompt: list[int], params: SamplingParams = ANSWER) -> RequestOutput:

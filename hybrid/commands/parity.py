@@ -6,6 +6,7 @@ Logits are compared with transformers' own model, and hits with cold runs, bit b
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -92,8 +93,8 @@ def memory_pressure(judge: Judge) -> Check:
     longest = -(-(6 * judge.grid + 24) // page_size)
     shared, evicted, retracted = judge.ids(4 * judge.grid), False, False
     outputs: list[RequestOutput] = []
-    for percent in (300, 250, 225, 200, 175, 150):
-        warm = judge.warm(pages=longest * percent // 100, states=5)
+    for percent in (300, 250, 225, 200, 175, 150, 125, 110):
+        warm = judge.warm(pages=longest * percent // 100, states=5, longest=longest)
         outputs = []
         for _ in range(2):
             prompts = [shared + judge.ids(judge.grid - missing) for missing in (20, 15, 10, 5)]
@@ -131,10 +132,10 @@ def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check
     """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model in fp32."""
     from transformers import AutoModelForCausalLM
 
-    from hybrid.hf.torch_functions import use_torch_functions
+    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
 
-    # "eager": their grouped product refuses rows that are not multiples of 16 bytes
-    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
     use_torch_functions(theirs)
     ids = judge.ids(4 * judge.grid + 37)
     with torch.inference_mode():
@@ -199,16 +200,34 @@ class ProductCost:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """CPU seconds from a checkpoint to an engine at full speed.
+
+    Attributes:
+        loading: reading and converting the checkpoint, without the rest.
+        choosing: how the rows of a batch are multiplied with each weight.
+        compiling: what the first request takes more than the same one in a second engine: code is compiled, or read
+            from disk.
+    """
+
+    loading: float
+    choosing: float
+    compiling: float
+
+
+@dataclass(frozen=True)
 class Parity:
     """The result for one checkpoint.
 
     Attributes:
         checks: the lines of the table.
         products: of every kind of weight.
+        preparation: what it took to start; None: it was not measured.
     """
 
     checks: list[Check]
     products: list[ProductCost]
+    preparation: Preparation | None = None
 
     @property
     def passed(self) -> bool:
@@ -241,11 +260,25 @@ def run_parity(model: str | Path, seed: int = 0) -> Parity:
     Raises:
         CheckpointError: the path holds no usable checkpoint.
     """
+    started = time.process_time()
     engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
-    judge = Judge(engine, seed)
+    seconds, judge = time.process_time() - started, Judge(engine, seed)
+    preparation = prepared(judge, seconds)
     checks = against_transformers(engine, open_checkpoint(model).path, judge)
     checks += [scenario(judge) for scenario in SCENARIOS]
-    return Parity(checks + drafts(judge) + files(judge, model), product_costs(engine))
+    return Parity(checks + drafts(judge) + files(judge, model), product_costs(engine), preparation)
+
+
+def prepared(judge: Judge, seconds: float) -> Preparation:
+    """What it took to start: `seconds` of CPU time for the engine, and what the first request takes more than the next
+    one. No request may have been computed before."""
+    prompt, times = judge.ids(2 * judge.grid + 3), []
+    for _ in range(2):
+        warm, started = judge.warm(), time.process_time()
+        warm.generate([prompt], ANSWER, progress=False)
+        times.append(time.process_time() - started)
+    choosing = judge.engine.model.choosing_seconds
+    return Preparation(round(seconds - choosing, 3), round(choosing, 3), round(max(0.0, times[0] - times[1]), 3))
 
 
 def run_all_families(seed: int = 0) -> dict[str, Parity]:
@@ -279,6 +312,11 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         for check in result.checks:
             mark = "[green]ok[/green]" if check.passed else "[red]MISS[/red]"
             table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
+        if (took := result.preparation) is not None:
+            table.caption = (
+                f"CPU time: loading {took.loading:.2f} s, choosing products {took.choosing:.2f} s, "
+                f"compiling {took.compiling:.2f} s"
+            )
         console.print(table)
     results = {model: result.as_json() for model, result in families.items()}
     passed = all(result.passed for result in families.values())

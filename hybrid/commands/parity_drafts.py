@@ -127,9 +127,9 @@ def under_pressure(judge: Judge) -> Check:
     longest = -(-(6 * judge.grid + ANSWER.max_new_tokens) // page_size)
     outputs: list[RequestOutput] = []
     retracted = False
-    for percent in (300, 250, 225, 200, 175, 150):
+    for percent in (300, 250, 225, 200, 175, 150, 125, 110):
         own = SpeculationConfig(drafters=(Known(answers, wrong_every=5),), adaptive=False)
-        warm = judge.warm(pages=longest * percent // 100, states=5, speculation=own)
+        warm = judge.warm(pages=longest * percent // 100, states=5, speculation=own, longest=longest)
         aborted = warm.add_request(judge.ids(judge.grid), ANSWER)
         names = [warm.add_request(prompt, ANSWER) for prompt in prompts]
         outputs = []

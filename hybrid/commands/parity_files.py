@@ -17,7 +17,12 @@ from hybrid.tiers.transfer import Transfer
 
 def files(judge: Judge, model: str | Path) -> list[Check]:
     """Prefixes go from one engine to another, by file and in memory, and to a second process."""
-    return [saved_and_loaded(judge), prefilled_and_decoded(judge), in_a_second_process(judge, model)]
+    return [
+        saved_and_loaded(judge),
+        prefilled_and_decoded(judge),
+        in_a_second_process(judge, model),
+        to_host_memory_and_back(judge),
+    ]
 
 
 def saved_and_loaded(judge: Judge) -> Check:
@@ -65,6 +70,23 @@ def prefilled_and_decoded(judge: Judge) -> Check:
         ("a checkpoint was skipped", complete),
         ("pages that were there were handed over", saved > 0),
         ("a prompt was computed twice", whole),
+    )
+
+
+def to_host_memory_and_back(judge: Judge) -> Check:
+    """Prompts and their second turns in a memory that holds few of them; host memory holds the rest."""
+    warm = judge.warm(pages=14 * judge.grid // judge.engine.cache.config.page_size, states=5, host="64MiB")
+    prompts = [judge.ids(4 * judge.grid + 9 + number) for number in range(5)]
+    turns = [warm.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
+    second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
+    outputs = [warm.generate([prompt], ANSWER, progress=False)[0] for prompt in (*prompts, *second)]
+    warm.cache.audit()
+    stats = warm.cache.stats()
+    return judge.check(
+        "evicted to host memory and back",
+        outputs,
+        ("nothing was restored", stats.restored_checkpoints > 0),
+        ("a copy failed", stats.tier_failures == 0),
     )
 
 

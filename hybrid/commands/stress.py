@@ -48,15 +48,23 @@ from hybrid.tree.policies import POLICIES
 GRID = 16
 PAGES = 112
 STATES = 28
+HOST = 20_000
+"""Bytes of host memory: a few hundred of the toy model's pages, and dozens of its states."""
 LIMITS = EngineConfig(max_num_seqs=6, max_num_batched_tokens=5 * GRID, max_waiting=20)
 
 
 def cache_config(seed: int) -> CacheConfig:
     """The cache of a run. Even seeds run in deterministic mode, odd ones in the other; each policy has its turn, "lhd"
-    with seed 0."""
+    with seed 0. Of 32 seeds the last 16 keep copies in host memory, where pages and states share one budget."""
     policy = list(POLICIES)[-1 - seed % len(POLICIES)]
     return CacheConfig(
-        page_size=GRID, chunk_size=GRID, memory="2GiB", deterministic=seed % 2 == 0, eviction=policy, seed=seed
+        page_size=GRID,
+        chunk_size=GRID,
+        memory="2GiB",
+        host=HOST if seed // 16 % 2 == 1 and is_elastic(seed) else None,
+        deterministic=seed % 2 == 0,
+        eviction=policy,
+        seed=seed,
     )
 
 
@@ -82,7 +90,7 @@ def speculation(
 
 def toy_engine(seed: int, faults: Faults) -> tuple[Engine, ToyRunner]:
     """A tiny engine on the toy model."""
-    toy = ToyRunner(GRID, faults.make_nan)
+    toy = ToyRunner(GRID, faults.make_nan, faults.transfer)
     if is_elastic(seed):
         memory = CacheMemory.of_bytes((PAGES + 3 * STATES) * 64, 64, 180, mover=toy)
     else:
@@ -99,7 +107,8 @@ def model_engine(model: str | Path, seed: int, faults: Faults) -> Engine:
     engine = Engine.from_pretrained(model, dtype="float32", cache=config, config=limits(seed))
     if is_elastic(seed):
         page_bytes, state_bytes = engine.cache.unit_bytes
-        engine = engine.with_cache(replace(config, memory=PAGES * page_bytes + STATES * state_bytes))
+        memory = PAGES * page_bytes + STATES * state_bytes
+        engine = engine.with_cache(replace(config, memory=memory, host=memory if config.host else None))
     else:
         engine = engine.with_cache(config, size=(PAGES, STATES))
     runner, drafts = FaultyRunner(engine.runner, faults), speculation(seed, engine.model.config.vocab_size)
@@ -166,8 +175,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=integer(0),
         default=0,
-        help="of requests and failures; it also selects mode (odd: not deterministic), memory, policy, overlap and "
-        "drafts (8 to 15)",
+        help="of requests and failures; it also selects mode (odd: not deterministic), memory, policy, overlap, drafts "
+        "(8 to 15) and host memory (16 to 31)",
     )
 
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 from hybrid.engine.model_runner import Result
 from hybrid.engine.step import Part, Step
 from hybrid.key import TOKEN_BYTES, Key
+from hybrid.memory.digests import Contents
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.prompts.images import ImagePrompt, Media
 from hybrid.speculation.drafts import Drafts, accepted
@@ -71,18 +72,23 @@ class ToyPending:
 
 
 class ToyRunner:
-    """Computes steps with the toy model, and moves the contents of its memory: a `Runner` and a `Mover`.
+    """Computes steps with the toy model, and moves the contents of its memory: a `Runner`, and a `Mover` that is a
+    `ContentWriter`.
 
     Args:
         page_size: tokens per page.
         is_broken: called for every part; True: its pass yields NaN.
+        transfer: called whenever contents are read or written for a tier; it may raise.
 
     Attributes:
         states: the contents of the state slots that were written; None: NaN.
         wrong_contents: number of parts that read a page or a state with other contents than those of their tokens.
     """
 
-    def __init__(self, page_size: int, is_broken: Callable[[], bool]) -> None:
+    def __init__(
+        self, page_size: int, is_broken: Callable[[], bool], transfer: Callable[[], None] = lambda: None
+    ) -> None:
+        self._transfer = transfer
         self.states: dict[int, int | None] = {EMPTY_STATE: 0}
         self.wrong_contents: int = 0
         self._pages: dict[int, bytes] = {}
@@ -154,6 +160,35 @@ class ToyRunner:
         return b"".join([self._pages.get(page, b"") for page in pages])[: part.end * TOKEN_BYTES]
 
     # The mover
+
+    def page_layout(self) -> str:
+        """What a page holds."""
+        return "token ids"
+
+    def checkpoint_layout(self) -> str:
+        """What a checkpoint holds."""
+        return "a CRC of token ids"
+
+    def read_page(self, page: int) -> bytes:
+        """The contents of a page."""
+        self._transfer()
+        return self._pages.get(page, b"")
+
+    def read_checkpoint(self, slot: int) -> bytes:
+        """The contents of a state slot."""
+        self._transfer()
+        state = self.states.get(slot)
+        return b"" if state is None else state.to_bytes(4, "little")
+
+    def write_page(self, page: int, contents: Contents) -> None:
+        """Write what `read_page` has read."""
+        self._pages[page] = bytes(contents)
+        self._transfer()
+
+    def write_checkpoint(self, slot: int, contents: Contents) -> None:
+        """Write what `read_checkpoint` has read."""
+        self.states[slot] = int.from_bytes(contents, "little") if contents else None
+        self._transfer()
 
     def move_pages(self, moves: dict[int, int]) -> None:
         """Copy each page (key) to its new place (value). No place is both."""

@@ -76,6 +76,7 @@ class Report:
     evicted_pages: int = 0
     evicted_checkpoints: int = 0
     moved_pages: int = 0
+    restored_checkpoints: int = 0
     retractions: int = 0
     checked_checkpoints: int = 0
     fingerprint: int = 0
@@ -401,7 +402,7 @@ class Stress:
         report.retractions = engine.scheduler.num_retractions
         stats = engine.cache.stats()
         report.evicted_pages, report.evicted_checkpoints = stats.evicted_pages, stats.evicted_checkpoints
-        report.moved_pages = stats.moved_pages
+        report.moved_pages, report.restored_checkpoints = stats.moved_pages, stats.restored_checkpoints
         for pin in list(engine.cache.pins):
             engine.unpin(pin)
         engine.cache.clear()

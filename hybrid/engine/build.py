@@ -199,7 +199,7 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     if deterministic:
         model.make_batch_invariant()
     graphs = None
-    if device.type == "cuda" and not config.enforce_eager and model.decode_can_be_recorded:
+    if not config.enforce_eager and model.decode_can_be_recorded:
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from hybrid.engine.sampling_params import LogitsProcessor, SamplingParams
 from hybrid.engine.structured import Matcher
 from hybrid.errors import SamplingError
+from hybrid.memory.device import on_device
 
 Numbers = np.ndarray[Any, Any]
 
@@ -237,19 +238,19 @@ class Edits:
         to a row does not depend on the others."""
         logits, device = logits.clone(), logits.device
         if self.bias is not None:
-            rows, tokens, numbers = (part.to(device) for part in self.bias)
+            rows, tokens, numbers = (on_device(part, device) for part in self.bias)
             logits[rows, tokens] += numbers.to(logits.dtype)
         if self.penalty is not None:
-            rows, tokens, factors, numbers = (part.to(device) for part in self.penalty)
+            rows, tokens, factors, numbers = (on_device(part, device) for part in self.penalty)
             old, factors = logits[rows, tokens], factors.to(logits.dtype)
             logits[rows, tokens] = torch.where(old > 0, old / factors, old * factors) - numbers.to(logits.dtype)
         for row, process in self.processes:
             logits[row] = process(logits[row])
         if self.excluded is not None:
-            rows, tokens = (part.to(device) for part in self.excluded)
+            rows, tokens = (on_device(part, device) for part in self.excluded)
             logits[rows, tokens] = -torch.inf
         if self.masks is not None:
-            rows, words = (part.to(device) for part in self.masks)
+            rows, words = (on_device(part, device) for part in self.masks)
             bits = (words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=device)) & 1
             allowed = bits.flatten(1)[:, : logits.shape[-1]].bool()
             logits[rows] = logits[rows].masked_fill(~allowed, -torch.inf)

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one launch for all kernels of a pass.
+"""Captured decode steps: one launch for all kernels of a pass, as CUDA graphs or as programs on a CPU.
 
 A graph is captured for the whole layout of a plan: where each of its tensors is, and its shape. Steps are padded so
 that few layouts occur (`hybrid.engine.planner.Padding`); padding writes nothing. When a capture fails, as for lack of
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid.engine.planner import Layout, Plan
 from hybrid.engine.sampler import SamplingRows
+from hybrid.kernels.ops import compiled_module
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class DecodeGraphs:
         kv: the pages.
         state: the state slots, by name.
         device: of the model.
-        capture: captures a pass; None: `CudaCapture`.
+        capture: captures a pass; None: `capture_for(device)`.
     """
 
     def __init__(
@@ -59,9 +60,17 @@ class DecodeGraphs:
         self._model = model
         self._kv, self._state = kv, state
         self._device = device
-        self._capture: Capture = capture or CudaCapture(device)
+        self._capture: Capture = capture or capture_for(device)
         self._graphs: dict[Layout, Graph] = {}
         self._captures = True
+        modules = model.modules() if isinstance(model, nn.Module) else ()
+        self._weights = tuple(model.parameters()) if isinstance(model, nn.Module) else ()  # graphs know addresses alone
+        self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a module of the model has a hook, which a graph would not call: steps are launched then."""
+        return any(self._hooks)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -102,6 +111,15 @@ class DecodeGraphs:
             return None
         self._graphs[plan.shape] = Graph(numbers, replay, logits)
         return self._graphs[plan.shape]
+
+
+def capture_for(device: torch.device) -> Capture:
+    """What captures passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
+    if device.type == "cuda":
+        return CudaCapture(device)
+    module: Any = compiled_module("capture")
+    capture: Capture = module.CpuCapture()
+    return capture
 
 
 class CudaCapture:

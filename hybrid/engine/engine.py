@@ -38,9 +38,8 @@ from hybrid.speculation.speculator import make_speculator
 from hybrid.tiers.transfer import Transfer
 
 OTHER_THREAD = (
-    "another thread owns this engine, and an engine is used by one thread. With asyncio, or for requests from several "
-    "threads (asyncio.to_thread(engine.generate, ...)), use hybrid.AsyncEngine: it runs the engine in a thread of its "
-    "own. To hand the engine over for good, call engine.cache.adopt() in the thread that is to own it"
+    "An engine is used by one thread: with asyncio, or for requests from several threads "
+    "(asyncio.to_thread(engine.generate, ...)), use hybrid.AsyncEngine, which runs the engine in a thread of its own"
 )
 
 
@@ -406,8 +405,8 @@ class Engine:
     def _check_owner(self) -> None:
         try:
             self.cache.check_owner()
-        except OwnershipError:
-            raise OwnershipError(OTHER_THREAD) from None
+        except OwnershipError as error:
+            raise OwnershipError(f"{error}. {OTHER_THREAD}") from None
 
     # Pins
 

@@ -6,7 +6,7 @@ the only place that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -18,9 +18,13 @@ from hybrid.batch import StateSteps
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.planner import Padding, Plan, SampledRows, plan
-from hybrid.engine.sampler import Logprobs, sample, sample_edited, token_logprobs
+from hybrid.engine.sampler import Logprobs, choose, token_logprobs
 from hybrid.engine.step import Step
 from hybrid.engine.verification import Replay, Verification
+from hybrid.memory.device import on_device
+
+MAX_CAPTURED_ROWS = 32
+"""Rows of a decode step on a CPU from which on its launches do not matter."""
 
 NOT_FINITE = -2
 """In the place of the token of a row of logits with NaN or infinity."""
@@ -68,6 +72,19 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True)
+class Unsettled:
+    """Tokens that are chosen once it is known that they have to be: by sorting the vocabulary.
+
+    Attributes:
+        is_settled: `[S]` bool: the others are to be chosen.
+        settle: chooses all of them; and the log-probabilities of what is chosen then.
+    """
+
+    is_settled: Tensor
+    settle: Callable[[], tuple[Tensor, Logprobs | None]]
+
+
+@dataclass(frozen=True)
 class PendingTokens:
     """A pass on the model's device, of parts with S rows of logits that write C checkpoints.
 
@@ -79,6 +96,7 @@ class PendingTokens:
         logprobs: of all rows; None: not requested.
         writers: `[C]` the parts that write the checkpoints.
         finite_checkpoints: `[C]` whether the checkpoints are finite; None: there are none.
+        unsettled: tokens that may have to be chosen in another way; None: there are none.
     """
 
     tokens: Tensor
@@ -88,15 +106,19 @@ class PendingTokens:
     logprobs: Logprobs | None = None
     writers: Sequence[int] = ()
     finite_checkpoints: Tensor | None = None
+    unsettled: Unsettled | None = None
 
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
-        tokens = torch.where(self.finite, self.tokens, NOT_FINITE).tolist()
+        sampled, known_logprobs = self.tokens, self.logprobs
+        if self.unsettled is not None and bool((self.finite & ~self.unsettled.is_settled).any()):
+            sampled, known_logprobs = self.unsettled.settle()
+        tokens = torch.where(self.finite, sampled, NOT_FINITE).tolist()
         bad: set[int] = set()
         if self.finite_checkpoints is not None:
             checks = zip(self.writers, self.finite_checkpoints.tolist(), strict=True)
             bad = {part for part, is_finite in checks if not is_finite}
-        logprobs = [values.tolist() for values in self.logprobs] if self.logprobs is not None else None
+        logprobs = [values.tolist() for values in known_logprobs] if known_logprobs is not None else None
         results: list[Result] = []
         paths: list[list[int]] = []
         start = 0
@@ -175,14 +197,16 @@ class ModelRunner:
 
     def plan(self, step: Step) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
-        padding, needs_launches = (
-            None,
-            step.has_drafts
-            or any(part.is_prefill or part.request.media or part.request.adapter for part in step.parts),
+        padding, on_gpu = None, self._device.type == "cuda"
+        needs_launches = step.has_drafts or any(
+            part.is_prefill or part.request.media or part.request.adapter for part in step.parts
         )
-        if self.graphs is not None and not needs_launches:
+        most = MAX_CAPTURED_ROWS if not on_gpu else len(step.parts)
+        if self.graphs is not None and not needs_launches and len(step.parts) <= most and not self.graphs.is_hooked:
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
-        config, on_gpu = self._cache.config, self._device.type == "cuda"
+            if not on_gpu:
+                padding = padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
+        config = self._cache.config
         return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, pin=on_gpu)
 
     def launch(self, plan: Plan) -> PendingTokens:
@@ -196,27 +220,41 @@ class ModelRunner:
             if batch.log is not None:
                 verification = Verification(plan.parts, self._end_tokens, partial(self._replay, batch.log))
         finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
-        tokens = sample(logits, sampling) if plan.edits is None else sample_edited(logits, plan.edits, sampling)
+        sampled = choose(logits, plan.edits, sampling)
         rows = slice(sum(part.count for part in plan.sampled))
-        most = max((part.most_logprobs for part in plan.sampled if part.most_logprobs is not None), default=None)
-        chosen = tokens[rows].clamp(min=0)
-        if plan.targets is not None:
-            targets = torch.tensor(plan.targets, device=self._device)
-            chosen = torch.where(targets >= 0, targets, chosen)
-        checkpoints = plan.checkpoint_slots
+        checkpoints, unsettled = plan.checkpoint_slots, None
+        if sampled.is_settled is not None:
+
+            def settle() -> tuple[Tensor, Logprobs | None]:
+                tokens = sampled.settle()[rows]
+                return tokens, self._logprobs(logits[rows], tokens, plan)
+
+            unsettled = Unsettled(sampled.is_settled[rows], settle)
         return PendingTokens(
-            tokens[rows],
+            sampled.tokens[rows],
             finite[rows],
             plan.sampled,
             verification,
-            logprobs=None if most is None else token_logprobs(logits[rows], chosen, most),
+            logprobs=self._logprobs(logits[rows], sampled.tokens[rows], plan),
             writers=[row for row, _ in checkpoints],
             finite_checkpoints=self._are_finite([slot for _, slot in checkpoints]) if checkpoints else None,
+            unsettled=unsettled,
         )
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor, plan: Plan) -> Logprobs | None:
+        """Log-probabilities of a plan's rows, and of the tokens chosen from them; None: they are not requested."""
+        most = max((part.most_logprobs for part in plan.sampled if part.most_logprobs is not None), default=None)
+        if most is None:
+            return None
+        tokens = tokens.clamp(min=0)
+        if plan.targets is not None:
+            targets = on_device(torch.tensor(plan.targets), self._device)
+            tokens = torch.where(targets >= 0, targets, tokens)
+        return token_logprobs(logits, tokens, most)
 
     def _replay(self, log: list[tuple[Tensor, ...]], replay: Replay) -> None:
         """Keep the states after drafts that were accepted."""
-        rows, *steps = (torch.tensor(numbers, device=self._device) for numbers in replay)
+        rows, *steps = (on_device(torch.tensor(numbers), self._device) for numbers in replay)
         self.model.replay(log, rows, StateSteps(*steps), self._cache.state_tensors)
 
     def _are_finite(self, slots: list[int]) -> Tensor:

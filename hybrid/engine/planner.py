@@ -21,6 +21,7 @@ from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
+from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.models.adapters import Adapter
 from hybrid.speculation.drafts import Drafts
@@ -135,6 +136,8 @@ class _Pieces:
 
     def add(self, name: str, values: object, shape: tuple[int, ...], dtype: type = np.int64) -> None:
         flat = np.asarray(values, dtype).reshape(-1).view(np.int64)
+        if len(flat) != math.prod(shape):
+            raise AuditError(f"plan: {name} has {len(flat)} numbers for the shape {shape}")
         padding = -len(flat) % ALIGNMENT
         self.numbers += [flat, np.zeros(padding, np.int64)]
         self.layout[name] = (self.end, shape)
@@ -236,7 +239,7 @@ class Plan:
         )
 
     def _embeddings(self, device: torch.device) -> Tensor:
-        return torch.cat([piece.to(device) for piece in self.embeddings])
+        return torch.cat([on_device(piece, device) for piece in self.embeddings])
 
     def sampling(self, numbers: Tensor) -> SamplingRows | None:
         """How tokens are sampled, as views of numbers of this layout; None: every row takes its most likely token."""
@@ -430,7 +433,7 @@ def _add_prefills(pieces: _Pieces, parts: list[Part], starts: list[int]) -> None
 def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
     lengths = [position + 1 for part in parts for position in part.positions]
-    read: list[int] = []
+    read: list[int | None] = []
     write: list[int | None] = []
     run_starts = [0]
     for part in parts:
@@ -447,13 +450,14 @@ def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) ->
     for row, pages in tables_of_drafts(parts):
         table[row, : len(pages)] = pages
     pieces.add("decodes.block_table", table, table.shape)
-    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (rows,))
-    pieces.add("decodes.state_write", write + [-1] * filler, (rows,))
+    steps = len(read) + filler  # more than rows where paths have drafts in common
+    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (steps,))
+    pieces.add("decodes.state_write", write + [-1] * filler, (steps,))
     if len(lengths) > len(parts):
         pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
     if any(part.branches is not None for part in parts):
-        steps, places, copies = unroll(parts)
-        pieces.add(STEPS, steps, (len(steps),))
+        unrolled, places, copies = unroll(parts)
+        pieces.add(STEPS, unrolled, (len(unrolled),))
         pieces.add(f"{STEPS}.places", places, (len(places),))
         pieces.add("copies", copies, (2, len(copies[0])))
 

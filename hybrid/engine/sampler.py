@@ -5,7 +5,8 @@ of tokens of the answer before it, and the history. In steps:
 
 * `Edits.apply` (`hybrid.engine.constraints`) does to the row what the parameters say, as the history demands;
 * `uniform(seed, index)` is the random number of token `index` of the answer;
-* `sample` chooses the token. A row's choice does not depend on the other rows.
+* `choose` chooses the token. A row's choice does not depend on the other rows. It looks at the most likely tokens
+  first, which settle most rows without sorting the vocabulary; `Sampled.is_settled` says which.
 
 Nothing advances by asking: several positions, such as those along a path of draft tokens, may be asked for in one pass
 (`Request.sample_row(drafts)`), and one position again and again. The history advances where a token is appended to its
@@ -14,7 +15,7 @@ retraction, on failures, or on how many positions a pass computes.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,9 @@ from hybrid.engine.constraints import Edits, RowEdits
 from hybrid.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams()
+
+PRESELECTED = 1024
+"""Number of the most likely tokens of a row that are looked at first."""
 
 WHOLE = 2**52
 """A probability of 1 as a whole number; a token with less than 1 of it is never chosen."""
@@ -97,15 +101,78 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     Returns:
         `[S]` int64.
     """
-    most_likely = logits.argmax(-1)
     if rows is None:
-        return most_likely
+        return logits.argmax(-1)
+    return torch.where(rows.temperature > 0, _among_all(probabilities(logits, rows), rows), logits.argmax(-1))
+
+
+def presample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """`sample` by the `PRESELECTED` most likely tokens of every row, where they are enough.
+
+    Returns:
+        `[S]` the tokens, and `[S]` bool which of them are settled: those that `sample` chooses. It gives the others.
+    """
+    values = probabilities(logits, rows)
+    count = min(PRESELECTED, values.shape[-1])
+    few, tokens = _most_likely(values, count)
+    least = few[..., -1:]
+    # which of the tokens that are as likely as the last one are here is open: weights and ranks are known before them
+    is_known = few > least if count < values.shape[-1] else torch.ones_like(few, dtype=torch.bool)
+    weights = _weights(few) * is_known
+    everything = _weights(values).sum(-1, keepdim=True)
+    summed = weights.cumsum(-1)
+    known = summed[..., -1:]
+    rank = torch.arange(count, device=weights.device)
+    takes_all = (rows.top_k <= 0) | (rows.top_k >= values.shape[-1])
+    top_k = torch.where(takes_all, float("inf"), rows.top_k).unsqueeze(-1)
+    has_top_k = top_k <= is_known.sum(-1, keepdim=True)  # the tokens beyond are not among them
+    total = torch.where(has_top_k, (weights * (rank < top_k)).sum(-1, keepdim=True), everything)
+    weights = weights * (rank < top_k) * ((summed - weights).double() < rows.top_p.unsqueeze(-1) * total)
+    least_kept = rows.min_p.unsqueeze(-1) * weights[..., :1]
+    weights = weights * (weights >= least_kept)
+    # nothing beyond is kept; or all of it is, and what is kept weighs as much as everything
+    is_cut = has_top_k | (known.double() >= rows.top_p.unsqueeze(-1) * total) | (_weights(least) < least_kept)
+    is_whole = (rows.top_p.unsqueeze(-1) >= 1) & (rows.min_p.unsqueeze(-1) <= 0)
+    summed = weights.cumsum(-1)
+    kept = torch.where(is_cut, summed[..., -1:], everything)
+    number = (rows.uniform.unsqueeze(-1) * kept).long()
+    knows_total = has_top_k | takes_all.unsqueeze(-1)
+    is_settled = knows_total & (is_cut | is_whole) & (number < summed[..., -1:])
+    chosen = _place(summed, number, weights)
+    is_greedy = rows.temperature <= 0
+    found = torch.where(is_greedy, logits.argmax(-1), tokens.gather(-1, chosen).squeeze(-1))
+    return found, is_settled.squeeze(-1) | is_greedy
+
+
+def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """`[S, vocab]` at the temperature of each row."""
     smallest = torch.finfo(logits.dtype).tiny  # a smaller number would be 0 here
     temperature = rows.temperature.clamp(min=smallest).to(logits.dtype).unsqueeze(-1)
-    most = logits.max(-1, keepdim=True).values
-    values, tokens = torch.softmax((logits - most) / temperature, dim=-1).sort(dim=-1, descending=True, stable=True)
-    # whole numbers from here on: their sums are the same in any order, and so on any device
-    weights = (values.double() * WHOLE).long()
+    return torch.softmax((logits - logits.max(-1, keepdim=True).values) / temperature, dim=-1)
+
+
+def _weights(values: Tensor) -> Tensor:
+    """Probabilities as whole numbers: their sums are the same in any order, and so on any device."""
+    return (values.double() * WHOLE).long()
+
+
+def _place(summed: Tensor, number: Tensor, weights: Tensor) -> Tensor:
+    """`[S, 1]` the place of a number among weights with these sums."""
+    place = (summed <= number).sum(-1, keepdim=True)
+    return torch.minimum(place, (weights > 0).sum(-1, keepdim=True) - 1).clamp(min=0)  # no weight: NaN
+
+
+def _most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest values of every row, falling, and their tokens, which rise among equal values."""
+    tokens = values.topk(count).indices.sort(dim=-1).values
+    few, order = values.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
+    return few, tokens.gather(-1, order)
+
+
+def _among_all(values: Tensor, rows: SamplingRows) -> Tensor:
+    """`[S]` the tokens that are sampled with these probabilities."""
+    values, tokens = values.sort(dim=-1, descending=True, stable=True)
+    weights = _weights(values)
     rank = torch.arange(weights.shape[-1], device=weights.device)
     top_k = torch.where(rows.top_k > 0, rows.top_k, float("inf")).unsqueeze(-1)
     weights = weights * (rank < top_k)
@@ -114,28 +181,48 @@ def sample(logits: Tensor, rows: SamplingRows | None) -> Tensor:
     weights = weights * (before < rows.top_p.unsqueeze(-1) * summed[..., -1:])  # the token that crosses it stays
     weights = weights * (weights >= rows.min_p.unsqueeze(-1) * weights[..., :1])
     summed = weights.cumsum(-1)
-    chosen = (summed <= (rows.uniform.unsqueeze(-1) * summed[..., -1:]).long()).sum(-1, keepdim=True)
-    chosen = torch.minimum(chosen, (weights > 0).sum(-1, keepdim=True) - 1).clamp(min=0)  # no weight: NaN
-    return torch.where(rows.temperature > 0, tokens.gather(-1, chosen).squeeze(-1), most_likely)
+    chosen = _place(summed, (rows.uniform.unsqueeze(-1) * summed[..., -1:]).long(), weights)
+    return tokens.gather(-1, chosen).squeeze(-1)
 
 
 NO_TOKEN = -1
 """Instead of a token: the parameters of a request exclude all of them, or its own functions gave NaN."""
 
 
-def sample_edited(logits: Tensor, edits: Edits, rows: SamplingRows | None) -> Tensor:
-    """Choose a token of every row after its edits; the logits stay as they are.
+class Sampled(NamedTuple):
+    """Tokens that were chosen from S rows of logits.
+
+    Attributes:
+        tokens: `[S]` int64; `NO_TOKEN` where an edited row has NaN, plus infinity, or nothing but minus infinity.
+        is_settled: `[S]` bool; the other tokens are not known yet. None: all are settled.
+        settle: chooses all of them, by sorting the vocabulary.
+    """
+
+    tokens: Tensor
+    is_settled: Tensor | None
+    settle: Callable[[], Tensor]
+
+
+def choose(logits: Tensor, edits: Edits | None, rows: SamplingRows | None) -> Sampled:
+    """Choose a token of every row after its edits; the logits stay as they are. Waits for nothing.
 
     Args:
         logits: `[S, vocab]` fp32.
-        edits: what is done to the rows before.
+        edits: what is done to the rows before; None: nothing.
         rows: how; None: the most likely token of every row.
-
-    Returns:
-        `[S]` int64; `NO_TOKEN` where a row has NaN, plus infinity, or nothing but minus infinity.
     """
-    edited = edits.apply(logits)
-    return torch.where(edited.max(-1).values.isfinite(), sample(edited, rows), NO_TOKEN)
+    edited = logits if edits is None else edits.apply(logits)
+
+    def usable(tokens: Tensor) -> Tensor:
+        return tokens if edits is None else torch.where(edited.max(-1).values.isfinite(), tokens, NO_TOKEN)
+
+    def settle() -> Tensor:
+        return usable(sample(edited, rows))
+
+    if rows is None:
+        return Sampled(settle(), None, settle)
+    tokens, is_settled = presample(edited, rows)
+    return Sampled(usable(tokens), is_settled, settle)
 
 
 class Logprobs(NamedTuple):

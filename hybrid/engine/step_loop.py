@@ -194,6 +194,9 @@ class StepLoop:
             guard.keep_on_failure()
             if self._scheduler.drafting is not None:
                 self._scheduler.drafting.timed(step, time.perf_counter() - started)
+            if all(part.is_prefill for part in step.parts):
+                num_tokens = sum(part.end - part.start for part in step.parts)
+                self._cache.note_pass(num_tokens, time.perf_counter() - started)
             for part in parts:
                 if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled
                     continue

@@ -168,6 +168,7 @@ class GenerateCall:
         pad_tokens, end_tokens: ids of padding and end-of-sequence tokens.
         repeats: sequences that are computed per prompt: beams, or several answers.
         num_returned: answers per prompt.
+        max_new_tokens: tokens of an answer, at most; None: not given so.
         max_seconds: time limit of the call, its prefill included; None: no limit.
         past: a past that an earlier call returned, to be resumed from; None: prefixes are looked up.
         assistance: the options of assisted decoding; None: there are none.
@@ -181,6 +182,7 @@ class GenerateCall:
     end_tokens: frozenset[int]
     repeats: int
     num_returned: int
+    max_new_tokens: int | None
     max_seconds: float | None
     past: Past | None
     assistance: Assistance | None
@@ -223,6 +225,7 @@ class GenerateCall:
             end_tokens,
             max(num_beams, num_returned),
             num_returned,
+            option(model, given, "max_new_tokens"),
             option(model, given, "max_time"),
             past,
             assistance,

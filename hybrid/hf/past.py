@@ -31,6 +31,19 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where the first tokens of a sequence come from.
+
+    Attributes:
+        explanation: why its hit was as long as it was.
+        num_committed: tokens of its prompt that were committed before the model computed the rest, if there was memory.
+    """
+
+    explanation: Explanation
+    num_committed: int
+
+
+@dataclass(frozen=True)
 class SavedPast:
     """What a past was before a pass.
 
@@ -78,7 +91,7 @@ class Past(DynamicCache):
     Args:
         backend: the cache that made it.
         layers: the layers of transformers' cache.
-        rows, pads, keys, explanations: the attributes of the same names.
+        rows, pads, keys, origins: the attributes of the same names.
         boundaries: per sequence its last boundary, if it has one.
         family: the attribute of the same name, for a fork; None: a session begins with this past.
 
@@ -86,7 +99,7 @@ class Past(DynamicCache):
         rows: per sequence the tokens that it holds, without padding; None after a pass with unknown tokens.
         pads: per sequence, the number of padding positions before its tokens.
         keys: how its tokens are keyed.
-        explanations: per sequence, why its hit was as long as it was.
+        origins: per sequence, where its first tokens come from.
         family: this past, and all pasts forked from it or from its forks; empty after its session.
     """
 
@@ -97,7 +110,7 @@ class Past(DynamicCache):
         rows: Sequence[Sequence[int]] | None,
         pads: Sequence[int],
         keys: KeySpace,
-        explanations: Sequence[Explanation],
+        origins: Sequence[Origin],
         boundaries: Sequence[Boundary | None],
         family: list[Past] | None = None,
     ) -> None:
@@ -107,7 +120,7 @@ class Past(DynamicCache):
         self.rows: list[list[int]] | None = None if rows is None else [list(row) for row in rows]
         self.pads: list[int] = list(pads)
         self.keys: KeySpace = keys
-        self.explanations: tuple[Explanation, ...] = tuple(explanations)
+        self.origins: tuple[Origin, ...] = tuple(origins)
         self.family: list[Past] = [self] if family is None else family
         self._boundaries = list(boundaries)
         self._backend = backend
@@ -127,14 +140,20 @@ class Past(DynamicCache):
             )
         self.family = [self]
         reason = "resumed from the past that was given"
-        self.explanations = tuple(
-            Explanation(len(prompt), len(row), len(row), reason) for row, prompt in zip(rows, prompts, strict=True)
+        self.origins = tuple(
+            Origin(Explanation(len(prompt), len(row), len(row), reason), len(row))
+            for row, prompt in zip(rows, prompts, strict=True)
         )
 
     def _is_continued(self, row: Sequence[int], prompt: Sequence[int], at: int, keys: KeySpace) -> bool:
         """Whether a prompt begins with the tokens and images of a sequence, and has no image after them."""
         is_longer = last_image_end(keys.media[at]) <= len(row) < len(prompt)
         return is_longer and self.keys.key(at, row) == keys.key(at, prompt[: len(row)])
+
+    @property
+    def explanations(self) -> tuple[Explanation, ...]:
+        """Per sequence, why its hit was as long as it was."""
+        return tuple(origin.explanation for origin in self.origins)
 
     def belongs_to(self, backend: PastBackend) -> bool:
         """Whether it was made by this cache."""
@@ -153,7 +172,7 @@ class Past(DynamicCache):
             self.rows,
             self.pads,
             self.keys,
-            self.explanations,
+            self.origins,
             self._boundaries,
             self.family,
         )
@@ -321,7 +340,7 @@ class Past(DynamicCache):
         order = beam_idx.tolist()
         self.pads = [self.pads[index] for index in order]
         self.keys = self.keys.of_rows(order)
-        self.explanations = tuple(self.explanations[index] for index in order)
+        self.origins = tuple(self.origins[index] for index in order)
         self._boundaries = [self._boundaries[index] for index in order]
         if self.rows is not None:
             self.rows = [list(self.rows[index]) for index in order]

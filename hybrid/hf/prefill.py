@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -27,7 +27,7 @@ from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.errors import NonFiniteError, RequestError
 from hybrid.hf.follow import finite_logits
-from hybrid.hf.keys import KeySpace, key_of
+from hybrid.hf.keys import KeySpace, key_of, last_image_end
 from hybrid.hf.layers import fill, stack_left_padded, states_of
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.pass_model import PassModel
@@ -47,6 +47,7 @@ class Prefill:
         end: tokens to compute; at most `len(ids)`.
         namespace: its key space.
         media: its images; None: it has none.
+        max_rest: where a part of it is cached and no more than this many tokens are not, only that part is restored.
         is_replay: it was computed before, and is computed again to be committed or restored; otherwise it is a prompt.
     """
 
@@ -54,12 +55,32 @@ class Prefill:
     end: int
     namespace: str
     media: Media | None = None
+    max_rest: int = 0
     is_replay: bool = False
 
     @property
     def key(self) -> Key:
         """The key in the tree."""
         return key_of(self.ids, self.namespace, self.media)
+
+    def is_left_after(self, num_hit_tokens: int) -> bool:
+        """Whether only this hit is to be restored."""
+        rest = len(self.ids) - num_hit_tokens
+        return num_hit_tokens > 0 and rest <= self.max_rest and last_image_end(self.media) <= num_hit_tokens
+
+
+class Computed(NamedTuple):
+    """A sequence that was computed from the cache.
+
+    Attributes:
+        layers: of transformers' cache.
+        num_tokens: tokens that they hold.
+        explanation: why the hit was as long as it was.
+    """
+
+    layers: list[Any]
+    num_tokens: int
+    explanation: Explanation
 
 
 class Prefiller:
@@ -92,6 +113,11 @@ class Prefiller:
         return self._layout.can_be_cut
 
     @property
+    def has_windows(self) -> bool:
+        """Whether the model has sliding windows."""
+        return self._layout.has_windows
+
+    @property
     def has_states(self) -> bool:
         """Whether the model has linear-attention layers."""
         return bool(self._layout.states)
@@ -99,13 +125,10 @@ class Prefiller:
     # Computing a sequence from the cache
 
     @torch.no_grad()
-    def prefill(self, work: Prefill) -> tuple[list[Any], Explanation]:
+    def prefill(self, work: Prefill) -> Computed:
         """Compute a sequence, cut on the grid, and commit its whole chunks.
 
         If no memory can be allocated for a chunk, that chunk and those after it are computed but not committed.
-
-        Returns:
-            The layers of transformers' cache after `work.end` tokens, and why the hit was as long as it was.
 
         Raises:
             NonFiniteError: the model computed NaN or infinity. The pass was not committed; those before it may be.
@@ -116,11 +139,11 @@ class Prefiller:
             position, explanation = self._prefill_chunks(past, work, interrupts)
             if not work.is_replay:
                 self._cache.record(explanation)
-            while position < work.end:
+            while position < work.end and not work.is_left_after(explanation.usable_hit):
                 start = position
                 position = min(work.end, (start + self._max_pass_tokens) // self.grid * self.grid)
                 self._forward(work, position, past, start, interrupts)
-            return past.layers, explanation
+            return Computed(past.layers, position, explanation)
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> list[Any]:
         """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint.
@@ -133,7 +156,7 @@ class Prefiller:
             raise RequestError("the model has changed since this past was made; start a session again")
         pairs = zip(rows, keys.media, strict=True)
         works = (Prefill(row, len(row), namespace, media, is_replay=True) for row, media in pairs)
-        done = [self.prefill(work)[0] for work in works]
+        done = [self.prefill(work).layers for work in works]
         return done[0] if len(rows) == 1 and not pads[0] else self.stack(done, len(rows[0]) + pads[0])
 
     def stack(self, done: Sequence[Sequence[Any]], length: int) -> list[Any]:
@@ -237,6 +260,8 @@ class Prefiller:
             return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
         try:
             position, last = lease.num_hit_tokens, work.end // self.grid * self.grid
+            if work.is_left_after(position):
+                last = position
             page_size = cache.config.page_size
             wanted = self._checkpoints(lease, work, last)
             if position:

@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from hybrid.cache import placement
 from hybrid.cache.archives import fingerprint_of
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import PLACEMENTS, CacheConfig
@@ -33,17 +33,18 @@ from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, NonFiniteError, PromptError, RequestError
+from hybrid.hf.beginnings import Beginnings
 from hybrid.hf.drafting import Drafting
 from hybrid.hf.follow import following
 from hybrid.hf.images import ImageInputs, Images
-from hybrid.hf.keys import KeySpace, last_image_end
+from hybrid.hf.keys import KeySpace
 from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.model_version import digest_of
 from hybrid.hf.options import GenerateCall, Prompts, parse_prompts, token_option
 from hybrid.hf.pass_model import PassModel
-from hybrid.hf.past import Boundary, Past
-from hybrid.hf.prefill import Prefill, Prefiller
+from hybrid.hf.past import Past
+from hybrid.hf.prefill import Prefiller
 from hybrid.hf.probe import layout_of_model, probe
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.interrupts import deferred_interrupts
@@ -58,7 +59,7 @@ from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.policy import Policy
 
-DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 16, 256
+DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 16, 128
 """Tokens of a chunk. In deterministic mode every chunk is a pass of its own, so chunks are longer."""
 
 
@@ -76,7 +77,7 @@ class PrefixCache:
             run. Otherwise a prefill is cut only where a checkpoint is captured, and results agree within rounding.
             None: on for CPU, off for GPU.
         chunk_size: prefills are cut, and checkpoints captured, at multiples of this many tokens. The tokens after the
-            last multiple are computed again. Smaller passes are slower. None: 256 in deterministic mode, 16 otherwise.
+            last multiple are computed again. Smaller passes are slower. None: 128 in deterministic mode, 16 otherwise.
         page_size: tokens per page. None: `chunk_size`. In deterministic mode at least `chunk_size`: with mixtures of
             experts the bits of a token depend on all tokens of its pass, so a chunk is shared as a whole or not at all.
         eviction: as in `hybrid.CacheConfig`.
@@ -134,6 +135,12 @@ class PrefixCache:
         self._installed: MethodType | None = None
         self._allocate(layout)
 
+    def _replace_memory(self, layout: Layout) -> None:
+        """Free memory and bookkeeping, and make them for a layout. This thread owns them."""
+        del self.memory, self.cache, self._prefiller, self._beginnings, self._drafting
+        self._allocate(layout)
+        self.cache.adopt()
+
     def _allocate(self, layout: Layout) -> None:
         """Make memory and bookkeeping for a layout."""
         page_size, spec = self._config.page_size, layout.spec
@@ -144,6 +151,7 @@ class PrefixCache:
         )
         self.cache: HybridCache = HybridCache(pools, self._config)
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock)
+        self._beginnings = Beginnings(self._model, self._prefiller, self._config)
         self._drafting = Drafting(self._model, self.cache, self._lock)
 
     # Generating
@@ -194,14 +202,13 @@ class PrefixCache:
     def _run(self, call: GenerateCall, namespace: str, speculation: SpeculationConfig | None, start: float) -> Any:
         """Run a call of `generate` that began at `start`, by `time.monotonic`."""
         with self._model.rope_deltas.reset():
-            media = self._media(call.images, call.prompts)
-            if call.past is None:
-                past = self._begin(call.prompts, namespace, media)
+            keys, past = self._keys(call.prompts, call.images, namespace), call.past
+            if past is None:
+                past = self._beginnings.past(call.prompts, keys, call.max_new_tokens)
             else:
-                past = self._resume(call.past, call.prompts, namespace, media)
-            num_known = [len(row) - 1 for row in call.prompts.rows]
-            if call.past is not None:
-                num_known = [explanation.usable_hit for explanation in past.explanations]
+                self._beginnings.resume(past, call.prompts, keys)
+            self.explanations = past.explanations
+            num_committed = [origin.num_committed for origin in past.origins]
             try:
                 if call.repeats > 1:
                     past.batch_repeat_interleave(call.repeats)
@@ -212,7 +219,7 @@ class PrefixCache:
                 if call.num_returned == 1:
                     turns = call.turns(output if isinstance(output, Tensor) else output.sequences)
                     for at, ids in enumerate(turns):
-                        self._keep_turn(ids, num_known[at], past, range(at * call.repeats, (at + 1) * call.repeats))
+                        self._keep_turn(ids, num_committed[at], past, range(at * call.repeats, (at + 1) * call.repeats))
             finally:
                 past.end_session()
         return output
@@ -284,14 +291,14 @@ class PrefixCache:
         prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
         self._refuse_too_long(prompts)
         with self._model.rope_deltas.reset():
-            past = self._begin(prompts, namespace, self._media(image_inputs, prompts))
+            past = self._beginnings.past(prompts, self._keys(prompts, image_inputs, namespace))
+            self.explanations = past.explanations
             try:
                 with following(self._model, past):
                     yield past
                 for member in past.family:
                     for at, row in enumerate(member.known_rows() or ()):
-                        num_prompt = min(len(row), member.explanations[at].asked - 1)
-                        self._keep_turn(row, num_prompt, member, [at])
+                        self._keep_turn(row, min(len(row), member.origins[at].num_committed), member, [at])
             finally:
                 past.end_session()
 
@@ -378,14 +385,21 @@ class PrefixCache:
         """What each drafter has done since the cache was made, by its name."""
         return self._drafting.stats
 
-    def audit(self) -> None:
-        """Verify that every page and every state slot has exactly one owner.
+    def verify_contents(self) -> None:
+        """Begin to take a digest of each page and checkpoint that is cached, for `audit(contents=True)`. What was
+        cached before is dropped, pins end, and `cache` and `memory` are new objects."""
+        with self._bookkeeping():
+            self._config = replace(self._config, verify_contents=True)
+            self._replace_memory(self.memory.layout)
+
+    def audit(self, contents: bool = False) -> None:
+        """Verify that every page and every state slot has exactly one owner; `contents` as in `HybridCache.audit`.
 
         Raises:
-            AuditError: a page or a slot has none or several; the message names it.
+            AuditError: it is not so; the message names what is wrong.
         """
         with self._bookkeeping():
-            self.cache.audit()
+            self.cache.audit(contents)
 
     def clear(self) -> None:
         """Evict everything that is not pinned."""
@@ -436,51 +450,14 @@ class PrefixCache:
             if layout == self.memory.layout:
                 self.cache.clear()
             else:  # of another dtype, or on another device
-                del self.memory, self.cache, self._prefiller, self._drafting
-                self._allocate(layout)
-                self.cache.adopt()
+                self._replace_memory(layout)
         self._version = version
         return version.key_space(namespace)
 
-    def _media(self, images: ImageInputs | None, prompts: Prompts) -> tuple[Media | None, ...]:
-        """Per prompt its images; None: it has none."""
-        if images is None:
-            return (None,) * len(prompts.rows)
-        return self._images.read(images, prompts.rows, prompts.pads, self._config.page_size)
-
-    def _resume(self, past: Past, prompts: Prompts, namespace: str, media: tuple[Media | None, ...]) -> Past:
-        """A past that a call gives back, for its prompts."""
+    def _keys(self, prompts: Prompts, images: ImageInputs | None, namespace: str) -> KeySpace:
+        """How the tokens of prompts are keyed, by the model as it is now."""
+        media: tuple[Media | None, ...] = (None,) * len(prompts.rows)
+        if images is not None:
+            media = self._images.read(images, prompts.rows, prompts.pads, self._config.page_size)
         with self._bookkeeping():
-            keys = KeySpace(self._key_space(namespace), media)
-        if not past.belongs_to(self._prefiller) or past.keys.namespace != keys.namespace:
-            raise ArgumentError(
-                "generate: past_key_values: this past is of another cache or namespace, or the model has changed "
-                "since; leave it out"
-            )
-        past.resume(prompts.rows, prompts.pads, keys)
-        self._model.rope_deltas.set(past.keys.shifts, self._model.device)
-        self.explanations = past.explanations
-        return past
-
-    def _begin(self, prompts: Prompts, namespace: str, media: tuple[Media | None, ...]) -> Past:
-        """A past after the prompts: of a single one up to its last boundary, of several up to their last tokens."""
-        with self._bookkeeping():
-            keys = KeySpace(self._key_space(namespace), media)
-        explanations = []
-        ends = [len(row) - 1 for row in prompts.rows]
-        is_alone = len(prompts.rows) == 1 and not prompts.is_padded
-        if is_alone:
-            grid_end = placement.prompt_end(len(prompts.rows[0]), self._prefiller.grid)
-            ends = [max(grid_end, last_image_end(media[0]))]  # `generate` computes the rest, and knows no images
-        done = []
-        for row, end, own in zip(prompts.rows, ends, media, strict=True):
-            layers, explanation = self._prefiller.prefill(Prefill(row, end, keys.namespace, own))
-            done.append(layers)
-            explanations.append(explanation)
-        layers = done[0] if is_alone else self._prefiller.stack(done, prompts.width - 1)
-        self.explanations = tuple(explanations)
-        rows = [row[:end] for row, end in zip(prompts.rows, ends, strict=True)]
-        on_grid = is_alone and ends[0] % self._prefiller.grid == 0
-        boundaries = [Boundary(ends[0])] if on_grid else [None] * len(rows)
-        self._model.rope_deltas.set(keys.shifts, self._model.device)
-        return Past(self._prefiller, layers, rows, prompts.pads, keys, explanations, boundaries)
+            return KeySpace(self._key_space(namespace), media)

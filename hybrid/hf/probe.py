@@ -84,7 +84,7 @@ def probe(model: PassModel) -> Layout:
         found = passes.run(REST, again, len(FIRST))
         has_recurrent = _disturb(disturbed_past.layers, layout)
         disturbed = passes.run(REST, disturbed_past, len(FIRST))
-    except UnsupportedModelError:
+    except (UnsupportedModelError, torch.OutOfMemoryError):  # the latter says nothing about the model
         raise
     except RUN_ERRORS as error:
         raise UnsupportedModelError(f"{name} does not run on transformers' DynamicCache: {error}") from error

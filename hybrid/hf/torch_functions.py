@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,9 @@ TORCH_FUNCTIONS = (
 )
 """The functions with kernels, over all model families; a modeling module has some of them."""
 
+KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
+"""Where transformers finds kernels."""
+
 KERNEL_MODULE = "transformers.integrations.hub_kernels"
 """The module of transformers whose wrappers choose between a kernel and its torch function."""
 
@@ -35,6 +39,19 @@ def use_torch_functions(model: Any) -> None:
     module = importlib.import_module(type(model).__module__)
     for name in vars(module).keys() & set(TORCH_FUNCTIONS):
         setattr(module, name, inspect.unwrap(getattr(module, name)))
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """A modeling module of transformers that is imported within has its torch functions alone. It does not import the
+    packages of kernels, which takes seconds; those that are loaded already stay."""
+    hidden = [package for package in KERNEL_PACKAGES if package not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: the import fails
+    try:
+        yield
+    finally:
+        for package in hidden:
+            del sys.modules[package]
 
 
 def use_torch_functions_on_cpu(model: Any) -> None:

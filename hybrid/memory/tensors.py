@@ -17,6 +17,7 @@ from hybrid.errors import MemoryBudgetError, OwnershipError
 from hybrid.kernels.codec import StoredLayout, restore, store
 from hybrid.kernels.ops import copy_states
 from hybrid.memory.arena import PieceLayout
+from hybrid.memory.device import on_device
 from hybrid.memory.digests import Contents
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.spec import HybridSpec, Place
@@ -215,7 +216,7 @@ def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
 
 
 def _copy(rows: Tensor, moves: dict[int, int]) -> None:
-    old, new = torch.tensor([[*moves.keys()], [*moves.values()]]).to(rows.device)
+    old, new = on_device(torch.tensor([[*moves.keys()], [*moves.values()]]), rows.device)
     copy_states(rows, old, new)
 
 

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from hybrid.speculation.drafter import Drafter, History
-from hybrid.speculation.grams import MAX_BACK, GramIndex, Piece, common_length, match_length
+from hybrid.speculation.grams import GRAMS, MAX_BACK, GramIndex, Piece, common_length, match_length
 from hybrid.tree.following import following
 from hybrid.tree.tree import Tree
 
@@ -18,8 +18,14 @@ AHEAD = 256
 MAX_TOKENS = 1 << 20
 """Tokens that all indices of n-grams remember together."""
 
-BLOCK = 32
+BLOCK = 64
 """The tokens of an answer are indexed when there are this many."""
+
+PROVEN = 4
+"""After as many right tokens of a source one that differs is taken for a replacement."""
+
+MAX_AHEAD = 64
+"""A source that is so many tokens behind is not followed any more."""
 
 WINDOW = 16
 """Tokens of a source, after the place where a history left it, among which it is looked for again."""
@@ -36,23 +42,34 @@ class Source:
         ids: the tokens.
         at: where in `ids` the token of position `start` is.
         start: a position of the history.
+        followed: how many tokens in a row were right.
     """
 
-    __slots__ = ("at", "ids", "start")
+    __slots__ = ("at", "followed", "ids", "start")
 
     def __init__(self, ids: array[int], at: int, start: int) -> None:
         self.ids: array[int] = ids
         self.at: int = at
         self.start: int = start
+        self.followed: int = 0
 
     def follow(self, history: History) -> int:
         """How many tokens of the history, from `start` on, are those of the source; they are passed."""
+        if len(history) - self.start > MAX_AHEAD:
+            return 0  # it was left long ago
         own = history[self.start :]
         theirs = self.ids[self.at : self.at + len(own)]
         count = common_length(own, theirs)
         self.at += count
         self.start += count
+        self.followed += count
         return count
+
+    def skip(self) -> None:
+        """The next token of the history replaces that of the source."""
+        self.at += 1
+        self.start += 1
+        self.followed = 0
 
     def draft(self, limit: int) -> Chain:
         """What follows, as a chain. Ids that stand for images end it."""
@@ -77,6 +94,11 @@ class ContinuationDrafter(Drafter):
     def name(self) -> str:
         """Of the drafter."""
         return "continuation"
+
+    @property
+    def prior(self) -> float:
+        """A greedy answer repeats itself; a sampled one does not."""
+        return 0.9
 
     def propose(self, history: History, limit: int) -> Chain:
         """What followed the whole history in its namespace."""
@@ -140,10 +162,16 @@ class GramDrafter(Drafter):
         source = self._sources.get(history)
         if source is not None:
             source.follow(history)
+            if source.start == len(history) - 1 and source.followed >= PROVEN:
+                source.skip()
             if source.start == len(history) and source.at < len(source.ids):
                 return source.draft(limit)
         tail = history[-MAX_BACK:]
-        found = index.find(tail) or _again(source, tail)
+        found = index.find(tail)
+        repeated = _repeated(history, self._pieces[history].end)
+        if repeated is not None and (found is None or match_length(tail, *found) <= match_length(tail, *repeated)):
+            return _cycle(*repeated, min(limit, 2 * match_length(tail, *repeated)))
+        found = found or _again(source, tail)
         if found is None:
             return NOTHING
         ids, at = found
@@ -171,14 +199,42 @@ class GramDrafter(Drafter):
         if piece is None:
             piece = self._pieces[history] = index.open(history[:])
         if len(history) - piece.end >= count:
-            index.extend(piece, history[:])
+            index.extend(piece, history[piece.end :])
+
+
+def _repeated(history: History, end: int) -> tuple[array[int], int] | None:
+    """Where the last tokens of a history were before, among those after `end`, which are not indexed yet, and a few
+    before them."""
+    ids = history[max(0, end - MAX_BACK) :]
+    length = GRAMS[-1]
+    data, gram = ids.tobytes(), ids[-length:].tobytes()
+    at = data.rfind(gram, 0, len(data) - 1)
+    while at % ids.itemsize:  # -1: it is not there
+        at = data.rfind(gram, 0, at + len(gram) - 1)
+        if at < 0:
+            return None
+    return ids, at // ids.itemsize + length
+
+
+def _cycle(ids: array[int], at: int, limit: int) -> Chain:
+    """What follows a place in the last tokens of a history, again and again: as if it went on repeating itself."""
+    period = ids[at:]
+    tokens = (period * (limit // len(period) + 1))[:limit]
+    end = next((place for place, token in enumerate(tokens) if token < 0), len(tokens))
+    return tokens[:end], range(-1, end - 1)
 
 
 def _again(source: Source | None, tail: array[int]) -> tuple[array[int], int] | None:
     """Where a source that was left continues: after the next place that has the last two tokens."""
     if source is None:
         return None
-    for at in range(max(source.at - 1, 2), min(source.at + WINDOW, len(source.ids))):
-        if source.ids[at - 2 : at] == tail[-2:]:
-            return source.ids, at
+    ids, end = source.ids, min(source.at + WINDOW, len(source.ids))
+    at = max(source.at - 2, 1)
+    while at < end - 1:
+        try:
+            at = ids.index(tail[-1], at, end - 1) + 1
+        except ValueError:
+            return None
+        if ids[at - 2 : at] == tail[-2:]:
+            return ids, at
     return None

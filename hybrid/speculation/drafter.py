@@ -58,6 +58,11 @@ class Drafter(ABC):
         """Of the drafter, in `Engine.speculation_stats`."""
         return type(self).__name__
 
+    @property
+    def prior(self) -> float:
+        """How often a draft of it is expected to be accepted, from 0 to 1, before that was measured."""
+        return 0.6
+
     @abstractmethod
     def propose(self, history: History, limit: int) -> tuple[Sequence[int], Sequence[int]]:
         """Tokens that may come after a history, as a tree.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from operator import mul
 
 import numpy as np
 
@@ -12,6 +13,13 @@ GRAMS = (10, 4)
 
 FACTOR, MIXER = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 MASK = (1 << 64) - 1
+
+POWERS = {
+    length: (powers, sum(powers))
+    for length in GRAMS
+    if (powers := tuple(pow(FACTOR, exponent, 1 << 64) for exponent in reversed(range(length))))
+}
+"""For each length the powers of the factor, falling, and their sum: a hash is the sum of (token + 1) times power."""
 
 FIRST_SLOTS = 1 << 12
 """Slots of the table when it is created. It grows to as many as there are tokens."""
@@ -104,9 +112,8 @@ class GramIndex:
             if len(ids) < length:
                 continue
             gram = ids[-length:]
-            value = 0
-            for token in gram:
-                value = (value * FACTOR + token + 1) & MASK
+            powers, constant = POWERS[length]
+            value = (sum(map(mul, gram, powers)) + constant) & MASK
             entry = int(self._table[((value * MIXER & MASK) >> 20) % len(self._table)])
             piece = self._pieces.get(entry >> 32)
             at = entry & 0xFFFFFFFF
@@ -118,13 +125,11 @@ class GramIndex:
         """Enter the n-grams that end after `start` and are followed by a token."""
         for length in GRAMS:
             first = max(0, start - length)
-            ids = np.array(piece.ids[first : len(piece.ids) - 1], dtype=np.int64).astype(np.uint64)
+            ids = np.frombuffer(piece.ids[first : len(piece.ids) - 1], np.int32).astype(np.uint64)
             count = len(ids) - length + 1
             if count <= 0:
                 continue
-            value = np.zeros(count, np.uint64)
-            for at in range(length):
-                value = value * np.uint64(FACTOR) + ids[at : at + count] + np.uint64(1)
+            value = np.correlate(ids + np.uint64(1), np.array(POWERS[length][0], np.uint64))
             slots = (value * np.uint64(MIXER) >> np.uint64(20)) % np.uint64(len(self._table))
             self._table[slots.astype(np.int64)] = (piece.number << 32) + first + length + np.arange(count)
 
@@ -150,6 +155,10 @@ def match_length(ids: array[int], source: array[int], at: int) -> int:
 def common_length(a: array[int], b: array[int]) -> int:
     """Length of the common prefix."""
     low, high = 0, min(len(a), len(b))
+    if high < 4:  # the usual case
+        while low < high and a[low] == b[low]:
+            low += 1
+        return low
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

@@ -19,8 +19,11 @@ PRIOR = 2.0
 MAX_PAUSE = 64
 """A request whose drafts do not pay tries one again after at most this many passes."""
 
-COST_DECAY = 0.98
-"""What an earlier pass counts in the measured cost of passes."""
+DRIFT = 1.02
+"""The fastest pass counts as this many times slower with each later one of as many rows: sequences grow."""
+
+MAX_WEIGHT = 16
+"""Passes of as many rows count as this many, at most."""
 
 FIRST_SHARE = 0.1
 """Cost of a row as a part of what a pass costs without rows, before it has been measured."""
@@ -30,31 +33,36 @@ MIN_SHARE = 0.01
 
 
 class PassCost:
-    """Seconds of a pass without prompts by its number of rows: a line through the latest passes, fitted."""
+    """Seconds of a pass without prompts by its number of rows: a line through the fastest passes of each number.
+
+    Whatever else the machine does makes a pass slower and never faster, so that the fastest of the latest passes says
+    what a pass costs.
+    """
 
     def __init__(self) -> None:
-        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
+        self.share: float = FIRST_SHARE
+        """Cost of one more row, as a part of the cost of a pass without rows."""
+        self._fastest: dict[int, tuple[float, int]] = {}
+        self._passes = 0
 
     def observe(self, rows: int, seconds: float) -> None:
         """A pass of this many rows took so long."""
-        if self._weight >= 4 and seconds > 4 * self._seconds / self._weight:
-            return  # something else had the machine
-        sums = (self._weight, self._rows, self._seconds, self._squares, self._products)
-        new = (1.0, rows, seconds, rows * rows, rows * seconds)
-        self._weight, self._rows, self._seconds, self._squares, self._products = (
-            COST_DECAY * old + value for old, value in zip(sums, new, strict=True)
-        )
+        fastest, count = self._fastest.get(rows, (seconds, 0))
+        self._fastest[rows] = min(seconds, fastest * DRIFT), min(count + 1, MAX_WEIGHT)
+        self._passes += 1
+        if count < 2 or self._passes % MAX_WEIGHT == 0:
+            self.share = self._fitted()
 
-    @property
-    def share(self) -> float:
-        """Cost of one more row, as a part of the cost of a pass without rows."""
-        if not self._weight:
+    def _fitted(self) -> float:
+        """The share by weighted least squares; a number of rows of which there was one pass says nothing."""
+        known = [(rows, seconds, count) for rows, (seconds, count) in self._fastest.items() if count > 1]
+        weight = sum(count for _, _, count in known)
+        if len(known) < 2:
             return FIRST_SHARE
-        rows, seconds = self._rows / self._weight, self._seconds / self._weight
-        spread = self._squares / self._weight - rows * rows
-        if spread < 0.25 or seconds <= 0:
-            return FIRST_SHARE
-        slope = (self._products / self._weight - rows * seconds) / spread
+        rows = sum(count * rows for rows, _, count in known) / weight
+        seconds = sum(count * seconds for _, seconds, count in known) / weight
+        spread = sum(count * (own - rows) ** 2 for own, _, count in known)
+        slope = sum(count * (own - rows) * (time - seconds) for own, time, count in known) / spread
         base = seconds - slope * rows
         return 1.0 if base <= 0 else min(max(slope / base, MIN_SHARE), 1.0)
 
@@ -98,6 +106,7 @@ class Acceptance:
         self._trials = PRIOR
         self._failures = 0
         self._pause = 0
+        self._is_due = False  # the pause is over: one draft is tried, whether it pays or not
 
     @property
     def rate(self) -> float:
@@ -125,6 +134,8 @@ class Acceptance:
         rate = self.rate
         count = Worth(rows, share).take(rate**ahead for ahead in range(1, limit + 1))
         if not count and limit:
-            self._pause = min(2 ** min(self._failures, 10), MAX_PAUSE)
-            return 1 if self.rate > 0.02 and rows < 1 / share else 0
+            self._is_due = not self._is_due
+            if not self._is_due:
+                return 1 if rows < 1 / share else 0
+            self._pause = min(4 ** min(self._failures, 5), MAX_PAUSE)
         return count

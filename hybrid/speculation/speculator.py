@@ -17,9 +17,6 @@ from hybrid.speculation.pace import Acceptance, PassCost, Worth
 
 log: logging.Logger = logging.getLogger(__name__)
 
-FIRST_PRIOR = 0.6
-"""Acceptance that is expected of a drafter before there was any."""
-
 
 @dataclass
 class DrafterStats:
@@ -52,7 +49,7 @@ class Speculator:
         self._drafters = tuple(drafters)
         self._vocab_size = vocab_size
         self._stats = {drafter.name: DrafterStats() for drafter in self._drafters}
-        self._expected = {drafter.name: Acceptance(FIRST_PRIOR) for drafter in self._drafters}
+        self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in self._drafters}
         self._own: dict[History, dict[str, Acceptance]] = {}
         self._cost = PassCost()
 

@@ -13,6 +13,7 @@ from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.node import EvictedCheckpoint, Kind, Node, Released, Root
+from hybrid.tree.pools import INTEGERS, Pools
 
 MAX_RECENT = 2048
 """Evicted checkpoints that are remembered for pictures."""
@@ -25,14 +26,15 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
-        whole_edges: edges are evicted as a whole, one by one (`hybrid.tree.pools.Pools`).
+        pools: whether edges are evicted as a whole, and what sees what is about to be evicted.
     """
 
-    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, whole_edges: bool = False) -> None:
+    def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, pools: Pools = INTEGERS) -> None:
+        self._leaving = pools.leaving
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
-        self._whole_edges = whole_edges
+        self._whole_edges = pools.whole_edges
         self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
 
     @property
@@ -116,12 +118,16 @@ class Evictor:
             node = parent
 
     def _remember(self, node: Node, num_kept: int) -> None:
+        if self._leaving is not None:
+            self._leaving.pages(node, num_kept)
         with suppress(Exception):  # eviction continues without this ghost
             self._ghosts.remember(node, num_kept * self._forest.page_size)
 
     def _drop_checkpoint(self, node: Node, released: Released) -> None:
         if node.slot is not None:
             assert not node.state_locks
+            if self._leaving is not None:
+                self._leaving.checkpoint(node)
             self._candidates.evicting(node)
             released.slots.append(node.slot)
             usage, now = node.usage, self._candidates.now

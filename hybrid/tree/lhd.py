@@ -115,12 +115,12 @@ class Record:
     def classify(self, context: int) -> Class:
         """Its class, where prompts have up to `context` tokens."""
         if self.hits < EXACT_HITS:
-            fine = min(3, int(log2(self.turn + 1)))  # 0, 1 to 2, 3 to 6, 7 and more turns
+            fine = min(3, (self.turn + 1).bit_length() - 1)  # 0, 1 to 2, 3 to 6, 7 and more turns
         else:
             fine = min(7, int(2 * log2((self.hits + 1) / (EXACT_HITS + 1))))
-        left = (context - self.num_tokens) / context
         near = 0  # a conversation ends at the latest where its next prompt does not fit into the context
-        if left < 0.25 and self.kind in (Kind.TURN_END, Kind.PROMPT_END):
+        if self.num_tokens > 0.75 * context and self.kind in (Kind.TURN_END, Kind.PROMPT_END):
+            left = (context - self.num_tokens) / context
             near = min(NEAR_THE_END, int(-log2(left)) - 1) if left > 0 else NEAR_THE_END
         return (self.kind, self.below, min(self.hits, EXACT_HITS), fine, near)
 
@@ -168,11 +168,14 @@ class LearnedHitDensity(AgingPolicy):
         self._advance(facts.now)
         if facts.last_used == 0:
             return
-        record = facts.notes or self._record(facts)
-        self._leave(record)
-        record.last = facts.now
-        self._change(record, facts)
-        self._join(record)
+        record = facts.notes
+        if record is None:
+            record = self._record(facts)
+        else:
+            self._leave(record)
+            record.last = facts.now
+            self._change(record, facts)
+            self._join(record)
         if facts.is_live:
             record.live = True
         else:
@@ -240,29 +243,14 @@ class LearnedHitDensity(AgingPolicy):
         """Count its exposure from now on."""
         record.watched = True
         self._num_watched += 1
-        self._cohorts.add(record.group, record.last, 1)
-        self._expose(record, -1.0)
+        self._cohorts.join(record.group, record.last, self._now)
 
     def _leave(self, record: Record) -> None:
         """Count its exposure until now, and not from now on."""
         if record.watched:
             record.watched = False
             self._num_watched -= 1
-            self._cohorts.add(record.group, record.last, -1)
-            self._expose(record, 1.0)
-
-    def _expose(self, record: Record, weight: float) -> None:
-        """Count what the next fit would count, if the record had its class since the last, up to now."""
-        age, end = max(0, self._fitted_at - record.last), self._now - record.last
-        if age >= end:
-            return
-        exposure = self._exposure[record.group]
-        at = BIN_OF[age] if age < LAST_AGE else BINS - 1
-        while at < BINS - 1 and end > EDGES[at + 1]:
-            exposure[at] += weight * (EDGES[at + 1] - age)
-            age = EDGES[at + 1]
-            at += 1
-        exposure[at] += weight * (end - age)
+            self._cohorts.leave(record.group, record.last, self._now)
 
     # What is learned
 
@@ -285,7 +273,7 @@ class LearnedHitDensity(AgingPolicy):
 
     def _fit(self) -> None:
         """Make the table of densities anew. Coarse classes first: each is the prior of the finer ones."""
-        self._exposure += self._cohorts.exposure(len(self._groups), self._fitted_at, self._now)
+        self._exposure += self._cohorts.exposure(len(self._groups), self._now)
         self._fitted_at = self._now
         np.maximum(self._exposure, 0, out=self._exposure)  # sums and differences, which round
         hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)

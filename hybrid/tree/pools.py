@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 PageValues = Any
 """Values of consecutive pages: an `array` of page ids, or `PageParts`. Both have a length and slices, grow with
@@ -87,6 +87,19 @@ class PageParts:
         self.parts.extend(more)
 
 
+class Leaving(Protocol):
+    """Sees what is about to be evicted, while the tree still has it. Must not raise, and must not change the tree. Its
+    argument is a `hybrid.tree.node.Node`."""
+
+    def checkpoint(self, node: Any) -> None:
+        """The checkpoint of a node is about to be evicted."""
+        ...
+
+    def pages(self, node: Any, num_kept: int) -> None:
+        """The pages of a node after the first `num_kept` are about to be evicted."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Pools:
     """What a tree is to know of the pools that its pages and checkpoints are from.
@@ -99,11 +112,13 @@ class Pools:
         whole_edges: edges stay as they were inserted and split, and a leaf's edge is evicted as a whole, with its
             checkpoint. What is above it stays, as a leaf. False: edges are joined where nothing needs the cut, a leaf's
             pages are evicted from its end, stay when its checkpoint goes, and take childless tombstones along.
+        leaving: sees what is about to be evicted; None: nothing does.
     """
 
     opaque: bool = False
     checkpoint_step: int | None = None
     whole_edges: bool = False
+    leaving: Leaving | None = None
 
     def collect(self, values: Sequence[int] | Any = ()) -> PageValues:
         """A container with values of pages: a copy of the container, not of what is in it."""

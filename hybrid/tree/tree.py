@@ -101,7 +101,7 @@ class Tree:
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
         self.pin: Callable[[Node], StateLock] = self.locks.pin
         self.unlock: Callable[[Lock], None] = self.locks.unlock
-        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts, pools.whole_edges)
+        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts, pools)
 
     @property
     def num_pages(self) -> int:

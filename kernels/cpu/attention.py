@@ -8,8 +8,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.threads import share
-from hybrid.kernels.cpu.vectors import KINDS, LANES, ZERO, at, compiled, dot, exp, fma, get, keep, numbers, put
+from hybrid.kernels.cpu.tasks import bits, run
+from hybrid.kernels.cpu.vectors import (
+    INDEX,
+    KINDS,
+    LANES,
+    ZERO,
+    as_float,
+    at,
+    compiled,
+    dot,
+    exp,
+    fma,
+    get,
+    keep,
+    numbers,
+    put,
+)
 from hybrid.kernels.reference import attention as twins
 
 MIN_SHARED = 1 << 16
@@ -17,21 +32,23 @@ MIN_SHARED = 1 << 16
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-_ONE, _LOWEST = np.float32(1), np.float32(-np.inf)
-_INDEX = np.int64(0)
+_LOWEST = np.float32(-np.inf)
 
 
 @compiled
-def _attend(query, cache, table, rows, lengths, output, strides, sizes, scale, kind, first, last):  # type: ignore[no-untyped-def]
+def _attend(args, kind, first, last):  # type: ignore[no-untyped-def]
     """The KV heads `[first, last)`, counted through all requests, with the query heads that read them.
 
     `rows` are the rows of query and output of each request.
     """
-    query, cache, output = numbers(query, kind), numbers(cache, kind), numbers(output, kind)
-    table, rows, lengths = numbers(table, _INDEX), numbers(rows, _INDEX), numbers(lengths, _INDEX)
-    of_page, of_kind, of_offset, of_head, of_query, width = strides
-    heads, kv_heads, size, page_size, longest = sizes
-    group = heads // kv_heads
+    a = numbers(args, INDEX)
+    query, cache, output = numbers(a[0], kind), numbers(a[1], kind), numbers(a[5], kind)
+    table, rows, lengths = numbers(a[2], INDEX), numbers(a[3], INDEX), numbers(a[4], INDEX)
+    of_page, of_kind, of_offset, of_head, of_query, width = a[6], a[7], a[8], a[9], a[10], a[11]
+    heads, kv_heads, size, page_size, scale = a[12], a[13], a[14], a[15], as_float(np.int32(a[16]))
+    group, longest = heads // kv_heads, 0
+    for each in range(first, last):
+        longest = max(longest, lengths[each // kv_heads])
     memory = np.empty(group * (longest + LANES) + size, np.float32)
     scores, total = numbers(memory.ctypes.data, ZERO), at(numbers(memory.ctypes.data, ZERO), group * (longest + LANES))
     for each in range(first, last):
@@ -67,7 +84,7 @@ def _attend(query, cache, table, rows, lengths, output, strides, sizes, scale, k
                 position += count
             y = at(output, (row * heads + kv_head * group + i) * size)
             for j in range(size):
-                put(y, j, get(total, j) / summed)
+                put(y, j, get(total, j) / summed if length else ZERO)
     keep(memory)
 
 
@@ -90,7 +107,7 @@ def paged_attention(
         if len(rows) > len(seq_lens):
             block_table = block_table[rows]
             cu_seqlens, seq_lens = cu_seqlens.new_tensor(starts), seq_lens.new_tensor(lengths)
-    single = [row for row, length in enumerate(lengths) if length and starts[row + 1] - starts[row] == 1]
+    single = [row for row in range(len(lengths)) if starts[row + 1] - starts[row] == 1]
     if not is_known or visible is not None or not single:
         return twins.paged_attention(
             query, cache, block_table, cu_seqlens, seq_lens, scale, chunk_size, num_splits, visible
@@ -109,14 +126,13 @@ def paged_attention(
             output[start:end] = twins.paged_attention(query[start:end], cache, *part, scale, chunk_size)
         queries, table, seq_lens = cu_seqlens[:-1][single], block_table[single], seq_lens[single]
     table, queries, seq_lens = table.contiguous(), queries.contiguous(), seq_lens.contiguous()
-    longest = max(lengths[row] for row in single)
     heads, size = query.shape[1:]
     page_size, kv_heads = cache.shape[2:4]
     addresses = tuple(tensor.data_ptr() for tensor in (query, cache, table, queries, seq_lens, output))
     strides = (*cache.stride()[:4], query.stride(0), table.shape[1])
-    numbers = strides, (heads, kv_heads, size, page_size, longest), np.float32(scale), KINDS[query.dtype]
-    work = sum(lengths[row] for row in single) * kv_heads * size // MIN_SHARED
-    share(lambda first, last: _attend(*addresses, *numbers, first, last), len(single) * kv_heads, 1, work)
+    args = (*addresses, *strides, heads, kv_heads, size, page_size, bits(scale))
+    most = table.numel() * page_size * kv_heads * size // MIN_SHARED
+    run(_attend, KINDS[query.dtype], args, len(single) * kv_heads, 1, most)
     return output
 
 

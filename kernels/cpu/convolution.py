@@ -4,16 +4,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.threads import share
-from hybrid.kernels.cpu.vectors import KINDS, ZERO, at, compiled, compiled_inline, fma, get, keep, numbers, put, sigmoid
+from hybrid.kernels.cpu.tasks import run
+from hybrid.kernels.cpu.vectors import (
+    INDEX,
+    KINDS,
+    ZERO,
+    at,
+    compiled,
+    compiled_inline,
+    fma,
+    get,
+    keep,
+    numbers,
+    put,
+    sigmoid,
+)
 from hybrid.kernels.reference import convolution as twins
 
 MIN_SHARED = 1 << 15
 """Elements that are worth a thread."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-_INDEX = np.int64(0)
 
 
 @compiled_inline
@@ -32,15 +43,14 @@ def _store_window(x, window, slot, end, past, stride, channels, first, last):  #
 
 
 @compiled
-def _convolve(  # type: ignore[no-untyped-def]
-    x, weight, state, starts, reads, writes, captures, y, strides, sizes, kind, first, last
-):
+def _convolve(args, kind, first, last):  # type: ignore[no-untyped-def]
     """Channels `[first, last)` of all requests."""
-    x, weight, state, y = numbers(x, kind), numbers(weight, kind), numbers(state, kind), numbers(y, kind)
-    starts, reads, writes = numbers(starts, _INDEX), numbers(reads, _INDEX), numbers(writes, _INDEX)
-    captures = numbers(captures, _INDEX)
-    stride, of_slot = strides
-    requests, num_captures, channels, width = sizes
+    a = numbers(args, INDEX)
+    x, weight, state, y = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind), numbers(a[7], kind)
+    starts, reads, writes = numbers(a[3], INDEX), numbers(a[4], INDEX), numbers(a[5], INDEX)
+    captures = numbers(a[6], INDEX)
+    stride, of_slot = a[8], a[9]
+    requests, num_captures, channels, width = a[10], a[11], a[12], a[13]
     past = width - 1
     memory = np.empty(width * channels, np.float32)
     taps = numbers(memory.ctypes.data, ZERO)
@@ -100,6 +110,6 @@ def causal_conv1d(
     tensors = (x, weight, state, cu_seqlens, state_read, state_write, captures, y)
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     sizes = cu_seqlens.numel() - 1, len(captures), channels, width
-    numbers = (x.stride(0), state.stride(0)), sizes, KINDS[x.dtype]
-    share(lambda first, last: _convolve(*addresses, *numbers, first, last), channels, 16, x.numel() // MIN_SHARED)
+    args = (*addresses, x.stride(0), state.stride(0), *sizes)
+    run(_convolve, KINDS[x.dtype], args, channels, 16, x.numel() // MIN_SHARED)
     return y

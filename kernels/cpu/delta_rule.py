@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.threads import share
+from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.vectors import (
+    INDEX,
     KINDS,
     ZERO,
     at,
@@ -38,7 +39,6 @@ UNROLLED = 8
 """Rows of a matrix that are added up while an output is in a register."""
 
 _ONE, _EPS = np.float32(1), np.float32(1e-6)
-_INDEX = np.int64(0)
 
 
 @compiled_inline
@@ -131,16 +131,22 @@ def _chunk(q, k, v, g, beta, y, state, memory, strides, count, chunk, key_dim, v
 
 
 @compiled
-def _rule(  # type: ignore[no-untyped-def]
-    q, k, v, g, beta, state, starts, reads, writes, captures, y, strides, sizes, of_slot, kind, first, last
-):
+def _rule(args, kind, first, last):  # type: ignore[no-untyped-def]
     """The value heads `[first, last)` of all requests."""
-    q, k, v, beta, y = numbers(q, kind), numbers(k, kind), numbers(v, kind), numbers(beta, kind), numbers(y, kind)
-    g, state = numbers(g, ZERO), numbers(state, ZERO)
-    starts, reads, writes = numbers(starts, _INDEX), numbers(reads, _INDEX), numbers(writes, _INDEX)
-    captures = numbers(captures, _INDEX)
-    of_q, of_k, of_v, of_g, of_beta, of_y = strides
-    requests, num_captures, group, key_dim, value_dim, chunk = sizes
+    a = numbers(args, INDEX)
+    q, k, v, beta, y = (
+        numbers(a[0], kind),
+        numbers(a[1], kind),
+        numbers(a[2], kind),
+        numbers(a[4], kind),
+        numbers(a[10], kind),
+    )
+    g, state = numbers(a[3], ZERO), numbers(a[5], ZERO)
+    starts, reads, writes = numbers(a[6], INDEX), numbers(a[7], INDEX), numbers(a[8], INDEX)
+    captures = numbers(a[9], INDEX)
+    of_q, of_k, of_v, of_g, of_beta, of_y = strides = a[11], a[12], a[13], a[14], a[15], a[16]
+    requests, num_captures, group, key_dim, value_dim, chunk = a[17], a[18], a[19], a[20], a[21], a[22]
+    of_slot = a[23]
     matrix = key_dim * value_dim
     scratch = np.empty(matrix + chunk * (3 * key_dim + 2 * chunk + 2 * value_dim + 1), np.float32)
     current = numbers(scratch.ctypes.data, ZERO)
@@ -211,6 +217,6 @@ def chunk_gated_delta_rule(
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     strides = tuple(tensor.stride(0) for tensor in (q, k, v, g, beta, y))
     sizes = cu_seqlens.numel() - 1, len(captures), heads // k.shape[1], key_dim, value_dim, chunk_size
-    numbers = strides, sizes, state.stride(0), KINDS[v.dtype]
-    share(lambda first, last: _rule(*addresses, *numbers, first, last), heads, 1, v.numel() // MIN_SHARED)
+    args = (*addresses, *strides, *sizes, state.stride(0))
+    run(_rule, KINDS[v.dtype], args, heads, 1, v.numel() // MIN_SHARED)
     return y

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.threads import share
+from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.vectors import (
+    INDEX,
     KINDS,
     ZERO,
     at,
@@ -36,7 +37,6 @@ UNROLLED = 8
 """Rows of a state that are added up while an output is in a register."""
 
 _ONE, _TWENTY, _EPS = np.float32(1), np.float32(20), np.float32(1e-6)
-_INDEX = np.int64(0)
 
 
 @compiled_inline
@@ -103,16 +103,15 @@ def _rule(q, k, v, decay, beta, old, new, y, from_k, from_q, key_dim, value_dim)
 
 
 @compiled
-def _step(  # type: ignore[no-untyped-def]
-    mixed, a, b, weight, rate, dt_bias, conv, recurrent, reads, writes, output, strides, sizes, kind, first, last
-):
+def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
     """The key heads `[first, last)` of all tokens, each with the channels and value heads that belong to it."""
-    mixed, a, b, weight = numbers(mixed, kind), numbers(a, kind), numbers(b, kind), numbers(weight, kind)
-    rate, dt_bias, conv = numbers(rate, ZERO), numbers(dt_bias, kind), numbers(conv, kind)
-    recurrent, output = numbers(recurrent, ZERO), numbers(output, kind)
-    reads, writes = numbers(reads, _INDEX), numbers(writes, _INDEX)
-    of_mixed, of_a, of_b, of_window, of_state = strides
-    tokens, key_heads, heads, key_dim, value_dim, width = sizes
+    n = numbers(args, INDEX)
+    mixed, a, b, weight = numbers(n[0], kind), numbers(n[1], kind), numbers(n[2], kind), numbers(n[3], kind)
+    rate, dt_bias, conv = numbers(n[4], ZERO), numbers(n[5], kind), numbers(n[6], kind)
+    recurrent, output = numbers(n[7], ZERO), numbers(n[10], kind)
+    reads, writes = numbers(n[8], INDEX), numbers(n[9], INDEX)
+    of_mixed, of_a, of_b, of_window, of_state = n[11], n[12], n[13], n[14], n[15]
+    tokens, key_heads, heads, key_dim, value_dim, width = n[16], n[17], n[18], n[19], n[20], n[21]
     keys, group = key_heads * key_dim, heads // key_heads
     channels, matrix = 2 * keys + heads * value_dim, key_dim * value_dim
     spare_window, spare_state = np.empty((width - 1) * channels, np.float32), np.empty(heads * matrix, np.float32)
@@ -185,7 +184,6 @@ def gated_delta_step(
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     strides = tuple(tensor.stride(0) for tensor in (mixed, a, b, conv, recurrent))
     sizes = tokens, key_heads, heads, key_dim, value_dim, width
-    kind = KINDS[mixed.dtype]
     work = tokens * recurrent[0].numel() // MIN_SHARED
-    share(lambda first, last: _step(*addresses, strides, sizes, kind, first, last), key_heads, 1, work)
+    run(_step, KINDS[mixed.dtype], (*addresses, *strides, *sizes), key_heads, 1, work)
     return output

@@ -9,8 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.threads import share
-from hybrid.kernels.cpu.vectors import KINDS, ZERO, at, compiled, compiled_inline, dot, fma, get, numbers, put, sigmoid
+from hybrid.kernels.cpu.tasks import bits, run
+from hybrid.kernels.cpu.vectors import (
+    INDEX,
+    KINDS,
+    ZERO,
+    as_float,
+    at,
+    compiled,
+    compiled_inline,
+    dot,
+    fma,
+    get,
+    numbers,
+    put,
+    sigmoid,
+)
 from hybrid.kernels.reference import elementwise as twins
 
 MIN_SHARED = 1 << 15
@@ -39,8 +53,10 @@ def _inverse_rms(x, size, eps):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _rms_norm(x, scale, y, stride, size, eps, kind, first, last):  # type: ignore[no-untyped-def]
-    x, y, scale = numbers(x, kind), numbers(y, kind), numbers(scale, ZERO)
+def _rms_norm(args, kind, first, last):  # type: ignore[no-untyped-def]
+    a = numbers(args, INDEX)
+    x, scale, y = numbers(a[0], kind), numbers(a[1], ZERO), numbers(a[2], kind)
+    stride, size, eps = a[3], a[4], as_float(np.int32(a[5]))
     for row in range(first, last):
         own, out = at(x, row * stride), at(y, row * size)
         factor = _inverse_rms(own, size, eps)
@@ -54,15 +70,16 @@ def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
         return twins.rms_norm(x, scale, eps)
     rows, y = _rows(x), torch.empty(x.shape, dtype=x.dtype)
     count, size = rows.shape
-    numbers = rows.data_ptr(), scale.data_ptr(), y.data_ptr(), rows.stride(0), size, np.float32(eps), KINDS[x.dtype]
-    share(lambda first, last: _rms_norm(*numbers, first, last), count, 1, count * size // MIN_SHARED)
+    args = rows.data_ptr(), scale.data_ptr(), y.data_ptr(), rows.stride(0), size, bits(eps)
+    run(_rms_norm, KINDS[x.dtype], args, count, 1, count * size // MIN_SHARED)
     return y
 
 
 @compiled
-def _add_rms_norm(x, residual, scale, total, y, size, eps, kind, first, last):  # type: ignore[no-untyped-def]
-    x, residual, total, y = numbers(x, kind), numbers(residual, kind), numbers(total, kind), numbers(y, kind)
-    scale = numbers(scale, ZERO)
+def _add_rms_norm(args, kind, first, last):  # type: ignore[no-untyped-def]
+    a = numbers(args, INDEX)
+    x, residual, scale = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], ZERO)
+    total, y, size, eps = numbers(a[3], kind), numbers(a[4], kind), a[5], as_float(np.int32(a[6]))
     for i in range(first * size, last * size):
         put(total, i, get(residual, i) + get(x, i))
     for row in range(first, last):
@@ -80,14 +97,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tupl
     total, y = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
     size, count = x.shape[-1], x.numel() // max(x.shape[-1], 1)
     addresses = x.data_ptr(), residual.data_ptr(), scale.data_ptr(), total.data_ptr(), y.data_ptr()
-    numbers = size, np.float32(eps), KINDS[x.dtype]
-    share(lambda first, last: _add_rms_norm(*addresses, *numbers, first, last), count, 1, count * size // MIN_SHARED)
+    run(_add_rms_norm, KINDS[x.dtype], (*addresses, size, bits(eps)), count, 1, count * size // MIN_SHARED)
     return total, y
 
 
 @compiled
-def _gated_rms_norm(x, gate, weight, y, size, eps, kind, first, last):  # type: ignore[no-untyped-def]
-    x, gate, weight, y = numbers(x, kind), numbers(gate, kind), numbers(weight, kind), numbers(y, kind)
+def _gated_rms_norm(args, kind, first, last):  # type: ignore[no-untyped-def]
+    a = numbers(args, INDEX)
+    x, gate, weight, y = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind), numbers(a[3], kind)
+    size, eps = a[4], as_float(np.int32(a[5]))
     for row in range(first, last):
         own, other, out = at(x, row * size), at(gate, row * size), at(y, row * size)
         factor = _inverse_rms(own, size, eps)
@@ -103,28 +121,33 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     x, gate, y = x.contiguous(), gate.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     size, count = x.shape[-1], x.numel() // max(x.shape[-1], 1)
     addresses = x.data_ptr(), gate.data_ptr(), weight.data_ptr(), y.data_ptr()
-    numbers = size, np.float32(eps), KINDS[x.dtype]
-    share(lambda first, last: _gated_rms_norm(*addresses, *numbers, first, last), count, 1, count * size // MIN_SHARED)
+    run(_gated_rms_norm, KINDS[x.dtype], (*addresses, size, bits(eps)), count, 1, count * size // MIN_SHARED)
     return y
 
 
-@compiled
-def _silu_and_mul(gate, up, y, gate_stride, up_stride, size, kind, first, last):  # type: ignore[no-untyped-def]
-    gate, up, y = numbers(gate, kind), numbers(up, kind), numbers(y, kind)
-    for row in range(first, last):
-        a, b, out = at(gate, row * gate_stride), at(up, row * up_stride), at(y, row * size)
-        for i in range(size):
-            x = get(a, i)
-            put(out, i, (x * sigmoid(x)) * get(b, i))
+@compiled_inline
+def _two_rows(args, kind, row):  # type: ignore[no-untyped-def]
+    """A row of both inputs and of the output of `_of_two`, and its size."""
+    a = numbers(args, INDEX)
+    x, y, out = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind)
+    return at(x, row * a[3]), at(y, row * a[4]), at(out, row * a[5]), a[5]
 
 
 @compiled
-def _sigmoid_and_mul(x, gate, y, x_stride, gate_stride, size, kind, first, last):  # type: ignore[no-untyped-def]
-    x, gate, y = numbers(x, kind), numbers(gate, kind), numbers(y, kind)
+def _silu_and_mul(args, kind, first, last):  # type: ignore[no-untyped-def]
     for row in range(first, last):
-        a, b, out = at(x, row * x_stride), at(gate, row * gate_stride), at(y, row * size)
+        gate, up, out, size = _two_rows(args, kind, row)
         for i in range(size):
-            put(out, i, get(a, i) * sigmoid(get(b, i)))
+            x = get(gate, i)
+            put(out, i, (x * sigmoid(x)) * get(up, i))
+
+
+@compiled
+def _sigmoid_and_mul(args, kind, first, last):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        x, gate, out, size = _two_rows(args, kind, row)
+        for i in range(size):
+            put(out, i, get(x, i) * sigmoid(get(gate, i)))
 
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -145,8 +168,8 @@ def _of_two(function, first: Tensor, second: Tensor) -> Tensor:  # type: ignore[
     y = torch.empty(first.shape, dtype=first.dtype)
     a, b = _rows(first), _rows(second)
     count, size = a.shape
-    numbers = a.data_ptr(), b.data_ptr(), y.data_ptr(), a.stride(0), b.stride(0), size, KINDS[y.dtype]
-    share(lambda start, end: function(*numbers, start, end), count, 1, count * size // MIN_SHARED)
+    args = a.data_ptr(), b.data_ptr(), y.data_ptr(), a.stride(0), b.stride(0), size
+    run(function, KINDS[y.dtype], args, count, 1, count * size // MIN_SHARED)
     return y
 
 
@@ -164,14 +187,20 @@ def _norm_rotate(x, scale, cos, sin, y, size, rotary, eps):  # type: ignore[no-u
 
 
 @compiled
-def _norm_rotate_store(  # type: ignore[no-untyped-def]
-    q, k, v, q_scale, k_scale, cos, sin, cache, slots, y, strides, sizes, eps, kind, first, last
-):
-    q, k, v, y, cache = numbers(q, kind), numbers(k, kind), numbers(v, kind), numbers(y, kind), numbers(cache, kind)
-    cos, sin, q_scale, k_scale = numbers(cos, kind), numbers(sin, kind), numbers(q_scale, ZERO), numbers(k_scale, ZERO)
-    slots = numbers(slots, np.int64(0))
-    q_token, q_head, k_token, k_head, v_token, v_head, of_page, of_kind, of_offset, of_head = strides
-    heads, kv_heads, size, rotary, page_size = sizes
+def _norm_rotate_store(args, kind, first, last):  # type: ignore[no-untyped-def]
+    a = numbers(args, INDEX)
+    q, k, v, q_scale, k_scale = (
+        numbers(a[0], kind),
+        numbers(a[1], kind),
+        numbers(a[2], kind),
+        numbers(a[3], ZERO),
+        numbers(a[4], ZERO),
+    )
+    cache, y = numbers(a[7], kind), numbers(a[9], kind)
+    cos, sin, slots = numbers(a[5], kind), numbers(a[6], kind), numbers(a[8], INDEX)
+    q_token, q_head, k_token, k_head, v_token, v_head = a[10], a[11], a[12], a[13], a[14], a[15]
+    of_page, of_kind, of_offset, of_head = a[16], a[17], a[18], a[19]
+    heads, kv_heads, size, rotary, page_size, eps = a[20], a[21], a[22], a[23], a[24], as_float(np.int32(a[25]))
     for token in range(first, last):
         c, s = at(cos, token * rotary), at(sin, token * rotary)
         for head in range(heads):
@@ -215,7 +244,7 @@ def norm_rotate_store(
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *cache.stride()[:4])
     (tokens, heads, size), kv_heads = q.shape, k.shape[1]
     sizes = heads, kv_heads, size, cos.shape[-1], cache.shape[2]
-    numbers = strides, sizes, np.float32(eps), KINDS[q.dtype]
     elements = tokens * (heads + 2 * kv_heads) * size
-    share(lambda first, last: _norm_rotate_store(*addresses, *numbers, first, last), tokens, 1, elements // MIN_SHARED)
+    args = (*addresses, *strides, *sizes, bits(eps))
+    run(_norm_rotate_store, KINDS[q.dtype], args, tokens, 1, elements // MIN_SHARED)
     return y

@@ -12,16 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.threads import share
+from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.vectors import (
     HAS_FMA,
     HAS_WIDE_REGISTERS,
+    INDEX,
     KINDS,
     LANES,
     ZERO,
     at,
     compiled,
     compiled_inline,
+    get,
     keep,
     numbers,
     put,
@@ -150,10 +152,21 @@ def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, fir
 
 
 @compiled
-def _multiply(x, w, scale, out, x_stride, w_stride, out_stride, w_kind, out_kind, rows, length, first, last):  # type: ignore[no-untyped-def]
-    x, scale = numbers(x, ZERO), numbers(scale, ZERO)
-    w, out = numbers(w, w_kind), numbers(out, out_kind)
-    return _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, first, last)
+def _multiply(args, kinds, first, last):  # type: ignore[no-untyped-def]
+    """Columns `[first, last)`; the kinds are those of the weight and of the output."""
+    a = numbers(args, INDEX)
+    x, w, scale, out = numbers(a[0], ZERO), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
+    _product(x, a[4], w, a[5], scale, out, a[6], a[7], a[8], first, last)
+
+
+@compiled
+def _widen(args, kind, first, last):  # type: ignore[no-untyped-def]
+    """Rows as fp32."""
+    a = numbers(args, INDEX)
+    x, y, stride, size = numbers(a[0], kind), numbers(a[1], ZERO), a[2], a[3]
+    for row in range(first, last):
+        for i in range(size):
+            put(y, row * size + i, get(x, row * stride + i))
 
 
 PAIRS = {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)} | {
@@ -189,11 +202,13 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
     """`multiply`, written to `output`, whose rows are contiguous."""
     (rows, inner), outputs = x.shape, weight.shape[0]
     kinds = KINDS[weight.dtype], KINDS[x.dtype]
-    x = x.float().contiguous() if x.stride(1) != 1 or x.dtype != torch.float32 else x
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if x.dtype != torch.float32:
+        wide = torch.empty(x.shape)
+        args = x.data_ptr(), wide.data_ptr(), x.stride(0), inner
+        run(_widen, kinds[1], args, rows, 1, x.numel() // MIN_SHARED)
+        x = wide
     addresses = x.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
     strides = x.stride(0), weight.stride(0), output.stride(0)
-
-    def part(first: int, last: int) -> None:
-        _multiply(*addresses, *strides, *kinds, rows, inner, first, last)
-
-    share(part, outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)
+    run(_multiply, kinds, (*addresses, *strides, rows, inner), outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)

@@ -39,9 +39,12 @@ HAS_WIDE_REGISTERS: bool = FEATURES.get("avx512f", False)
 
 _FLOAT, _INT, _LONG, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(16)
 _FLOATS = types.CPointer(types.float32)
+_BYTES = ir.IntType(8).as_pointer()
 
 
 ZERO = np.float32(0)
+
+INDEX = np.int64(0)
 
 KINDS: dict[torch.dtype, Any] = {torch.float32: ZERO, torch.bfloat16: np.uint16(0), torch.int8: np.int8(0)}
 """A number of the kind that memory of a type holds: from its type compiled code knows what to compile."""
@@ -146,7 +149,9 @@ def _as_int(context, x):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _as_float(context, x):  # type: ignore[no-untyped-def]
+def as_float(context, x):  # type: ignore[no-untyped-def]
+    """The fp32 number of 32 bits."""
+
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.bitcast(args[0], _FLOAT)
 
@@ -177,7 +182,7 @@ def exp(x):  # type: ignore[no-untyped-def]
     y = fma(y, rest, _C2)
     y = fma(y, rest, _C0)
     y = fma(y, rest, _C0)
-    return y * _as_float(np.int32((_as_int(shifted) + np.int32(127)) << np.int32(23)))
+    return y * as_float(np.int32((_as_int(shifted) + np.int32(127)) << np.int32(23)))
 
 
 @compiled_inline
@@ -233,16 +238,32 @@ def _sum(builder: Any, vector: Any) -> Any:
     return builder.extract_element(vector, _INT(0))
 
 
-def _sums_of_products(builder: Any, xs: list[Any], ws: list[Any], start: list[Any], length: Any) -> list[Any]:
+def _prefetch(builder: Any, pointer: Any, index: Any) -> None:
+    """Ask for the cache line of element `index`; past the end of memory the CPU ignores it."""
+    place = builder.bitcast(builder.gep(pointer, [index]), _BYTES)
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
+    builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"),
+        [place, _INT(0), _INT(3), _INT(1)],
+    )
+
+
+def _sums_of_products(
+    builder: Any, xs: list[Any], ws: list[Any], start: list[Any], length: Any, ahead: Any | None = None
+) -> list[Any]:
     """For every x and every w the partial sums of their products along rows, added to `start`: one loop over the rows
     that keeps all of them in registers.
 
     Args:
         xs, ws: pointers to rows of `length` numbers.
         start: vectors, of each x for all ws.
+        ahead: what is this far after ws will be read soon, in elements; None: not known.
     """
 
     def step(index: Any, sums: list[Any], mask: Any | None = None) -> list[Any]:
+        if ahead is not None and mask is None:
+            for w in ws:
+                _prefetch(builder, w, builder.add(index, ahead))
         others = [_lanes(builder, w, index, mask) for w in ws]
         found = []
         for at, x in enumerate(xs):
@@ -320,7 +341,10 @@ def tile(rows: int, columns: int, starts: bool = True, ends: bool = True) -> Any
             start = [_ZERO] * len(places)
             if not starts:
                 start = [builder.load(place, align=4) for place in places]
-            sums = _sums_of_products(builder, xs, ws, start, length)
+            # hardware does not keep up with rows of narrow types: the next tile's are asked for
+            is_read_once = rows == 1 and not isinstance(w.type.pointee, ir.FloatType)
+            ahead = builder.mul(w_stride, _LONG(columns)) if is_read_once else None
+            sums = _sums_of_products(builder, xs, ws, start, length, ahead)
             for at, total in enumerate(sums):
                 if not ends:
                     builder.store(total, places[at], align=4)

@@ -15,7 +15,7 @@ The chunks of every request are computed in products of their own, whose shapes 
 
 from hybrid.kernels.reference.attention import paged_attention
 from hybrid.kernels.reference.convolution import causal_conv1d, causal_conv1d_update
-from hybrid.kernels.reference.delta_rule import chunk_gated_delta_rule
+from hybrid.kernels.reference.delta_rule import chunk_gated_delta_rule, delta_gates
 from hybrid.kernels.reference.delta_rule_step import gated_delta_step, recurrent_gated_delta_rule
 from hybrid.kernels.reference.elementwise import (
     add_rms_norm,
@@ -42,6 +42,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "combine_experts",
     "copy_states",
+    "delta_gates",
     "expert_linear",
     "gated_delta_step",
     "gated_rms_norm",

@@ -4,7 +4,21 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.reference.chunks import above_diagonal, chunk_layout
-from hybrid.kernels.reference.elementwise import l2norm
+from hybrid.kernels.reference.elementwise import l2norm, sigmoid, softplus
+
+
+def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The gates of the gated delta rule, from their projections.
+
+    Args:
+        a, b: `[T, value_heads]`.
+        rate: `[value_heads]` fp32, `-exp(A_log)`.
+        dt_bias: `[value_heads]`.
+
+    Returns:
+        g: fp32, `rate * softplus(a + dt_bias)`; beta: `sigmoid(b)` in the type of `b`. Both `[T, value_heads]`.
+    """
+    return rate * softplus(a.float() + dt_bias), sigmoid(b)
 
 
 def chunk_gated_delta_rule(

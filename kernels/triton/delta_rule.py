@@ -30,8 +30,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid.kernels.triton.common.gates import log_decay, replaced
 from hybrid.kernels.triton.common.ragged import find_tile, max_tiles, padded_batch
 from hybrid.kernels.triton.common.split import dot_halves, dot_narrow, dot_wide, halves
+
+GATES = 256
+"""Gates that a program computes."""
 
 MIN_CHUNK = 16
 """Tokens of the smallest chunk: tensor cores multiply no less."""
@@ -57,6 +61,17 @@ class Tiles(NamedTuple):
 TILES = {torch.bfloat16: Tiles(chunk=64, columns=32, num_warps=4, num_stages=2, split=True)}
 FP32_TILES = Tiles(chunk=16, columns=16, num_warps=8, num_stages=1, split=False)
 """For all other types: larger ones do not fit into registers where products are not the tensor cores'."""
+
+
+def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Arguments as for the twin in `hybrid.kernels.reference`. The innermost dimension of `a` and `b` is contiguous, as
+    are `rate` and `dt_bias`."""
+    tokens, heads = a.shape
+    g, beta = a.new_empty(tokens, heads, dtype=torch.float32), b.new_empty(tokens, heads)
+    _gates_kernel[(triton.cdiv(tokens * heads, GATES),)](
+        a, b, rate, dt_bias, g, beta, tokens * heads, a.stride(0), b.stride(0), HEADS=heads, BLOCK=GATES, num_warps=2
+    )
+    return g, beta
 
 
 def chunk_gated_delta_rule(
@@ -151,6 +166,21 @@ def chunk_gated_delta_rule(
         num_stages=tiles.num_stages,
     )
     return output
+
+
+@triton.jit(do_not_specialize=["num_gates"])
+def _gates_kernel(
+    a, b, rate, dt_bias, g, beta, num_gates, a_stride, b_stride, HEADS: tl.constexpr, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < num_gates
+    token = (index // HEADS).to(tl.int64)
+    head = index % HEADS
+    x = tl.load(a + token * a_stride + head, mask=exists, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias + head, mask=exists, other=0.0).to(tl.float32)
+    y = tl.load(b + token * b_stride + head, mask=exists, other=0.0)
+    tl.store(g + index, log_decay(x, tl.load(rate + head, mask=exists, other=0.0)), mask=exists)
+    tl.store(beta + index, replaced(y), mask=exists)
 
 
 @triton.jit

@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid.kernels.triton.common.gates import log_decay, replaced
+
 COLUMNS = 32
 WARPS = 2
 ENOUGH_PROGRAMS = 4096
@@ -332,15 +334,7 @@ def _convolve(
 @triton.jit
 def _gates(a, b, rate, bias):
     """What remains of the state, and how much of the old value is replaced."""
-    x = tl.load(a).to(tl.float32) + bias
-    grown = tl.exp(x)
-    total = 1 + grown
-    # log(1 + grown) to the last bits: the rounding of the sum cancels in the quotient, which is 1 next to 1
-    softplus = tl.where(total == 1, grown, tl.log(total) * (grown / (total - 1)))
-    decay = tl.exp(rate * tl.where(x > 20, x, softplus))
-    y = tl.load(b)
-    beta = 1 / (1 + tl.exp(-y.to(tl.float32)))
-    return decay, beta.to(y.dtype).to(tl.float32)
+    return tl.exp(log_decay(tl.load(a).to(tl.float32) + bias, rate)), replaced(tl.load(b)).to(tl.float32)
 
 
 @triton.jit

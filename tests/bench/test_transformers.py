@@ -41,7 +41,7 @@ def prefix_reuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     for name, value in sizes.items():
         monkeypatch.setattr(module, name, value)
     yield module
-    for name in ("prefix_reuse", "hf"):
+    for name in ("prefix_reuse", "hf", "cpu", "tiers"):
         sys.modules.pop(name, None)
 
 
@@ -56,6 +56,15 @@ def test_the_engine_against_transformers(prefix_reuse: ModuleType, tmp_path: Pat
     assert_every_line_is_measured(lines, 8)
 
 
+def test_host_memory_against_the_device(
+    prefix_reuse: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = importlib.import_module("tiers")
+    monkeypatch.setattr(tiers, "SIZES", (128,))
+    sides = prefix_reuse.Sides(tmp_path, prefix_reuse.save_random_model(tmp_path))
+    assert_every_line_is_measured(tiers.measure(tiers.Tiers(sides), 1), 4)
+
+
 def test_the_cache_inside_transformers(
     prefix_reuse: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,3 +73,19 @@ def test_the_cache_inside_transformers(
         monkeypatch.setattr(hf, name, value)
     sides = hf.Sides(prefix_reuse.save_random_model(tmp_path))
     assert_every_line_is_measured(hf.measure(sides, 2), 6)
+
+
+def test_the_engine_against_llama_cpp_without_it(
+    prefix_reuse: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = importlib.import_module("cpu")
+    for name, value in {"PROMPT": 64, "SHARED": 128, "OWN": 8, "STEPS": 6}.items():
+        monkeypatch.setattr(cpu, name, value)
+    prefix_reuse.save_random_model(tmp_path)
+    ours = cpu.Ours(tmp_path, "float32")
+    lines = cpu.against_llama(ours, None, 1, 0)
+    assert [line.medians["ours"] > 0 and not line.reached for line in lines] == [True] * 4
+    assert_every_line_is_measured(cpu.of_threads(ours, 1), 4)
+    parts = cpu.costs(ours)
+    assert {"decode step: multiply", "decode step: step", "decode step: torch"} <= {line.name for line in parts}
+    assert sum(line.value for line in parts) == pytest.approx(1)

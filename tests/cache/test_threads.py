@@ -1,5 +1,6 @@
 """One thread owns a cache. Calls that change something raise in any other, and `stats` may be asked from everywhere."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -96,6 +97,26 @@ def test_a_call_that_changes_something_is_refused_in_another_thread_and_changes_
     assert isinstance(error, OwnershipError)
     assert "call adopt() in the thread that is to own it" in str(error)
     assert owned.books() == before
+    owned.cache.audit()
+
+
+def test_a_forked_process_owns_nothing_until_it_adopts() -> None:
+    """Its calls are refused before they change anything; those of the parent are not."""
+    owned = Owned()
+    before = owned.books()
+    child = os.fork()
+    if child == 0:
+        try:
+            with pytest.raises(OwnershipError, match="was forked from the one that owns this cache"):
+                owned.cache.clear()
+            assert owned.books() == before
+            owned.cache.adopt()
+            owned.cache.advance(owned.lease, 10)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    owned.cache.advance(owned.lease, 10)
     owned.cache.audit()
 
 

@@ -36,7 +36,7 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     status, result = run_json(capsys, "parity")
     assert status == 0
     assert result["passed"]
-    assert len(result["checks"]) == 28
+    assert len(result["checks"]) == 29
     assert all(check["hit_tokens"] for check in result["checks"][3:])
 
 
@@ -297,7 +297,11 @@ SMALL = {
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 @pytest.mark.parametrize("more", [["--json"], [], ["--help"]], ids=" ".join)
 def test_a_full_disk_behind_stdout_ends_every_command_with_status_2(
-    command: Command, more: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command,
+    more: list[str],
+    saved: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In this process, with the results of the slow commands given: what is looked at is what they print."""
     check = parity.Check("a check", True, None, "")
@@ -308,7 +312,8 @@ def test_a_full_disk_behind_stdout_ends_every_command_with_status_2(
     with suppress(OSError), Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         try:
-            status: Any = main([command.name, *SMALL[command.name], *more])
+            own = SMALL.get(command.name, ["show", str(saved)])
+            status: Any = main([command.name, *own, *more])
         finally:
             monkeypatch.undo()
     assert status == 2

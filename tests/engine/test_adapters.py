@@ -23,7 +23,9 @@ from hybrid import (
     UnsupportedModelError,
 )
 from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.speculation.config import SpeculationConfig
 from support.checkpoints import random_model, text_config
+from support.drafters import following
 from support.engines import GRID, answer, assert_nothing_held, greedy, run_to_end
 
 TARGETS = [
@@ -69,12 +71,29 @@ def loaded(checkpoint: Path) -> Engine:
     return Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config, config=limits)
 
 
-def engine_on(loaded: Engine, folders: dict[str, Path], pages: int = 96, **settings: Any) -> Engine:
-    cache = CacheConfig(page_size=GRID, chunk_size=GRID, **settings)
-    engine = loaded.with_cache(cache, size=(pages, 24))
+def engine_on(
+    loaded: Engine, folders: dict[str, Path], pages: int = 96, speculation: SpeculationConfig | None = None, **more: Any
+) -> Engine:
+    cache = CacheConfig(page_size=GRID, chunk_size=GRID, **more)
+    engine = loaded.with_cache(cache, size=(pages, 24), speculation=speculation)
     for name, folder in folders.items():
         engine.adapters.load(name, folder)
     return engine
+
+
+@pytest.mark.parametrize("right", [1.0, 0.6])
+def test_drafts_change_no_answer_with_adapters(loaded: Engine, folders: dict[str, Path], right: float) -> None:
+    prompts = [prompt_of(seed) for seed in range(3)]
+    params = [greedy(30, logprobs=1, adapter=adapter) for adapter in (None, "one", "two")]
+    plain = engine_on(loaded, folders).generate(prompts, params, progress=False)
+    known = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
+    drafts = SpeculationConfig(drafters=(following(known, right),), adaptive=False)
+    engine = engine_on(loaded, folders, speculation=drafts)
+    for _ in range(2):  # the second time after hits
+        found = engine.generate(prompts, params, progress=False)
+        assert [(o.token_ids, o.logprobs) for o in found] == [(o.token_ids, o.logprobs) for o in plain]
+        assert all(output.usage.accepted_tokens for output in found)
+    assert_nothing_held(engine)
 
 
 def test_a_pin_keeps_what_was_computed_with_an_adapter(loaded: Engine, folders: dict[str, Path]) -> None:
@@ -122,6 +141,25 @@ def test_an_adapter_computes_what_the_merged_model_of_peft_computes(
         for token, value in row.items():
             assert value == pytest.approx(float(expected[at, token]), abs=2e-4)
     assert max(abs(plain.logprobs[0][t] - found.logprobs[0].get(t, 0.0)) for t in plain.logprobs[0]) > 0.05
+
+
+def test_adapters_change_fused_projections_as_they_change_single_ones(
+    checkpoint: Path, folders: dict[str, Path]
+) -> None:
+    """Rows of two adapters and of none in one batch, whose projections are parts of one product."""
+    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB")
+    loaded = Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config)
+    engine = engine_on(loaded, folders, enabled=False)
+    prompts = [prompt_of(seed, 20 + 9 * seed) for seed in range(3)]
+    params = [greedy(6, logprobs=5, adapter=name) for name in ("one", None, "two")]
+    before = engine.generate(prompts, params, progress=False)
+    engine.model.fuse_projections()
+    after = engine.generate(prompts, params, progress=False)
+    assert [output.token_ids for output in after] == [output.token_ids for output in before]
+    for old, new in zip(before, after, strict=True):
+        assert old.logprobs is not None and new.logprobs is not None
+        for known, found in zip(old.logprobs, new.logprobs, strict=True):
+            assert found == pytest.approx(known, abs=1e-5)
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

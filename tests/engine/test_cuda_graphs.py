@@ -99,6 +99,21 @@ def test_few_shapes_occur(requests: int, pages: int, padding: tuple[int, int]) -
     assert Padding.of(requests, pages) == padding
 
 
+def test_a_model_with_hooks_is_launched_so_that_they_are_called(tiny: Engine) -> None:
+    engine, graphs = with_graphs(engine_on(tiny))
+    calls: list[int] = []
+    handle = engine.model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
+    try:
+        expected = engine.generate([ids(30)], greedy(5), progress=False)[0].token_ids
+    finally:
+        handle.remove()
+    passes = len(calls)
+    assert passes >= 5 and graphs.graphs == ()
+    engine.cache.clear()
+    assert engine.generate([ids(30)], greedy(5), progress=False)[0].token_ids == expected
+    assert (len(calls), len(graphs.graphs)) == (passes, 1)
+
+
 # Overlap
 
 

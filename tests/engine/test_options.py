@@ -11,7 +11,7 @@ import torch
 import hybrid
 from hybrid import Engine, PromptError, SamplingError, SamplingParams
 from hybrid.engine.constraints import Constraints, Edits
-from hybrid.engine.sampler import NO_TOKEN, sample_edited
+from hybrid.engine.sampler import NO_TOKEN, choose
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
 
 
@@ -147,7 +147,7 @@ def test_rows_without_a_token_left_are_recognised() -> None:
         [None, Constraints(SamplingParams(min_tokens=1), [], frozenset(range(6))).after(), rows[1].after()]
     )
     assert edits is not None
-    assert sample_edited(LOGITS.expand(3, -1), edits, None).tolist() == [3, NO_TOKEN, NO_TOKEN]
+    assert choose(LOGITS.expand(3, -1), edits, None).tokens.tolist() == [3, NO_TOKEN, NO_TOKEN]
 
 
 def test_a_request_without_a_token_left_ends_and_the_others_do_not(tiny: Engine) -> None:

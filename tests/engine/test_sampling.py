@@ -1,5 +1,6 @@
 """From logits to tokens: what is refused, what is sampled and how often, and what a seed promises."""
 
+import dataclasses
 import math
 from collections import Counter
 from pathlib import Path
@@ -10,10 +11,22 @@ import pytest
 import torch
 
 import hybrid
+from hybrid.engine import sampler
 from hybrid.engine.model_runner import PendingTokens
 from hybrid.engine.planner import SampledRows
-from hybrid.engine.sampler import SampleRow, SamplingRows, new_seed, sample, sampling_numbers, token_logprobs, uniform
+from hybrid.engine.sampler import (
+    SampleRow,
+    SamplingRows,
+    choose,
+    new_seed,
+    presample,
+    sample,
+    sampling_numbers,
+    token_logprobs,
+    uniform,
+)
 from hybrid.engine.sampling_params import SamplingParams
+from support.engines import engine_on, ids
 
 LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
 
@@ -320,3 +333,82 @@ def test_a_seed_gives_the_same_answer_whatever_else_runs(checkpoint: Path) -> No
     together = engine.generate([others[0], prompt, others[1]], [free, seeded, free])[1].token_ids
     assert together == alone
     assert engine.generate([prompt], SamplingParams(temperature=2.0, seed=4, max_new_tokens=16))[0].token_ids != alone
+
+
+# Preselection: the same tokens without sorting the vocabulary
+
+
+def random_rows(rng: np.random.Generator, count: int) -> SamplingRows:
+    """Parameters of all kinds: neutral ones, the usual ones, and ones that few tokens pass or nearly all."""
+    some = [
+        rng.choice([0.0, 0.05, 0.7, 1.0, 1.5, 30.0], count),
+        rng.choice([0, 0, 0, 1, 5, 16, 17, 60, 10**6], count),
+        rng.choice([1.0, 1.0, 1e-9, 0.3, 0.9, 0.95, 0.999999, 1 - 2**-53], count),
+        rng.choice([0.0, 0.0, 0.0, 1e-12, 0.02, 0.5, 1.0], count),
+        rng.choice([*rng.random(8), 0.0, 1 - 2**-53], count),
+    ]
+    return SamplingRows(*(torch.tensor(values, dtype=torch.float64) for values in some))
+
+
+def random_logits(rng: np.random.Generator, count: int, vocab: int) -> torch.Tensor:
+    """Peaked, flat, with ties of many tokens, and with tokens that are excluded."""
+    logits = rng.normal(size=(count, vocab)) * rng.choice([0.01, 1.0, 4.0, 12.0], (count, 1))
+    logits[::3] = np.round(logits[::3])
+    logits[1::4] = np.where(rng.random((len(logits[1::4]), vocab)) < 0.6, -np.inf, logits[1::4])
+    logits[:, 0] = np.maximum(logits[:, 0], -5)  # at least one token is left
+    return torch.from_numpy(logits).float()
+
+
+@pytest.mark.parametrize("vocab", [3, 16, 17, 300])
+def test_preselection_chooses_the_same_token_or_says_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, vocab: int
+) -> None:
+    monkeypatch.setattr(sampler, "PRESELECTED", 16)
+    settled = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        logits, rows = random_logits(rng, 40, vocab), random_rows(rng, 40)
+        expected = sample(logits, rows)
+        tokens, is_settled = presample(logits, rows)
+        assert torch.equal(tokens[is_settled], expected[is_settled])
+        chosen = choose(logits, None, rows)
+        assert torch.equal(chosen.settle(), expected)
+        settled += int(is_settled.sum())
+    assert settled > 0.4 * 60 * 40
+    if vocab <= 16:
+        assert settled > 0.99 * 60 * 40
+
+
+def test_a_vocabulary_of_qwens_size_is_settled_by_the_most_likely_tokens() -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(6, 248320)) * 3.5).float()
+    settings = [
+        (0.7, 20, 0.95, 0),
+        (0.8, 50, 0.8, 0),
+        (1, 0, 0.8, 0),
+        (1, 0, 0.9, 0.05),
+        (0.6, 0, 1, 0.1),
+        (0.9, 0, 1, 0.3),
+    ]
+    numbers = [*map(list, zip(*settings, strict=True)), [*rng.random(6)]]
+    rows = SamplingRows(*torch.tensor(numbers, dtype=torch.float64))
+    tokens, is_settled = presample(logits, rows)
+    assert is_settled.tolist() == [True, True, False, True, True, True]  # a flat one with top_p alone is not
+    assert torch.equal(tokens[is_settled], sample(logits, rows)[is_settled])
+
+
+def test_answers_are_the_same_when_nothing_is_settled_at_first(
+    tiny: hybrid.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vocabulary is sorted once the host knows that it has to be; log-probabilities are of what is chosen then."""
+    params = SamplingParams(max_new_tokens=12, temperature=3.0, seed=4, logprobs=2, ignore_eos=True)
+    options = [params, dataclasses.replace(params, repetition_penalty=1.2), SamplingParams(max_new_tokens=12)]
+    prompts = [ids(30, seed) for seed in range(3)]
+    engine = engine_on(tiny, deterministic=True)
+    monkeypatch.setattr(sampler, "PRESELECTED", 10**6)
+    expected = engine.generate(prompts, options, progress=False)
+    monkeypatch.setattr(sampler, "PRESELECTED", 1)
+    engine.cache.clear()
+    outputs = engine.generate(prompts, options, progress=False)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert [output.logprobs for output in outputs] == [output.logprobs for output in expected]

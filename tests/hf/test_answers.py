@@ -165,3 +165,48 @@ def test_memory_that_cannot_be_had_keeps_no_answer_and_changes_none(model: Any) 
         prompt = ids(60, seed)
         assert_close(small.generate(prompt, **greedy(40)), model.generate(prompt, **greedy(40)))
         assert_nothing_held(small)
+
+
+# Short turns
+
+
+def test_a_short_turn_is_one_pass_and_cached_with_its_answer(model: Any) -> None:
+    """Without determinism; up to its last boundary it would be a pass of its own."""
+    cache = cache_on(model, deterministic=False)
+    lengths: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    output = cache.generate(ids(70), **greedy(20))
+    assert lengths[:2] == [64, 6]
+    for seed, hit in ((1, 80), (2, 144), (3, 208)):  # of 90, 154, 218 tokens
+        turn = torch.cat([output.sequences, ids(44, seed)], 1)
+        lengths.clear()
+        output = cache.generate(turn, **greedy(20))
+        assert cache.explanations[0].usable_hit == hit
+        assert lengths[:2] == [turn.shape[1] - hit, 1]
+        assert lengths[20:] == []  # nothing is computed again
+        assert_close(output, model.generate(turn, **greedy(20)))
+        lengths.clear()
+        assert_nothing_held(cache)
+    hook.remove()
+
+
+def test_a_short_turn_with_an_answer_that_reaches_no_boundary_is_cached_too(model: Any) -> None:
+    for options in ({"max_new_tokens": 3}, {"max_new_tokens": 60, "eos_token_id": list(range(3, 128))}):
+        cache = cache_on(model, deterministic=False)
+        first = cache.generate(ids(64), max_new_tokens=16, min_new_tokens=16, do_sample=False)
+        turn = torch.cat([first, ids(44, 1)], 1)
+        second = cache.generate(turn, **options, do_sample=False)
+        assert second.shape[1] < 128
+        assert cache.explain(torch.cat([turn, ids(9, 2)], 1)).usable_hit == 112
+        assert_nothing_held(cache)
+
+
+def test_a_long_turn_and_a_new_prompt_are_cached_up_to_their_last_boundary_at_once(model: Any) -> None:
+    cache = cache_on(model, deterministic=False)
+    with cache.session(ids(70)):
+        assert cache.explain(ids(70)).usable_hit == 64
+    turn = torch.cat([ids(70), ids(200, 1)], 1)
+    with cache.session(turn):
+        assert cache.explain(turn).usable_hit == 256

@@ -13,7 +13,7 @@ MANY_EXPERTS = {"num_experts": 64, "num_local_experts": 64, "num_experts_per_tok
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "gpt_oss"])
 def test_prompts_that_share_a_part_of_a_chunk_get_the_bits_of_cold_runs(kind: str) -> None:
-    """The default page, 64 tokens, is smaller than the default chunk, 256."""
+    """The default page, 64 tokens, is smaller than the default chunk, 128."""
     model, rng = tiny_model(kind, **MANY_EXPERTS), random.Random(1)
 
     def ids(count: int) -> list[int]:

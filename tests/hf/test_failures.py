@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid import NonFiniteError
+from hybrid import NonFiniteError, UnsupportedModelError
 from support.hf import assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 
 
@@ -179,3 +179,17 @@ def test_a_signal_at_any_point_of_a_call_leaves_the_cache_whole(
         if point % 3 == 0:
             cache = fresh()
     assert num_interrupted > 15
+
+
+@pytest.mark.parametrize(("error", "reported"), [(torch.OutOfMemoryError, torch.OutOfMemoryError), (KeyError, None)])
+def test_a_model_that_cannot_run_is_told_from_a_device_that_is_full(error: Any, reported: Any) -> None:
+    model = tiny_model("llama")
+
+    def fail(*_: object) -> None:
+        raise error("nowhere")
+
+    hook = model.register_forward_pre_hook(fail)
+    with pytest.raises(reported or UnsupportedModelError, match="nowhere"):
+        cache_on(model)
+    hook.remove()
+    assert_nothing_held(cache_on(model))

@@ -308,7 +308,7 @@ def test_a_streamer_sees_what_it_always_does(model: Any) -> None:
         ({"output_hidden_states": True}, "cached tokens are not computed"),
         ({"output_attentions": True}, "cached tokens are not computed"),
         ({"custom_generate": "somebody/something"}, "is unknown"),
-        ({"pixel_values": torch.zeros(1)}, "not part of the token ids"),
+        ({"pixel_values_videos": torch.zeros(1)}, "not part of what prefixes are matched by"),
         ({"max_new_token": 3}, "is not an option"),
         ({"input_ids": ids(3)}, "given twice"),
     ],

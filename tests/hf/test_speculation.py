@@ -320,7 +320,7 @@ def test_several_sequences_are_computed_without_drafts(model: Any) -> None:
         ({"assistant_model": tiny_model("llama", vocab_size=64)}, "the same tokenizer"),
         ({"use_mtp": True}, "does not work with a prefix cache"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_drafts_that_cannot_be_are_refused(model: Any, options: dict[str, Any], reason: str) -> None:
     cache = cache_on(model, deterministic=False)

@@ -327,3 +327,20 @@ def test_a_batch_of_nothing_but_short_requests_has_enough_programs() -> None:
     lengths = [1] * 33  # more requests than what all batches share their compiled code for
     x = Inputs.random(sum(lengths), dtype=torch.bfloat16)
     check(x, pool_for(x, 60), lengths, [1] * 33, [*range(10, 43)], [], CHUNK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (37, 12), (300, 4)])
+def test_gates_are_those_of_the_rule(dtype: torch.dtype, tokens: int, heads: int) -> None:
+    """Parts of one projection, from tiny softplus to where it is the identity, against fp64."""
+    parts = (torch.randn(tokens, 3 * heads) * 8).to(DEVICE, dtype)
+    a, b = parts[:, :heads], parts[:, 2 * heads :]
+    rate, bias = -torch.rand(heads, device=DEVICE) * 16, torch.randn(heads).to(DEVICE, dtype)
+    g, beta = delta_rule.delta_gates(a, b, rate, bias)
+    truth = rate.double() * torch.nn.functional.softplus(a.double() + bias.double())
+    torch.testing.assert_close(g, truth.float(), rtol=3e-6, atol=1e-10)
+    torch.testing.assert_close(beta, b.double().sigmoid().to(dtype))
+    assert (g.dtype, beta.dtype) == (torch.float32, dtype)
+    twins = reference.delta_gates(a, b, rate, bias)
+    torch.testing.assert_close(g, twins[0], rtol=3e-6, atol=1e-10)
+    torch.testing.assert_close(beta, twins[1])

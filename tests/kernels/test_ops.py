@@ -62,6 +62,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "chunk_gated_delta_rule": rule_arguments,
     "combine_experts": lambda: (torch.randn(6, 24), ints([[0, 3], [1, 4], [2, 5]]), torch.rand(3, 2)),
+    "delta_gates": lambda: (torch.randn(5, 12)[:, :4], torch.randn(5, 12)[:, 8:], -torch.rand(4), torch.randn(4)),
     "expert_linear": lambda: (
         torch.randn(3, 24),
         torch.randn(4, 8, 24),

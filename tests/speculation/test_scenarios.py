@@ -1,10 +1,12 @@
 """What happens to drafts where something else happens: ends inside them, boundaries, retraction, full memory."""
 
+import random
 from typing import Any
 
 import pytest
+import torch
 
-from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
+from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, SamplingParams
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter
 from support.drafters import Scripted, chain, following
@@ -186,3 +188,85 @@ def test_a_drafter_that_raises_is_as_one_without_drafts(tiny: Engine) -> None:
     engine = engine_with(tiny, Scripted(fail))
     assert answer(engine, ids(20), greedy(6)).token_ids == cold(tiny, ids(20), greedy(6)).token_ids
     assert engine.stats().speculation["Scripted"].refused == 4  # for the last token none is asked
+
+
+def test_an_abort_while_its_drafts_are_computed_ends_that_request_alone(tiny: Engine) -> None:
+    prompts = [ids(20, seed=seed) for seed in range(3)]
+    answers = known(tiny, *prompts)
+    right, gone = following(answers), tuple(prompts[1])
+
+    def script(history: Any, limit: int) -> Any:
+        if tuple(history[: history.prompt_len]) == gone and len(history) > 28:
+            engine.abort(names[1])  # a step is under way: it ends with the step
+            return chain([5000]) if len(history) % 2 else right.script(history, limit)
+        return right.script(history, limit)
+
+    engine = engine_with(tiny, Scripted(script))
+    names = [engine.add_request(prompt, greedy(40)) for prompt in prompts]
+    outputs = run_to_end(engine)
+    assert [outputs[name].finish_reason for name in names] == ["length", "abort", "length"]
+    assert outputs[names[1]].token_ids == answers[gone][: len(outputs[names[1]].token_ids)]
+    assert [outputs[name].token_ids for name in names[::2]] == [answers[tuple(p)][:40] for p in prompts[::2]]
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_rows_that_change_hands_keep_nothing_of_those_before(tiny: Engine, deterministic: bool, seed: int) -> None:
+    """Requests start, end and are aborted in every step, so that rows, pages and states go from one to the other."""
+    rng = random.Random(seed)
+    prompts = [ids(rng.randrange(5, 40), seed=100 * seed + at) for at in range(14)]
+    answers = known(tiny, *prompts, count=40)
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=deterministic)
+    own = SpeculationConfig(drafters=(following(answers, 0.8, seed),), adaptive=False)
+    limits = EngineConfig(max_num_seqs=3, audit=True)
+    engine = tiny.with_cache(settings, size=(24, 14), config=limits, speculation=own)
+    waiting, running, done = list(prompts), {}, {}
+    while waiting or engine.has_work:
+        for _ in range(rng.randrange(3) if waiting else 0):
+            if waiting:
+                prompt = waiting.pop()
+                running[engine.add_request(prompt, greedy(rng.randrange(5, 40)))] = prompt
+        for output in engine.step() if engine.has_work else ():
+            done[output.request_id] = output
+            if output.finish_reason is not None:
+                running.pop(output.request_id, None)
+        if running and rng.random() < 0.1:
+            engine.abort(running.popitem()[0])
+    for output in done.values():
+        expected = answers[tuple(output.prompt_token_ids)][: len(output.token_ids)]
+        if deterministic:  # otherwise rounding depends on the batch, and a token may change
+            assert output.token_ids == expected
+    assert sum(output.finish_reason == "length" for output in done.values()) > 8
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("params", [greedy(30, logprobs=2), greedy(30, logprobs=2, temperature=1.0, seed=3)])
+def test_answers_to_prompts_with_images_are_drafted_too(tiny: Engine, params: SamplingParams) -> None:
+    values = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
+    prompt = ImagePrompt([*ids(10), *[9] * 9, *ids(5, seed=1)], [Image(10, values)])
+    plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=True)
+    expected = answer(plain, prompt, params)
+    engine = engine_with(tiny, following({tuple(prompt.token_ids): expected.token_ids}, 0.8), deterministic=True)
+    for _ in range(2):  # computed, and hit
+        output = answer(engine, prompt, params)
+        assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
+        assert output.usage.accepted_tokens > 10
+    assert_nothing_held(engine)
+
+
+def test_other_answers_to_the_same_prompt_have_drafts_of_their_own(tiny: Engine) -> None:
+    prompt = ids(20)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, n=3, temperature=1.0, seed=3)
+    plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=True)
+    expected = [each.token_ids for each in answer(plain, prompt, params).completions]
+
+    def script(history: Any, limit: int) -> Any:
+        done = list(history[history.prompt_len :])
+        return chain(next((own[len(done) :][:limit] for own in expected if own[: len(done)] == done), []))
+
+    engine = engine_with(tiny, Scripted(script), deterministic=True)
+    output = answer(engine, prompt, params)
+    assert [each.token_ids for each in output.completions] == expected
+    assert engine.stats().speculation["Scripted"].accepted_tokens > 60
+    assert_nothing_held(engine)

@@ -1,12 +1,16 @@
 """Trees of drafts: several paths in one pass, of which one is kept."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid import ArgumentError, CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.cache.paths import exchange
+from hybrid.commands.judge import ANSWER, Judge
+from hybrid.commands.parity_drafts import Known
+from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import Drafter, History
@@ -198,3 +202,26 @@ def test_two_drafters_of_which_one_is_right_at_a_time_are_both_computed(tiny: En
     assert all(stats[f"half {kind}"].accepted_tokens > 0 for kind in (0, 1))
     assert output.usage.accepted_tokens > 25
     assert_nothing_held(engine)
+
+
+# Other states and other kernels
+
+
+@pytest.mark.parametrize("name", ["bamba", "tiny"])
+@pytest.mark.parametrize("wrong_every", [0, 3])
+def test_trees_change_no_bit_of_the_twins(
+    name: str, wrong_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states of Mamba-2, and those of the delta rule, in plain torch."""
+    monkeypatch.setenv("HYBRID_KERNELS", "reference")
+    path = "tiny" if name == "tiny" else write_random_checkpoint(tmp_path, name, 0)
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB", deterministic=True)
+    judge = Judge(Engine.from_pretrained(path, dtype="float32", cache=settings))
+    prompts = [judge.ids(2 * GRID + 9), judge.ids(GRID // 2)]
+    answers = {tuple(prompt): judge.cold(prompt).token_ids for prompt in prompts}
+    drafter = Known(answers, wrong_every=wrong_every, as_tree=True)
+    warm = judge.warm(speculation=SpeculationConfig(drafters=(drafter,), adaptive=False))
+    outputs = [output for _ in range(2) for output in warm.generate(prompts, progress=False, params=ANSWER)]
+    assert judge.differences(outputs) == []
+    assert all(output.error is None and output.usage.accepted_tokens > 5 for output in outputs)
+    assert_nothing_held(warm)

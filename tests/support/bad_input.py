@@ -16,6 +16,11 @@ def assert_clear(error: HybridError, *words: str) -> None:
     assert "Traceback" not in text
 
 
+class _WithoutAddresses(reprlib.Repr):
+    def repr_instance(self, value: object, level: int) -> str:
+        return re.sub(" at 0x[0-9a-f]+", "", repr(value))[: self.maxother]
+
+
 def label(value: object) -> str:
     """A value in the name of a test: the same in every process."""
-    return re.sub(" at 0x[0-9a-f]+", "", reprlib.repr(value))[:60]
+    return _WithoutAddresses().repr(value)[:60]

@@ -182,11 +182,17 @@ class Contents:
 
     Attributes:
         fails: every move raises.
+        fails_at: which call that reads or writes contents raises; 0: none.
+        calls: those so far.
+        seen: contents that were read, by the number that stands for them.
     """
 
     def __init__(self, checkpoint_bytes: int = 0) -> None:
         self.checkpoint_bytes = checkpoint_bytes
         self.fails = False
+        self.fails_at = 0
+        self.calls = 0
+        self.seen: list[Content | None] = []
         self.pages: dict[int, Content] = {}
         self.states: dict[int, Content] = {}
         self.stored: dict[int, Content] = {}
@@ -208,6 +214,44 @@ class Contents:
 
     def move_stored(self, moves: dict[int, int]) -> None:
         self._move(self.stored, moves)
+
+    # As a `ContentWriter`: contents are named by a number of 4 bytes.
+
+    def page_layout(self) -> str:
+        return "what a test says"
+
+    checkpoint_layout = page_layout
+
+    def _named(self, content: Content | None) -> bytes:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise OSError("planted")
+        self.seen.append(content)
+        return (len(self.seen) - 1).to_bytes(4, "little")
+
+    def _of(self, name: bytes | bytearray | memoryview) -> Content | None:
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise OSError("planted")
+        return self.seen[int.from_bytes(name, "little")]
+
+    def read_page(self, page: int) -> bytes:
+        return self._named(self.pages.get(page))
+
+    def read_checkpoint(self, slot: int) -> bytes:
+        return self._named((self.stored if self.checkpoint_bytes else self.states).get(slot))
+
+    def write_page(self, page: int, contents: bytes | bytearray | memoryview) -> None:
+        self._put(self.pages, page, self._of(contents))
+
+    def write_checkpoint(self, slot: int, contents: bytes | bytearray | memoryview) -> None:
+        self._put(self.stored if self.checkpoint_bytes else self.states, slot, self._of(contents))
+
+    @staticmethod
+    def _put(where: dict[int, Content], place: int, content: Content | None) -> None:
+        where.pop(place, None)
+        if content is not None:
+            where[place] = content
 
     def store(self, slot: int, place: int) -> None:
         if slot in self.states:

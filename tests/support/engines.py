@@ -10,11 +10,18 @@ GRID = 16
 
 
 def engine_on(
-    tiny: Engine, *, pages: int = 128, states: int = 32, overlap: bool | None = None, **config: Any
+    tiny: Engine,
+    *,
+    pages: int = 128,
+    states: int = 32,
+    overlap: bool | None = None,
+    enforce_eager: bool = False,
+    **config: Any,
 ) -> Engine:
     """An engine with an empty cache of its own: pages of 16 tokens, numbers of pages and state slots."""
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, **config)
-    return tiny.with_cache(settings, size=(pages, states), config=replace(tiny.config, overlap=overlap))
+    own = replace(tiny.config, overlap=overlap, enforce_eager=enforce_eager)
+    return tiny.with_cache(settings, size=(pages, states), config=own)
 
 
 def ids(count: int, seed: int = 0) -> list[int]:

@@ -1,6 +1,7 @@
 """Exposure by cohorts, against counting each record at each request."""
 
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -19,25 +20,45 @@ def one_by_one(records: list[tuple[int, int]], num_groups: int, since: int, unti
     return exposure
 
 
+@pytest.mark.parametrize("max_noted", [2, 4096])
 @pytest.mark.parametrize("seed", range(5))
-def test_cohorts_count_what_records_one_by_one_would(seed: int) -> None:
-    """Over so many requests that the columns are used again several times."""
-    dice, cohorts, records, now = random.Random(seed), Cohorts(EDGES), [], 0
+def test_cohorts_count_what_records_one_by_one_would(
+    monkeypatch: pytest.MonkeyPatch, seed: int, max_noted: int
+) -> None:
+    """Over so many requests that the columns are used again several times; records come and go at any request."""
+    monkeypatch.setattr("hybrid.tree.cohorts.MAX_NOTED", max_noted)
+    dice, cohorts, now = random.Random(seed), Cohorts(EDGES), 0
+    records: list[tuple[int, int]] = []
     while now < 600:
-        since, now = now, now + dice.randrange(1, 19)
-        for _ in range(dice.randrange(12)):
-            record = (dice.randrange(20), dice.randrange(max(0, now - 60), now))
-            records.append(record)
-            cohorts.add(*record, 1)
-        for _ in range(dice.randrange(9)):
-            if records:
-                cohorts.add(*records.pop(dice.randrange(len(records))), -1)
-        assert cohorts.exposure(20, since, now) == pytest.approx(one_by_one(records, 20, since, now))
+        expected = np.zeros((20, len(EDGES)))
+        for _ in range(dice.randrange(1, 19)):
+            for _ in range(dice.choice((0, 0, 1, 2))):
+                records.append((dice.randrange(20), dice.randrange(max(0, now - 60), now + 1)))
+                cohorts.join(*records[-1], now)
+            for _ in range(dice.choice((0, 0, 1))):
+                if records:
+                    cohorts.leave(*records.pop(dice.randrange(len(records))), now)
+            expected += one_by_one(records, 20, now, now + 1)
+            now += 1
+        assert cohorts.exposure(20, now) == pytest.approx(expected)
 
 
 def test_a_group_not_seen_yet_and_a_long_pause_are_no_error() -> None:
     cohorts = Cohorts(EDGES)
-    cohorts.add(100, 5, 3)
-    assert cohorts.exposure(101, 5, 7)[100].tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
-    late = cohorts.exposure(101, 7, 10**6)
+    for _ in range(3):
+        cohorts.join(100, 5, 5)
+    assert cohorts.exposure(101, 7)[100].tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
+    late = cohorts.exposure(101, 10**6)
     assert late[100, :-1].sum() == 0 < late[100, -1]
+
+
+def test_what_is_noted_is_bounded_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid.tree.cohorts.MAX_NOTED", 3)
+    cohorts = Cohorts(EDGES)
+    tracemalloc.start()
+    for now in range(1, 2001):
+        cohorts.join(1, 0, now)
+        cohorts.leave(1, 0, now)
+    assert tracemalloc.get_traced_memory()[0] < 50_000
+    tracemalloc.stop()
+    assert not cohorts.exposure(2, 2001).any()

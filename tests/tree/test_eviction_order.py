@@ -1,13 +1,14 @@
 """The queues of candidates for eviction."""
 
 from array import array
+from random import Random
 
 import pytest
 
 from hybrid.errors import ArgumentError
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import policy_of
-from hybrid.tree.queues import OrderedQueue
+from hybrid.tree.queues import SAMPLE, OrderedQueue, SampledQueue
 
 
 def node(tick: int) -> Node:
@@ -40,6 +41,21 @@ def test_the_queue_stays_small_however_often_its_candidates_are_used(falls: bool
         if next_one not in gone:
             gone.append(next_one)
     assert gone == nodes
+
+
+def test_what_is_no_candidate_any_more_leaves_a_queue_that_looks_at_samples() -> None:
+    """Though a sample, drawn with replacement, has some of them more than once."""
+    nodes = [node(tick) for tick in range(8 * SAMPLE)]
+    live = set(nodes[::7])
+    queue = SampledQueue(recency, live.__contains__, Random(0))
+    for one in nodes:
+        queue.push(one, renewed=False)
+    for _ in range(100):
+        found = queue.peek()
+        assert found is not None
+        assert found[1] in live
+    assert len(queue) < len(live) + SAMPLE
+    assert all(one in queue for one in live)
 
 
 def test_candidates_of_equal_rank_go_in_the_order_in_which_they_came() -> None:

@@ -56,6 +56,24 @@ def use(policy: LearnedHitDensity, usage: NodeUsage, now: int, gone: bool) -> No
     usage.used_at = now
 
 
+@pytest.mark.parametrize("what", ["descendants", "kind"])
+def test_a_checkpoint_that_gets_descendants_or_another_kind_changes_its_class(what: str) -> None:
+    """Turn ends without descendants are used again after 4 requests; branches, and those with descendants, never."""
+    policy, turn_ends = LearnedHitDensity(), []
+    for now in range(1, 300):
+        live(policy, Kind.BRANCH, now)
+        turn_ends.append(live(policy, Kind.TURN_END, now))
+        policy.changed(facts(live(policy, Kind.TURN_END, now), now, below=True))
+        if now > 4:
+            use(policy, turn_ends[now - 5], now, gone=False)
+    changed, same = live(policy, Kind.TURN_END, 299), live(policy, Kind.TURN_END, 299)
+    if what == "kind":
+        changed.kind = Kind.BRANCH
+    policy.changed(facts(changed, 299, below=what == "descendants"))
+    policy.changed(facts(same, 299))
+    assert policy.rank(facts(same, 300)) > 5 * policy.rank(facts(changed, 300, below=what == "descendants"))
+
+
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_kind_that_is_hit_is_worth_more_than_one_that_is_not(gone: bool) -> None:
     """Branches are used again after 8 requests, turn ends never. Also where every branch had been evicted: ghosts teach

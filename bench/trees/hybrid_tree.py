@@ -1,6 +1,4 @@
-"""Our tree behind the interface of the peers' `tree_bench.py`, whose docstring says what each call does.
-
-    PYTHONPATH=bench python tree_bench.py tree_adapter:HybridTree
+"""Our tree behind the interface of `operations.py`, whose docstring says what each call does.
 
 It evicts the least recently used, as its peers do. KV indices are page ids here: one entry of an index array stands for
 a page.
@@ -12,7 +10,7 @@ from array import array
 from typing import Any
 
 import numpy as np
-from allocs import StateAlloc  # next to tree_bench.py
+from allocators import state_allocator
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.audit import audit
@@ -66,7 +64,7 @@ class HybridTree:
         self.name = "hybrid-lru"
         self.page = self.unit = page_size
         self.kv = PageAlloc(kv_slots, page_size)
-        self.st: Any = StateAlloc(state_slots)
+        self.st = state_allocator(state_slots)
         self.tree = Tree(page_size, max(page_size, GRID), policy_of("lru"))
 
     def key(self, tokens: array[int]) -> Key:

@@ -1,0 +1,150 @@
+#!/usr/bin/env python
+"""Our engine against llama.cpp on a CPU, on the same random Qwen3.5; our threads; what a decode step consists of.
+
+    python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only llama|threads|costs] [--json]
+
+`--llama` is the folder `vendor/llama.cpp` of the source distribution of llama-cpp-python, built there; without it our
+side runs alone. Medians of runs that alternate between the sides. Exit status 1 when a target is missed.
+
+    cmake -B build -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF
+    cmake --build build --target llama-bench llama-batched-bench
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Line, Medians, alternate, arguments, finish, machine, ratio, timed
+from prefix_reuse import SIZES, VOCAB, save_random_model
+
+from hybrid import CacheConfig, Engine, SamplingParams
+
+LARGE = {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 16, "linear_num_value_heads": 32}
+"""What makes a model of 0.5B parameters of that of 51M."""
+
+PROMPT, SHARED, OWN, STEPS = 1024, 4096, 64, 32
+
+CONVERT = """
+import sys
+source, model, file, kind = sys.argv[1:]
+sys.path[:0] = [source, source + "/gguf-py"]
+import convert_hf_to_gguf as program
+from conversion.base import TextModel
+
+def write_vocabulary(self):
+    size, writer = self.hparams["vocab_size"], self.gguf_writer
+    writer.add_tokenizer_model("gpt2"), writer.add_tokenizer_pre("qwen2"), writer.add_token_merges(["t 0"])
+    writer.add_token_list([f"t{number}" for number in range(size)]), writer.add_token_types([1] * size)
+
+TextModel._set_vocab_gpt2 = write_vocabulary  # a random checkpoint has no tokenizer
+sys.argv = ["convert", model, "--outfile", file, "--outtype", kind, "--no-mtp"]
+program.main()
+"""
+
+
+class Llama:  # its own benchmarks, on a checkpoint of ours
+    def __init__(self, source: Path, checkpoint: Path, dtype: str, threads: int) -> None:
+        self._programs, self._threads, self._file = source / "build" / "bin", threads, checkpoint / "model.gguf"
+        kind = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}[dtype]
+        command = [sys.executable, "-c", CONVERT, str(source), str(checkpoint), str(self._file), kind]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def seconds(self, new: int, steps: int, depth: int = 0) -> float:
+        """Of `new` prompt tokens, or of a decode step, after `depth` tokens."""
+        found = self._run("llama-bench", "-p", new, "-n", steps, "-d", depth, "-r", 1, "-o", "jsonl")
+        return float(found["samples_ns"][0]) / 1e9 / max(steps, 1)
+
+    def of_eight(self) -> float:
+        options = ("-c", 2048, "-npp", OWN, "-ntg", STEPS, "-npl", 8, "--output-format", "jsonl")
+        return float(self._run("llama-batched-bench", *options)["t_tg"]) / STEPS
+
+    def _run(self, program: str, *options: object) -> dict[str, Any]:
+        command = [self._programs / program, "-m", self._file, "-t", self._threads, *options]
+        ended = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
+        return json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
+
+
+class Ours:
+    def __init__(self, path: Path, dtype: str) -> None:
+        how = {"load_dtype": "int8"} if dtype == "int8" else {"dtype": dtype}
+        self.engine = Engine.from_pretrained(path, cache=CacheConfig(memory="2GiB"), **how)
+        self._generator = torch.Generator().manual_seed(1)
+        self.document = self.ids(SHARED)
+
+    def ids(self, count: int) -> list[int]:
+        return torch.randint(0, VOCAB, (count,), generator=self._generator).tolist()
+
+    def prefill(self, cached: bool = False) -> float:
+        prompt = self.document + self.ids(OWN) if cached else self.ids(PROMPT)
+        return timed(lambda: self.engine.generate([prompt], SamplingParams(max_new_tokens=1), progress=False))
+
+    def decode(self, count: int, length: int) -> float:
+        """Of a step of `count` sequences."""
+        params = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
+        outputs = self.engine.generate([self.ids(length) for _ in range(count)], params, progress=False)
+        return 1 / statistics.median(output.tokens_per_second or 0.0 for output in outputs)
+
+
+def against_llama(ours: Ours, llama: Llama | None, runs: int, strict: int) -> list[Line]:
+    """`strict`: which of the targets counts, fp32 or bf16, then those of the large model."""
+    ours.prefill(cached=True)
+    one, eight = (1.2, 1.5, 1.1, 1.3)[strict], (1.1, 1.2)[strict % 2]
+    work: list[tuple[str, float, Callable[[], float], Callable[[Llama], float]]] = [
+        ("decode of one", one, lambda: ours.decode(1, PROMPT), lambda it: it.seconds(0, STEPS, PROMPT)),
+        ("step of eight", eight, lambda: ours.decode(8, OWN), Llama.of_eight),
+        ("prefill", 1.0, ours.prefill, lambda it: it.seconds(PROMPT, 0)),
+        ("hit", 1.0, lambda: ours.prefill(True), lambda it: it.seconds(OWN, 0, SHARED)),
+    ]
+    lines = []
+    for name, target, mine, theirs in work:
+        sides = {"ours": mine} | ({} if llama is None else {"llama": lambda theirs=theirs: theirs(llama)})
+        t: Medians = {"llama": None, **alternate(runs, **sides)}
+        lines.append(ratio(f"{name}: seconds over llama.cpp's", t, "ours", "llama", target, at_most=True))
+    return lines
+
+
+def of_threads(ours: Ours, runs: int) -> list[Line]:
+    lines = []
+    for name, work in (("prefill", ours.prefill), ("step of eight", lambda: ours.decode(8, OWN))):
+        sides = {str(n): lambda n=n, work=work: (torch.set_num_threads(n), work())[1] for n in (1, 2, 4)}
+        t = alternate(runs, **sides)
+        lines += [ratio(f"{name}: 1 thread over {n}", t, "1", n, goal) for n, goal in (("2", 1.7), ("4", 2.8))]
+    return lines
+
+
+def costs(ours: Ours) -> list[Line]:
+    ours.decode(1, PROMPT)
+    captured = ours.engine.runner.graphs  # None where nothing is compiled
+    found = {} if captured is None else captured.graphs[-1].replay.seconds()
+    return [Line(f"decode step: {name}", t / sum(found.values()), medians={name: t}) for name, t in found.items()]
+
+
+def main() -> int:
+    parser = arguments(__doc__, runs=3, threads=True)
+    parser.add_argument("--llama", type=Path, help="folder of llama.cpp, built in its folder build")
+    parser.add_argument("--large", action="store_true", help="a model of 0.5B parameters instead of 51M")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32")
+    parser.add_argument("--only", choices=("llama", "threads", "costs"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(Path(folder), SIZES | (LARGE if args.large else {}))
+        ours = Ours(Path(folder), args.dtype)
+        llama = Llama(args.llama, Path(folder), args.dtype, args.threads) if args.llama else None
+        parts = {
+            "llama": lambda: against_llama(ours, llama, args.runs, 2 * args.large + (args.dtype != "float32")),
+            "costs": lambda: costs(ours),
+            "threads": lambda: of_threads(ours, args.runs),
+        }
+        lines = [line for name, part in parts.items() if args.only in (None, name) for line in part()]
+    return finish(lines, machine(), args.json, model="0.5B" if args.large else "51M", dtype=args.dtype)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

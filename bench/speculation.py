@@ -1,0 +1,150 @@
+#!/usr/bin/env python
+"""Decoding with drafts against decoding without them, on a CPU.
+
+    python bench/speculation.py [--runs 5] [--only deterministic|fast] [--json]
+
+fp32, one thread; seconds of CPU per token while all requests decode, medians of runs that alternate between the sides.
+The model is the random one of `bench/prefix_reuse.py`, or the tiny one where that is said. For the line `edit` a logits
+processor forces the known answer, on both sides; running free the tiny one repeats itself. Status 1: a target missed.
+"""
+
+import random
+import sys
+import sysconfig
+import tempfile
+import time
+from array import array
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+from common import Line, alternate, arguments, finish, machine, ratio
+from prefix_reuse import VOCAB, save_random_model
+
+from hybrid import CacheConfig, Drafter, Engine, History, Key, SamplingParams, SpeculationConfig
+from hybrid.speculation.cached import GramDrafter
+from hybrid.speculation.grams import common_length
+
+PROMPT, NEW, NEW_OF_EIGHT, CHANGED, MODES = 200, 128, 64, 0.04, {"deterministic": True, "fast": False}
+
+
+class Wrong(Drafter):
+    """Drafts other tokens than those that come next."""
+
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self.answers = answers
+
+    def propose(self, history: History, limit: int) -> tuple[list[int], range]:
+        done = len(history) - history.prompt_len
+        known = self.answers[history[0]][done : done + limit]
+        return [token ^ 1 for token in known], range(-1, len(known) - 1)
+
+
+def ids(seed: int, count: int) -> list[int]:
+    return [seed, *random.Random(seed).choices(range(VOCAB), k=count - 1)]
+
+
+def forced(answer: list[int], own: list[int], row: torch.Tensor) -> torch.Tensor:
+    """A row of logits of which the token of a known answer is chosen."""
+    return row.index_fill(0, torch.tensor(answer[len(own)]), 1e6)
+
+
+def decode(engine: Engine, prompts: list[list[int]], params: SamplingParams, usage: Counter[str]) -> float:
+    """Seconds per token from the last first token on, while all decode; `usage` adds up drafts."""
+    for prompt in prompts:
+        engine.add_request(prompt, params)
+    outputs, start, before = {}, 0.0, 0
+    while not any(output.finish_reason for output in outputs.values()):
+        outputs.update({output.request_id: output for output in engine.step()})
+        if not start and len(outputs) == len(prompts):
+            start, before = time.process_time(), sum(len(output.token_ids) for output in outputs.values())
+    spent = time.process_time() - start
+    for output in outputs.values():
+        usage.update(drafted=output.usage.drafted_tokens, accepted=output.usage.accepted_tokens)
+    while engine.has_work:  # the rest, and replays
+        engine.step()
+    return spent / (sum(len(output.token_ids) for output in outputs.values()) - before)
+
+
+class Mode:
+    """The lines of one mode."""
+
+    def __init__(self, name: str, path: Path | str, runs: int) -> None:
+        self.lines: list[Line] = []
+        self.config = CacheConfig(memory="256MiB", deterministic=MODES[name])
+        self.plain = Engine.from_pretrained(path, dtype="float32", cache=self.config)
+        self._name, self._runs = name, runs
+
+    def compare(
+        self, name: str, prompts: list[list[int]], params: SamplingParams, target: float, *drafters: str | Drafter
+    ) -> None:
+        """The line of decoding with drafts, times as fast as without; for wrong ones times as slow. Answers are cached
+        where they are regenerated, and in other lines each run has a new engine."""
+        usage: Counter[str] = Counter()
+        new = partial(self.plain.with_cache, self.config, speculation=SpeculationConfig(drafters=drafters))
+        warm, is_slower, is_again = new(), "slow" in name, name == "regenerate"
+        decode(warm, prompts, params, Counter())
+        t = alternate(
+            self._runs,
+            none=lambda: decode(self.plain, prompts, params, Counter()),
+            drafts=lambda: decode(warm if is_again else new(), prompts, params, usage),
+        )
+        sides = ("drafts", "none") if is_slower else ("none", "drafts")
+        name = f"{name}, {len(prompts)} ({usage['accepted']} of {usage['drafted']} accepted)"
+        self.lines.append(ratio(name, t, *sides, target, at_most=is_slower, part=self._name))
+
+    def random_model(self) -> None:
+        for count, faster, new in ((1, 4.0, NEW), (8, 1.5, NEW_OF_EIGHT)):
+            params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+            prompts = [ids(seed, PROMPT) for seed in range(count)]
+            answers = [output.token_ids for output in self.plain.generate(prompts, params, progress=False)]
+            self.compare("regenerate", prompts, params, faster, "cache")
+            self.compare("never right, times as slow", prompts, params, 1.03, Wrong(dict(enumerate(answers))))
+        document, changes = ids(9, NEW), random.Random(0)
+        edited = [token if changes.random() > CHANGED else changes.randrange(VOCAB) for token in document]
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logits_processors=(partial(forced, edited),))
+        self.compare("edit, forced", [document], params, 3.0, "cache")
+
+    def tiny_model(self) -> None:
+        text = Path(sysconfig.get_paths()["stdlib"], "bisect.py").read_text(encoding="utf-8")[:900]
+        quoting = self.plain.tokenizer(text + "\n\n" + text[:90]).input_ids
+        self.compare("tiny, free running", [quoting], SamplingParams(max_new_tokens=NEW, ignore_eos=True), 1.5, "cache")
+
+
+def of_drafting() -> list[Line]:
+    """Drafting over the standard library's source in the tiny model's tokens; memory."""
+    tiny, drafter = Engine.from_pretrained("tiny", cache=CacheConfig(memory="8MiB")), GramDrafter()
+    tokens = seconds = 0.0
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]:
+        known = array("i", tiny.tokenizer(file.read_text(encoding="utf-8")[:20_000]).input_ids)
+        own, start = known[:1], time.process_time()
+        history = History(own, 1, "", partial(Key.of, known))
+        while len(own) < len(known):  # as an answer that is accepted wherever the drafts are right
+            drafts, _ = drafter.propose(history, 7)
+            own.extend(known[len(own) :][: common_length(array("i", drafts), known[len(own) :]) + 1])
+        drafter.end(history)
+        tokens, seconds = tokens + len(known), seconds + time.process_time() - start
+    size = Line("index, bytes per token", drafter.num_bytes / drafter.num_tokens, 24, at_most=True)
+    # Qwen3.5-9B in bfloat16: 24 linear layers, each 16 heads of q and k, 32 of v, all of 128, two gates per head of v
+    log = Line("memory for 7 drafts, MiB", 7 * 24 * 2 * ((2 * 16 + 32) * 128 + 2 * 32) / 2**20, 8, at_most=True)
+    return [Line(f"drafting, us per token of {tokens:,.0f}", 1e6 * seconds / tokens, 10, at_most=True), size, log]
+
+
+def main() -> int:
+    parser = arguments(__doc__, runs=5)
+    parser.add_argument("--only", choices=MODES, help="one mode alone")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    modes: list[Mode] = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(Path(folder))
+        for name in [args.only] if args.only else MODES:
+            modes += [Mode(name, Path(folder), args.runs), Mode(name, "tiny", args.runs)]
+            modes[-2].random_model()
+            modes[-1].tiny_model()
+    return finish([*(line for mode in modes for line in mode.lines), *of_drafting()], machine(), args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The pasts with which sessions and calls of `generate` begin."""
+
+from __future__ import annotations
+
+from hybrid.cache import placement
+from hybrid.cache.config import CacheConfig
+from hybrid.errors import ArgumentError
+from hybrid.hf.keys import KeySpace, last_image_end
+from hybrid.hf.options import Prompts
+from hybrid.hf.pass_model import PassModel
+from hybrid.hf.past import Boundary, Origin, Past
+from hybrid.hf.prefill import Prefill, Prefiller
+
+SHORT_TURN = 128
+"""Without determinism, up to this many tokens after a hit are computed by `generate`, in one pass: another one up to
+their last boundary would cost as much again. They are committed with the answer."""
+
+
+class Beginnings:
+    """Makes the pasts of a `PrefixCache`.
+
+    Args:
+        model: computes the passes.
+        prefiller: computes prompts from the cache.
+        config: of the cache.
+    """
+
+    def __init__(self, model: PassModel, prefiller: Prefiller, config: CacheConfig) -> None:
+        self._model = model
+        self._prefiller = prefiller
+        self._config = config
+
+    def past(self, prompts: Prompts, keys: KeySpace, max_new_tokens: int | None = None) -> Past:
+        """A past after the prompts: of a single one up to its last boundary or the hit, of several up to their last
+        tokens.
+
+        Args:
+            max_new_tokens: tokens of the answer, at most; None: not known.
+        """
+        grid = self._prefiller.grid
+        ends = [len(row) - 1 for row in prompts.rows]
+        is_alone, max_rest = len(prompts.rows) == 1 and not prompts.is_padded, 0
+        if is_alone:
+            grid_end = placement.prompt_end(len(prompts.rows[0]), grid)
+            ends = [max(grid_end, last_image_end(keys.media[0]))]  # `generate` computes the rest, and knows no images
+            max_rest = self._max_rest(max_new_tokens)
+        works = (
+            Prefill(row, end, keys.namespace, media, max_rest)
+            for row, end, media in zip(prompts.rows, ends, keys.media, strict=True)
+        )
+        done = [self._prefiller.prefill(work) for work in works]
+        layers = done[0].layers if is_alone else self._prefiller.stack([one.layers for one in done], prompts.width - 1)
+        rows = [row[: one.num_tokens] for row, one in zip(prompts.rows, done, strict=True)]
+        origins = [Origin(one.explanation, one.num_tokens) for one in done]
+        on_grid = is_alone and done[0].num_tokens % grid == 0
+        boundaries = [Boundary(done[0].num_tokens)] if on_grid else [None] * len(rows)
+        self._model.rope_deltas.set(keys.shifts, self._model.device)
+        return Past(self._prefiller, layers, rows, prompts.pads, keys, origins, boundaries)
+
+    def resume(self, past: Past, prompts: Prompts, keys: KeySpace) -> None:
+        """Begin again with a past that was given back, for prompts that continue it.
+
+        Raises:
+            ArgumentError: they do not, or it is not a past of this cache.
+        """
+        if not past.belongs_to(self._prefiller) or past.keys.namespace != keys.namespace:
+            raise ArgumentError(
+                "generate: past_key_values: this past is of another cache or namespace, or the model has changed "
+                "since; leave it out"
+            )
+        past.resume(prompts.rows, prompts.pads, keys)
+        self._model.rope_deltas.set(past.keys.shifts, self._model.device)
+
+    def _max_rest(self, max_new_tokens: int | None) -> int:
+        """Tokens after a hit that are left to `generate`. Where an answer is too short to reach the next boundary, or
+        cannot be committed as it was computed, they would have to be computed again."""
+        is_committed = "turn_end" in self._config.placement and not self._config.deterministic
+        if not is_committed or self._prefiller.has_windows:
+            return 0
+        return SHORT_TURN if max_new_tokens is None or max_new_tokens >= self._prefiller.grid else 0

@@ -1,0 +1,35 @@
+"""What a request got from a tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybrid.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a request got from a tier.
+
+    Attributes:
+        tier: its name: "host".
+        num_tokens: tokens that are not computed because of it.
+        num_bytes: that were copied to the device.
+        seconds: that it took.
+        refused: why something deeper was not restored; empty: there was nothing deeper.
+    """
+
+    tier: str
+    num_tokens: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    refused: str = ""
+
+    def __str__(self) -> str:
+        parts = []
+        if self.num_tokens:
+            size, time = format_bytes(self.num_bytes), 1000 * self.seconds
+            parts.append(f"{self.num_tokens} tokens restored from {self.tier} memory, {size} in {time:.1f} ms")
+        if self.refused:
+            parts.append(self.refused)
+        return "; ".join(parts)

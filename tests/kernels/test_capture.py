@@ -1,0 +1,186 @@
+"""Passes that are captured on a CPU: run again they have the bits of the pass itself, whatever its inputs hold."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numba import njit
+from torch import Tensor
+
+from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
+from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.kernels.cpu import elementwise, matmul, tasks
+from hybrid.kernels.cpu.capture import CpuCapture, NotCapturedError
+from hybrid.kernels.cpu.vectors import INDEX, ZERO, numbers
+from support.engines import ids
+from support.tensors import same_bits
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads for the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def pass_over(x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Two products with a norm and a gate between them, and operations of torch before and after."""
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(1100, x.shape[1], generator=generator).to(dtype)
+    second = torch.randint(-127, 128, (900, 1100), dtype=torch.int8, generator=generator)
+    scale, norm = torch.rand(900, generator=generator), torch.rand(1100, generator=generator)
+
+    def run() -> Tensor:
+        y = matmul.multiply(torch.cat((x[:2], x[2:])), first)
+        y = elementwise.silu_and_mul(y, elementwise.rms_norm(y, norm, 1e-6))
+        return matmul.multiply(y, second, scale).float()
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_run_again_has_the_bits_of_the_pass(dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    threads(1)
+    x = torch.randn(5, 640).to(dtype)
+    run = pass_over(x, dtype)
+    again, result = CpuCapture()(run)
+    for count in (1, 2, 3, 4):
+        x.copy_(torch.randn(5, 640))
+        threads(1)
+        expected = run()
+        threads(count)
+        result.fill_(float("nan"))
+        again()
+        assert same_bits(result, expected)
+
+
+def test_captures_share_their_memory() -> None:
+    capture = CpuCapture()
+    passes = [capture(pass_over(torch.randn(rows, 640), torch.float32)) for rows in (3, 5)]
+    assert passes[0][1].untyped_storage().data_ptr() == passes[1][1].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: x.topk(2).indices,
+        lambda x: x.add_(1),
+        lambda x: x * x.max().item(),
+        lambda x: x[x > 0],
+        lambda x: torch.zeros(3),
+    ],
+    ids=["not known to be a function of contents alone", "writes", "reads on the host", "shape", "contents"],
+)
+def test_what_cannot_be_run_again_is_refused(operation: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(2, 8)
+    with pytest.raises(NotCapturedError, match="cannot be a part of a captured pass"):
+        CpuCapture()(lambda: operation(x))
+    assert tasks.recorder.get() is None
+
+
+def test_a_thread_that_cannot_be_started_stops_the_others(
+    threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(5, 640)
+    run = pass_over(x, torch.float32)
+    again, result = CpuCapture()(run)
+    threads(3)
+    submit = ThreadPoolExecutor.submit
+    calls: list[int] = []
+
+    def fails(pool: ThreadPoolExecutor, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("can't start new thread")
+        return submit(pool, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "submit", fails)
+        with pytest.raises(RuntimeError, match="can't start"):
+            again()
+    again()
+    assert same_bits(result, run())
+
+
+@njit(nogil=True, error_model="numpy")
+def _fails(args: Any, kind: Any, first: int, last: int) -> None:
+    place = numbers(numbers(args, INDEX)[0], INDEX)
+    for element in range(first, last):
+        if element == place[0]:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("element", [0, 299])
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_operation_that_fails_in_one_thread_fails_the_pass(
+    count: int, element: int, threads: Callable[[int], None]
+) -> None:
+    threads(1)
+    x, number = torch.randn(5, 640), torch.tensor([-1])
+    run = pass_over(x, torch.float32)
+
+    def failing() -> Tensor:
+        y = run()
+        tasks.run(_fails, ZERO, (number.data_ptr(),), 300, 1, 3)
+        return elementwise.silu_and_mul(y, y)
+
+    again, result = CpuCapture()(failing)
+    threads(count)
+    again()
+    expected = result.clone()
+    number[0] = element
+    with pytest.raises(MemoryError):
+        again()
+    with pytest.raises(MemoryError):
+        failing()
+    number[0] = -1
+    again()
+    assert same_bits(result, expected)
+
+
+def test_passes_of_several_callers_at_once(threads: Callable[[int], None]) -> None:
+    threads(3)
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        x = torch.randn(3 + number, 640)
+        run = pass_over(x, torch.float32)
+        expected = run()
+        again, result = CpuCapture()(run)
+        for _ in range(20):
+            again()
+            if not same_bits(result, expected):
+                wrong.append(number)
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(60)
+    assert not wrong and not any(caller.is_alive() for caller in callers)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"load_dtype": "int8"}], ids=str)
+def test_answers_of_captured_steps_are_those_of_launched_ones(
+    options: dict[str, str], tmp_path: Path, threads: Callable[[int], None]
+) -> None:
+    path = write_random_checkpoint(tmp_path, "qwen3_5_text, odd sizes")
+    captured = Engine.from_pretrained(path, cache=CacheConfig(memory="64MiB"), **options)
+    launched = Engine.from_pretrained(
+        path, cache=CacheConfig(memory="64MiB"), config=EngineConfig(enforce_eager=True), **options
+    )
+    assert captured.runner.graphs is not None and launched.runner.graphs is None
+    vocab = captured.model.config.vocab_size
+    prompts = [[token % vocab for token in ids(20 + 30 * n, seed=n)] for n in range(4)]
+    params = SamplingParams(max_new_tokens=20, logprobs=2, ignore_eos=True)
+    for count in (1, 3):
+        threads(count)
+        outputs = [engine.generate(prompts, params, progress=False) for engine in (captured, launched)]
+        assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in outputs[1]]
+        assert [output.logprobs for output in outputs[0]] == [output.logprobs for output in outputs[1]]
+    assert captured.runner.graphs.graphs

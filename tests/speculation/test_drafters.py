@@ -1,0 +1,113 @@
+"""Drafts from what was there before: n-grams, and how many drafts pay."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from functools import partial
+
+import pytest
+
+from hybrid import History, Key
+from hybrid.speculation.cached import GramDrafter
+from hybrid.speculation.grams import GRAMS, GramIndex
+from hybrid.speculation.pace import FIRST_SHARE, Acceptance, PassCost, Worth
+
+
+def history_of(ids: array[int], namespace: str = "") -> History:
+    return History(ids, 1, namespace, partial(Key.of, ids))
+
+
+def test_the_latest_place_of_the_longest_gram_is_found() -> None:
+    rng = random.Random(0)
+    ids = array("i", [rng.randrange(1000) for _ in range(500)])
+    index = GramIndex(10_000)
+    index.extend(index.open(ids), ids)
+    found = [index.find(ids[:at]) for at in range(GRAMS[0], 499)]
+    assert all(place in (None, (ids, at)) for at, place in enumerate(found, GRAMS[0]))
+    assert sum(place is not None for place in found) > 0.95 * len(found)  # a newer one takes the slot of an older one
+    assert index.find(ids[:20] + array("i", [7, 7, 7, 7])) is None
+
+
+def test_an_image_has_placeholders_that_are_indexed_as_tokens() -> None:
+    ids = array("i", [5, 6, 7, *[-1] * 20, 8, 9, 10, 11, 12])
+    index = GramIndex(100)
+    index.extend(index.open(ids), ids)
+    assert index.find(array("i", [8, 9, 10, 11])) == (ids, 27)
+
+
+def test_each_token_of_an_answer_is_indexed_once_and_drafted_soon() -> None:
+    rng, drafter = random.Random(1), GramDrafter()
+    ids = array("i", [rng.randrange(1000)])
+    history = history_of(ids)
+    for _ in range(1000):
+        ids.append(rng.randrange(1000))
+        drafter.propose(history, 7)
+    assert 900 < drafter.num_tokens <= 1001
+    drafted = 0
+    for start in range(100, 900, 40):
+        ids.extend(ids[start : start + 5])
+        drafted += [*drafter.propose(history, 7)[0]] == [*ids[start + 5 : start + 12]]
+    assert drafted > 16  # of 20: a newer gram takes the slot of an older one
+    drafter.end(history)
+    assert drafter.num_tokens == len(ids)
+
+
+def test_grams_do_not_cross_namespaces() -> None:
+    drafter = GramDrafter()
+    drafter.end(history_of(array("i", range(100)), "a"))
+    assert drafter.propose(history_of(array("i", range(20, 30)), "b"), 7) == ((), ())
+    assert [*drafter.propose(history_of(array("i", range(20, 30)), "a"), 3)[0]] == [30, 31, 32]
+
+
+def test_a_pass_costs_what_the_fastest_ones_took() -> None:
+    cost, rng = PassCost(), random.Random(0)
+    assert cost.share == FIRST_SHARE
+    for _ in range(200):
+        rows = rng.choice((1, 2, 4, 8))
+        noise = rng.choice((1.0, 1.0, 1.3, 3.0, 20.0))
+        cost.observe(rows, (0.020 + 0.003 * rows) * noise)
+    assert cost.share == pytest.approx(0.15, rel=0.2)
+
+
+def test_a_draft_pays_where_it_raises_the_tokens_per_second() -> None:
+    assert Worth(1, 0.1).take([0.9**ahead for ahead in range(1, 20)]) == 10
+    assert Worth(1, 0.1).take([0.95, 0.1]) == 1
+    assert Worth(64, 0.1).take([0.8, 0.8]) == 0  # one row more costs what it brings
+    assert Worth(1, 1.0).take([0.4]) == 0
+
+
+def test_a_request_whose_drafts_fail_pauses_longer_and_longer() -> None:
+    measured = Acceptance(0.6)
+    tries = []
+    for at in range(400):
+        count = measured.count(7, 1, 0.1)
+        if count:
+            tries.append(at)
+            measured.observe(count, 0)
+    assert len(tries) < 16
+    assert tries[-1] - tries[-2] > 60
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 40])
+def test_an_answer_that_repeats_itself_is_drafted_from_its_second_round_on(period: int) -> None:
+    drafter, ids = GramDrafter(), array("i", range(100, 130))
+    history = history_of(ids)
+    drafter.propose(history, 7)
+    for _ in range(2 + 4 // period):  # a round, and four tokens more
+        ids.extend(range(period))
+    assert [*drafter.propose(history, 7)[0]] == [at % period for at in range(7)]
+
+
+def test_after_a_replaced_token_the_source_is_drafted_at_once() -> None:
+    drafter = GramDrafter()
+    drafter.end(history_of(array("i", range(100))))
+    ids = array("i", range(10))
+    history = history_of(ids)
+    assert [*drafter.propose(history, 3)[0]] == [10, 11, 12]
+    ids.extend([10, 11, 12, 13, 500])  # 14 is replaced
+    assert [*drafter.propose(history, 3)[0]] == [15, 16, 17]
+    ids.extend([501])  # that was not it: one token is no proof
+    assert [*drafter.propose(history, 3)[0]] == []
+    ids.extend([16, 17])
+    assert [*drafter.propose(history, 3)[0]] == [18, 19, 20]
