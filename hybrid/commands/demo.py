@@ -112,8 +112,8 @@ class Demo:
         acts: list[Act] = []
 
         def play(title: str, shows: str, engine: Engine, batches: list[list[Prompt]]) -> Act:
-            cached = [output for prompts in batches for output in engine.generate(prompts, ANSWER)]
-            plain = [output for prompts in batches for output in self._plain.generate(prompts, ANSWER)]
+            cached = [output for prompts in batches for output in engine.generate(prompts, ANSWER, progress=False)]
+            plain = [output for prompts in batches for output in self._plain.generate(prompts, ANSWER, progress=False)]
             acts.append(Act(title, shows, cached, plain, self.draw(engine)))
             report(acts[-1])
             return acts[-1]
@@ -121,7 +121,7 @@ class Demo:
         questions = self._prompts(self._text)
         first = play(
             "Four users ask about one document, at the same moment",
-            "The document is computed once. A checkpoint is kept where the prompts part; three of them wait for it.",
+            "The document is computed once. A checkpoint is kept where the prompts part; three wait for it.",
             self._large,
             [questions],
         )
@@ -140,7 +140,7 @@ class Demo:
         half = self._prompts(self._text[: len(self._text) // 2] + "\n\n[The rest is missing.]")
         play(
             "There, one user after another asks about the first half of the document",
-            "Pages can be cut anywhere, a state cannot: the first one makes the checkpoint, the next one uses it.",
+            "Pages can be cut anywhere, a state cannot: the first makes the checkpoint, the next one uses it.",
             self._small,
             [half[:1], half[1:2]],
         )
