@@ -60,7 +60,7 @@ class Answer:
     Args:
         input_ids: `[1, tokens]`, the prompt.
         config: of transformers' `generate`.
-        streamer: receives each token; None: nobody does.
+        streamer: receives each token; None: there is none.
     """
 
     def __init__(self, input_ids: Tensor, config: Any, streamer: BaseStreamer | None) -> None:
