@@ -64,10 +64,10 @@ class Drafting:
     def generate(
         self, call: GenerateCall, past: Past, config: SpeculationConfig | None, options: dict[str, Any]
     ) -> Any:
-        """`model.generate` for a call with this past, with drafts if something drafts.
+        """`model.generate` for a call with this past, with drafts if there is a drafter.
 
         Args:
-            config: who drafts, where the call does not ask for assisted decoding itself. For several sequences nobody.
+            config: who drafts, where the call does not ask for assisted decoding itself. For several sequences none.
             options: of `model.generate`.
         """
         speculator = None
@@ -156,8 +156,8 @@ def _add(total: dict[str, DrafterStats], stats: dict[str, DrafterStats]) -> None
 
 
 def _with_own_criteria(model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Options in which stop strings are a stopping criterion: where `generate` is given a decoding loop, it gives the
-    tokenizer to nobody."""
+    """Options in which stop strings are a stopping criterion: a decoding loop that `generate` is given gets no
+    tokenizer from it."""
     strings, tokenizer = option(model, options, "stop_strings"), options.get("tokenizer")
     if strings is None or tokenizer is None:
         return dict(options)

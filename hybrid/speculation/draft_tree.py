@@ -1,4 +1,4 @@
-"""Drafts of several drafters as one tree, the most likely first."""
+"""Drafts of several drafters as one tree, the most probable first."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DraftTree:
             own.append(place)
 
     def best(self, count: int) -> Drafts:
-        """The `count` most likely drafts."""
+        """The `count` most probable drafts."""
         if self._single is not None and (self._single.is_chain or len(self._single) <= count):
             return self._single.first(count)
         chances = self._accepted()

@@ -73,7 +73,7 @@ class Drafter(ABC):
 
         Returns:
             The tokens, and for each of them the index of the token before it: -1 stands for the end of the history.
-            Both empty: there is no draft. Tokens with the same parent are alternatives, the most likely first.
+            Both empty: there is no draft. Tokens with the same parent are alternatives, the most probable first.
         """
 
     def end(self, history: History) -> None:  # noqa: B027 - nothing by default
