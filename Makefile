@@ -4,7 +4,7 @@ WORKERS ?= 2
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +47,23 @@ woven: setup  ## tests of kernels, interpreted with the programs of each launch 
 	$(BIN)/python -m pytest -q --numprocesses $(WORKERS) --dist load --program-order=woven tests/kernels \
 		--ignore=tests/kernels/test_compile.py --ignore=tests/kernels/test_imitated_cpus.py
 
+# SGLang is installed without its dependencies, next to what its caches import: they run without a GPU, and what is
+# absent is imitated (tests/support/sglang_absent.py). One environment; each version in turn.
+SGLANG ?= 0.5.22 0.5.23
+
+.venv-sglang/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-sglang
+	@.venv-sglang/bin/python -m pip install --quiet "torch==2.13.0+cpu" >/dev/null 2>&1 || true
+	.venv-sglang/bin/python -m pip install --quiet --constraint constraints.txt torch transformers triton numpy pillow psutil pytest \
+		aiohttp apache-tvm-ffi dill ipython msgspec orjson pybase64 pydantic pyzmq requests sortedcontainers starlette typer setuptools
+	.venv-sglang/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+sglang: .venv-sglang/.installed  ## the backend inside SGLang, on SGLang's own pools, for every version that it knows
+	@for version in $(SGLANG); do echo "SGLang $$version" \
+		&& .venv-sglang/bin/python -m pip install --quiet --no-deps "sglang==$$version" \
+		&& .venv-sglang/bin/python -m pytest -q -p no:cacheprovider tests/sglang || exit 1; done
+
 parity: setup  ## hits do not change results, and logits are those of transformers
 	$(BIN)/hybrid parity
 
@@ -60,4 +77,4 @@ gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
 	$(BIN)/python bench/gpu/run.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

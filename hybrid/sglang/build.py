@@ -31,6 +31,8 @@ def build(context: Any) -> Any:
         ArgumentError: the policy or its configuration is unknown.
     """
     params = context.params
+    if context.disable_radix_cache:
+        return create_unified_radix_cache(context)
     refuse(refusals(context, params, get_exec().mamba.mamba_max_states_per_path))
     if not context.server_args._radix_eviction_policy_explicitly_set:
         params.eviction_policy = DEFAULT

@@ -17,7 +17,7 @@ NAMES = tuple(POLICIES)
 """The policies that there are. Names that SGLang has too mean what they mean there, for states as well."""
 
 CLASSIC = frozenset({"lru", "lfu", "fifo", "mru", "filo", "priority"})
-"""Policies as SGLang has them: a leaf is evicted as a whole, its pages with its state."""
+"""Policies as SGLang has them: an edge of the tree is evicted as a whole, its pages with its state."""
 
 
 @dataclass(frozen=True, slots=True)

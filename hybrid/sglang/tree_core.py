@@ -88,7 +88,8 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         self.device: torch.device = torch.device(params.token_to_kv_pool_allocator.device)
         self.options: Options = Options.of(params.eviction_policy_config)
         self._policy_name: str = params.eviction_policy.lower()
-        self.is_choosy: bool = self.options.admission and self._policy_name not in CLASSIC
+        self._is_classic = self._policy_name in CLASSIC
+        self.is_choosy: bool = self.options.admission and not self._is_classic
         self._prices = prices_of(params)
         self._grid: int = mamba_checkpoint_grid(self.page_size)
         self._handles_from = count(1)
@@ -99,7 +100,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         pools = Pools(
             opaque=True,
             checkpoint_step=self.page_size * WORDS,
-            whole_leaves=self._policy_name in CLASSIC,
+            whole_edges=self._is_classic,
         )
         self.tree: Tree = Tree(
             self.page_size * WORDS,
@@ -130,7 +131,13 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             branching_len = known if self.options.ghost_branches else None
         else:
             found, branching_len = self.tree.peek(key, limit), None
+        if self._is_classic and found.deepest is not None and found.num_page_tokens < found.deepest.end:
+            self._split(found)
         return self._result(found, branching_len)
+
+    def _split(self, found: Match) -> None:
+        """Cut the edge in which a match ends, as SGLang does: each part is evicted as a whole."""
+        self.tree.unlock(self.tree.lock_match(found))
 
     def _result(self, found: Match, known: int | None) -> Any:
         handle = self._handles.of(found.checkpoint)
@@ -142,7 +149,6 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             handle,
             mamba_branching_seqlen=branching_len // WORDS or None,
             full_kv_hit_length=found.num_page_tokens // WORDS,
-            last_visited_node_id=self._handles.of(found.deepest) if found.deepest is not None else None,
             cache_actions=[],
         )
 

@@ -26,7 +26,7 @@ class Evictor:
         forest: the nodes to evict from.
         candidates: the order in which they are evicted.
         ghosts: remembers what was evicted.
-        pools: whether a leaf is evicted as a whole, and what sees what is about to be evicted.
+        pools: whether edges are evicted as a whole, and what sees what is about to be evicted.
     """
 
     def __init__(self, forest: Forest, candidates: Candidates, ghosts: Ghosts, pools: Pools = INTEGERS) -> None:
@@ -34,7 +34,7 @@ class Evictor:
         self._forest = forest
         self._candidates = candidates
         self._ghosts = ghosts
-        self._whole_leaves = pools.whole_leaves
+        self._whole_edges = pools.whole_edges
         self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
 
     @property
@@ -77,7 +77,7 @@ class Evictor:
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
-        if self._whole_leaves and not node.children and not node.page_locks:
+        if self._whole_edges and not node.children and not node.page_locks:
             num_pages = node.num_pages
         try:
             if num_pages == 0:
@@ -112,7 +112,7 @@ class Evictor:
             self._candidates.changed(parent)
             if isinstance(parent, Root):
                 return
-            if parent.slot is not None or parent.page_locks:
+            if parent.slot is not None or parent.page_locks or self._whole_edges:
                 self._candidates.enter(parent)
                 return
             node = parent

@@ -34,6 +34,7 @@ class Forest:
         self.page_size: int = page_size
         self._grid = grid
         self._collect: Callable[[PageValues], PageValues] = pools.collect
+        self._keeps_cuts = pools.whole_edges
         self.page_bytes: int = page_size * TOKEN_BYTES
         self.num_pages: int = 0
         self.num_checkpoints: int = 0
@@ -102,6 +103,7 @@ class Forest:
         parent = upper.parent
         if (
             parent is None
+            or self._keeps_cuts
             or upper.slot is not None
             or len(upper.children) != 1
             or upper.page_locks

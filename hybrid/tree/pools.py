@@ -109,14 +109,15 @@ class Pools:
             objects. False: both are integers.
         checkpoint_step: checkpoints are at multiples of this many tokens, itself a multiple of the page size; None: at
             those of the tree's grid, as branching points and ghosts are.
-        whole_leaves: a leaf is evicted as a whole: with its checkpoint go all its pages, and with a page all others.
-            False: pages stay until pages are needed, and are evicted from a leaf's tail.
+        whole_edges: edges stay as they were inserted and split, and a leaf's edge is evicted as a whole, with its
+            checkpoint. What is above it stays, as a leaf. False: edges are joined where nothing needs the cut, a leaf's
+            pages are evicted from its end, stay when its checkpoint goes, and take childless tombstones along.
         leaving: sees what is about to be evicted; None: nothing does.
     """
 
     opaque: bool = False
     checkpoint_step: int | None = None
-    whole_leaves: bool = False
+    whole_edges: bool = False
     leaving: Leaving | None = None
 
     def collect(self, values: Sequence[int] | Any = ()) -> PageValues:

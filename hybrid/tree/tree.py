@@ -305,6 +305,7 @@ class Tree:
             node.slot is None
             and node.parent is not None
             and not node.lost_checkpoint
+            and not self._pools.whole_edges
             and node.page_locks == (node is below)  # no lock but the caller's own
         ):
             self.forest.extend(node, ids, pages, usage)

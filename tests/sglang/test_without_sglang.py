@@ -1,13 +1,16 @@
 """What of `hybrid.sglang` needs no SGLang: keys, options, refusals, the order of requests, and what is imported."""
 
+import json
 import subprocess
 import sys
+import threading
 import tomllib
 from array import array
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -209,3 +212,42 @@ def test_requests_come_by_the_weight_of_what_they_share() -> None:
 def test_the_other_files_here_skip_themselves_without_sglang() -> None:
     files = [path for path in Path(__file__).parent.glob("test_*.py") if path.name != Path(__file__).name]
     assert [path.name for path in files if "require_sglang()" not in path.read_text(encoding="utf-8")] == []
+
+
+# The check of a server
+
+
+class Answers(BaseHTTPRequestHandler):
+    """Answers as a server of SGLang does; the second time a prompt is cached."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def do_POST(self) -> None:
+        prompt = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+        cached = 8 if prompt in self.seen else 0
+        self.seen.add(prompt)
+        body = {"text": prompt[-5:], "meta_info": {"prompt_tokens": 10, "cached_tokens": cached}}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def test_the_check_of_a_server_counts_what_was_cached_and_compares_answers(tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    program = [sys.executable, ROOT / "bench/gpu/sglang_server.py", "--url", f"http://127.0.0.1:{server.server_port}"]
+    saved = tmp_path / "saved.json"
+    first = subprocess.run([*program, "--prompts", "4", "--save", saved], capture_output=True, text=True, check=True)
+    assert "first: 0 of 40 prompt tokens cached" in first.stdout
+    assert "again: 32 of 40 prompt tokens cached" in first.stdout
+    saved.write_text(saved.read_text().replace("bout?", "other"))
+    second = subprocess.run(
+        [*program, "--prompts", "4", "--compare", saved], capture_output=True, text=True, check=False
+    )
+    server.shutdown()
+    server.server_close()
+    assert "4 of 4 first answers differ" in second.stdout
+    assert second.returncode == 1

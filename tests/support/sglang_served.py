@@ -179,6 +179,7 @@ class Served:
     def abort(self, req: Any) -> None:
         """The request has gone: nothing more of it is kept."""
         req.finished_reason = FINISH_ABORT()
+        req.kv.kv_committed_len = req.kv.kv_allocated_len  # SGLang commits a part when it allocates it
         release_kv_cache(req, self.cache, checkpoint=False)
 
     def retract(self, req: Any) -> None:

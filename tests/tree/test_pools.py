@@ -84,7 +84,7 @@ def test_the_tree_returns_the_values_that_it_was_given() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_opaque_values_change_nothing_about_what_a_tree_does(policy: Any, whole: bool) -> None:
     """The same random calls on a tree of integers and on one of opaque values: the same pages at every step."""
-    trees = [Tree(1, 2, policy(), seed=3, pools=Pools(opaque, whole_leaves=whole)) for opaque in (False, True)]
+    trees = [Tree(1, 2, policy(), seed=3, pools=Pools(opaque, whole_edges=whole)) for opaque in (False, True)]
     rng, next_id = random.Random(5), 0
     for _ in range(400):
         key = Key.of([rng.randrange(3) for _ in range(2 * rng.randrange(1, 9))])
@@ -113,9 +113,19 @@ def test_checkpoints_may_be_off_the_grid_of_branches() -> None:
         opaque().insert(Key.of(range(5)), 5, Rows([1, 2, 3, 4, 5]), Checkpoint("s", 5))
 
 
+def test_where_edges_are_whole_they_are_neither_joined_nor_taken_along() -> None:
+    tree = opaque(whole_edges=True)
+    for tokens in ([1, 2, 3, 4], [1, 2, 5, 6]):
+        tree.insert(Key.of(tokens), 4, Rows(tokens), Checkpoint(str(tokens), 4))
+    assert ids_of(tree.evict_pages(1).pages) == [3, 4]
+    assert [node.num_pages for _, node in tree.nodes()] == [2, 2]
+    assert ids_of(tree.evict_pages(1).pages) == [5, 6]
+    assert ids_of(tree.evict_pages(1).pages) == [1, 2]
+
+
 def test_a_whole_leaf_goes_with_one_page_and_with_its_checkpoint() -> None:
     for evict in ("evict_pages", "evict_checkpoints"):
-        tree = opaque(whole_leaves=True)
+        tree = opaque(whole_edges=True)
         tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("upper", 2))
         tree.insert(Key.of([1, 2, 3, 4]), 4, Rows([1, 2, 3, 4]), Checkpoint("lower", 4))
         tree.match(Key.of([1, 2]), 2)
@@ -126,7 +136,7 @@ def test_a_whole_leaf_goes_with_one_page_and_with_its_checkpoint() -> None:
 
 
 def test_the_checkpoint_of_an_inner_node_goes_alone_also_where_leaves_are_whole() -> None:
-    tree = opaque(whole_leaves=True)
+    tree = opaque(whole_edges=True)
     tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("upper", 2))
     tree.insert(Key.of([1, 2, 3, 4]), 4, Rows([1, 2, 3, 4]), Checkpoint("lower", 4))
     released = Released(PageParts())
