@@ -95,7 +95,7 @@ class Drafting:
         return DraftedDecoding(past, source, history, self._cache.config.grid, streamer)
 
     def _speculator(self, config: SpeculationConfig) -> Speculator:
-        """The speculator of a configuration, which goes on to learn from call to call."""
+        """The speculator of a configuration. It learns from call to call."""
         with self._lock:
             if config not in self._speculators:
                 made = make_speculator(config, self._cache, self._model.vocab_size)
