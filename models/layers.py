@@ -97,7 +97,7 @@ class Projections(nn.Module):
     """Linear layers that multiply the same rows. They can be fused: one product computes all of them.
 
     Fused weights are views of one matrix, in the order of the layers, so that every layer keeps its name, its rows and
-    its values. Whoever replaces a weight afterwards has to fuse again; writing to one is fine.
+    its values. To replace a weight afterwards, fuse again; writing to one is fine.
 
     Args:
         linears: the layers, which belong to another module.

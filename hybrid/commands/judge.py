@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hybrid.cache.config import CacheConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.errors import HybridError
 from hybrid.memory.memory import smallest_memory
 from hybrid.speculation.config import SpeculationConfig
 
@@ -93,6 +95,13 @@ class Judge:
             elif cold.logprobs != output.logprobs:
                 wrong.append(f"{output.request_id}: log-probabilities differ")
         return wrong
+
+    def attempt(self, scenario: Callable[..., Check], *given: object) -> Check:
+        """The check of a scenario. It fails with the error in words where the scenario raises one of ours."""
+        try:
+            return scenario(self, *given)
+        except HybridError as error:
+            return Check(scenario.__name__.replace("_", " "), False, None, f"{type(error).__name__}: {error}")
 
     def check(self, name: str, outputs: list[RequestOutput], *conditions: tuple[str, bool]) -> Check:
         """A scenario passes if its outputs equal cold runs, something was hit, and its own conditions hold.

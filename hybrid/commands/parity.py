@@ -265,7 +265,7 @@ def run_parity(model: str | Path, seed: int = 0) -> Parity:
     seconds, judge = time.process_time() - started, Judge(engine, seed)
     preparation = prepared(judge, seconds)
     checks = against_transformers(engine, open_checkpoint(model).path, judge)
-    checks += [scenario(judge) for scenario in SCENARIOS]
+    checks += [judge.attempt(scenario) for scenario in SCENARIOS]
     return Parity(checks + drafts(judge) + files(judge, model), product_costs(engine), preparation)
 
 

@@ -18,10 +18,10 @@ from hybrid.tiers.transfer import Transfer
 def files(judge: Judge, model: str | Path) -> list[Check]:
     """Prefixes go from one engine to another, by file and in memory, and to a second process."""
     return [
-        saved_and_loaded(judge),
-        prefilled_and_decoded(judge),
-        in_a_second_process(judge, model),
-        to_host_memory_and_back(judge),
+        judge.attempt(saved_and_loaded),
+        judge.attempt(prefilled_and_decoded),
+        judge.attempt(in_a_second_process, model),
+        judge.attempt(to_host_memory_and_back),
     ]
 
 

@@ -25,7 +25,7 @@ PROVEN = 4
 """After as many right tokens of a source one that differs is taken for a replacement."""
 
 MAX_AHEAD = 64
-"""A source that is so many tokens behind is not followed any more."""
+"""A source that is this many tokens behind is not followed any more."""
 
 WINDOW = 16
 """Tokens of a source, after the place where a history left it, among which it is looked for again."""

@@ -41,7 +41,7 @@ class Task(NamedTuple):
 
 
 recorder: ContextVar[Callable[[Task], None] | None] = ContextVar("recorder", default=None)
-"""Is told every task that is run in its context."""
+"""Is called with every task that is run in its context."""
 
 
 def run(function: Any, kind: Any, numbers: Sequence[int], count: int, multiple: int, most: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hybrid.key import Key
 from hybrid.memory.arena import ArenaPool
 from hybrid.memory.pool import IndexPool
-from hybrid.tree import forest, tree
+from hybrid.tree import forest, pools, tree
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.node import Checkpoint, Node, Released
 from support.caches import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
@@ -134,7 +134,7 @@ class Failing:
 
 @pytest.mark.parametrize(
     ("module", "name", "num_calls"),
-    [(forest, "Node", 2), (forest, "NodeUsage", 1), (tree, "NodeUsage", 1), (forest, "array", 1)],
+    [(forest, "Node", 2), (forest, "NodeUsage", 1), (tree, "NodeUsage", 1), (pools, "array", 1)],
 )
 def test_an_insert_that_breaks_off_changes_nothing_that_can_be_seen(
     module: ModuleType, name: str, num_calls: int
