@@ -110,6 +110,7 @@ class Demo:
     def run(self, report: Callable[[Act], None]) -> list[Act]:
         """Play all acts; each is reported when it is over."""
         acts: list[Act] = []
+        self._load_code()
 
         def play(title: str, shows: str, engine: Engine, batches: list[list[Prompt]]) -> Act:
             cached = [output for prompts in batches for output in engine.generate(prompts, ANSWER, progress=False)]
@@ -147,6 +148,12 @@ class Demo:
         for engine in (self._large, self._small):
             engine.cache.audit()
         return acts
+
+    def _load_code(self) -> None:
+        """Answer something else first: code is compiled, or read from disk, once in a process."""
+        question = list(range(2 * self.engine.cache.config.grid + 1))
+        params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        self.engine.generate([question, question[1:]], params, progress=False)
 
     def warm(self, engine: Engine, params: SamplingParams) -> None:
         """Run the prompts of the demo on an engine."""
