@@ -16,7 +16,7 @@ from hybrid.sglang.policies import NAMES
 BACKEND = "hybrid"
 """The name for `--radix-cache-backend`, and of the tree core."""
 
-VERSIONS = ("0.5.22", "0.5.23")
+VERSIONS = ("0.5.23",)
 """The versions of SGLang with the interface that this backend implements: it changes with every release."""
 
 
@@ -55,5 +55,5 @@ def check_version(found: str) -> None:
     if found not in VERSIONS:
         raise UnsupportedModelError(
             f"--radix-cache-backend {BACKEND} knows the cache interface of SGLang {' and '.join(VERSIONS)}, and SGLang "
-            f"{found} is installed: install one of those, update hybrid-prefix-cache, or leave the flag out"
+            f"{found} is installed: install that, update hybrid-prefix-cache, or leave the flag out"
         )
