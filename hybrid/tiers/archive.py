@@ -227,7 +227,7 @@ def _read(source: str | Path | bytes | bytearray | memoryview) -> tuple[dict[str
         tensors = safetensors.torch.load(data)
         return dict(json.loads(data[8 : 8 + length]).get("__metadata__", {})), tensors
     if not Path(source).is_file():
-        raise ValueError("there is no such file")
+        raise ValueError("it is a folder or a device" if Path(source).exists() else "there is no such file")
     with safetensors.safe_open(os.fspath(source), framework="pt") as file:
         return dict(file.metadata() or {}), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
