@@ -55,6 +55,7 @@ def load(
     dtype: str | torch.dtype | None,
     chunk_size: int,
     load_dtype: str | None = None,
+    mtp: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint.
 
@@ -64,6 +65,7 @@ def load(
         dtype: None: the checkpoint's on a GPU, float32 on a CPU.
         chunk_size: of the linear layers.
         load_dtype: "int8": weights of matrix products are quantized, per row; None: they have the type of the model.
+        mtp: also load the checkpoint's predictor, if it has one.
 
     Raises:
         CheckpointError: there is no usable checkpoint.
@@ -81,7 +83,7 @@ def load(
             f"load_dtype='int8' needs a CPU with the extra numba, and dtype float32 or bfloat16; got {place} and "
             f"{resolved}: install hybrid-prefix-cache[numba], or leave load_dtype out"
         )
-    loaded = load_model(checkpoint, resolved, place, chunk_size, quantize=quantize)
+    loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)
     end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
     return LoadedModel(
         model=loaded,
@@ -179,7 +181,7 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         MemoryBudgetError: the memory does not suffice for one request.
     """
     model, device = loaded.model, loaded.device
-    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype)
+    spec = model.own_spec()
     if size is not None:
         return make_cache(CacheMemory.fixed(spec, config.page_size, *size, device), config)
     memory = CacheMemory.for_spec(
