@@ -169,6 +169,15 @@ def load_model(
     return model.eval()
 
 
+def has_predictor(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has the predictor that `load_model` loads with `mtp`.
+
+    Raises:
+        CheckpointError: its weights cannot be read.
+    """
+    return any(stored.name.startswith(MTP) for stored in stored_tensors(checkpoint.path).values())
+
+
 def can_quantize(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights can be int8 in a model of a type on a device: their products are compiled."""
     return can_compile(torch.empty(1, 1, dtype=torch.int8, device=device), dtype)

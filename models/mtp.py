@@ -89,7 +89,8 @@ class MultiTokenPredictor(nn.Module):
             batch, rotary, kv, state: as for the layers of the model.
         """
         x = self._joined(embedded, self.last_hidden(hidden, batch, state), batch)
-        norm, attention, _, _ = self.layers[0].parts
+        layer: Any = self.layers[0]
+        norm, attention, _, _ = layer.parts
         attention.store(norm(x), batch, rotary, kv)
 
     def forward(

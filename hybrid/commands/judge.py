@@ -40,16 +40,17 @@ class Judge:
     Args:
         engine: its weights are used; every scenario gets a cache of its own.
         seed: of the random prompts.
+        plain: runs what is cold, on the same weights; None: `engine`.
     """
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, seed: int = 0, plain: Engine | None = None) -> None:
         self.engine: Engine = engine
         self._random = random.Random(seed)
         self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
         config = engine.cache.config
         self.grid: int = config.grid
         self._config = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True)
-        self._cold = engine.with_cache(
+        self._cold = (plain or engine).with_cache(
             CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, enabled=False),
             size=(256, 16),
         )

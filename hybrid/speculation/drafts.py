@@ -158,7 +158,7 @@ def _probabilities(chances: object, count: int, drafter: str) -> list[float]:
     if not isinstance(chances, Sequence) or len(chances) != count:
         raise ArgumentError(f"drafter {drafter}: propose must return a probability for each token, or none at all")
     for chance in chances:
-        if not isinstance(chance, Real) or not 0 <= chance <= 1:
+        if not isinstance(chance, Real) or not 0 <= float(chance) <= 1:
             raise ArgumentError(f"drafter {drafter}: a probability must be from 0 to 1, got {chance!r}")
     return [float(chance) for chance in chances]
 

@@ -42,7 +42,7 @@ class PassCost:
     def __init__(self) -> None:
         self.share: float = FIRST_SHARE
         """Cost of one more row, as a part of the cost of a pass without rows."""
-        self._base = 0.0
+        self._empty_pass = 0.0
         self._steps: dict[str, float] = {}
         self._fastest: dict[int, tuple[float, int]] = {}
         self._passes = 0
@@ -63,7 +63,7 @@ class PassCost:
     def share_of(self, drafter: str) -> float:
         """What a drafter takes to compute a draft for each of several requests, as a part of the cost of a pass without
         rows. Before that is known it costs nothing, and is tried."""
-        return self._steps.get(drafter, 0.0) / self._base if self._base > 0 else 0.0
+        return self._steps.get(drafter, 0.0) / self._empty_pass if self._empty_pass > 0 else 0.0
 
     def _fitted(self) -> float:
         """The share by weighted least squares; a number of rows of which there was one pass says nothing."""
@@ -75,7 +75,7 @@ class PassCost:
         seconds = sum(count * seconds for _, seconds, count in known) / weight
         spread = sum(count * (own - rows) ** 2 for own, _, count in known)
         slope = sum(count * (own - rows) * (time - seconds) for own, time, count in known) / spread
-        base = self._base = seconds - slope * rows
+        base = self._empty_pass = seconds - slope * rows
         return 1.0 if base <= 0 else min(max(slope / base, MIN_SHARE), 1.0)
 
 

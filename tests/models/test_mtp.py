@@ -12,11 +12,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hybrid import CacheConfig, Engine, SpeculationConfig
-from hybrid.commands.random_checkpoints import write_random_checkpoint
+from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
 from hybrid.errors import ArgumentError, UnsupportedModelError
 from hybrid.hf.torch_functions import use_torch_functions, without_kernels
-from support.checkpoints import WEIGHTS, add_predictor, edit_weights
+from support.checkpoints import WEIGHTS, edit_weights
 from support.engines import greedy
+from support.tensors import same_bits
 
 
 class Naive:
@@ -93,7 +94,7 @@ class Naive:
     "name", ["qwen3_5_text", "qwen3_5_text, odd sizes", "qwen3_5_moe_text", "qwen3_next, odd sizes"]
 )
 def test_the_predictor_is_that_of_a_naive_computation(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    path = add_predictor(write_random_checkpoint(tmp_path, name))
+    path = add_random_predictor(write_random_checkpoint(tmp_path, name))
     drafts = SpeculationConfig(drafters=("mtp",), adaptive=False, max_drafts=3)
     cache = CacheConfig(memory="64MiB", page_size=16, chunk_size=16, deterministic=True)
     engine, naive = Engine.from_pretrained(path, dtype="float32", cache=cache, speculation=drafts), Naive(path)
@@ -126,13 +127,16 @@ def test_the_predictor_is_that_of_a_naive_computation(name: str, tmp_path: Path,
             expected, after = naive(tokens, before)
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4 * float(expected.max() - expected.min()))
     assert sum(is_chained for _, _, is_chained, _ in calls) > len(calls) / 2
+    cold, hit = calls[: len(calls) // 2], calls[len(calls) // 2 :]  # what a hit brings has the bits of a cold run
+    assert [each[:3] for each in cold] == [each[:3] for each in hit]
+    assert all(same_bits(a[3], b[3]) for a, b in zip(cold, hit, strict=True))
 
 
 def test_a_checkpoint_without_a_predictor_is_refused(tmp_path: Path) -> None:
     path = write_random_checkpoint(tmp_path, "qwen3_5_text")
     with pytest.raises(ArgumentError, match=r"this one has none \(tensors mtp\.\*\)"):
         Engine.from_pretrained(path, cache=CacheConfig(memory="64MiB"), speculation="cache+mtp")
-    engine = Engine.from_pretrained(add_predictor(path), cache=CacheConfig(memory="64MiB"))
+    engine = Engine.from_pretrained(add_random_predictor(path), cache=CacheConfig(memory="64MiB"))
     with pytest.raises(ArgumentError, match="it was not loaded"):
         engine.with_cache(CacheConfig(memory="64MiB"), speculation="mtp")
     edit_weights(path, lambda tensors: tensors.update({"mtp.layers.1.x": torch.zeros(2)}))

@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybrid import CheckpointError
-from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
+from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
 from hybrid.commands.random_checkpoints import random_model as random_of
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.loading import load_model, open_checkpoint
 from support.checkpoints import (
     WEIGHTS,
-    add_predictor,
     edit_weights,
     layers,
     random_model,
@@ -165,7 +164,7 @@ def test_weights_that_are_quantised_are_refused_with_what_to_do(own: Path) -> No
 def test_layers_that_predict_further_ahead_are_loaded_when_asked_for(name: str, tmp_path: Path) -> None:
     path = write_random_checkpoint(tmp_path, name)
     assert load(path, mtp=True).mtp is None
-    add_predictor(path)
+    add_random_predictor(path)
     assert load(path).mtp is None
     model, tensors = load(path, mtp=True), load_file(path / WEIGHTS)
     assert model.mtp is not None

@@ -106,23 +106,6 @@ def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], None]) -> Non
     save_file(tensors, path / WEIGHTS, {"format": "pt"})
 
 
-def add_predictor(path: Path) -> Path:
-    """Add what published checkpoints keep under `mtp.`: here with the values of the layer of full attention, 1."""
-
-    def add(tensors: dict[str, Tensor]) -> None:
-        layer = "model.layers.1."
-        for name in list(tensors):
-            if name.startswith(layer):
-                tensors[name.replace(layer, "mtp.layers.0.")] = tensors[name].clone()
-        size = tensors["model.norm.weight"].numel()
-        tensors["mtp.fc.weight"] = torch.randn(size, 2 * size)
-        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-            tensors[f"mtp.{norm}.weight"] = torch.randn(size)
-
-    edit_weights(path, add)
-    return path
-
-
 def shard(path: Path) -> None:
     """Cut the one file of weights into three, with an index."""
     tensors = load_file(path / WEIGHTS)
