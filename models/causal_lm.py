@@ -112,13 +112,14 @@ class CausalLM(nn.Module, ABC):
         layers: each is called with `(x, residual, batch, rotary, kv, state, chunk_size)`. Its input is `x + residual`
             (residual is None for the first layer), and it returns its output as two such terms.
         norm: the final norm.
+        predictor: drafts tokens; None: the model has none, or it is not loaded.
 
     Attributes:
         waits_for_device: a decode step reads a result of the device on the host, so that it cannot be captured.
         rotary_layers: the type of the layers with full attention, where the configuration lists rotary parameters by
             type of layer.
         is_batch_invariant: `make_batch_invariant` was called, which took `choosing_seconds` of CPU time.
-        mtp: drafts tokens; None: the model has no predictor, or it is not loaded.
+        mtp: the predictor.
     """
 
     waits_for_device: bool = False
@@ -131,6 +132,7 @@ class CausalLM(nn.Module, ABC):
         head_dim: int,
         layers: Iterable[nn.Module],
         norm: RMSNorm,
+        predictor: MultiTokenPredictor | None = None,
     ) -> None:
         super().__init__()
         self.config: Any = config
@@ -139,7 +141,7 @@ class CausalLM(nn.Module, ABC):
         self.choosing_seconds: float = 0.0
         self.model: TextModel = TextModel(config, layers, norm)
         self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
-        self.mtp: MultiTokenPredictor | None = None
+        self.mtp: MultiTokenPredictor | None = predictor
         if config.tie_word_embeddings:
             self.tie_head()
         self.inverse_frequencies: Tensor

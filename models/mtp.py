@@ -25,7 +25,7 @@ HIDDEN = "hidden"
 """Name of the last hidden state in a sequence's state."""
 
 
-class LastHidden(nn.Module):
+class _LastHidden(nn.Module):
     """The hidden state before each token of a batch: a linear-attention layer whose state is the last input."""
 
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor]) -> Tensor:
@@ -66,7 +66,7 @@ class MultiTokenPredictor(nn.Module):
         self.fc: Linear = Linear(2 * config.hidden_size, config.hidden_size)
         self.layers: nn.ModuleList = nn.ModuleList([layer])
         self.norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.last_hidden: LastHidden = LastHidden()
+        self.last_hidden: _LastHidden = _LastHidden()
 
     @staticmethod
     def extend(spec: HybridSpec, hidden_size: int) -> HybridSpec:

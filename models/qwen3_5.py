@@ -112,7 +112,7 @@ class Attention(nn.Module):
     def __init__(self, config: Any, layer: int, first: int = 0) -> None:
         super().__init__()
         self.layer = layer
-        self.first = first
+        self.first: int = first
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = config.head_dim
@@ -201,11 +201,12 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
             for index, kind in enumerate(kinds)
         )
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        super().__init__(config, chunk_size, config.head_dim, layers, norm)
+        predictor = None
         if has_predictor:
             place, last = kinds.count("full_attention"), len(kinds) - 1
             layer = DecoderLayer(config, "full_attention", place, self.feed_forward(config, last), first=1)
-            self.mtp = MultiTokenPredictor(config, layer)
+            predictor = MultiTokenPredictor(config, layer)
+        super().__init__(config, chunk_size, config.head_dim, layers, norm, predictor)
 
     @classmethod
     def feed_forward(cls, config: Any, layer: int) -> nn.Module:

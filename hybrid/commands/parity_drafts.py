@@ -98,10 +98,10 @@ def predictor(judge: Judge) -> list[Check]:
             _check(judge, f"drafts of the predictor, {mode}", "mtp", prompts, params),
             _check(judge, f"drafts of the predictor and trees, {mode}", tree, prompts, params, "mtp"),
         ]
-    return [*checks, next_turns(judge), under_pressure(judge, "mtp")]
+    return [*checks, _next_turns(judge), under_pressure(judge, "mtp")]
 
 
-def next_turns(judge: Judge) -> Check:
+def _next_turns(judge: Judge) -> Check:
     """Turns that continue answers, whose drafts are predicted from what a hit brings."""
     warm = judge.warm(speculation=SpeculationConfig(drafters=("cache", "mtp"), adaptive=False))
     outputs = warm.generate([judge.ids(judge.grid + 7), judge.ids(2 * judge.grid)], ANSWER, progress=False)
