@@ -16,7 +16,7 @@ TEXT = "The module defines the following functions:\n\n"
 
 @pytest.fixture(scope="module")
 def predicting() -> Iterator[Engine]:
-    cache = CacheConfig(memory="64MiB", deterministic=True)
+    cache = CacheConfig(memory="64MiB", page_size=GRID, chunk_size=GRID, deterministic=True)
     with Engine.from_pretrained("tiny", dtype="float32", cache=cache, speculation="mtp") as engine:
         yield engine
 
