@@ -6,6 +6,7 @@ All numbers of a step are in one tensor, so that they reach a GPU in one copy; t
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -15,16 +16,17 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
-from hybrid.engine.constraints import Edits
+from hybrid.engine.request import Request
+from hybrid.engine.sampled_rows import SampledRows, targets_of, tokens_of
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
+from hybrid.kernels.ops import fill_in_tokens
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.models.adapters import Adapter
-from hybrid.speculation.drafts import Drafts
 
 BATCH_INVARIANT_SPLITS = 16
 """Number of pieces into which the keys of a decoded token are split when results must not depend on the batch."""
@@ -33,7 +35,13 @@ STEPS = "decodes.steps"
 """The piece of a layout with `Unrolled.rows`, where drafts form trees."""
 
 SAMPLING = "sampling"
-"""The last piece of a layout, where there is one: how tokens are sampled."""
+"""The piece of a layout, where there is one, that says how tokens are sampled."""
+
+LINKS = "links"
+"""The piece of a layout, where there is one, that says which tokens the device fills in: as `fill_in_tokens` has it."""
+
+NOT_READ = (SAMPLING, LINKS)
+"""The last pieces of a layout, which no layer reads."""
 
 Layout = tuple[tuple[str, tuple[int, tuple[int, ...]]], ...]
 """(name, (start, shape)) of every piece."""
@@ -41,71 +49,14 @@ Layout = tuple[tuple[str, tuple[int, tuple[int, ...]]], ...]
 ALIGNMENT = 2
 """Every view starts at a multiple of this many numbers, 16 bytes: kernels are compiled for that alignment only."""
 
+LINK_FIELDS = 5
+"""Numbers of a link."""
+
 MIN_WIDTH = 16
 """Width of the narrowest block table of a padded plan, in pages."""
 
 
-class SampledRows(NamedTuple):
-    """The rows of logits of one part: one for its last known token, and one for each draft after it.
-
-    Attributes:
-        samples: the token after its last known one is wanted.
-        num_logprobs: number of log-probabilities that are requested; None: none.
-        drafts: the drafts.
-        count: number of rows.
-        num_prompt_logprobs: number of log-probabilities that are requested for tokens of the prompt; None: none.
-        targets: the tokens after the first rows, whose log-probabilities are requested.
-        forks: number of rows for the first tokens of other answers: the last rows, all of the last known token.
-    """
-
-    samples: bool
-    num_logprobs: int | None = None
-    drafts: Drafts | None = None
-    count: int = 1  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
-    num_prompt_logprobs: int | None = None
-    targets: tuple[int, ...] = ()
-    forks: int = 0
-
-    @property
-    def before(self) -> int:
-        """Number of rows before that of the last known token."""
-        return self.count - 1 - self.forks - (len(self.drafts) if self.drafts is not None else 0)
-
-    @property
-    def most_logprobs(self) -> int | None:
-        """Number of log-probabilities that a row has, at most; None: none."""
-        return max((n for n in (self.num_logprobs, self.num_prompt_logprobs) if n is not None), default=None)
-
-    def rows(self, end: int) -> list[int]:
-        """Its rows among the tokens of the batch, of which its own end at `end`."""
-        if self.count == 1:  # the usual case
-            return [end - 1]
-        first = end - (self.count - self.forks)
-        last_known = first + self.before
-        return [*range(first, end), *[last_known] * self.forks]
-
-    @classmethod
-    def of(cls, part: Part) -> SampledRows:
-        """Those of a part."""
-        request, samples = part.request, part.samples
-        count = request.params.logprobs if samples else None
-        if request.params.prompt_logprobs is None and request.completions is None:
-            return cls(samples, count, part.drafts, part.num_rows - (part.end - part.start) + 1)
-        targets: tuple[int, ...] = ()
-        first = part.end - 1
-        if request.hit_limit < request.prompt_len:
-            first = max(part.start, min(first, len(request.prompt_logprobs) - 1))
-            targets = tuple(request.ids[first + 1 : min(part.end, request.prompt_len - 1) + 1])
-        forks = len(request.forks) if samples else 0
-        return cls(
-            samples,
-            count,
-            part.drafts,
-            part.start + part.num_rows - first + forks,
-            request.params.prompt_logprobs if targets else None,
-            targets,
-            forks,
-        )
+NO_SOURCES: Mapping[Request, int] = {}
 
 
 class Padding(NamedTuple):
@@ -157,8 +108,8 @@ class Plan:
         embeddings: of the rows of images, in pieces.
         parts: of the step.
         sampled: the rows of logits of each part, without padding.
+        checkpoint_slots: (part, state slot) of every checkpoint that the pass writes.
         is_padded: it is padded to one of few shapes.
-        edits: what is done to the logits before tokens are chosen; None: nothing.
         adapted: the adapters of the step, with the blocks of their rows.
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
     """
@@ -171,25 +122,31 @@ class Plan:
     embeddings: tuple[Tensor, ...]
     parts: tuple[Part, ...]
     sampled: tuple[SampledRows, ...]
+    checkpoint_slots: tuple[tuple[int, int], ...]
     is_padded: bool
-    edits: Edits | None = None
     adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
     targets: tuple[int, ...] | None = None
 
     @property
-    def checkpoint_slots(self) -> list[tuple[int, int]]:
-        """(part, state slot) of every checkpoint that the pass writes."""
-        return [(row, slot) for row, _, slot in self._view(self.numbers, "checkpoints").tolist()]
-
-    @property
     def shape(self) -> Layout:
-        """The layout without the numbers of sampling, which no layer reads."""
-        return tuple((name, place) for name, place in self.layout.items() if name != SAMPLING)
+        """The layout without what no layer reads."""
+        return tuple((name, place) for name, place in self.layout.items() if name not in NOT_READ)
 
-    def on(self, device: torch.device) -> tuple[Batch, SamplingRows | None]:
-        """The plan's tensors on a device, in one copy."""
-        numbers = self.numbers.to(device, non_blocking=True)
+    def on(self, device: torch.device, tokens: Tensor | None = None) -> tuple[Batch, SamplingRows | None]:
+        """The plan's tensors on a device, in one copy.
+
+        Args:
+            tokens: those of the pass before, if this one continues from them.
+        """
+        numbers = self.numbers.to(device, non_blocking=True, copy=LINKS in self.layout)
+        self.fill_in(numbers, tokens)
         return self.batch(numbers), self.sampling(numbers)
+
+    def fill_in(self, numbers: Tensor, tokens: Tensor | None) -> None:
+        """Write tokens of the pass before into numbers of this layout, where this one continues from them."""
+        if LINKS in self.layout:
+            assert tokens is not None
+            fill_in_tokens(numbers, tokens, self._view(numbers, LINKS))
 
     @property
     def has_drafts(self) -> bool:
@@ -256,10 +213,11 @@ class Plan:
 
     @property
     def max_numbers(self) -> int:
-        """Numbers of a plan of this shape in which every row is sampled at random."""
+        """Numbers of a plan of this shape in which every row is sampled at random, and continues from the pass
+        before."""
         rows = self.layout["token_ids"][1][0]
-        start = self.layout[SAMPLING][0] if SAMPLING in self.layout else self.numbers.numel()
-        return start + len(SamplingRows._fields) * rows + ALIGNMENT
+        start = min((self.layout[name][0] for name in NOT_READ if name in self.layout), default=self.numbers.numel())
+        return start + (len(SamplingRows._fields) + LINK_FIELDS) * rows + len(NOT_READ) * ALIGNMENT
 
     def _view(self, numbers: Tensor, name: str) -> Tensor:
         start, shape = self.layout[name]
@@ -267,7 +225,13 @@ class Plan:
 
 
 def plan(
-    step: Step, page_size: int, chunk_size: int, deterministic: bool, padding: Padding | None = None, pin: bool = False
+    step: Step,
+    page_size: int,
+    chunk_size: int,
+    deterministic: bool,
+    padding: Padding | None = None,
+    pin: bool = False,
+    sources: Mapping[Request, int] = NO_SOURCES,
 ) -> Plan:
     """Build the plan of a step whose memory has been allocated.
 
@@ -278,6 +242,8 @@ def plan(
         deterministic: results must not depend on the rest of the batch.
         padding: for a step without prompt parts: the shape that the plan is padded to.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
+        sources: the row of the tokens of the pass before that has the token of a request, where the host does not know
+            it yet.
 
     Raises:
         AuditError: the numbers of tokens, positions, slots and rows do not agree.
@@ -290,7 +256,7 @@ def plan(
     starts = [0, *accumulate(part.num_rows for part in parts)]
     pieces, num_tokens = _Pieces(), starts[-1] + filler
     positions = [position for part in parts for position in part.positions]
-    _add_tokens(pieces, parts, positions, page_size, filler)
+    checkpoints = _add_tokens(pieces, parts, positions, page_size, filler, sources)
     sampled = tuple(SampledRows.of(part) for part in parts)
     rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in own.rows(end)]
     pieces.add("sample_rows", rows + [0] * filler, (len(rows) + filler,))
@@ -302,10 +268,14 @@ def plan(
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         _add_decodes(pieces, decodes, filler, width)
-    choices = _choices(parts, sampled)
-    _add_sampling(pieces, choices + [None] * filler)
+    choices = [
+        request.sample_row(path, known) if request is not None else None
+        for request, path, known in tokens_of(parts, sampled)
+    ]
     block_rows = chunk_size if deterministic else None
     adapted = _add_adapted(pieces, parts, starts, block_rows) if any(part.request.adapter for part in parts) else ()
+    _add_sampling(pieces, choices + [None] * filler)
+    _add_links(pieces, parts, starts, sources)
     numbers = torch.from_numpy(np.concatenate(pieces.numbers))
     blocks = None
     if deterministic:
@@ -319,21 +289,30 @@ def plan(
         embeddings,
         parts=tuple(parts),
         sampled=sampled,
+        checkpoint_slots=tuple((row, slot) for row, _, slot in checkpoints),
         is_padded=padding is not None,
         adapted=adapted,
-        targets=_targets(sampled),
-        edits=Edits.of([row.edits if row is not None else None for row in choices]),
+        targets=targets_of(sampled),
     )
 
 
-def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_size: int, filler: int) -> None:
-    """The numbers of the step's tokens, and the checkpoints to write."""
+def _add_tokens(
+    pieces: _Pieces,
+    parts: list[Part],
+    positions: list[int],
+    page_size: int,
+    filler: int,
+    sources: Mapping[Request, int],
+) -> list[tuple[int, int, int]]:
+    """The numbers of the step's tokens, and the checkpoints to write, which are returned."""
     token_ids: list[int] = []
     slots: list[int] = []
     checkpoints: list[tuple[int, int, int]] = []
     for row, part in enumerate(parts):
         known = part.request.ids[part.start : part.end]
         count = part.end - part.start
+        if part.num_unknown == 1 and part.request in sources:
+            known.append(0)  # the device fills it in
         if not len(known) == count > 0 or (count > 1 and not part.is_prefill):
             raise AuditError(
                 f"plan: {part.request.request_id} has {len(known)} tokens for positions [{part.start}, {part.end}) of "
@@ -352,6 +331,7 @@ def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_s
     pieces.add("positions", positions + [0] * filler, (num_tokens,))
     pieces.add("slot_mapping", slots + [-1] * filler, (num_tokens,))
     pieces.add("checkpoints", checkpoints, (len(checkpoints), 3))
+    return checkpoints
 
 
 def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions: list[int]) -> tuple[Tensor, ...]:
@@ -373,33 +353,25 @@ def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions:
     return tuple(embeddings)
 
 
-def _choices(parts: list[Part], sampled: tuple[SampledRows, ...]) -> list[SampleRow | None]:
-    """How the token after each row of logits is chosen: the one after a draft as if the drafts up to it are right."""
-    rows: list[SampleRow | None] = []
-    for part, own in zip(parts, sampled, strict=True):
-        if own.count == 1:  # the usual case
-            rows.append(part.request.sample_row() if own.samples else None)
-            continue
-        rows += [None] * own.before
-        paths = own.drafts.after() if own.drafts is not None else [()]
-        rows += [part.request.sample_row(path) if own.samples else None for path in paths]
-        if own.forks:
-            rows += [fork.sample_row() for fork in part.request.forks]
-    return rows
-
-
-def _targets(sampled: tuple[SampledRows, ...]) -> tuple[int, ...] | None:
-    """For each row of logits the token whose log-probability is requested, -1 for that which is chosen; None: there are
-    no others."""
-    if not any(own.targets for own in sampled):
-        return None
-    return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
-
-
 def _add_sampling(pieces: _Pieces, rows: list[SampleRow | None]) -> None:
     numbers = sampling_numbers(rows)
     if numbers is not None:
         pieces.add(SAMPLING, numbers, (len(numbers), len(numbers[0])), np.float64)
+
+
+def _add_links(pieces: _Pieces, parts: list[Part], starts: list[int], sources: Mapping[Request, int]) -> None:
+    """Where the device fills in the tokens that the pass before samples."""
+    if not any(part.num_unknown for part in parts):
+        return
+    num_prompt = sum(part.num_rows for part in parts if part.is_prefill)
+    first = [pieces.layout[name][0] for name in ("token_ids", "slot_mapping")]
+    first += [pieces.layout[name][0] - num_prompt for name in ("decodes.seq_lens", "decodes.state_write")]
+    links = [
+        [sources[part.request], *(start + row for start in first)]
+        for part, row in zip(parts, starts, strict=False)
+        if part.num_unknown
+    ]
+    pieces.add(LINKS, links, (len(links), LINK_FIELDS))
 
 
 def _add_adapted(
