@@ -55,7 +55,7 @@ class SampledRows(NamedTuple):
         request, samples = part.request, part.samples
         count = request.params.logprobs if samples else None
         if request.params.prompt_logprobs is None and request.completions is None:
-            return cls(samples, count, part.drafts, part.num_rows - (part.end - part.start) + 1)
+            return cls(samples, count, part.drafts, part.num_drafts + 1)
         targets: tuple[int, ...] = ()
         first = part.end - 1
         if request.hit_limit < request.prompt_len:
