@@ -219,17 +219,15 @@ def plan(
         deterministic: results must not depend on the rest of the batch.
         padding: for a step without prompt parts: the shape that the plan is padded to.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
-        sources: the row of the tokens of the pass before that has the token of a request, where the host does not know
-            it yet.
+        sources: of requests whose last token the host does not know: its row among the tokens of the pass before.
 
     Raises:
         AuditError: the numbers of tokens, positions, slots and rows do not agree.
     """
     parts = step.parts
-    num_prefills = sum(part.is_prefill for part in parts)
-    prefills, decodes = parts[:num_prefills], parts[num_prefills:]
-    filler = padding.rows - len(parts) if padding is not None else 0
-    width = padding.width if padding is not None else 0
+    prefills, decodes = [part for part in parts if part.is_prefill], [part for part in parts if not part.is_prefill]
+    num_prefills = len(prefills)
+    filler, width = (padding.rows - len(parts), padding.width) if padding is not None else (0, 0)
     positions = [part.positions for part in parts]
     starts = [0, *accumulate(map(len, positions))]
     pieces, num_tokens = Pieces(), starts[-1] + filler
@@ -245,24 +243,16 @@ def plan(
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         _add_decodes(pieces, decodes, positions[num_prefills:], filler, width)
-    choices = [
-        request.sample_row(path, known) if request is not None else None
-        for request, path, known in tokens_of(parts, sampled)
-    ]
-    block_rows = chunk_size if deterministic else None
-    adapted = _add_adapted(pieces, parts, starts, block_rows) if any(part.request.adapter for part in parts) else ()
-    _add_sampling(pieces, choices + [None] * filler)
+    adapted = _add_adapted(pieces, parts, starts, chunk_size if deterministic else None)
+    _add_sampling(pieces, parts, sampled, filler)
     _add_links(pieces, parts, starts, sources)
-    numbers = pieces.numbers()
-    blocks = None
-    if deterministic:
-        blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
+    blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
     return Plan(
-        numbers.pin_memory() if pin else numbers,
+        pieces.numbers().pin_memory() if pin else pieces.numbers(),
         pieces.layout,
         splits,
         starts[num_prefills],
-        blocks,
+        blocks if deterministic else None,
         embeddings,
         parts=tuple(parts),
         sampled=sampled,
@@ -330,8 +320,13 @@ def _add_media(
     return tuple(embeddings)
 
 
-def _add_sampling(pieces: Pieces, rows: list[SampleRow | None]) -> None:
-    numbers = sampling_numbers(rows)
+def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
+    """How the token of every row of logits is chosen, unless all are the most likely ones."""
+    rows: list[SampleRow | None] = [
+        request.sample_row(path, num_unknown) if request is not None else None
+        for request, path, num_unknown in tokens_of(parts, sampled)
+    ]
+    numbers = sampling_numbers(rows + [None] * filler)
     if numbers is not None:
         pieces.add_array(SAMPLING, np.array(numbers, np.float64))
 
