@@ -80,8 +80,13 @@ class Candidate(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Where it is."""
+        """What it is restored from."""
         return " and ".join(tier.label for tier in self.names)
+
+    def refusal(self, why: str) -> str:
+        """Why it is not restored, as a sentence."""
+        where = " and ".join(tier.where for tier in self.names)
+        return f"the checkpoint at {self.num_tokens} {where} is not restored: {why}"
 
 
 class Tiers:
@@ -161,7 +166,10 @@ class Tiers:
         return kept
 
     def _for(self, tier: Tier, leaver: Leaver, read: Callable[[], Contents]) -> Offer:
-        worth = Worth(leaver.group, self._gain(leaver.num_tokens, leaver.num_bytes * tier.rate.value, tier))
+        seconds = leaver.num_bytes * tier.cost.per_byte
+        if leaver.name[0] == CHECKPOINT:  # each restore has one
+            seconds += tier.cost.latency
+        worth = Worth(leaver.group, self._gain(leaver.num_tokens, seconds, tier))
         return Offer(leaver.name, leaver.num_bytes, read, worth, leaver.note)
 
     def _pass_on(self) -> None:
@@ -260,7 +268,7 @@ class Tiers:
         gain = num_tokens * self.compute.value - seconds
         if gain <= 0:
             for tier in tiers:
-                tier.rate.fade()
+                tier.cost.fade()
         return gain
 
     def _names(self, key: Key) -> list[bytes]:
@@ -299,15 +307,14 @@ class Tiers:
         for candidate in self._candidates(key, names, page_hit, hit, limit):
             position, saved = candidate.num_tokens, candidate.num_tokens - hit
             if self._gain(saved, candidate.seconds, *candidate.names) <= 0:
-                slow = f"the checkpoint at {position} in {candidate.label} is not restored: computing is faster"
-                refused = refused or slow
+                refused = refused or candidate.refusal("computing is faster")
                 continue
             start = time.perf_counter()
             try:
                 fetched, times = self._fetch(candidate, saved * self.compute.value)
                 outcome = restorer.fill(lease, self._boundary(key, names, candidate, page_hit, fetched))
             except UnavailableError as error:
-                refused = refused or f"the checkpoint at {position} in {candidate.label} is not restored: {error}"
+                refused = refused or candidate.refusal(str(error))
                 continue
             except Exception as error:
                 self.num_failures += 1
@@ -354,12 +361,14 @@ class Tiers:
             if place is None or key.whole(end, 1) != end:
                 continue
             found: dict[Tier, list[Name]] = {}
-            seconds, num_pages = place.rate.value * self._sizes.checkpoint, max(0, end // size - first)
+            num_pages = max(0, end // size - first)
             for tier, name in zip(places[:num_pages], names[first:], strict=False):
                 found.setdefault(tier, []).append((PAGE, name))
-                seconds += tier.rate.value * self._sizes.page
+            num_bytes = {tier: len(pages) * self._sizes.page for tier, pages in found.items()}
             found.setdefault(place, []).append(checkpoint)
-            yield Candidate(end, found, num_pages * self._sizes.page + self._sizes.checkpoint, seconds)
+            num_bytes[place] = num_bytes.get(place, 0) + self._sizes.checkpoint
+            seconds = sum(tier.cost.seconds(count) for tier, count in num_bytes.items())
+            yield Candidate(end, found, sum(num_bytes.values()), seconds)
 
     def _place(self, name: Name) -> Tier | None:
         """The first tier that has a copy."""
@@ -412,7 +421,7 @@ class Tiers:
         for tier, names in candidate.names.items():
             num_bytes = sum(len(fetched[name]) for name in names)
             share = num_bytes / max(1, candidate.num_bytes)
-            tier.rate.note(num_bytes, times[tier] + share * written)
+            tier.cost.note(num_bytes, times[tier] + share * written)
             for name in names:
                 tier.used(name)
         self.restored_checkpoints += 1

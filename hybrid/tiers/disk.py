@@ -25,15 +25,15 @@ from hybrid.tiers.health import DiskCounts, Health
 from hybrid.tiers.index import Index
 from hybrid.tiers.manifest import DamagedError
 from hybrid.tiers.ranking import Worth
-from hybrid.tiers.rate import Rate
+from hybrid.tiers.rate import Cost
 from hybrid.tiers.reading import Wanted, WrongCopyError, read_copies
 from hybrid.tiers.session import Origin, Pending, Session
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note, Offer, UnavailableError
 from hybrid.tiers.worker import Worker
 
-READ = 1e-9
-"""Seconds per byte restored that are assumed until they are measured."""
+READ_LATENCY, READ = 5e-4, 1e-9
+"""Seconds per restore, and per byte restored, that are assumed until they are measured."""
 
 MAX_SEGMENT_BYTES = 64 * 2**20
 """A segment is written when its copies are as large as this, or as a sixteenth of what the disk may hold."""
@@ -63,7 +63,7 @@ class DiskTier:
         open_store: makes the store of the files.
 
     Attributes:
-        label, rate, wants_ids, bytes_offered, bytes_written: see `Tier`.
+        label, where, cost, wants_ids, bytes_offered, bytes_written: see `Tier`.
         counts: what it did.
         report: what was found in the directory, and what of it was dropped.
     """
@@ -78,7 +78,8 @@ class DiskTier:
         open_store: Callable[[Path], Store] = DirectoryStore,
     ) -> None:
         self.label: str = "disk"
-        self.rate: Rate = Rate(READ)
+        self.where: str = "on disk"
+        self.cost: Cost = Cost(READ_LATENCY, READ)
         self.wants_ids: bool = wants_ids
         self.bytes_offered: int = 0
         self.bytes_written: int = 0
@@ -209,7 +210,8 @@ class DiskTier:
         rank = ranking.rank(offer.num_bytes, [offer.worth])
         if not ranking.has_room(offer.num_bytes, rank, self._pending_bytes):
             return False
-        can_write = self._session is not None and not self._session.read_only and not self._health.is_paused
+        session = self._session  # None: the writer opens it again
+        can_write = not self._health.is_paused and not (session is not None and session.read_only)
         if not can_write or self._is_behind(offer.num_bytes):
             self.counts.bytes_refused += offer.num_bytes
             return False
@@ -280,7 +282,7 @@ class DiskTier:
             if isinstance(error, WaitTimeoutError) and not future.done():
                 self._late = future
                 self.counts.num_late += 1
-                self.rate.note(sum(want.place.span.num_bytes for want in wanted), time.perf_counter() - start)
+                self.cost.note(sum(want.place.span.num_bytes for want in wanted), time.perf_counter() - start)
                 raise UnavailableError("the disk took longer than computing") from error
             self.counts.num_failures += 1
             if isinstance(error, FileNotFoundError | EOFError | PermissionError):

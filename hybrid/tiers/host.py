@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybrid.tiers.ranking import Ranking, Worth
-from hybrid.tiers.rate import Rate
+from hybrid.tiers.rate import Cost
 from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note, Offer, UnavailableError
 
 COPY = 1e-10
@@ -36,13 +36,14 @@ class HostTier:
         passes_on: keep what is dropped for `take_dropped`, which is called after each offer.
 
     Attributes:
-        label, rate, wants_ids, bytes_offered, bytes_written: see `Tier`.
+        label, where, cost, wants_ids, bytes_offered, bytes_written: see `Tier`.
         num_hits: copies that were used.
     """
 
     def __init__(self, num_bytes: int, passes_on: bool = False) -> None:
         self.label: str = "host memory"
-        self.rate: Rate = Rate(COPY)
+        self.where: str = "in host memory"
+        self.cost: Cost = Cost(0.0, COPY)
         self.wants_ids: bool = False
         self.bytes_offered: int = 0
         self.bytes_written: int = 0
@@ -146,7 +147,8 @@ class HostTier:
 
     def note(self, name: Name) -> Note | None:
         """See `Tier.note`."""
-        return self._copies[name].note
+        copy = self._copies.get(name)
+        return copy.note if copy is not None else None
 
     def used(self, name: Name) -> None:
         """See `Tier.used`."""

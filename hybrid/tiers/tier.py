@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from hybrid.errors import HybridError
 from hybrid.tiers.ranking import Worth
-from hybrid.tiers.rate import Rate
+from hybrid.tiers.rate import Cost
 
 Name = tuple[str, bytes]
 """Of a copy: "page" or "checkpoint", and the digest of its prefix."""
@@ -68,14 +68,15 @@ class Tier(Protocol):
     """A place for copies. One thread calls it, that of the cache.
 
     Attributes:
-        label: for explanations: "host memory", "disk".
-        rate: seconds per byte that is restored from it.
+        label, where: for explanations: "host memory" and "in host memory", "disk" and "on disk".
+        cost: of a restore.
         wants_ids: notes of checkpoints are to hold the token ids of their prefixes.
         bytes_offered, bytes_written: of what left the places before it, and of what was copied of it.
     """
 
     label: str
-    rate: Rate
+    where: str
+    cost: Cost
     wants_ids: bool
     bytes_offered: int
     bytes_written: int
@@ -114,7 +115,7 @@ class Tier(Protocol):
         ...
 
     def note(self, name: Name) -> Note | None:
-        """The note of a copy that is there."""
+        """The note of a copy; None: there is none, or it has none."""
         ...
 
     def used(self, name: Name) -> None:

@@ -165,7 +165,7 @@ def test_one_slow_copy_is_forgotten() -> None:
     key = compute(cache, "abcd")
     evict(cache)
     assert cache.tiers is not None and cache.tiers.host is not None
-    cache.tiers.host.rate.note(1, 1e-4)  # a page fault, a garbage collection
+    cache.tiers.host.cost.note(1, 1e-2)  # a page fault, a garbage collection
     refusals = 0
     while "is not restored" in ask(cache, key):
         refusals += 1
