@@ -49,7 +49,7 @@ woven: setup  ## tests of kernels, interpreted with the programs of each launch 
 
 # SGLang is installed without its dependencies, next to what its caches import: they run without a GPU, and what is
 # absent is imitated (tests/support/sglang_absent.py). One environment; each version in turn.
-SGLANG ?= 0.5.23
+SGLANG ?= 0.5.22 0.5.23
 
 .venv-sglang/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-sglang

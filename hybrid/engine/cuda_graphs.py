@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid.engine.planner import Layout, Plan
+from hybrid.engine.pieces import Layout
+from hybrid.engine.planner import Plan
 from hybrid.engine.sampler import SamplingRows
 from hybrid.kernels.ops import compiled_module
 

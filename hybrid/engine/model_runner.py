@@ -127,13 +127,13 @@ class PendingTokens:
             before = part.before if part.count > 1 else 0
             path = self.verification.path(index, own[before:]) if self.verification is not None else []
             rows = [before, *(before + draft + 1 for draft in path)]
-            is_finite = index not in bad and NOT_FINITE not in (own[row] for row in rows)
+            chosen = tuple([own[row] for row in rows])
+            is_finite = index not in bad and NOT_FINITE not in chosen
             paths.append(path if is_finite else [])
             known = None
             if logprobs is not None and part.num_logprobs is not None:
                 known = tuple(_logprobs_of(logprobs, start + row, own[row], part.num_logprobs) for row in rows)
-            chosen = tuple(own[row] for row in rows) if part.samples else ()
-            result = Result(is_finite, chosen, known, path=tuple(path))
+            result = Result(is_finite, chosen if part.samples else (), known, path=tuple(path))
             if part.num_prompt_logprobs is not None or part.forks:
                 result = _with_more(result, part, own, start, logprobs)
             results.append(result)

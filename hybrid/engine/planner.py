@@ -6,8 +6,9 @@ All numbers of a step are in one tensor, so that they reach a GPU in one copy; t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
 from hybrid.engine.constraints import Edits
+from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
@@ -34,12 +36,6 @@ STEPS = "decodes.steps"
 
 SAMPLING = "sampling"
 """The last piece of a layout, where there is one: how tokens are sampled."""
-
-Layout = tuple[tuple[str, tuple[int, tuple[int, ...]]], ...]
-"""(name, (start, shape)) of every piece."""
-
-ALIGNMENT = 2
-"""Every view starts at a multiple of this many numbers, 16 bytes: kernels are compiled for that alignment only."""
 
 MIN_WIDTH = 16
 """Width of the narrowest block table of a padded plan, in pages."""
@@ -90,7 +86,7 @@ class SampledRows(NamedTuple):
         request, samples = part.request, part.samples
         count = request.params.logprobs if samples else None
         if request.params.prompt_logprobs is None and request.completions is None:
-            return cls(samples, count, part.drafts, part.num_rows - (part.end - part.start) + 1)
+            return cls(samples, count, part.drafts, part.num_drafts + 1)
         targets: tuple[int, ...] = ()
         first = part.end - 1
         if request.hit_limit < request.prompt_len:
@@ -124,24 +120,6 @@ class Padding(NamedTuple):
         """The next powers of two; rows beyond 16 in steps of 8."""
         rows = 1 << (num_requests - 1).bit_length() if num_requests <= 16 else -(-num_requests // 8) * 8
         return cls(rows, max(MIN_WIDTH, 1 << (num_pages - 1).bit_length()))
-
-
-@dataclass
-class _Pieces:
-    """Numbers that become one tensor, and where each piece of them starts."""
-
-    numbers: list[np.ndarray] = field(default_factory=list)
-    layout: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    end: int = 0
-
-    def add(self, name: str, values: object, shape: tuple[int, ...], dtype: type = np.int64) -> None:
-        flat = np.asarray(values, dtype).reshape(-1).view(np.int64)
-        if len(flat) != math.prod(shape):
-            raise AuditError(f"plan: {name} has {len(flat)} numbers for the shape {shape}")
-        padding = -len(flat) % ALIGNMENT
-        self.numbers += [flat, np.zeros(padding, np.int64)]
-        self.layout[name] = (self.end, shape)
-        self.end += len(flat) + padding
 
 
 @dataclass(frozen=True)
@@ -287,9 +265,9 @@ def plan(
     prefills, decodes = parts[:num_prefills], parts[num_prefills:]
     filler = padding.rows - len(parts) if padding is not None else 0
     width = padding.width if padding is not None else 0
-    starts = [0, *accumulate(part.num_rows for part in parts)]
-    pieces, num_tokens = _Pieces(), starts[-1] + filler
-    positions = [position for part in parts for position in part.positions]
+    positions = [part.positions for part in parts]
+    starts = [0, *accumulate(map(len, positions))]
+    pieces, num_tokens = Pieces(), starts[-1] + filler
     _add_tokens(pieces, parts, positions, page_size, filler)
     sampled = tuple(SampledRows.of(part) for part in parts)
     rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in own.rows(end)]
@@ -301,12 +279,12 @@ def plan(
         _add_prefills(pieces, prefills, starts[: num_prefills + 1])
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_decodes(pieces, decodes, filler, width)
+        _add_decodes(pieces, decodes, positions[num_prefills:], filler, width)
     choices = _choices(parts, sampled)
     _add_sampling(pieces, choices + [None] * filler)
     block_rows = chunk_size if deterministic else None
     adapted = _add_adapted(pieces, parts, starts, block_rows) if any(part.request.adapter for part in parts) else ()
-    numbers = torch.from_numpy(np.concatenate(pieces.numbers))
+    numbers = pieces.numbers()
     blocks = None
     if deterministic:
         blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
@@ -326,12 +304,12 @@ def plan(
     )
 
 
-def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_size: int, filler: int) -> None:
+def _add_tokens(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], page_size: int, filler: int) -> None:
     """The numbers of the step's tokens, and the checkpoints to write."""
     token_ids: list[int] = []
     slots: list[int] = []
-    checkpoints: list[tuple[int, int, int]] = []
-    for row, part in enumerate(parts):
+    checkpoints: list[int] = []
+    for row, (part, own) in enumerate(zip(parts, positions, strict=True)):
         known = part.request.ids[part.start : part.end]
         count = part.end - part.start
         if not len(known) == count > 0 or (count > 1 and not part.is_prefill):
@@ -341,34 +319,34 @@ def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_s
             )
         token_ids += known
         token_ids += part.drafts.tokens if part.drafts is not None else ()
-        slots += _slots(part, page_size)
-        checkpoints += [
-            (row, c.num_tokens - part.start, c.slot)
-            for c in part.lease.captured
-            if part.start < c.num_tokens <= part.end
-        ]
-    num_tokens = len(positions) + filler
+        slots += _slots(part, own, page_size)
+        for checkpoint in part.lease.captured:
+            if part.start < checkpoint.num_tokens <= part.end:
+                checkpoints += (row, checkpoint.num_tokens - part.start, checkpoint.slot)
+    every = [*chain.from_iterable(positions)]
+    num_tokens = len(every) + filler
     pieces.add("token_ids", token_ids + [0] * filler, (num_tokens,))
-    pieces.add("positions", positions + [0] * filler, (num_tokens,))
+    pieces.add("positions", every + [0] * filler, (num_tokens,))
     pieces.add("slot_mapping", slots + [-1] * filler, (num_tokens,))
-    pieces.add("checkpoints", checkpoints, (len(checkpoints), 3))
+    pieces.add("checkpoints", checkpoints, (len(checkpoints) // 3, 3))
 
 
-def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions: list[int]) -> tuple[Tensor, ...]:
+def _add_media(
+    pieces: Pieces, parts: list[Part], starts: list[int], positions: list[Sequence[int]]
+) -> tuple[Tensor, ...]:
     """Rotary positions of a step with images in it, and the rows of images. Returns their embeddings."""
-    rotary = np.tile(np.asarray(positions, np.int64), (3, 1))
+    rotary = np.tile(np.array([*chain.from_iterable(positions)], np.int64), (3, 1))
     rows: list[int] = []
     embeddings: list[Tensor] = []
-    for part, row in zip(parts, starts, strict=False):
+    for part, row, own in zip(parts, starts, positions, strict=False):
         if part.request.media is None:
             continue
-        own = part.positions
         angles = part.request.media.rotary_positions(part.start, max(own) + 1)
-        rotary[:, row : row + part.num_rows] = angles[:, [position - part.start for position in own]]
+        rotary[:, row : row + len(own)] = angles[:, [position - part.start for position in own]]
         for first, values in part.request.media.embeddings(part.start, part.end):
             rows += range(row + first, row + first + len(values))
             embeddings.append(values)
-    pieces.add("rotary_positions", rotary, rotary.shape)
+    pieces.add_array("rotary_positions", rotary)
     pieces.add("embedded_rows", rows, (len(rows),))
     return tuple(embeddings)
 
@@ -396,14 +374,14 @@ def _targets(sampled: tuple[SampledRows, ...]) -> tuple[int, ...] | None:
     return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
 
 
-def _add_sampling(pieces: _Pieces, rows: list[SampleRow | None]) -> None:
+def _add_sampling(pieces: Pieces, rows: list[SampleRow | None]) -> None:
     numbers = sampling_numbers(rows)
     if numbers is not None:
-        pieces.add(SAMPLING, numbers, (len(numbers), len(numbers[0])), np.float64)
+        pieces.add_array(SAMPLING, np.array(numbers, np.float64))
 
 
 def _add_adapted(
-    pieces: _Pieces, parts: list[Part], starts: list[int], chunk_size: int | None
+    pieces: Pieces, parts: list[Part], starts: list[int], chunk_size: int | None
 ) -> tuple[tuple[Adapter, RowBlocks | None], ...]:
     """The rows of each adapter, those of prompts first. `chunk_size` is None where results may depend on the batch."""
     by_adapter: dict[Adapter, list[tuple[Part, range]]] = {}
@@ -420,19 +398,44 @@ def _add_adapted(
     return tuple(adapted)
 
 
-def _add_prefills(pieces: _Pieces, parts: list[Part], starts: list[int]) -> None:
+def _add_prefills(pieces: Pieces, parts: list[Part], starts: list[int]) -> None:
     """The numbers of the prompt parts."""
     pieces.add("prefills.cu_seqlens", starts, (len(parts) + 1,))
     pieces.add("prefills.seq_lens", [part.end for part in parts], (len(parts),))
-    table = _block_table(parts, 0, 1)
-    pieces.add("prefills.block_table", table, table.shape)
+    pieces.add_array("prefills.block_table", _block_table(parts, 0, 1))
     pieces.add("prefills.state_read", [part.lease.read_slot for part in parts], (len(parts),))
     pieces.add("prefills.state_write", [_write_slot(part) for part in parts], (len(parts),))
 
 
-def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) -> None:
+def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], filler: int, width: int) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
-    lengths = [position + 1 for part in parts for position in part.positions]
+    lengths = [position + 1 for own in positions for position in own]
+    table = _block_table(parts, filler, width)
+    if len(lengths) == len(parts):  # no drafts
+        read: list[int | None] = [part.lease.read_slot for part in parts]
+        write = [_write_slot(part) for part in parts]
+    else:
+        read, write, run_starts = _steps_of_drafts(parts)
+        pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
+        table = np.repeat(table, [*map(len, positions), *[1] * filler], axis=0)
+        for row, pages in tables_of_drafts(parts):
+            table[row, : len(pages)] = pages
+    rows = len(lengths) + filler
+    pieces.add("decodes.cu_seqlens", range(rows + 1), (rows + 1,))
+    pieces.add("decodes.seq_lens", lengths + [0] * filler, (rows,))
+    steps = len(read) + filler  # more than rows where paths have drafts in common
+    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (steps,))
+    pieces.add("decodes.state_write", write + [-1] * filler, (steps,))
+    pieces.add_array("decodes.block_table", table)
+    if any(part.branches is not None for part in parts):
+        unrolled, places, copies = unroll(parts)
+        pieces.add(STEPS, unrolled, (len(unrolled),))
+        pieces.add(f"{STEPS}.places", places, (len(places),))
+        pieces.add_array("copies", np.array(copies, np.int64))
+
+
+def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None], list[int]]:
+    """The state slots that each step of the linear layers reads and writes, and where the steps of each part start."""
     read: list[int | None] = []
     write: list[int | None] = []
     run_starts = [0]
@@ -443,23 +446,7 @@ def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) ->
         for path in paths[1:]:
             read += [write[run_starts[-1]], *[-1] * (len(path) - 1)]
         run_starts.append(len(read))
-    rows = len(lengths) + filler
-    pieces.add("decodes.cu_seqlens", range(rows + 1), (rows + 1,))
-    pieces.add("decodes.seq_lens", lengths + [0] * filler, (rows,))
-    table = np.repeat(_block_table(parts, filler, width), [part.num_rows for part in parts] + [1] * filler, axis=0)
-    for row, pages in tables_of_drafts(parts):
-        table[row, : len(pages)] = pages
-    pieces.add("decodes.block_table", table, table.shape)
-    steps = len(read) + filler  # more than rows where paths have drafts in common
-    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (steps,))
-    pieces.add("decodes.state_write", write + [-1] * filler, (steps,))
-    if len(lengths) > len(parts):
-        pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
-    if any(part.branches is not None for part in parts):
-        unrolled, places, copies = unroll(parts)
-        pieces.add(STEPS, unrolled, (len(unrolled),))
-        pieces.add(f"{STEPS}.places", places, (len(places),))
-        pieces.add("copies", copies, (2, len(copies[0])))
+    return read, write, run_starts
 
 
 def _block_table(parts: list[Part], filler: int, width: int) -> np.ndarray:
@@ -474,18 +461,18 @@ def _write_slot(part: Part) -> int | None:
     return part.lease.back if part.swaps else part.lease.front
 
 
-def _slots(part: Part, page_size: int) -> list[int]:
-    """The slots of the part's K and V; -1 on pages that the tree owns, which hold them already.
+def _slots(part: Part, positions: Sequence[int], page_size: int) -> list[int]:
+    """The slots of the K and V at a part's positions; -1 on pages that the tree owns, which hold them already.
 
     Raises:
         AuditError: the lease has no page for one of them.
     """
     table, private = part.lease.block_table, part.lease.num_shared * page_size
-    branches, end = part.branches, max(part.positions) + 1
+    branches, end = part.branches, max(positions) + 1
     if end > len(table) * page_size:
         raise AuditError(f"plan: {part.request.request_id} has {len(table)} pages for {end} tokens")
     if branches is not None:
-        drafts = zip(branches.home, part.positions[1:], strict=True)
+        drafts = zip(branches.home, positions[1:], strict=True)
         known = table[part.start // page_size] * page_size + part.start % page_size
         return [known if part.start >= private else -1, *(branches.slot(home, at, table) for home, at in drafts)]
     first = min(max(part.start, private), end)

@@ -43,21 +43,28 @@ class Part:
         return self.boundary if self.boundary is not None and self.boundary < end else None
 
     @property
+    def num_drafts(self) -> int:
+        """Number of drafts that are computed."""
+        return len(self.drafts) if self.drafts is not None else 0
+
+    @property
     def num_rows(self) -> int:
         """Number of tokens that are computed."""
-        return self.end - self.start + (len(self.drafts) if self.drafts is not None else 0)
+        return self.end - self.start + self.num_drafts
 
     @property
     def positions(self) -> Sequence[int]:
         """The position of each token that is computed."""
-        if self.branches is None or self.drafts is None:
-            return range(self.start, self.start + self.num_rows)
+        if self.drafts is None:
+            return range(self.start, self.end)
+        if self.branches is None:
+            return range(self.start, self.end + len(self.drafts))
         return [*range(self.start, self.end), *(self.end - 1 + depth for depth in self.drafts.depths)]
 
     @property
     def paths(self) -> Sequence[Sequence[int]]:
         """The paths of its drafts: their indices."""
-        return self.branches.paths if self.branches is not None else (range(self.num_rows - 1),)
+        return self.branches.paths if self.branches is not None else (range(self.num_drafts),)
 
     def table(self, draft: int) -> array[int]:
         """The page ids that a draft sees."""
