@@ -162,7 +162,7 @@ def under_pressure(judge: Judge, *others: str) -> Check:
         outputs = []
         for step in range(10_000):
             outputs += [output for output in warm.step() if output.finish_reason == "length"]
-            if step == 6:
+            if step == 2:
                 warm.abort(aborted)
             if not warm.has_work:
                 break
