@@ -77,17 +77,17 @@ def test_answers_and_turns_are_those_without_drafts(tiny: Engine, predicting: En
 
 
 def test_requests_join_leave_and_are_retracted(tiny: Engine, predicting: Engine) -> None:
-    engine = with_drafts(predicting, pages=16, states=12)
+    engine = with_drafts(predicting, pages=14, states=12)
     prompts = [ids(30, seed=seed) for seed in range(5)]
     outputs = {}
     for prompt in prompts:
-        engine.add_request(prompt, greedy(40))
+        engine.add_request(prompt, greedy(60))
         outputs.update({output.request_id: output for output in engine.step()})
     gone = next(iter(outputs))
     engine.abort(gone)
     outputs.update(run_to_end(engine))
     for prompt, (name, output) in zip(prompts, sorted(outputs.items()), strict=True):
-        expected = cold(tiny, prompt, greedy(40)).token_ids
+        expected = cold(tiny, prompt, greedy(60)).token_ids
         assert output.token_ids == (expected if name != gone else expected[: len(output.token_ids)])
     assert engine.scheduler.num_retractions > 0
     assert_nothing_held(engine)
