@@ -106,6 +106,14 @@ def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytes
     assert run_json(capsys, *STRESS, "--seed", "5")[1] != report
 
 
+@pytest.mark.parametrize("seed", [36, 52])
+def test_stress_with_copies_on_disk_and_files_that_fail(seed: int) -> None:
+    report = stress.run_stress(None, seed, 0, 2500, progress=False, audit_every=50)
+    assert report.passed, report
+    assert report.restored_checkpoints > 0
+    assert report.faults.failed_transfers > 0
+
+
 def test_stress_survives_signals(untraced: None) -> None:
     report = stress.run_stress(None, 1, 0, 1500, progress=False, audit_every=10, signals=True)
     assert report.passed, report
