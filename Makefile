@@ -49,7 +49,8 @@ woven: setup  ## tests of kernels, interpreted with the programs of each launch 
 
 # SGLang is installed without its dependencies, next to what its caches import: they run without a GPU, and what is
 # absent is imitated (tests/support/sglang_absent.py). One environment; each version in turn.
-SGLANG ?= 0.5.23
+SGLANG ?= 0.5.22 0.5.23
+SGLANG_REPOSITORY ?= https://github.com/sgl-project/sglang
 
 .venv-sglang/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-sglang
@@ -59,10 +60,18 @@ SGLANG ?= 0.5.23
 	.venv-sglang/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-sglang: .venv-sglang/.installed  ## the backend inside SGLang, on SGLang's own pools, for every version that it knows
+# SGLang's own unit tests are in no wheel: one file of its repository, at the commit that tests/support/sglang_own.py reads.
+.venv-sglang/source: tests/support/sglang_own.py
+	@rm -rf $@ && git init --quiet $@ && git -C $@ remote add origin $(SGLANG_REPOSITORY)
+	@commit=$$(sed -n 's/^COMMIT = "\(.*\)"/\1/p' $<); file=$$(sed -n 's/^FILE = "\(.*\)"/\1/p' $<); \
+		git -C $@ fetch --quiet --depth 1 --filter=blob:none origin $$commit && git -C $@ checkout --quiet $$commit -- $$file \
+		|| { rm -rf $@; echo "$(SGLANG_REPOSITORY) cannot be reached: SGLang's own tests are not run"; }
+
+sglang: .venv-sglang/.installed .venv-sglang/source  ## the backend inside SGLang, on its own pools and tests, for every version
 	@for version in $(SGLANG); do echo "SGLang $$version" \
 		&& .venv-sglang/bin/python -m pip install --quiet --no-deps "sglang==$$version" \
-		&& .venv-sglang/bin/python -m pytest -q -p no:cacheprovider tests/sglang || exit 1; done
+		&& SGLANG_SOURCE=.venv-sglang/source .venv-sglang/bin/python -m pytest -q -rs -p no:cacheprovider tests/sglang \
+		|| exit 1; done
 
 parity: setup  ## hits do not change results, and logits are those of transformers
 	$(BIN)/hybrid parity

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,13 @@ MROPE_SECTION = (11, 11, 10)
 """Number of rotary frequencies of time, height and width where the configuration has none (those of Qwen3.5)."""
 
 
-def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
+def rotary_frequencies(config: Any, head_dim: int, layer_type: str | None = None) -> tuple[Tensor, float]:
     """The inverse frequencies of rotary positions, and the factor of their cosines and sines.
+
+    Args:
+        config: the model's configuration.
+        head_dim: size of an attention head.
+        layer_type: for which layers, where the configuration lists them by type.
 
     Scalings other than the default are computed by transformers. Those that depend on the length of a sequence are
     fixed, so that keys do not change as it grows: `dynamic` as up to the model's own length, where it has no effect;
@@ -38,7 +43,7 @@ def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
     Raises:
         ValueError: they are not finite.
     """
-    rope = config.rope_parameters
+    rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     kind = rope.get("rope_type", "default")
     with torch.device("cpu"):
         if kind == "default":
@@ -48,10 +53,39 @@ def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         seq_len = rope["original_max_position_embeddings"] + 1 if kind == "longrope" else None
-        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len)
+        own = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len, **own)
         if not (frequencies.isfinite().all() and math.isfinite(scale)):
             raise ValueError(f"the rotary frequencies of {rope} are not finite")
         return frequencies.float(), float(scale)
+
+
+def unsupported_rotary(rope: Mapping[str, Any]) -> str | None:
+    """What of rotary parameters transformers does not know; None: nothing."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = rope.get("rope_type", "default")
+    if kind == "default" or kind in ROPE_INIT_FUNCTIONS:
+        return None
+    known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
+    return f"rope_type {kind!r:.50} is not supported; supported are {known}"
+
+
+def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype) -> Rotary:
+    """The angles of tokens.
+
+    Args:
+        positions: `[T, 1]`, or `[T, frequencies]` where each frequency has its own.
+        inverse_frequencies: fp32.
+        scale: factor of cosines and sines.
+        dtype: of the result.
+    """
+    half = positions.float() * inverse_frequencies
+    turned = torch.cat((half, half), dim=-1)
+    cos, sin = turned.cos(), turned.sin()
+    if scale != 1:
+        cos, sin = cos * scale, sin * scale
+    return Rotary(cos.to(dtype), sin.to(dtype))
 
 
 class TextModel(nn.Module):
@@ -81,11 +115,14 @@ class CausalLM(nn.Module, ABC):
 
     Attributes:
         waits_for_device: a decode step reads a result of the device on the host, so that it cannot be captured.
+        rotary_layers: the type of the layers with full attention, where the configuration lists rotary parameters by
+            type of layer.
         is_batch_invariant: `make_batch_invariant` was called, which took `choosing_seconds` of CPU time.
         mtp: the predictor.
     """
 
     waits_for_device: bool = False
+    rotary_layers: str | None = None
 
     def __init__(
         self,
@@ -108,7 +145,7 @@ class CausalLM(nn.Module, ABC):
             self.tie_head()
         self.inverse_frequencies: Tensor
         self.rotary_scale: float
-        self.inverse_frequencies, self.rotary_scale = rotary_frequencies(config, head_dim)
+        self.inverse_frequencies, self.rotary_scale = rotary_frequencies(config, head_dim, self.rotary_layers)
         self.axes: Tensor = torch.zeros(len(self.inverse_frequencies), dtype=torch.int64, device="cpu")
         for axis, size in enumerate(config.rope_parameters.get("mrope_section", MROPE_SECTION)):
             if axis:  # height and width alternate with time: every third frequency, up to the end of their section
@@ -135,6 +172,18 @@ class CausalLM(nn.Module, ABC):
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
 
+    @classmethod
+    def unsupported(cls, config: Any) -> str | None:
+        """What of a configuration is not computed here; None: all of it is."""
+        if (message := unsupported_rotary(config.rope_parameters)) is not None:
+            return message
+        if config.hidden_act != "silu":
+            return f"hidden_act {config.hidden_act!r} is not supported, only 'silu'"
+        for kind in ("linear_attention", "full_attention"):
+            if kind not in config.layer_types:
+                return f"no {kind} layer in layer_types; this package runs hybrid models"
+        return None
+
     @staticmethod
     def layouts(parameter: str, config: Any) -> Layouts:
         """The tensors on disk that make up a parameter; several layouts when there are several ways to store it."""
@@ -152,7 +201,7 @@ class CausalLM(nn.Module, ABC):
         Returns:
             `[S, vocab]` fp32 logits of the batch's `sample_rows`.
         """
-        x: Tensor = self.model.embed_tokens(batch.token_ids)
+        x = self.embed(batch.token_ids)
         if batch.embedded is not None:
             x[batch.embedded.rows] = batch.embedded.values.to(x.dtype)
         residual: Tensor | None = None
@@ -165,6 +214,11 @@ class CausalLM(nn.Module, ABC):
         x = self.model.norm.of_sum(x[rows], residual[rows])[1]
         blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
         return linear(x, self.lm_head.weight, blocks, self.lm_head.products, self.lm_head.scale).float()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings of tokens, `[T, hidden_size]`."""
+        x: Tensor = self.model.embed_tokens(token_ids)
+        return x
 
     @torch.inference_mode()
     def replay(
@@ -192,12 +246,7 @@ class CausalLM(nn.Module, ABC):
         """
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         each = positions.unsqueeze(-1) if positions.dim() == 1 else positions[self.axes.to(positions.device)].t()
-        angles = each.float() * self.inverse_frequencies
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos(), angles.sin()
-        if self.rotary_scale != 1:
-            cos, sin = cos * self.rotary_scale, sin * self.rotary_scale
-        return Rotary(cos.to(dtype), sin.to(dtype))
+        return angles(each, self.inverse_frequencies, self.rotary_scale, dtype)
 
     def make_batch_invariant(self) -> None:
         """Choose, per kind of weight, the fastest products whose rows have the same bits in every batch on this

@@ -3,6 +3,7 @@
 Parameters have the names of the checkpoint. A layer works on the rows of a packed batch and knows no requests.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -175,10 +176,22 @@ class DepthwiseWeight(nn.Module):
 
 
 class MLP(nn.Module):
-    """A gated feed-forward part."""
+    """A gated feed-forward part.
 
-    def __init__(self, size: int, intermediate_size: int, bias: bool = False) -> None:
+    Args:
+        size, intermediate_size: of a row, before and after the first products.
+        activation: of the gate, times the other product; None: silu.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        activation: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_proj: Linear = Linear(size, intermediate_size, bias)
         self.up_proj: Linear = Linear(size, intermediate_size, bias)
         self.down_proj: Linear = Linear(intermediate_size, size, bias)
@@ -187,7 +200,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
         gate, up = self.inputs(x, batch)
-        return self.down_proj(kernels.silu_and_mul(gate, up), batch)
+        y = kernels.silu_and_mul(gate, up) if self.activation is None else self.activation(gate, up)
+        return self.down_proj(y, batch)
 
 
 class LinearMixer(Protocol):

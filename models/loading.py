@@ -15,6 +15,7 @@ from hybrid.kernels.batch_invariant import can_compile
 from hybrid.kernels.ops import uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
+from hybrid.models.gemma3 import Gemma3ForCausalLM
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.moe import Experts, Router
@@ -25,6 +26,7 @@ from hybrid.models.weights import Loader, stored_tensors, with_scales
 
 ARCHITECTURES: dict[str, type[Any]] = {
     "bamba": BambaForCausalLM,
+    "gemma3_text": Gemma3ForCausalLM,
     "qwen3_5": Qwen3_5ForCausalLM,
     "qwen3_5_moe": Qwen3_5MoeForCausalLM,
     "qwen3_5_moe_text": Qwen3_5MoeForCausalLM,
@@ -91,7 +93,8 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         config = whole.get_text_config()
         # the vision-language layout has it outside of the text configuration, inside, or both
         config.tie_word_embeddings = bool(config.tie_word_embeddings or raw.get("tie_word_embeddings"))
-        _refuse_unsupported(config, path)
+        if (message := ARCHITECTURES[model_type].unsupported(config)) is not None:
+            raise UnsupportedModelError(f"{path}: {message}")
     except UnsupportedModelError:
         raise
     except Exception as error:  # transformers raises many kinds for a malformed configuration
@@ -208,17 +211,3 @@ def _locate(name: str | Path) -> Path:
         raise CheckpointError(
             f"{name} is not a folder here, and cannot be downloaded from the hub: {type(error).__name__}: {error}"
         ) from error
-
-
-def _refuse_unsupported(config: Any, path: Path) -> None:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope_type = config.rope_parameters.get("rope_type", "default")
-    if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-        known = ", ".join(["default", *sorted(ROPE_INIT_FUNCTIONS)])
-        raise UnsupportedModelError(f"{path}: rope_type {rope_type!r:.50} is not supported; supported are {known}")
-    if config.hidden_act != "silu":
-        raise UnsupportedModelError(f"{path}: hidden_act {config.hidden_act!r} is not supported, only 'silu'")
-    for kind in ("linear_attention", "full_attention"):
-        if kind not in config.layer_types:
-            raise UnsupportedModelError(f"{path}: no {kind} layer in layer_types; this package runs hybrid models")

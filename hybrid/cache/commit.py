@@ -117,23 +117,37 @@ class Committer:
     def _share_pages(self, lease: Lease, inserted: Inserted, num_pages: int) -> None:
         """The tree owns the lease's first `num_pages` pages now, or had others for them, and the lease's are freed. Map
         the tree's, and lock them."""
-        page_size, lock, shared = self._tree.page_size, None, lease.num_shared
-        if num_pages >= lease.num_shared:
-            lock = self._tree.lock_pages(inserted.node, num_pages * page_size)
+        page_size, old, shared = self._tree.page_size, lease.page_lock, lease.num_shared
         num_existing = inserted.num_existing // page_size
         self._allocator.hand_over_pages(lease.block_table[num_existing:num_pages], inserted.node)
-        if num_existing > lease.num_shared:
-            duplicates = lease.block_table[lease.num_shared : num_existing]
+        lock = old if old is not None and old.node is inserted.node else None  # its node grew
+        if num_pages >= shared and (lock is None or inserted.node.end > num_pages * page_size):
+            try:
+                lock = self._tree.lock_pages(inserted.node, num_pages * page_size)
+            except BaseException:
+                self._leave_pages(lease, num_existing, num_pages)
+                raise
+        if num_existing > shared:
+            duplicates = lease.block_table[shared:num_existing]
             lease.block_table[:num_existing] = self._tree.pages(inserted.node, inserted.num_existing)
             lease.num_shared = num_existing
             self._allocator.free_pages(duplicates)
         if lock is not None:
-            lease.num_shared = num_pages
-            old, lease.page_lock = lease.page_lock, lock
-            if old is not None:
+            lease.num_shared = max(num_pages, shared)
+            lease.page_lock = lock
+            if old is not None and old is not lock:
                 self._tree.unlock(old)
         if lease.num_shared and not shared:
             self._allocator.share(lease)
+
+    def _leave_pages(self, lease: Lease, num_existing: int, num_pages: int) -> None:
+        """The tree owns the lease's pages from `num_existing` to `num_pages`, and the lease cannot hold them: it loses
+        them, and those after them. All that can be done with it is to close it."""
+        if num_existing < num_pages:
+            first = max(num_existing, lease.num_shared)
+            own = lease.block_table[lease.num_shared : first] + lease.block_table[num_pages:]
+            del lease.block_table[lease.num_shared :]
+            self._allocator.free_pages(own)
 
     def _store(self, key: Key, captured: Checkpoint) -> Checkpoint | None:
         """What the tree takes of a captured state: itself, or a copy that is stored smaller. None when there is no

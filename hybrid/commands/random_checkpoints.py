@@ -78,6 +78,16 @@ ODD_STATE_SPACE: dict[str, Any] = {
 }
 
 
+WINDOWS: dict[str, Any] = {
+    **BASE,
+    "head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_hidden_layers": 3,
+    "sliding_window": 47,  # shorter than a chunk; two states then fill three pages of 64 tokens, which packs well
+    "query_pre_attn_scalar": 24,
+}
+
+
 @dataclass(frozen=True)
 class Family:
     """A kind of checkpoint.
@@ -114,6 +124,27 @@ FAMILIES: dict[str, Family] = {
     ),
     "bamba, odd sizes": Family(
         "BambaConfig", "BambaForCausalLM", {**STATE_SPACE, **ODD_STATE_SPACE, "tie_word_embeddings": False}
+    ),
+    "gemma3_text": Family("Gemma3TextConfig", "Gemma3ForCausalLM", {**WINDOWS, "tie_word_embeddings": False}),
+    "gemma3_text, odd sizes, tied, scaled": Family(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {
+            **WINDOWS,
+            "vocab_size": 777,
+            "hidden_size": 150,
+            "intermediate_size": 99,
+            "num_attention_heads": 6,
+            "head_dim": 26,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 125,  # longer than a chunk
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
     ),
     "qwen3_5_text": Family("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {**GATED_DELTA, "tie_word_embeddings": True}),
     "qwen3_5_text, untied, sharded": Family(

@@ -50,7 +50,7 @@ class Drafting:
                 self._add(part, self._most - (rows - len(decodes)), rows)
             except Exception as error:
                 yield part, error
-            rows += part.num_rows - 1
+            rows += part.num_drafts
 
     def _add(self, part: Part, limit: int, rows: int) -> None:
         """Add up to `limit` drafts to a part, and allocate their memory, in a pass that has `rows` rows already."""

@@ -6,8 +6,9 @@ All numbers of a step are in one tensor, so that they reach a GPU in one copy; t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -15,16 +16,18 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
-from hybrid.engine.constraints import Edits
+from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
+from hybrid.engine.request import Request
+from hybrid.engine.sampled_rows import SampledRows, targets_of, tokens_of
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
+from hybrid.kernels.ops import fill_in_tokens
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.models.adapters import Adapter
-from hybrid.speculation.drafts import Drafts
 
 BATCH_INVARIANT_SPLITS = 16
 """Number of pieces into which the keys of a decoded token are split when results must not depend on the batch."""
@@ -33,79 +36,22 @@ STEPS = "decodes.steps"
 """The piece of a layout with `Unrolled.rows`, where drafts form trees."""
 
 SAMPLING = "sampling"
-"""The last piece of a layout, where there is one: how tokens are sampled."""
+"""The piece of a layout, where there is one, that says how tokens are sampled."""
 
-Layout = tuple[tuple[str, tuple[int, tuple[int, ...]]], ...]
-"""(name, (start, shape)) of every piece."""
+LINKS = "links"
+"""The piece of a layout, where there is one, that says which tokens the device fills in: as `fill_in_tokens` has it."""
 
-ALIGNMENT = 2
-"""Every view starts at a multiple of this many numbers, 16 bytes: kernels are compiled for that alignment only."""
+NOT_READ = (SAMPLING, LINKS)
+"""The last pieces of a layout, which no layer reads."""
+
+LINK_FIELDS = 5
+"""Numbers of a link."""
 
 MIN_WIDTH = 16
 """Width of the narrowest block table of a padded plan, in pages."""
 
 
-class SampledRows(NamedTuple):
-    """The rows of logits of one part: one for its last known token, and one for each draft after it.
-
-    Attributes:
-        samples: the token after its last known one is wanted.
-        num_logprobs: number of log-probabilities that are requested; None: none.
-        drafts: the drafts.
-        count: number of rows.
-        num_prompt_logprobs: number of log-probabilities that are requested for tokens of the prompt; None: none.
-        targets: the tokens after the first rows, whose log-probabilities are requested.
-        forks: number of rows for the first tokens of other answers: the last rows, all of the last known token.
-    """
-
-    samples: bool
-    num_logprobs: int | None = None
-    drafts: Drafts | None = None
-    count: int = 1  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
-    num_prompt_logprobs: int | None = None
-    targets: tuple[int, ...] = ()
-    forks: int = 0
-
-    @property
-    def before(self) -> int:
-        """Number of rows before that of the last known token."""
-        return self.count - 1 - self.forks - (len(self.drafts) if self.drafts is not None else 0)
-
-    @property
-    def most_logprobs(self) -> int | None:
-        """Number of log-probabilities that a row has, at most; None: none."""
-        return max((n for n in (self.num_logprobs, self.num_prompt_logprobs) if n is not None), default=None)
-
-    def rows(self, end: int) -> list[int]:
-        """Its rows among the tokens of the batch, of which its own end at `end`."""
-        if self.count == 1:  # the usual case
-            return [end - 1]
-        first = end - (self.count - self.forks)
-        last_known = first + self.before
-        return [*range(first, end), *[last_known] * self.forks]
-
-    @classmethod
-    def of(cls, part: Part) -> SampledRows:
-        """Those of a part."""
-        request, samples = part.request, part.samples
-        count = request.params.logprobs if samples else None
-        if request.params.prompt_logprobs is None and request.completions is None:
-            return cls(samples, count, part.drafts, part.num_rows - (part.end - part.start) + 1)
-        targets: tuple[int, ...] = ()
-        first = part.end - 1
-        if request.hit_limit < request.prompt_len:
-            first = max(part.start, min(first, len(request.prompt_logprobs) - 1))
-            targets = tuple(request.ids[first + 1 : min(part.end, request.prompt_len - 1) + 1])
-        forks = len(request.forks) if samples else 0
-        return cls(
-            samples,
-            count,
-            part.drafts,
-            part.start + part.num_rows - first + forks,
-            request.params.prompt_logprobs if targets else None,
-            targets,
-            forks,
-        )
+NO_SOURCES: Mapping[Request, int] = {}
 
 
 class Padding(NamedTuple):
@@ -126,24 +72,6 @@ class Padding(NamedTuple):
         return cls(rows, max(MIN_WIDTH, 1 << (num_pages - 1).bit_length()))
 
 
-@dataclass
-class _Pieces:
-    """Numbers that become one tensor, and where each piece of them starts."""
-
-    numbers: list[np.ndarray] = field(default_factory=list)
-    layout: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    end: int = 0
-
-    def add(self, name: str, values: object, shape: tuple[int, ...], dtype: type = np.int64) -> None:
-        flat = np.asarray(values, dtype).reshape(-1).view(np.int64)
-        if len(flat) != math.prod(shape):
-            raise AuditError(f"plan: {name} has {len(flat)} numbers for the shape {shape}")
-        padding = -len(flat) % ALIGNMENT
-        self.numbers += [flat, np.zeros(padding, np.int64)]
-        self.layout[name] = (self.end, shape)
-        self.end += len(flat) + padding
-
-
 @dataclass(frozen=True)
 class Plan:
     """A step's numbers on the host.
@@ -157,8 +85,8 @@ class Plan:
         embeddings: of the rows of images, in pieces.
         parts: of the step.
         sampled: the rows of logits of each part, without padding.
+        checkpoint_slots: (part, state slot) of every checkpoint that the pass writes.
         is_padded: it is padded to one of few shapes.
-        edits: what is done to the logits before tokens are chosen; None: nothing.
         adapted: the adapters of the step, with the blocks of their rows.
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
     """
@@ -171,25 +99,31 @@ class Plan:
     embeddings: tuple[Tensor, ...]
     parts: tuple[Part, ...]
     sampled: tuple[SampledRows, ...]
+    checkpoint_slots: tuple[tuple[int, int], ...]
     is_padded: bool
-    edits: Edits | None = None
     adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
     targets: tuple[int, ...] | None = None
 
     @property
-    def checkpoint_slots(self) -> list[tuple[int, int]]:
-        """(part, state slot) of every checkpoint that the pass writes."""
-        return [(row, slot) for row, _, slot in self._view(self.numbers, "checkpoints").tolist()]
-
-    @property
     def shape(self) -> Layout:
-        """The layout without the numbers of sampling, which no layer reads."""
-        return tuple((name, place) for name, place in self.layout.items() if name != SAMPLING)
+        """The layout without what no layer reads."""
+        return tuple((name, place) for name, place in self.layout.items() if name not in NOT_READ)
 
-    def on(self, device: torch.device) -> tuple[Batch, SamplingRows | None]:
-        """The plan's tensors on a device, in one copy."""
-        numbers = self.numbers.to(device, non_blocking=True)
+    def on(self, device: torch.device, tokens: Tensor | None = None) -> tuple[Batch, SamplingRows | None]:
+        """The plan's tensors on a device, in one copy.
+
+        Args:
+            tokens: those of the pass before, if this one continues from them.
+        """
+        numbers = self.numbers.to(device, non_blocking=True, copy=LINKS in self.layout)
+        self.fill_in(numbers, tokens)
         return self.batch(numbers), self.sampling(numbers)
+
+    def fill_in(self, numbers: Tensor, tokens: Tensor | None) -> None:
+        """Write tokens of the pass before into numbers of this layout, where this one continues from them."""
+        if LINKS in self.layout:
+            assert tokens is not None
+            fill_in_tokens(numbers, tokens, self._view(numbers, LINKS))
 
     @property
     def has_drafts(self) -> bool:
@@ -256,10 +190,11 @@ class Plan:
 
     @property
     def max_numbers(self) -> int:
-        """Numbers of a plan of this shape in which every row is sampled at random."""
+        """Numbers of a plan of this shape in which every row is sampled at random, and continues from the pass
+        before."""
         rows = self.layout["token_ids"][1][0]
-        start = self.layout[SAMPLING][0] if SAMPLING in self.layout else self.numbers.numel()
-        return start + len(SamplingRows._fields) * rows + ALIGNMENT
+        start = min((self.layout[name][0] for name in NOT_READ if name in self.layout), default=self.numbers.numel())
+        return start + (len(SamplingRows._fields) + LINK_FIELDS) * rows + len(NOT_READ) * ALIGNMENT
 
     def _view(self, numbers: Tensor, name: str) -> Tensor:
         start, shape = self.layout[name]
@@ -267,7 +202,13 @@ class Plan:
 
 
 def plan(
-    step: Step, page_size: int, chunk_size: int, deterministic: bool, padding: Padding | None = None, pin: bool = False
+    step: Step,
+    page_size: int,
+    chunk_size: int,
+    deterministic: bool,
+    padding: Padding | None = None,
+    pin: bool = False,
+    sources: Mapping[Request, int] = NO_SOURCES,
 ) -> Plan:
     """Build the plan of a step whose memory has been allocated.
 
@@ -278,19 +219,19 @@ def plan(
         deterministic: results must not depend on the rest of the batch.
         padding: for a step without prompt parts: the shape that the plan is padded to.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
+        sources: of requests whose last token the host does not know: its row among the tokens of the pass before.
 
     Raises:
         AuditError: the numbers of tokens, positions, slots and rows do not agree.
     """
     parts = step.parts
-    num_prefills = sum(part.is_prefill for part in parts)
-    prefills, decodes = parts[:num_prefills], parts[num_prefills:]
-    filler = padding.rows - len(parts) if padding is not None else 0
-    width = padding.width if padding is not None else 0
-    starts = [0, *accumulate(part.num_rows for part in parts)]
-    pieces, num_tokens = _Pieces(), starts[-1] + filler
-    positions = [position for part in parts for position in part.positions]
-    _add_tokens(pieces, parts, positions, page_size, filler)
+    prefills, decodes = [part for part in parts if part.is_prefill], [part for part in parts if not part.is_prefill]
+    num_prefills = len(prefills)
+    filler, width = (padding.rows - len(parts), padding.width) if padding is not None else (0, 0)
+    positions = [part.positions for part in parts]
+    starts = [0, *accumulate(map(len, positions))]
+    pieces, num_tokens = Pieces(), starts[-1] + filler
+    checkpoints = _add_tokens(pieces, parts, positions, page_size, filler, sources)
     sampled = tuple(SampledRows.of(part) for part in parts)
     rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in own.rows(end)]
     pieces.add("sample_rows", rows + [0] * filler, (len(rows) + filler,))
@@ -301,39 +242,44 @@ def plan(
         _add_prefills(pieces, prefills, starts[: num_prefills + 1])
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_decodes(pieces, decodes, filler, width)
-    choices = _choices(parts, sampled)
-    _add_sampling(pieces, choices + [None] * filler)
-    block_rows = chunk_size if deterministic else None
-    adapted = _add_adapted(pieces, parts, starts, block_rows) if any(part.request.adapter for part in parts) else ()
-    numbers = torch.from_numpy(np.concatenate(pieces.numbers))
-    blocks = None
-    if deterministic:
-        blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
+        _add_decodes(pieces, decodes, positions[num_prefills:], filler, width)
+    adapted = _add_adapted(pieces, parts, starts, chunk_size if deterministic else None)
+    _add_sampling(pieces, parts, sampled, filler)
+    _add_links(pieces, parts, starts, sources)
+    blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
     return Plan(
-        numbers.pin_memory() if pin else numbers,
+        pieces.numbers().pin_memory() if pin else pieces.numbers(),
         pieces.layout,
         splits,
         starts[num_prefills],
-        blocks,
+        blocks if deterministic else None,
         embeddings,
         parts=tuple(parts),
         sampled=sampled,
+        checkpoint_slots=tuple(checkpoints),
         is_padded=padding is not None,
         adapted=adapted,
-        targets=_targets(sampled),
-        edits=Edits.of([row.edits if row is not None else None for row in choices]),
+        targets=targets_of(sampled),
     )
 
 
-def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_size: int, filler: int) -> None:
-    """The numbers of the step's tokens, and the checkpoints to write."""
+def _add_tokens(
+    pieces: Pieces,
+    parts: list[Part],
+    positions: list[Sequence[int]],
+    page_size: int,
+    filler: int,
+    sources: Mapping[Request, int],
+) -> list[tuple[int, int]]:
+    """The numbers of the step's tokens, and the checkpoints to write. Returns their parts and slots."""
     token_ids: list[int] = []
     slots: list[int] = []
-    checkpoints: list[tuple[int, int, int]] = []
-    for row, part in enumerate(parts):
+    checkpoints: list[int] = []
+    for row, (part, own) in enumerate(zip(parts, positions, strict=True)):
         known = part.request.ids[part.start : part.end]
         count = part.end - part.start
+        if part.num_unknown == 1 and part.request in sources:
+            known.append(0)  # the device fills it in
         if not len(known) == count > 0 or (count > 1 and not part.is_prefill):
             raise AuditError(
                 f"plan: {part.request.request_id} has {len(known)} tokens for positions [{part.start}, {part.end}) of "
@@ -341,69 +287,66 @@ def _add_tokens(pieces: _Pieces, parts: list[Part], positions: list[int], page_s
             )
         token_ids += known
         token_ids += part.drafts.tokens if part.drafts is not None else ()
-        slots += _slots(part, page_size)
-        checkpoints += [
-            (row, c.num_tokens - part.start, c.slot)
-            for c in part.lease.captured
-            if part.start < c.num_tokens <= part.end
-        ]
-    num_tokens = len(positions) + filler
+        slots += _slots(part, own, page_size)
+        for checkpoint in part.lease.captured:
+            if part.start < checkpoint.num_tokens <= part.end:
+                checkpoints += (row, checkpoint.num_tokens - part.start, checkpoint.slot)
+    every = [*chain.from_iterable(positions)]
+    num_tokens = len(every) + filler
     pieces.add("token_ids", token_ids + [0] * filler, (num_tokens,))
-    pieces.add("positions", positions + [0] * filler, (num_tokens,))
+    pieces.add("positions", every + [0] * filler, (num_tokens,))
     pieces.add("slot_mapping", slots + [-1] * filler, (num_tokens,))
-    pieces.add("checkpoints", checkpoints, (len(checkpoints), 3))
+    pieces.add("checkpoints", checkpoints, (len(checkpoints) // 3, 3))
+    return [*zip(checkpoints[::3], checkpoints[2::3], strict=True)]
 
 
-def _add_media(pieces: _Pieces, parts: list[Part], starts: list[int], positions: list[int]) -> tuple[Tensor, ...]:
+def _add_media(
+    pieces: Pieces, parts: list[Part], starts: list[int], positions: list[Sequence[int]]
+) -> tuple[Tensor, ...]:
     """Rotary positions of a step with images in it, and the rows of images. Returns their embeddings."""
-    rotary = np.tile(np.asarray(positions, np.int64), (3, 1))
+    rotary = np.tile(np.array([*chain.from_iterable(positions)], np.int64), (3, 1))
     rows: list[int] = []
     embeddings: list[Tensor] = []
-    for part, row in zip(parts, starts, strict=False):
+    for part, row, own in zip(parts, starts, positions, strict=False):
         if part.request.media is None:
             continue
-        own = part.positions
         angles = part.request.media.rotary_positions(part.start, max(own) + 1)
-        rotary[:, row : row + part.num_rows] = angles[:, [position - part.start for position in own]]
+        rotary[:, row : row + len(own)] = angles[:, [position - part.start for position in own]]
         for first, values in part.request.media.embeddings(part.start, part.end):
             rows += range(row + first, row + first + len(values))
             embeddings.append(values)
-    pieces.add("rotary_positions", rotary, rotary.shape)
+    pieces.add_array("rotary_positions", rotary)
     pieces.add("embedded_rows", rows, (len(rows),))
     return tuple(embeddings)
 
 
-def _choices(parts: list[Part], sampled: tuple[SampledRows, ...]) -> list[SampleRow | None]:
-    """How the token after each row of logits is chosen: the one after a draft as if the drafts up to it are right."""
-    rows: list[SampleRow | None] = []
-    for part, own in zip(parts, sampled, strict=True):
-        if own.count == 1:  # the usual case
-            rows.append(part.request.sample_row() if own.samples else None)
-            continue
-        rows += [None] * own.before
-        paths = own.drafts.after() if own.drafts is not None else [()]
-        rows += [part.request.sample_row(path) if own.samples else None for path in paths]
-        if own.forks:
-            rows += [fork.sample_row() for fork in part.request.forks]
-    return rows
-
-
-def _targets(sampled: tuple[SampledRows, ...]) -> tuple[int, ...] | None:
-    """For each row of logits the token whose log-probability is requested, -1 for that which is chosen; None: there are
-    no others."""
-    if not any(own.targets for own in sampled):
-        return None
-    return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
-
-
-def _add_sampling(pieces: _Pieces, rows: list[SampleRow | None]) -> None:
-    numbers = sampling_numbers(rows)
+def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
+    """How the token of every row of logits is chosen, unless all are the most likely ones."""
+    rows: list[SampleRow | None] = [
+        request.sample_row(path, num_unknown) if request is not None else None
+        for request, path, num_unknown in tokens_of(parts, sampled)
+    ]
+    numbers = sampling_numbers(rows + [None] * filler)
     if numbers is not None:
-        pieces.add(SAMPLING, numbers, (len(numbers), len(numbers[0])), np.float64)
+        pieces.add_array(SAMPLING, np.array(numbers, np.float64))
+
+
+def _add_links(pieces: Pieces, parts: list[Part], starts: list[int], sources: Mapping[Request, int]) -> None:
+    """Where the device fills in the tokens that the pass before samples."""
+    if not any(part.num_unknown for part in parts):
+        return
+    num_prompt = sum(part.num_rows for part in parts if part.is_prefill)
+    first = [pieces.layout[name][0] for name in ("token_ids", "slot_mapping")]
+    first += [pieces.layout[name][0] - num_prompt for name in ("decodes.seq_lens", "decodes.state_write")]
+    links: list[int] = []
+    for part, row in zip(parts, starts, strict=False):
+        if part.num_unknown:
+            links += (sources[part.request], *(start + row for start in first))
+    pieces.add(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
 
 
 def _add_adapted(
-    pieces: _Pieces, parts: list[Part], starts: list[int], chunk_size: int | None
+    pieces: Pieces, parts: list[Part], starts: list[int], chunk_size: int | None
 ) -> tuple[tuple[Adapter, RowBlocks | None], ...]:
     """The rows of each adapter, those of prompts first. `chunk_size` is None where results may depend on the batch."""
     by_adapter: dict[Adapter, list[tuple[Part, range]]] = {}
@@ -420,19 +363,44 @@ def _add_adapted(
     return tuple(adapted)
 
 
-def _add_prefills(pieces: _Pieces, parts: list[Part], starts: list[int]) -> None:
+def _add_prefills(pieces: Pieces, parts: list[Part], starts: list[int]) -> None:
     """The numbers of the prompt parts."""
     pieces.add("prefills.cu_seqlens", starts, (len(parts) + 1,))
     pieces.add("prefills.seq_lens", [part.end for part in parts], (len(parts),))
-    table = _block_table(parts, 0, 1)
-    pieces.add("prefills.block_table", table, table.shape)
+    pieces.add_array("prefills.block_table", _block_table(parts, 0, 1))
     pieces.add("prefills.state_read", [part.lease.read_slot for part in parts], (len(parts),))
     pieces.add("prefills.state_write", [_write_slot(part) for part in parts], (len(parts),))
 
 
-def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) -> None:
+def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], filler: int, width: int) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
-    lengths = [position + 1 for part in parts for position in part.positions]
+    lengths = [position + 1 for own in positions for position in own]
+    table = _block_table(parts, filler, width)
+    if len(lengths) == len(parts):  # no drafts
+        read: list[int | None] = [part.lease.read_slot for part in parts]
+        write = [_write_slot(part) for part in parts]
+    else:
+        read, write, run_starts = _steps_of_drafts(parts)
+        pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
+        table = np.repeat(table, [*map(len, positions), *[1] * filler], axis=0)
+        for row, pages in tables_of_drafts(parts):
+            table[row, : len(pages)] = pages
+    rows = len(lengths) + filler
+    pieces.add("decodes.cu_seqlens", range(rows + 1), (rows + 1,))
+    pieces.add("decodes.seq_lens", lengths + [0] * filler, (rows,))
+    steps = len(read) + filler  # more than rows where paths have drafts in common
+    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (steps,))
+    pieces.add("decodes.state_write", write + [-1] * filler, (steps,))
+    pieces.add_array("decodes.block_table", table)
+    if any(part.branches is not None for part in parts):
+        unrolled, places, copies = unroll(parts)
+        pieces.add(STEPS, unrolled, (len(unrolled),))
+        pieces.add(f"{STEPS}.places", places, (len(places),))
+        pieces.add_array("copies", np.array(copies, np.int64))
+
+
+def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None], list[int]]:
+    """The state slots that each step of the linear layers reads and writes, and where the steps of each part start."""
     read: list[int | None] = []
     write: list[int | None] = []
     run_starts = [0]
@@ -443,23 +411,7 @@ def _add_decodes(pieces: _Pieces, parts: list[Part], filler: int, width: int) ->
         for path in paths[1:]:
             read += [write[run_starts[-1]], *[-1] * (len(path) - 1)]
         run_starts.append(len(read))
-    rows = len(lengths) + filler
-    pieces.add("decodes.cu_seqlens", range(rows + 1), (rows + 1,))
-    pieces.add("decodes.seq_lens", lengths + [0] * filler, (rows,))
-    table = np.repeat(_block_table(parts, filler, width), [part.num_rows for part in parts] + [1] * filler, axis=0)
-    for row, pages in tables_of_drafts(parts):
-        table[row, : len(pages)] = pages
-    pieces.add("decodes.block_table", table, table.shape)
-    steps = len(read) + filler  # more than rows where paths have drafts in common
-    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (steps,))
-    pieces.add("decodes.state_write", write + [-1] * filler, (steps,))
-    if len(lengths) > len(parts):
-        pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
-    if any(part.branches is not None for part in parts):
-        unrolled, places, copies = unroll(parts)
-        pieces.add(STEPS, unrolled, (len(unrolled),))
-        pieces.add(f"{STEPS}.places", places, (len(places),))
-        pieces.add("copies", copies, (2, len(copies[0])))
+    return read, write, run_starts
 
 
 def _block_table(parts: list[Part], filler: int, width: int) -> np.ndarray:
@@ -474,18 +426,18 @@ def _write_slot(part: Part) -> int | None:
     return part.lease.back if part.swaps else part.lease.front
 
 
-def _slots(part: Part, page_size: int) -> list[int]:
-    """The slots of the part's K and V; -1 on pages that the tree owns, which hold them already.
+def _slots(part: Part, positions: Sequence[int], page_size: int) -> list[int]:
+    """The slots of the K and V at a part's positions; -1 on pages that the tree owns, which hold them already.
 
     Raises:
         AuditError: the lease has no page for one of them.
     """
     table, private = part.lease.block_table, part.lease.num_shared * page_size
-    branches, end = part.branches, max(part.positions) + 1
+    branches, end = part.branches, max(positions) + 1
     if end > len(table) * page_size:
         raise AuditError(f"plan: {part.request.request_id} has {len(table)} pages for {end} tokens")
     if branches is not None:
-        drafts = zip(branches.home, part.positions[1:], strict=True)
+        drafts = zip(branches.home, positions[1:], strict=True)
         known = table[part.start // page_size] * page_size + part.start % page_size
         return [known if part.start >= private else -1, *(branches.slot(home, at, table) for home, at in drafts)]
     first = min(max(part.start, private), end)

@@ -19,6 +19,7 @@ class Part:
     Attributes:
         lease: the request's lease when the step was scheduled; the step's results belong to it alone.
         is_prefill: the tokens are computed as prompt.
+        samples: the token after the part is not known yet, and wanted.
         swaps: the pass reads the front and writes the back, so that the state before it is kept.
         drafts: computed after the tokens, for the case that they are what comes next.
         boundary: a position on the grid among the drafts: if they are accepted beyond it, its state is kept in the
@@ -32,6 +33,7 @@ class Part:
     start: int
     end: int
     is_prefill: bool
+    samples: bool = False
     swaps: bool = False
     drafts: Drafts | None = None
     boundary: int | None = None
@@ -43,21 +45,28 @@ class Part:
         return self.boundary if self.boundary is not None and self.boundary < end else None
 
     @property
+    def num_drafts(self) -> int:
+        """Number of drafts that are computed."""
+        return len(self.drafts) if self.drafts is not None else 0
+
+    @property
     def num_rows(self) -> int:
         """Number of tokens that are computed."""
-        return self.end - self.start + (len(self.drafts) if self.drafts is not None else 0)
+        return self.end - self.start + self.num_drafts
 
     @property
     def positions(self) -> Sequence[int]:
         """The position of each token that is computed."""
-        if self.branches is None or self.drafts is None:
-            return range(self.start, self.start + self.num_rows)
+        if self.drafts is None:
+            return range(self.start, self.end)
+        if self.branches is None:
+            return range(self.start, self.end + len(self.drafts))
         return [*range(self.start, self.end), *(self.end - 1 + depth for depth in self.drafts.depths)]
 
     @property
     def paths(self) -> Sequence[Sequence[int]]:
         """The paths of its drafts: their indices."""
-        return self.branches.paths if self.branches is not None else (range(self.num_rows - 1),)
+        return self.branches.paths if self.branches is not None else (range(self.num_drafts),)
 
     def table(self, draft: int) -> array[int]:
         """The page ids that a draft sees."""
@@ -70,9 +79,9 @@ class Part:
         return self.request.lease is self.lease
 
     @property
-    def samples(self) -> bool:
-        """Whether the token after the part is not known yet, and wanted."""
-        return not self.request.is_replay and self.end == len(self.request.ids)
+    def num_unknown(self) -> int:
+        """Number of its tokens that the host does not know: 1 when the pass before it samples its last token."""
+        return max(0, self.end - len(self.request.ids))
 
 
 @dataclass(slots=True)

@@ -38,5 +38,5 @@ def tables_of_drafts(parts: Sequence[Part]) -> Iterator[tuple[int, Sequence[int]
     row = 0
     for part in parts:
         if part.branches is not None:
-            yield from ((row + 1 + at, part.table(at)) for at in range(part.num_rows - 1))
+            yield from ((row + 1 + at, part.table(at)) for at in range(part.num_drafts))
         row += part.num_rows

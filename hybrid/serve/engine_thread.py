@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +32,11 @@ log: logging.Logger = logging.getLogger(__name__)
 ADMISSION_SECONDS = 0.01
 """Between two steps prompts are encoded for about this long, so that many at once do not hold up those that run."""
 
+
+FORKED = (
+    "this process was forked from the one that has the engine's thread, and does not have it. Load the model in this "
+    "process, or start processes with 'spawn'"
+)
 
 _running: WeakSet[EngineThread] = WeakSet()
 
@@ -62,6 +68,7 @@ class EngineThread:
         self._lock = threading.RLock()  # re-entrant: a stream may be collected at any time, and posts its abort then
         self._end: Callable[[], ClosedError] | None = None  # set when no command is run any more
         self._is_closing = False
+        self._process = os.getpid()
         self._door = Door()
         self._inboxes: dict[str, Inbox] = {}  # of the engine's requests, by their ids
         self._names: dict[Inbox, str] = {}  # the reverse
@@ -74,8 +81,8 @@ class EngineThread:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken: it was not closed, and did not end with an error."""
-        return self._end is None and not self._is_closing
+        """Whether requests are taken: it was not closed, did not end with an error, and is in this process."""
+        return self._end is None and not self._is_closing and self._process == os.getpid()
 
     def stats(self) -> EngineStats:
         """The engine's, with all that wait."""
@@ -138,6 +145,8 @@ class EngineThread:
             self._thread.join()
 
     def _post(self, command: Callable[[], None]) -> None:
+        if self._process != os.getpid():  # the lock may be held for ever here
+            raise ClosedError(FORKED)
         with self._lock:
             if self._end is not None:
                 raise self._end()

@@ -16,7 +16,7 @@ from hybrid.sglang.policies import NAMES
 BACKEND = "hybrid"
 """The name for `--radix-cache-backend`, and of the tree core."""
 
-VERSIONS = ("0.5.23",)
+VERSIONS = ("0.5.22", "0.5.23")
 """The versions of SGLang with the interface that this backend implements: it changes with every release."""
 
 

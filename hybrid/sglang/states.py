@@ -24,7 +24,7 @@ class StateComponent(MambaComponent):
         kept."""
         position = self._position(req, token_ids_len, is_finished)
         if position:
-            arrival, is_admitted = self._admit(req, position, self._kind(req, position, is_finished))
+            arrival, is_admitted = self.admit(req, position, self._kind(req, position, is_finished))
             self.tree_core.visits.expect(insert_params, arrival)
             if not is_admitted:
                 return position
@@ -58,7 +58,7 @@ class StateComponent(MambaComponent):
             return Kind.TURN_END
         return Kind.PROMPT_END if position > prompt - self.mamba_checkpoint_grid else Kind.INTERVAL
 
-    def _admit(self, req: Any, position: int, kind: Kind) -> tuple[Arrival, bool]:
+    def admit(self, req: Any, position: int, kind: Kind) -> tuple[Arrival, bool]:
         """What the state of a request at a position is, and whether it is worth more than one that is evicted for
         it. While slots are free, every state is."""
         core, pool = self.tree_core, self.cache.req_to_token_pool

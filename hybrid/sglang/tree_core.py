@@ -111,6 +111,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             pools=pools,
         )
         self._handles = Handles(self.tree.locks, self._handles_from)
+        self._inserted: tuple[Any, Any] | None = None
         self.visits: Visits = Visits(self.tree)
         root = self._handles.root
         self._empty = MatchResult(0, root, root, root, cache_actions=[])
@@ -119,7 +120,15 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
 
     def match_prefix(self, params: Any) -> Any:
         """The longest cached prefix. Counts as a use of the state found, once per request: SGLang looks for a request
-        many times while it waits."""
+        many times while it waits.
+
+        SGLang 0.5.22 looks for the key that it has just inserted, to learn which node owns the request's pages now.
+        That is the inserted node, with or without a state: with a node above it the request would take pages that the
+        tree owns for its own, and free them.
+        """
+        inserted, self._inserted = self._inserted, None
+        if inserted is not None and inserted[0] is params.key and params.req is not None and not params.cow_mamba:
+            return inserted[1]
         key = key_of(params.key, self.page_size)
         if not key.ids:
             return self._empty
@@ -198,9 +207,11 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             self.tree.renew(inserted.node)
         existing = inserted.num_existing // WORDS
         duplicates = value[params.prev_prefix_len : existing]
+        handle = self._handles.of(inserted.node)
+        self._inserted = params.key, MatchResult(length, handle, handle, handle, cache_actions=[])
         result = InsertResult(
             prefix_len=existing,
-            last_device_node=self._handles.of(inserted.node),
+            last_device_node=handle,
             mamba_exist=not inserted.adopted,
             adopted_ranges={FULL: [(existing, length)]} if params.track_adopted_ranges and existing < length else None,
         )

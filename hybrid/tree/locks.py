@@ -56,11 +56,11 @@ class Locks:
             num_tokens: a position inside the node's edge, at a multiple of the page size: only the pages before it are
                 protected, the rest of the edge can be evicted. None: the node's end.
         """
-        if num_tokens is not None and num_tokens < node.end:
-            node = self._forest.split(node, num_tokens)
+        lock = PageLock(self, node)  # before the cut, which nothing would undo if this failed
         if len(self._changed) > MAX_CHANGED:
             self._pages.settle()
-        lock = PageLock(self, node)
+        if num_tokens is not None and num_tokens < node.end:
+            node = lock.node = self._forest.split(node, num_tokens)
         if not node.page_locks:
             self._changed.add(node)
         node.page_locks += 1

@@ -46,6 +46,7 @@ def _attend(args, kind, first, last):  # type: ignore[no-untyped-def]
     table, rows, lengths = numbers(a[2], INDEX), numbers(a[3], INDEX), numbers(a[4], INDEX)
     of_page, of_kind, of_offset, of_head, of_query, width = a[6], a[7], a[8], a[9], a[10], a[11]
     heads, kv_heads, size, page_size, scale = a[12], a[13], a[14], a[15], as_float(np.int32(a[16]))
+    begin = a[17]
     group, longest = heads // kv_heads, 0
     for each in range(first, last):
         longest = max(longest, lengths[each // kv_heads])
@@ -54,7 +55,7 @@ def _attend(args, kind, first, last):  # type: ignore[no-untyped-def]
     for each in range(first, last):
         request, kv_head = each // kv_heads, each % kv_heads
         length, row = lengths[request], rows[request]
-        for position in range(length):
+        for position in range(begin, length):
             page = table[request * width + position // page_size]
             key = at(cache, page * of_page + position % page_size * of_offset + kv_head * of_head)
             for i in range(group):
@@ -63,28 +64,29 @@ def _attend(args, kind, first, last):  # type: ignore[no-untyped-def]
         for i in range(group):
             own = at(scores, i * length)
             most = _LOWEST
-            for position in range(length):
+            for position in range(begin, length):
                 most = get(own, position) if not get(own, position) <= most else most  # NaN stays
-            for position in range(length):
+            for position in range(begin, length):
                 put(own, position, exp(get(own, position) - most))
             summed = ZERO
-            for position in range(length):
+            for position in range(begin, length):
                 summed += get(own, position)
             for j in range(size):
                 put(total, j, ZERO)
-            position = 0
+            position = begin
             while position < length:
                 page = table[request * width + position // page_size]
                 values = at(cache, page * of_page + of_kind + kv_head * of_head)
-                count = min(page_size, length - position)
+                start = position % page_size
+                count = min(page_size - start, length - position)
                 for offset in range(count):
-                    weight, value = get(own, position + offset), at(values, offset * of_offset)
+                    weight, value = get(own, position + offset), at(values, (start + offset) * of_offset)
                     for j in range(size):
                         put(total, j, fma(weight, get(value, j), get(total, j)))
                 position += count
             y = at(output, (row * heads + kv_head * group + i) * size)
             for j in range(size):
-                put(y, j, get(total, j) / summed if length else ZERO)
+                put(y, j, get(total, j) / summed if length > begin else ZERO)
     keep(memory)
 
 
@@ -98,6 +100,7 @@ def paged_attention(
     chunk_size: int,
     num_splits: int | None = None,
     visible: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     """`reference.paged_attention`. A token that is alone in its chunk is compiled, others are left to the twin."""
     is_known = query.dtype in DTYPES and cache.dtype == query.dtype and cache.stride(-1) == 1
@@ -110,7 +113,7 @@ def paged_attention(
     single = [row for row in range(len(lengths)) if starts[row + 1] - starts[row] == 1]
     if not is_known or visible is not None or not single:
         return twins.paged_attention(
-            query, cache, block_table, cu_seqlens, seq_lens, scale, chunk_size, num_splits, visible
+            query, cache, block_table, cu_seqlens, seq_lens, scale, chunk_size, num_splits, visible, first
         )
     query = query.contiguous()
     if len(single) == len(lengths):
@@ -123,14 +126,14 @@ def paged_attention(
             start, end = starts[row], starts[row + 1]
             own = cu_seqlens[row : row + 2] - start
             part = block_table[row : row + 1], own, seq_lens[row : row + 1]
-            output[start:end] = twins.paged_attention(query[start:end], cache, *part, scale, chunk_size)
+            output[start:end] = twins.paged_attention(query[start:end], cache, *part, scale, chunk_size, first=first)
         queries, table, seq_lens = cu_seqlens[:-1][single], block_table[single], seq_lens[single]
     table, queries, seq_lens = table.contiguous(), queries.contiguous(), seq_lens.contiguous()
     heads, size = query.shape[1:]
     page_size, kv_heads = cache.shape[2:4]
     addresses = tuple(tensor.data_ptr() for tensor in (query, cache, table, queries, seq_lens, output))
     strides = (*cache.stride()[:4], query.stride(0), table.shape[1])
-    args = (*addresses, *strides, heads, kv_heads, size, page_size, bits(scale))
+    args = (*addresses, *strides, heads, kv_heads, size, page_size, bits(scale), first)
     most = table.numel() * page_size * kv_heads * size // MIN_SHARED
     run(_attend, KINDS[query.dtype], args, len(single) * kv_heads, 1, most)
     return output

@@ -17,6 +17,7 @@ def paged_attention(
     chunk_size: int,
     num_splits: int | None = None,
     visible: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Attention of new tokens over a cached prefix and over themselves, K and V of both in pages.
 
@@ -35,6 +36,7 @@ def paged_attention(
             as many as keep it busy, and then the last bits depend on the batch. Here there are no pieces.
         visible: `[T, N]` bool, whether a new token sees the n-th new token of its own request, for drafts that form a
             tree; None: it sees those up to itself. The prefix before them it sees in any case.
+        first: tokens of a sequence before this one are not seen.
 
     Returns:
         `[T, heads, head_dim]`.
@@ -50,8 +52,8 @@ def paged_attention(
             output[start:end] = 0
             continue
         pages = block_table[row, : -(-length // page_size)]
-        keys = cache[:, 0][pages].view(-1, kv_heads, head_dim).transpose(0, 1)
-        values = cache[:, 1][pages].view(-1, kv_heads, head_dim).transpose(0, 1)
+        keys = cache[:, 0][pages].view(-1, kv_heads, head_dim).transpose(0, 1)[:, None]
+        values = cache[:, 1][pages].view(-1, kv_heads, head_dim).transpose(0, 1)[:, None]
         position = length - (end - start)
         while start < end:
             if visible is None:
@@ -65,9 +67,9 @@ def paged_attention(
             grouped = query[start : start + count].reshape(count, kv_heads, group, head_dim).permute(1, 2, 0, 3)
             mixed = F.scaled_dot_product_attention(
                 grouped,
-                keys[:, None, :stop].expand(-1, group, -1, -1),
-                values[:, None, :stop].expand(-1, group, -1, -1),
-                attn_mask=mask,
+                keys[:, :, first:stop].expand(-1, group, -1, -1),
+                values[:, :, first:stop].expand(-1, group, -1, -1),
+                attn_mask=mask[:, first:] if mask is not None else None,
                 scale=scale,
             )
             output[start : start + count] = mixed.permute(2, 0, 1, 3).reshape(count, heads, head_dim)

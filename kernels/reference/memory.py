@@ -1,5 +1,6 @@
 """Twins of the kernels that only move memory, in plain torch."""
 
+import torch
 from torch import Tensor
 
 
@@ -29,3 +30,21 @@ def copy_states(rows: Tensor, source: Tensor, target: Tensor) -> None:
         source, target: `[M]` indices: row `source[i]` goes to row `target[i]`. No target is a source.
     """
     rows[target] = rows[source]
+
+
+def fill_in_tokens(numbers: Tensor, tokens: Tensor, links: Tensor) -> None:
+    """Write tokens that only the device knows into the numbers of a pass that continues from them.
+
+    Args:
+        numbers: `[N]` int64; written.
+        tokens: `[S]` int64. A negative one is no token: what would continue from it becomes padding, which reads and
+            writes nothing.
+        links: `[M, 5]` int64: a row of `tokens`, and the places in `numbers` of the token, its slot of K and V, the
+            length of its sequence, and the slot that its state is written to. No two places are equal.
+    """
+    source, *places = links.clone().unbind(1)  # they may lie in the same memory
+    found = tokens[source]
+    exists = found >= 0
+    numbers[places[0]] = found.clamp(min=0)
+    for place, idle in zip(places[1:], (-1, 0, -1), strict=True):
+        numbers[place] = torch.where(exists, numbers[place], idle)

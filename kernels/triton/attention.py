@@ -44,6 +44,7 @@ def paged_attention(
     chunk_size: int,
     num_splits: int | None = None,
     visible: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     """Attention of new tokens over a cached prefix and over themselves, K and V of both in pages.
 
@@ -114,6 +115,7 @@ def paged_attention(
         SINGLE=single,
         SPLIT=splits > 1,
         TREE=MAX_VISIBLE if visible is not None else 0,
+        FIRST=first,
         PRECISION="ieee" if query.dtype == torch.float32 else None,
         num_warps=tile.warps,
         num_stages=tile.stages,
@@ -231,6 +233,7 @@ def _attention(
     SINGLE: tl.constexpr,
     SPLIT: tl.constexpr,
     TREE: tl.constexpr,  # new tokens that `visible` may tell apart; 0: a row sees those up to its own
+    FIRST: tl.constexpr,  # keys before this one are not seen
     PRECISION: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -287,7 +290,7 @@ def _attention(
     page = _page_of(table, first, length, PAGE_SIZE, KEYS)
     for start in tl.range(first, end, KEYS):
         keys = start + at
-        filled = (keys < length)[:, None] & (d < HEAD_DIM)[None, :]
+        filled = ((keys >= FIRST) & (keys < length))[:, None] & (d < HEAD_DIM)[None, :]
         if PAGE_SIZE % KEYS == 0:
             place = cache + page * page_stride + start % PAGE_SIZE * TOKEN_STRIDE
             places = place + (at * TOKEN_STRIDE)[:, None] + d[None, :]
@@ -304,6 +307,8 @@ def _attention(
             seen = (new < 0)[None, :] | (((edge & 1) != 0) & (new < TREE)[None, :])
         else:
             seen = keys[None, :] <= last[:, None]
+        if FIRST > 0:
+            seen = seen & (keys >= FIRST)[None, :]
         scores = tl.where(seen, scores, float("-inf"))
         peak = tl.maximum(highest, tl.max(scores, 1) * scale)
         p = tl.exp2(scores * scale - peak[:, None])

@@ -1,5 +1,6 @@
 """Nothing is lost on failure: every allocation of a busy cache fails once, in each way it can."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -11,7 +12,7 @@ import pytest
 from hybrid.key import Key
 from hybrid.memory.arena import ArenaPool
 from hybrid.memory.pool import IndexPool
-from hybrid.tree import forest, pools, tree
+from hybrid.tree import forest, locks, pools, tree
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.node import Checkpoint, Node, Released
 from support.caches import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
@@ -193,6 +194,29 @@ def test_a_commit_that_breaks_off_leaves_pages_and_checkpoints_with_the_lease(at
     assert lease.captured == []
     assert cache.tree.peek(key, 10)[:2] == (10, 10)
     cache.close(lease)
+    release(cache)
+
+
+@pytest.mark.parametrize("other", ["", "abcd", "abxyz"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_commit_that_cannot_lock_leaves_no_page_with_two_owners(at: int, other: str) -> None:
+    """What another request committed meanwhile is nothing, a part, or all of it."""
+    cache = audited_cache(num_pages=20, num_states=8)
+    key = key_of(cache, "abxyz")
+    lease = start(cache, key)
+    if other:
+        serve(cache, key_of(cache, other))
+    cache.capture(lease, 6)
+    cache.advance(lease, 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(locks, "PageLock", Failing(locks.PageLock, at))
+        with contextlib.suppress(MemoryError):
+            cache.commit(lease, key, 4)
+            cache.commit(lease, key, 10)
+    cache.audit()
+    cache.close(lease)
+    assert (cache.stats().pages_private, cache.stats().states_private) == (0, 0)
+    serve(cache, key)
     release(cache)
 
 

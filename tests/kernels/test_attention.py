@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.kernels import reference
+from hybrid.kernels.cpu import attention as cpu_attention
 from hybrid.kernels.triton import attention
 from hybrid.kernels.triton.common import attention_tiles
 from hybrid.kernels.triton.common.attention_tiles import HOPPER_SHARED_MEMORY, MIN_PIECE, choose_splits, choose_tile
@@ -264,6 +265,22 @@ def test_a_decoded_token_gives_the_same_bits_with_drafts_behind_it() -> None:
     drafts = batch.attend(num_splits=4)
     for token in (0, 3):
         assert same_bits(batch.alone(0, 4, token, token + 1), drafts[token : token + 1])
+
+
+@pytest.mark.parametrize("num_splits", [None, 1, 3])
+@pytest.mark.parametrize("requests", [DECODES, [(0, 15), (16, 1), (37, 28)]], ids=["decodes", "prompts"])
+def test_tokens_before_the_first_one_are_not_seen(requests: list[tuple[int, int]], num_splits: int | None) -> None:
+    """As where the sequence begins with it: rotations aside, which are done before, keys have no positions."""
+    requests = [(cached + 1, new) for cached, new in requests]
+    batch = Batch(requests, dtype=torch.float32)
+    arguments = (*batch.arguments(), num_splits, None, 1)
+    for row in range(len(requests)):
+        batch.pages[batch.table[row, 0], :, 0] = float("nan")
+    shorter = Batch([(cached - 1, new) for cached, new in requests])
+    shorter.query = batch.query
+    shorter.key, shorter.value = ([each[1:] for each in part] for part in (batch.key, batch.value))
+    for found in (attention, reference, *([cpu_attention] if DEVICE == "cpu" else [])):
+        shorter.check(found.paged_attention(*arguments))
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -68,6 +68,24 @@ def test_whatever_evicts_the_books_balance(policy: str | None, unified: bool) ->
     served.cache.sanity_check()
 
 
+def test_pages_whose_state_is_not_kept_are_owned_by_the_tree_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request must not take for its own, and free, what the tree has adopted of it."""
+    monkeypatch.setattr("hybrid.tree.tree.Tree.admits", lambda *_, **__: False)
+    served = Served(Setting(tokens=16_000, states=30))
+    for request in conversations(4, 40):
+        served.serve(*request)
+    req = served.arrive([*range(100_000, 100_800)])
+    assert served.start(req)
+    assert served.pool.mamba_allocator.schedulable_available_size() == 0
+    states = served.cache.tree_core.tree.num_checkpoints
+    served.prefill(req)
+    assert served.cache.tree_core.tree.num_checkpoints == states, "nothing was refused"
+    assert req.kv.cache_protected_len == served.cache.full_protected_size() == 768
+    assert served.books([req]) == []
+    served.finish(req)
+    assert served.books() == []
+
+
 class Scheduler:
     """Random steps of several requests at once, as a scheduler may take them."""
 

@@ -181,9 +181,11 @@ def test_all_that_is_not_supported_is_named_at_once() -> None:
         )
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.23.post1", "1.0"])
+@pytest.mark.parametrize("version", ["0.5.21", "0.5.24", "0.5.23.post1", "1.0"])
 def test_a_version_whose_interface_is_not_known_is_refused(version: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=rf"SGLang 0\.5\.23, and SGLang {version} is installed"):
+    with pytest.raises(
+        UnsupportedModelError, match=rf"SGLang 0\.5\.22 and 0\.5\.23, and SGLang {version} is installed"
+    ):
         plugin.check_version(version)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -253,14 +254,9 @@ class Served:
         if held != self.allocator.size:
             wrong.append(f"KV: {held} of {self.allocator.size} tokens")
         states = self.pool.mamba_allocator
-        slots = sum(
-            (1 if req.kv.holds_mamba else 0)
-            + (
-                len(req.kv.mamba_ping_pong_empty) - sum(req.kv.mamba_ping_pong_empty)
-                if req.kv.mamba_ping_pong_empty
-                else 0
-            )
-            for req in requests
+        buffers = [req.kv.mamba_ping_pong_track_buffer for req in requests]
+        slots = sum(req.kv.holds_mamba for req in requests) + sum(
+            len(buffer) for buffer in buffers if buffer is not None
         )
         held = states.available_size() + cache.mamba_evictable_size() + cache.mamba_protected_size() + slots
         if held != states.size:
@@ -347,12 +343,14 @@ def _fixed_pools(setting: Setting) -> tuple[Any, Any]:
 
 
 def _unified_pools(setting: Setting) -> tuple[Any, Any]:
+    known = signature(init_unified_mamba_pools).parameters
+    of_values = {"v_head_dim": 8} if "v_head_dim" in known else {}  # since 0.5.23
     bundle = init_unified_mamba_pools(
         device="cpu",
         kv_cache_dtype=torch.bfloat16,
         head_num=1,
         head_dim=8,
-        v_head_dim=8,
+        **of_values,
         page_size=setting.page_size,
         start_layer=0,
         end_layer=2,

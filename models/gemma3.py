@@ -1,0 +1,222 @@
+"""Gemma 3, the text model: sliding-window attention in most layers, full attention in the rest. There is no recurrent
+state: what the windows hold is the state of a sequence (`models/windows.py`).
+
+Window layers run in plain torch on prompts; decoded tokens, and full attention, have the kernels of all families.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch, StateSteps
+from hybrid.kernels import ops as kernels
+from hybrid.kernels.reference.elementwise import gelu_and_mul, rotate
+from hybrid.kernels.reference.window import window_attention
+from hybrid.models.causal_lm import CausalLM, angles, rotary_frequencies, unsupported_rotary
+from hybrid.models.layers import (
+    MLP,
+    Linear,
+    Projections,
+    RMSNorm,
+    Rotary,
+    copy_keys_and_values,
+    decode_linear,
+)
+from hybrid.models.windows import WINDOW, decode_windows, rings
+from hybrid.spec import HybridSpec, TokenTensor
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class TwoRotaries(Rotary):
+    """The angles of a step: those of full attention, and of the windows.
+
+    Attributes:
+        windows: of the window layers.
+    """
+
+    windows: Rotary
+
+
+class Heads(nn.Module):
+    """What both kinds of attention consist of: projections, and a norm of queries and keys per head."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads: int = config.num_attention_heads
+        self.kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = config.head_dim
+        self.scale: float = config.query_pre_attn_scalar**-0.5
+        bias = bool(config.attention_bias)
+        self.q_proj: Linear = Linear(config.hidden_size, self.heads * self.head_dim, bias)
+        self.k_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.v_proj: Linear = Linear(config.hidden_size, self.kv_heads * self.head_dim, bias)
+        self.o_proj: Linear = Linear(self.heads * self.head_dim, config.hidden_size, bias)
+        self.inputs: Projections = Projections(self.q_proj, self.k_proj, self.v_proj)
+        self.q_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm: RMSNorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def project(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of rows `[T, hidden_size]`, `[T, heads, head_dim]` each."""
+        q, k, v = self.inputs(x, batch)
+        shared = (self.kv_heads, self.head_dim)
+        return q.unflatten(-1, (self.heads, self.head_dim)), k.unflatten(-1, shared), v.unflatten(-1, shared)
+
+
+class FullAttention(Heads):
+    """A full-attention layer; keys and values are in pages."""
+
+    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
+        pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
+        angles = (rotary.cos, rotary.sin)
+        q = kernels.norm_rotate_store(*self.project(x, batch), *norms, *angles, pages, batch.slot_mapping)
+        copy_keys_and_values(pages, batch.copies)
+        parts = []
+        for part in batch.groups:
+            places = (part.block_table, part.cu_seqlens, part.seq_lens)
+            parts.append(kernels.paged_attention(q[part.rows], pages, *places, self.scale, chunk_size, part.num_splits))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o_proj(y.flatten(1), batch)
+
+
+class WindowAttention(Heads):
+    """A layer with a sliding window; the keys and values in it are in state slots."""
+
+    def forward(self, x: Tensor, batch: Batch, rotary: Rotary, state: dict[str, Tensor], chunk_size: int) -> Tensor:
+        """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        q, k, v = self.project(x, batch)
+        q, k = (rotate(norm(each), rotary.cos, rotary.sin) for norm, each in ((self.q_norm, q), (self.k_norm, k)))
+        parts = []
+        if (prompts := batch.prefills) is not None:
+            new = (q[prompts.rows], k[prompts.rows], v[prompts.rows])
+            tokens = (prompts.cu_seqlens, prompts.seq_lens)
+            slots = (prompts.state_read, prompts.state_write, batch.checkpoints)
+            parts.append(window_attention(*new, self._rings(state), *tokens, *slots, self.scale, chunk_size))
+        if (decodes := batch.decodes) is not None:
+            rows = decodes.rows
+            inputs = (q[rows], k[rows], v[rows], batch.positions[rows])
+            parts.append(decode_linear(self, inputs, decodes, batch, state))
+        y = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o_proj(y.flatten(1), batch)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """Attention of decoded tokens: `inputs` are their queries, keys, values and positions."""
+        q, k, v, positions = inputs
+        return decode_windows(q, k, v, positions, self._rings(state), steps, self.scale)
+
+    def _rings(self, state: dict[str, Tensor]) -> Tensor:
+        return state[WINDOW][:, self.layer]
+
+
+class Gemma3Layer(nn.Module):
+    """One layer: attention, then a feed-forward part, each between two norms. Its parts have the names of the
+    checkpoint.
+
+    Attributes:
+        is_linear: its keys and values are state: it has a window.
+        parts: the norm before attention, attention, the norm before the feed-forward part, the feed-forward part.
+    """
+
+    def __init__(self, config: Any, layer_type: str, index_of_type: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.is_linear: bool = layer_type == SLIDING
+        self.self_attn: Heads = (WindowAttention if self.is_linear else FullAttention)(config, index_of_type)
+        self.mlp: MLP = MLP(size, config.intermediate_size, activation=gelu_and_mul)
+        self.input_layernorm: RMSNorm = RMSNorm(size, eps)
+        self.post_attention_layernorm: RMSNorm = RMSNorm(size, eps)
+        self.pre_feedforward_layernorm: RMSNorm = RMSNorm(size, eps)
+        self.post_feedforward_layernorm: RMSNorm = RMSNorm(size, eps)
+        self.parts: tuple[RMSNorm, nn.Module, RMSNorm, nn.Module] = (
+            self.input_layernorm,
+            self.self_attn,
+            self.pre_feedforward_layernorm,
+            self.mlp,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        rotary: TwoRotaries,
+        kv: Tensor,
+        state: dict[str, Tensor],
+        chunk_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layer on `x + residual`, as `ResidualLayer.forward`."""
+        if residual is None:
+            residual, y = x, self.input_layernorm(x)
+        else:
+            residual, y = self.input_layernorm.of_sum(x, residual)
+        if self.is_linear:
+            y = self.self_attn(y, batch, rotary.windows, state, chunk_size)
+        else:
+            y = self.self_attn(y, batch, rotary, kv, chunk_size)
+        residual, y = self.pre_feedforward_layernorm.of_sum(self.post_attention_layernorm(y), residual)
+        return self.post_feedforward_layernorm(self.mlp(y, batch)), residual
+
+
+class Gemma3ForCausalLM(CausalLM):
+    """Gemma 3 text with its head.
+
+    Args:
+        config: a `Gemma3TextConfig` of transformers.
+        chunk_size: prompts are computed in chunks of this many tokens.
+        num_predictors: must be 0; the family has no layers for multi-token prediction.
+    """
+
+    waits_for_device: bool = True  # the rings are read and written on the host's word
+    rotary_layers: str | None = FULL
+
+    def __init__(self, config: Any, chunk_size: int, num_predictors: int = 0) -> None:
+        assert num_predictors == 0
+        kinds = config.layer_types
+        layers = (Gemma3Layer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
+        super().__init__(config, chunk_size, config.head_dim, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))
+        self.window_frequencies: Tensor
+        self.window_rotary_scale: float
+        self.window_frequencies, self.window_rotary_scale = rotary_frequencies(config, config.head_dim, SLIDING)
+
+    @classmethod
+    def unsupported(cls, config: Any) -> str | None:
+        """What of a configuration is not computed here; None: all of it is."""
+        if config.hidden_activation != "gelu_pytorch_tanh":
+            return f"hidden_activation {config.hidden_activation!r} is not supported, only 'gelu_pytorch_tanh'"
+        for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+            if getattr(config, name):
+                return f"{name}={getattr(config, name)!r} is not supported, only null"
+        if not isinstance(config.sliding_window, int) or config.sliding_window < 1:
+            return f"sliding_window {config.sliding_window!r} is not a number of tokens"
+        for kind in (SLIDING, FULL):
+            if kind not in config.layer_types:
+                return f"no {kind} layer in layer_types; this package runs models with windows and full attention"
+            if (message := unsupported_rotary(config.rope_parameters[kind])) is not None:
+                return message
+        return None
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings of tokens, times the root of their size."""
+        x = super().embed(token_ids)
+        return x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
+
+    def rotary(self, positions: Tensor, dtype: torch.dtype) -> TwoRotaries:
+        """The angles of a step's tokens, at positions `[T]`."""
+        self.window_frequencies = self.window_frequencies.to(positions.device)
+        full = super().rotary(positions, dtype)
+        windows = angles(positions.unsqueeze(-1), self.window_frequencies, self.window_rotary_scale, dtype)
+        return TwoRotaries(full.cos, full.sin, windows)
+
+    @staticmethod
+    def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
+        """The tensors per token and per sequence of a model of this configuration."""
+        kinds, heads = config.layer_types, config.num_key_value_heads
+        return HybridSpec(
+            tokens=(TokenTensor.kv(kinds.count(FULL), heads, config.head_dim, dtype),),
+            state=(rings(kinds.count(SLIDING), config.sliding_window, heads, config.head_dim, dtype),),
+        )
