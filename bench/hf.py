@@ -78,7 +78,7 @@ class Sides:
 
     @torch.no_grad()
     def carried(self, chat: Tensor) -> DynamicCache:
-        """What somebody who carries transformers' cache by hand has after a chat: all tokens but the last one."""
+        """A cache of transformers as a user carries it after a chat: with all tokens but the last one."""
         past = DynamicCache(config=self.model.config)
         self.model(input_ids=chat[:, :-1], past_key_values=past, logits_to_keep=1)
         return past
