@@ -18,6 +18,7 @@ from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
 from hybrid.memory.device import free_memory
@@ -225,6 +226,8 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     model, device = loaded.model, loaded.device
     if deterministic:
         model.make_batch_invariant()
+    if device.type == "cuda":
+        warm_up(model, cache, config, deterministic)
     graphs = None
     if not config.enforce_eager and model.decode_can_be_recorded:
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
