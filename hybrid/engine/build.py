@@ -21,6 +21,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
+from hybrid.kernels.ops import uses_triton
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
@@ -196,10 +197,15 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         size: numbers of pages and of state slots, instead of `config.memory`.
 
     Raises:
+        ArgumentError: `config.kv_dtype` does not run on the device.
         MemoryBudgetError: the memory does not suffice for one request.
     """
     model, device = loaded.model, loaded.device
-    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype)
+    if config.kv_dtype != "auto" and uses_triton(device):
+        raise ArgumentError(
+            f"CacheConfig: kv_dtype={config.kv_dtype!r} has no GPU kernel; use kv_dtype='auto', or a CPU"
+        )
+    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype).with_kv_dtype(config.kv_dtype)
     if size is not None:
         memory = CacheMemory.fixed(spec, config.page_size, *size, device)
         return make_cache(memory, config, _fingerprint(loaded, memory, config))
@@ -229,7 +235,8 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     if device.type == "cuda":
         warm_up(model, cache, config, deterministic)
     graphs = None
-    if not config.enforce_eager and model.decode_can_be_recorded:
+    can_be_recorded = model.decode_can_be_recorded and cache.config.kv_dtype == "auto"  # torch unpacks rows
+    if not config.enforce_eager and can_be_recorded:
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
 

@@ -3,19 +3,25 @@
 import torch
 from torch import Tensor
 
+from hybrid.kernels.packed_kv import is_packed, pack
+
 
 def store_kv(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
     """Write keys and values of new tokens to their places in the pages.
 
     Args:
         key, value: `[T, kv_heads, head_dim]`.
-        cache: one layer's pages, `[num_pages, 2, page_size, kv_heads, head_dim]`, any strides; written.
+        cache: one layer's pages, `[num_pages, 2, page_size, kv_heads, head_dim]`, any strides; written. Where they are
+            kept in a byte per element, `head_dim` is that of packed rows (`hybrid.kernels.packed_kv`).
         slot_mapping: `[T]` int64, `page * page_size + offset` per token; -1 writes nothing: the page holds the token
             already.
     """
     rows = (slot_mapping >= 0).nonzero().squeeze(1)
     if rows.numel() < slot_mapping.numel():
         key, value, slot_mapping = key[rows], value[rows], slot_mapping[rows]
+    if is_packed(cache):
+        key, value = pack(key, cache.dtype), pack(value, cache.dtype)
+        cache = cache.view(torch.uint8)
     page_size = cache.shape[2]
     page, offset = slot_mapping // page_size, slot_mapping % page_size
     cache[:, 0].index_put_((page, offset), key)
