@@ -109,29 +109,28 @@ def main() -> None:
     from hybrid.memory.tensors import CacheTensors
 
     rng = random.Random(0)
-    with patch("hybrid.kernels.triton.attention._shared_memory", lambda device: 232448):
-        found = {}
-        for family in ("dense", "experts"):
-            model = tiny_model(family)
-            tensors = CacheTensors.fixed(model.spec(model.config, torch.bfloat16), 64, 8, 4, torch.device("cpu"))
-            for deterministic in (False, True):
+    found = {}
+    for family in ("dense", "experts"):
+        model = tiny_model(family)
+        tensors = CacheTensors.fixed(model.spec(model.config, torch.bfloat16), 64, 8, 4, torch.device("cpu"))
+        for deterministic in (False, True):
 
-                def run(size: Size, model: Any = model, tensors: Any = tensors, fixed: bool = deterministic) -> None:
-                    model(idle_batch(size, 64, fixed, 1, torch.device("cpu")), tensors.kv, tensors.state)
+            def run(size: Size, model: Any = model, tensors: Any = tensors, fixed: bool = deterministic) -> None:
+                model(idle_batch(size, 64, fixed, 1, torch.device("cpu")), tensors.kv, tensors.state)
 
-                start = [*sizes(64, 2048, 4096, 64, 64)]
-                later = [random_size(rng) for _ in range(int(sys.argv[1]))]
-                warm, more, undone = (
-                    collected(lambda run=run, chosen=chosen: [run(size) for size in chosen], every)  # type: ignore[misc]
-                    for chosen, every in ((start, False), (later, False), (start + later, True))
-                )
-                new = sorted(more - warm, key=str)
-                found[f"{family}, {'deterministic' if deterministic else 'fast'}"] = {
-                    "warm": Counter(name for name, _ in warm),
-                    "more": Counter(name for name, _ in more),
-                    "new": [[name, [list(map(str, x)) for x in key]] for name, key in new],
-                    "undone": len(undone) - len(warm),
-                }
+            start = [*sizes(64, 2048, 4096, 64, 64)]
+            later = [random_size(rng) for _ in range(int(sys.argv[1]))]
+            warm, more, undone = (
+                collected(lambda run=run, chosen=chosen: [run(size) for size in chosen], every)  # type: ignore[misc]
+                for chosen, every in ((start, False), (later, False), (start + later, True))
+            )
+            new = sorted(more - warm, key=str)
+            found[f"{family}, {'deterministic' if deterministic else 'fast'}"] = {
+                "warm": Counter(name for name, _ in warm),
+                "more": Counter(name for name, _ in more),
+                "new": [[name, [list(map(str, x)) for x in key]] for name, key in new],
+                "undone": len(undone) - len(warm),
+            }
     print(json.dumps(found))
 
 
