@@ -18,6 +18,7 @@ from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
 from hybrid.kernels.ops import uses_triton
@@ -233,6 +234,8 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     model, device = loaded.model, loaded.device
     if deterministic:
         model.make_batch_invariant()
+    if device.type == "cuda":
+        warm_up(model, cache, config, deterministic)
     graphs = None
     can_be_recorded = model.decode_can_be_recorded and cache.config.kv_dtype == "auto"  # torch unpacks rows
     if not config.enforce_eager and can_be_recorded:

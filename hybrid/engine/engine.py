@@ -34,6 +34,8 @@ from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptErro
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
+from hybrid.tiers.archive import read_archive
+from hybrid.tiers.store import Store
 from hybrid.tiers.transfer import Transfer
 
 OTHER_THREAD = (
@@ -452,6 +454,7 @@ class Engine:
         *,
         namespace: str | None = None,
         adapter: str | None = None,
+        store: Store | None = None,
     ) -> Transfer:
         """Write what is cached of prompts to a file, which `load` of an engine with the same model reads. The file
         holds their token ids, and only its owner may read it. The first call reads all weights.
@@ -459,6 +462,7 @@ class Engine:
         Args:
             prompts: None: everything, or everything of `namespace` and `adapter`.
             namespace, adapter: of the prompts.
+            store: where `path` is a name, such as a `hybrid.tiers.remote.RedisStore`; None: it is a path.
 
         Raises:
             PromptError: nothing is cached of one of the prompts.
@@ -466,7 +470,7 @@ class Engine:
         """
         self._claim()
         archive = self._files.archive(prompts, namespace, adapter)
-        archive.write(path)
+        archive.write(path, store)
         return archive.transfer
 
     def dump(
@@ -486,11 +490,12 @@ class Engine:
         self._claim()
         return self._files.archive(prompts, namespace, adapter, after).to_bytes()
 
-    def load(self, source: str | Path | bytes) -> Transfer:
+    def load(self, source: str | Path | bytes, *, store: Store | None = None) -> Transfer:
         """Bring what `save` or `dump` has written into the cache, each checkpoint with all before it or not at all.
+        What the device has no memory for goes to host memory or disk, if there is one.
 
         Raises:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
         """
         self._claim()
-        return self.cache.load(source, model=self._files.fingerprint())
+        return self.cache.load(read_archive(source, store), model=self._files.fingerprint())
