@@ -130,8 +130,8 @@ class Engine:
             cache: settings of the cache.
             config: settings of the engine.
             speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
-                next where it was cached), "mtp" (what the checkpoint's own predictor says, which is loaded then),
-                "cache+mtp", or a `SpeculationConfig`; None: nothing is drafted.
+                next where it was cached), "mtp" (the checkpoint's own predictor), "cache+mtp", or a
+                `SpeculationConfig`; None: nothing is drafted.
 
         Raises:
             CheckpointError: there is no usable checkpoint.
@@ -140,8 +140,7 @@ class Engine:
         """
         settings = cache if cache is not None else CacheConfig()
         check_settings(settings, config)
-        drafts = SpeculationConfig.of(speculation)
-        mtp = drafts is not None and "mtp" in drafts.drafters
+        mtp = (drafts := SpeculationConfig.of(speculation)) is not None and "mtp" in drafts.drafters
         loaded = load(model, device, dtype, settings.chunk_size, load_dtype, mtp)
         return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
 
