@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,27 +37,11 @@ class Graph:
         numbers: the plan's numbers, on the device.
         replay: runs the pass.
         logits: `[rows, vocab]`, written by each run.
-        log: the pass's `Batch.log`, written by each run.
     """
 
     numbers: Tensor
     replay: Callable[[], None]
     logits: Tensor
-    log: list[tuple[Tensor, ...]] | None
-
-
-class Ran(NamedTuple):
-    """What a pass has computed: valid until the next one.
-
-    Attributes:
-        logits: `[rows, vocab]`.
-        sampling: how tokens are sampled; None: every row takes its most likely token.
-        log: the pass's `Batch.log`.
-    """
-
-    logits: Tensor
-    sampling: SamplingRows | None
-    log: list[tuple[Tensor, ...]] | None
 
 
 class DecodeGraphs:
@@ -94,8 +78,8 @@ class DecodeGraphs:
         """The graphs captured so far, oldest first."""
         return tuple(self._graphs.values())
 
-    def run(self, plan: Plan, tokens: Tensor | None = None) -> Ran:
-        """Run a padded plan without prompt parts.
+    def run(self, plan: Plan, tokens: Tensor | None = None) -> tuple[Tensor, SamplingRows | None]:
+        """The logits of a padded plan without prompt parts, `[rows, vocab]`: valid until the next run.
 
         Args:
             tokens: those of the pass before, if this one continues from them.
@@ -103,11 +87,11 @@ class DecodeGraphs:
         graph = self._graphs.get(plan.shape) or self._capture_plan(plan)
         if graph is None:
             batch, sampling = plan.on(self._device, tokens)
-            return Ran(self._model(batch, self._kv, self._state), sampling, batch.log)
+            return self._model(batch, self._kv, self._state), sampling
         graph.numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
         plan.fill_in(graph.numbers, tokens)
         graph.replay()
-        return Ran(graph.logits, plan.sampling(graph.numbers), graph.log)
+        return graph.logits, plan.sampling(graph.numbers)
 
     def _capture_plan(self, plan: Plan) -> Graph | None:
         """The graph of a plan; None if none can be captured. What is wrong with the pass itself is raised when it is
@@ -131,7 +115,7 @@ class DecodeGraphs:
                 error,
             )
             return None
-        self._graphs[plan.shape] = Graph(numbers, replay, logits, batch.log)
+        self._graphs[plan.shape] = Graph(numbers, replay, logits)
         return self._graphs[plan.shape]
 
 

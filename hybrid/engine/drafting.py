@@ -9,7 +9,6 @@ from hybrid.cache.paths import exchange, extend
 from hybrid.engine.branches import Branches
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.cuda_graphs import capture_for
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
@@ -157,11 +156,6 @@ def make_drafting(
     """
     asks_for_mtp = speculation is not None and "mtp" in speculation.drafters
     has_predictor = asks_for_mtp and loaded.model.mtp is not None
-    mtp = None
-    if has_predictor:
-        can_be_recorded = loaded.model.decode_can_be_recorded and cache.config.kv_dtype == "auto"
-        is_captured = can_be_recorded and not config.enforce_eager and loaded.device.type == "cpu"
-        capture = capture_for(loaded.device) if is_captured else None
-        mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
+    mtp = MtpDrafter(loaded.model, cache, loaded.device) if has_predictor else None
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp)
     return Drafting(speculator, cache, config, deterministic, mtp) if speculator is not None else None

@@ -82,12 +82,11 @@ class ModelRunner:
     def plan(self, step: Step) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
         padding, on_gpu = None, self._device.type == "cuda"
-        needs_launches = (step.has_drafts and on_gpu) or any(
-            part.is_prefill or part.request.media or part.request.adapter or part.branches for part in step.parts
+        needs_launches = step.has_drafts or any(
+            part.is_prefill or part.request.media or part.request.adapter for part in step.parts
         )
-        rows = sum(part.num_rows for part in step.parts)
-        most = MAX_CAPTURED_ROWS if not on_gpu else rows
-        if self.graphs is not None and not needs_launches and rows <= most and not self.graphs.is_hooked:
+        most = MAX_CAPTURED_ROWS if not on_gpu else len(step.parts)
+        if self.graphs is not None and not needs_launches and len(step.parts) <= most and not self.graphs.is_hooked:
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
             if not on_gpu:
                 padding = padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
@@ -100,12 +99,12 @@ class ModelRunner:
         before, self._latest = self._latest, None
         tokens = before.choose() if before is not None else None  # before this pass writes the same logits
         if self.graphs is not None and plan.is_padded:
-            logits, sampling, log = self.graphs.run(plan, tokens)
+            logits, sampling = self.graphs.run(plan, tokens)
         else:
             batch, sampling = plan.on(self._device, tokens)
-            logits, log = self.model(batch, self._cache.kv, self._cache.state_tensors), batch.log
-        if log is not None:
-            verification = Verification(plan.parts, self._end_tokens, partial(self._replay, log))
+            logits = self.model(batch, self._cache.kv, self._cache.state_tensors)
+            if batch.log is not None:
+                verification = Verification(plan.parts, self._end_tokens, partial(self._replay, batch.log))
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
         self._latest = PendingTokens(plan, Computed(logits, sampling, plan.is_padded, finite), verification)

@@ -8,9 +8,7 @@ the accepted ones is never read, and never shared.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +16,10 @@ from torch import Tensor
 
 from hybrid.batch import Batch, Group
 from hybrid.cache.cache import HybridCache
-from hybrid.engine.planner import Padding
 from hybrid.engine.step import Part
 from hybrid.memory.device import on_device
 from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.drafter import Drafter, History
-
-log: logging.Logger = logging.getLogger(__name__)
-
-Capture = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""As `hybrid.engine.cuda_graphs.Capture`, of a function with several results."""
 
 WIDTH = 2
 """Tokens that are proposed for each position: the most probable ones."""
@@ -81,30 +73,6 @@ class _Rows(NamedTuple):
         )
 
 
-class _Program(NamedTuple):
-    """A captured pass of the predictor: what it reads, what runs it, and what it writes (logits, hidden states)."""
-
-    batch: Batch
-    inputs: tuple[Tensor, ...]
-    run: Callable[[], None]
-    results: tuple[Tensor, Tensor]
-
-
-def _inputs(batch: Batch, hidden: Tensor) -> tuple[Tensor, ...]:
-    """What differs between passes of one shape."""
-    assert batch.decodes is not None
-    own = batch.decodes
-    return batch.token_ids, batch.positions, batch.slot_mapping, own.seq_lens, own.block_table, hidden
-
-
-def _with_inputs(batch: Batch, inputs: tuple[Tensor, ...]) -> tuple[Batch, Tensor]:
-    """A pass of the same shape that reads these."""
-    assert batch.decodes is not None
-    tokens, positions, slots, lengths, table, hidden = inputs
-    decodes = replace(batch.decodes, seq_lens=lengths, block_table=table)
-    return replace(batch, token_ids=tokens, positions=positions, slot_mapping=slots, decodes=decodes), hidden
-
-
 class MtpDrafter(Drafter):
     """Drafts what the predictor says: a chain of its most probable tokens, each with an alternative.
 
@@ -112,13 +80,10 @@ class MtpDrafter(Drafter):
         model: has a predictor.
         cache: the memory that the model reads and writes.
         device: of the model.
-        capture: captures passes of the predictor; None: each is launched.
     """
 
-    def __init__(self, model: Any, cache: HybridCache, device: torch.device, capture: Capture | None = None) -> None:
+    def __init__(self, model: Any, cache: HybridCache, device: torch.device) -> None:
         self._model = model
-        self._capture = capture
-        self._programs: dict[tuple[int, ...], _Program] = {}
         self._cache = cache
         self._device = device
         self._parts: dict[History, Part] = {}
@@ -163,7 +128,7 @@ class MtpDrafter(Drafter):
         found: list[tuple[Tensor, Tensor]] = []
         for ahead in range(asked[0][1]):
             count = sum(wanted > ahead for _, wanted in asked)
-            logits, hidden = self._draft(rows.batch(tokens[:count], ahead), hidden[:count])
+            logits, hidden = self._model.draft(rows.batch(tokens[:count], ahead), hidden[:count], self._cache.kv)
             chances, likely = logits.softmax(-1).topk(WIDTH)
             found.append((likely, chances))
             tokens = likely[:, 0]
@@ -173,38 +138,10 @@ class MtpDrafter(Drafter):
             for row, (_, count) in enumerate(asked)
         ]
 
-    def _draft(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """A pass of the predictor: logits and hidden states. The logits are valid until the next one."""
-        assert batch.decodes is not None
-        shape = tuple(batch.decodes.block_table.shape)
-        if self._capture is not None and shape not in self._programs:
-            self._capture_pass(self._capture, shape, batch, hidden)
-        program = self._programs.get(shape)
-        if program is None:
-            logits, after = self._model.draft(batch, hidden, self._cache.kv)
-            return logits, after
-        for own, given in zip(program.inputs, _inputs(batch, hidden), strict=True):
-            own.copy_(given)
-        program.run()
-        logits, after = program.results
-        return logits, after.clone()
-
-    def _capture_pass(self, capture: Capture, shape: tuple[int, ...], batch: Batch, hidden: Tensor) -> None:
-        """Capture a pass of this number of rows and width of the block table. If that fails, no other is tried."""
-        inputs = tuple(given.clone() for given in _inputs(batch, hidden))
-        own, before = _with_inputs(batch, inputs)
-        try:
-            run, results = capture(lambda: self._model.draft(own, before, self._cache.kv))
-        except Exception as error:
-            self._capture = None
-            log.warning("capturing the predictor failed (%s: %s); it is launched", type(error).__name__, error)
-        else:
-            self._programs[shape] = _Program(own, inputs, run, results)
-
     def _rows(self, parts: Sequence[Part], depth: int) -> _Rows:
         """The numbers of the last known token of each part, and of up to `depth - 1` after it."""
         page_size = self._cache.config.page_size
-        width = Padding.of(1, max(len(part.lease.block_table) for part in parts)).width
+        width = max(len(part.lease.block_table) for part in parts)
         numbers: list[list[int]] = []
         for part in parts:
             table, media = part.lease.block_table, part.request.media
