@@ -3,21 +3,26 @@
 
     python bench/hf.py [--runs 5] [--threads 1] [--json]
 
-fp32, runs that alternate between the sides: medians, and for new prompts means over lengths that are spread evenly over
-a chunk. Each line is a ratio with the target it should reach. Exit status 1 when a target is missed.
+fp32, seconds of CPU time, in runs that alternate between the sides: medians, and means over lengths that are spread
+evenly over a chunk where it matters how full the last one is. Each line is a ratio, some with the target it should
+reach. Exit status 1 when a target is missed.
 """
 
+import copy
+import itertools
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Line, Medians, alternate, arguments, finish, machine, ratio, timed
+from common import Line, Medians, alternate, arguments, finish, machine, ratio
 from prefix_reuse import VOCAB, save_random_model
 from torch import Tensor
+from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from hybrid.hf.prefix_cache import PrefixCache
@@ -39,11 +44,11 @@ class Tokens(BaseStreamer):
     """Records when tokens came: `generate` puts the prompt, then one token after another."""
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
+        self._start = time.process_time()
         self.seconds: list[float] = []
 
     def put(self, value: Tensor) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
+        self.seconds.append(time.process_time() - self._start)
 
     def end(self) -> None:
         pass
@@ -61,20 +66,30 @@ class Sides:
     def ids(self, count: int) -> Tensor:
         return torch.randint(3, VOCAB, (1, count), generator=self._generator)
 
-    def first_token(self, generate: Callable[..., Any], prompt: Tensor) -> float:
+    def first_token(self, generate: Callable[..., Any], prompt: Tensor, past: DynamicCache | None = None) -> float:
         streamer = Tokens()
-        generate(prompt, max_new_tokens=FEW, do_sample=False, streamer=streamer)
+        generate(prompt, past_key_values=past, max_new_tokens=FEW, do_sample=False, streamer=streamer)
         return streamer.seconds[1]
 
     def answered(self, generate: Callable[..., Any], prompt: Tensor) -> float:
-        return timed(lambda: generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False))
+        start = time.process_time()
+        generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
+        return time.process_time() - start
+
+    @torch.no_grad()
+    def carried(self, chat: Tensor) -> DynamicCache:
+        """A cache of transformers as a user carries it after a chat: with all tokens but the last one."""
+        past = DynamicCache(config=self.model.config)
+        self.model(input_ids=chat[:, :-1], past_key_values=past, logits_to_keep=1)
+        return past
 
     def two_turns(self) -> Tensor:
-        """A chat of two turns, answered through both caches (the answers are the same within rounding)."""
+        """A chat of two turns, answered through one cache. The other one keeps what it would have of its own answer,
+        which is the same within rounding: all tokens but the last one."""
         chat = self.ids(TURN)
         for _ in range(2):
             chat = self.ours.generate(chat, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
-            self.fine.keep(chat[0].tolist())
+            self.fine.keep(chat[0, :-1].tolist())
             chat = torch.cat([chat, self.ids(TURN)], 1)
         return chat[:, :-TURN]
 
@@ -97,15 +112,20 @@ def measure(sides: Sides, runs: int) -> list[Line]:
             lines.append(ratio(name, t, side, under, target, at_most=True, part=mode))
 
     chat = sides.two_turns()
-    for new, target in ((TURN, 1.3), (SHORT, None)):
-        t = alternate(
-            runs,
-            third=lambda new=new: sides.first_token(ours, torch.cat([chat, sides.ids(new)], 1)),
-            third_fine=lambda new=new: sides.first_token(fine, torch.cat([chat, sides.ids(new)], 1)),
-            alone=lambda new=new: sides.first_token(model, sides.ids(new)),
-        )
-        name = f"first token of a third turn of {new} tokens after {chat.shape[1]}, over the turn alone"
-        both(name, t, "third", "alone", target)
+    t = alternate(
+        runs,
+        third=lambda: sides.first_token(ours, torch.cat([chat, sides.ids(TURN)], 1)),
+        third_fine=lambda: sides.first_token(fine, torch.cat([chat, sides.ids(TURN)], 1)),
+        alone=lambda: sides.first_token(model, sides.ids(TURN)),
+    )
+    both(
+        f"first token of a third turn of {TURN} tokens after {chat.shape[1]}, over the turn alone",
+        t,
+        "third",
+        "alone",
+        1.3,
+    )
+    lines += measure_short_turn(sides, chat, runs)
     for count in COLD:
         t = sides.over_a_chunk(count, runs, plain=model, cold=ours, cold_fine=fine)
         name = f"{ANSWER} tokens after a new prompt of {count} to {count + CHUNK}, over plain generate"
@@ -113,6 +133,36 @@ def measure(sides: Sides, runs: int) -> list[Line]:
     sides.ours.audit()
     sides.fine.audit()
     return lines
+
+
+def measure_short_turn(sides: Sides, chat: Tensor, runs: int) -> list[Line]:
+    """The deterministic side continues the chat cut at several places of a chunk: its tokens since the last boundary
+    are computed again. The other one finds all but the last token, or after `keep` between the turns that too."""
+    past, cuts = sides.carried(chat), itertools.cycle(range(0, CHUNK, -(-CHUNK // runs)))
+
+    def short(generate: Callable[..., Any], before: Tensor, past: DynamicCache | None = None) -> float:
+        return sides.first_token(generate, torch.cat([before, sides.ids(SHORT)], 1), copy.deepcopy(past))
+
+    def measured(**more: Callable[[], float]) -> Medians:
+        carried = partial(short, sides.model.generate, chat, past)
+        return alternate(runs, **more, carried=carried, alone=partial(short, sides.model.generate, chat[:, :0]))
+
+    def third() -> float:
+        return short(sides.ours.generate, chat[:, : chat.shape[1] - next(cuts)])
+
+    fine = partial(short, sides.fine.generate, chat)
+    t = measured(third=third, fine=fine)
+    sides.fine.keep(chat[0].tolist())
+    kept = measured(fine=fine)
+    name, alone = f"first token of a third turn of {SHORT} tokens after {chat.shape[1]}", "over the turn alone"
+    return [
+        ratio(f"{name}, {alone}", t, "third", "alone", 1.3, at_most=True, part="deterministic"),
+        ratio(f"{name}, {alone}", t, "fine", "alone", 1.2, at_most=True, part="not deterministic"),
+        ratio(f"{name}, {alone}", kept, "fine", "alone", 1.2, at_most=True, part="not deterministic, kept"),
+        ratio(f"{name}, {alone}", t, "carried", "alone", part="a DynamicCache carried by hand"),
+        ratio(f"{name}, over a DynamicCache carried by hand", t, "third", "carried", part="deterministic"),
+        ratio(f"{name}, over a DynamicCache carried by hand", t, "fine", "carried", part="not deterministic"),
+    ]
 
 
 def main() -> int:

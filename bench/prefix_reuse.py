@@ -67,7 +67,8 @@ class TimedRunner:
 
     def launch(self, plan: Any) -> Pending:
         start = time.perf_counter()
-        pending = self._runner.launch(plan)
+        pending: Any = self._runner.launch(plan)
+        pending.choose()
         self.seconds += time.perf_counter() - start
         return pending
 

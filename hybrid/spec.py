@@ -6,13 +6,14 @@ is not on it is not kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
 
 import torch
 
 from hybrid.errors import ArgumentError
+from hybrid.kernels.packed_kv import KV_DTYPES, row_size
 from hybrid.units import ceil_div
 
 ALIGNMENT = 64
@@ -44,6 +45,11 @@ class TokenTensor:
     def kv(cls, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> TokenTensor:
         """Keys and values of layers with full attention: "kv", `[layers, 2, tokens, heads, head_dim]`."""
         return cls("kv", (layers, 2), (heads, head_dim), dtype)
+
+    def packed(self, kv_dtype: str) -> TokenTensor:
+        """Keys and values in a byte per element: rows with their scales, as `hybrid.kernels.packed_kv` has them."""
+        *heads, head_dim = self.inner
+        return replace(self, inner=(*heads, row_size(head_dim)), dtype=KV_DTYPES[kv_dtype])
 
     def shape(self, page_size: int) -> tuple[int, ...]:
         """Its shape in a page."""
@@ -110,6 +116,13 @@ class HybridSpec:
             twice = [name for name in names if names.count(name) > 1]
             if twice:
                 raise ArgumentError(f"HybridSpec: two tensors are named {twice[0]!r}; give each its own name")
+
+    def with_kv_dtype(self, kv_dtype: str) -> HybridSpec:
+        """The same, with the keys and values of full attention kept as `CacheConfig.kv_dtype` says."""
+        if kv_dtype == "auto":
+            return self
+        tokens = (tensor.packed(kv_dtype) if tensor.name == "kv" else tensor for tensor in self.tokens)
+        return HybridSpec((*tokens,), self.state)
 
     def page_places(self, page_size: int) -> tuple[Place, ...]:
         """Where each tensor per token is in a page.

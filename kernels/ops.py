@@ -143,6 +143,7 @@ OPS: dict[str, Op] = {
         Op("copy_states", "memory", _nothing, writes=("rows",)),
         Op("delta_gates", "delta_rule", _fake_delta_gates),
         Op("expert_linear", "experts", _fake_expert_linear, compiled=True),
+        Op("fill_in_tokens", "memory", _nothing, writes=("numbers",)),
         Op("gated_delta_step", "delta_rule_step", _fake_gated_delta_step, writes=("conv", "recurrent"), compiled=True),
         Op("gated_rms_norm", "elementwise", _like(0), compiled=True),
         Op("norm_rotate_store", "elementwise", _like(0), writes=("cache",), compiled=True),
@@ -254,6 +255,7 @@ combine_experts: Callable[..., Any] = _define("combine_experts")
 copy_states: Callable[..., Any] = _define("copy_states")
 delta_gates: Callable[..., Any] = _define("delta_gates")
 expert_linear: Callable[..., Any] = _define("expert_linear")
+fill_in_tokens: Callable[..., Any] = _define("fill_in_tokens")
 gated_delta_step: Callable[..., Any] = _define("gated_delta_step")
 gated_rms_norm: Callable[..., Any] = _define("gated_rms_norm")
 norm_rotate_store: Callable[..., Any] = _define("norm_rotate_store")

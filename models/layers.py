@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, Group, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import ALIGNMENT, COMPILED, ONE_BY_ONE, Products, can_compile, choose, linear
+from hybrid.kernels.packed_kv import is_packed
 
 Chosen = dict[tuple[object, ...], Products]
 """Products per kind of weight: its role, type, shape, strides and alignment."""
@@ -240,6 +241,8 @@ def copy_keys_and_values(pages: Tensor, copies: Tensor | None) -> None:
     """
     if copies is None:
         return
+    if is_packed(pages):
+        pages = pages.view(torch.uint8)  # rows are copied as they are
     (source, target), page_size = copies, pages.shape[2]
     kept = pages[source // page_size, :, source % page_size]
     kernels.store_kv(kept[:, 0], kept[:, 1], pages, target)

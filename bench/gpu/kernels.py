@@ -146,7 +146,7 @@ def convolution(bench: Bench) -> Iterator[Planned]:
 
 
 def state_copies(bench: Bench) -> Iterator[Planned]:
-    """Copies of whole states, all layers of them, from slots to slots."""
+    """Copies of whole states, all layers of them, from slots to slots; sampled tokens to where the next pass reads."""
     s = bench.sizes
     size = s.config["num_hidden_layers"] * 3 // 4 * (s.state_bytes + s.window_bytes)
 
@@ -158,8 +158,15 @@ def state_copies(bench: Bench) -> Iterator[Planned]:
         calls = each_with(partial(bench.ops.copy_states, rows), places)
         return Case(calls, checks, num_bytes=2 * count * size, target=0.85 if count >= 8 else None)
 
+    def links(name: str, count: int) -> Case:
+        tokens, numbers = bench.shuffled(2 * count) - count // 2, bench.shuffled(8 * count)  # some are negative
+        places = torch.stack([bench.shuffled(count), *(bench.shuffled(count) + count * at for at in range(4))], 1)
+        checks = partial(bench.twins, name, "fill_in_tokens", numbers, tokens, places)
+        return Case([partial(bench.ops.fill_in_tokens, numbers, tokens, places)], checks)
+
     for count in s.copies:
         yield plan(f"copy of {count} states", 8, copy, count)
+    yield plan("tokens of 48 requests", 1, links, 48)
 
 
 # Row by row

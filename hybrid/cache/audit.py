@@ -28,7 +28,7 @@ def audit(
 
     Args:
         digests: read all that the tree owns, and compare; None: contents are not read.
-        tiers: copies in host memory; None: there are none.
+        tiers: copies in host memory and on disk; None: there are none.
 
     Raises:
         AuditError: with every violation found, one a line.
@@ -40,7 +40,7 @@ def audit(
         *_states(tree, memory, leases),
         *_pieces(memory),
         *_contents(tree, digests),
-        *(tiers.host.violations() if tiers is not None else []),
+        *(tiers.violations() if tiers is not None else []),
     ]
     if wrong:
         raise AuditError("the cache is inconsistent:\n" + "\n".join(f"  - {line}" for line in wrong))

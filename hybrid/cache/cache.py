@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from hybrid.cache.audit import audit
 from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig
+from hybrid.cache.counting import current
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
@@ -73,9 +73,11 @@ class HybridCache:
         config: page size, grid, eviction policy and placement. Its `memory`, `state_share` and `state_dtype` have been
             used by the caller that made the memory.
         on_evict: called with what is evicted, before it is freed; for tests and metrics. Must not call the cache.
+        model: with `config.disk`: a name for the model and its weights, or a whole fingerprint.
 
     Raises:
-        ArgumentError: `config.verify_contents`, and the memory has no contents that can be read.
+        ArgumentError: `config` needs contents that can be read, or a model, and there are none.
+        MemoryBudgetError: there is less host memory than `config.host`.
 
     Attributes:
         config: the configuration.
@@ -84,7 +86,7 @@ class HybridCache:
         allocator: allocates from the memory, and has the tree evict.
         pins: prefixes that are protected from eviction.
         leases: the open leases.
-        tiers: copies in host memory; None: `config.host` asks for none.
+        tiers: copies in host memory and on disk; None: `config` asks for none.
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class HybridCache:
         config: CacheConfig | None = None,
         *,
         on_evict: Callable[[Released], None] | None = None,
+        model: str | Fingerprint | None = None,
     ) -> None:
         config = config if config is not None else CacheConfig()
         self.config: CacheConfig = config
         self.memory: CacheMemory = memory
         max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
         policy = policy_of(config.eviction)
-        self.tiers: Tiers | None = make_tiers(memory, config)
+        self.tiers: Tiers | None = make_tiers(memory, config, model)
         self.tree: Tree = Tree(
             config.page_size,
             config.grid,
@@ -452,20 +455,18 @@ class HybridCache:
         with deferred_interrupts(), self.tiers.discarding() if self.tiers is not None else nullcontext():
             self.allocator.evict(self.tree.evict_all)
 
+    def shutdown(self) -> None:
+        """Clear the cache for good: what is worth it is written to disk before. Waits for it for a minute at most."""
+        self._owner.claim()
+        with deferred_interrupts():
+            if self.tiers is not None and self.tiers.begin_shutdown():
+                self.allocator.evict(self.tree.evict_all)
+                self.tiers.close()
+            self.clear()
+
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""
-        allocator, memory, tree = self.allocator, self.memory, self.tree
-        now = replace(self._stats)
-        now.evicted_pages, now.evicted_checkpoints = allocator.evicted_pages, allocator.evicted_checkpoints
-        now.moved_pages = allocator.num_moved
-        now.pages_total, now.pages_free = memory.pages.capacity, memory.pages.num_free
-        now.states_total, now.states_free = memory.checkpoints.capacity, memory.checkpoints.num_free
-        now.pages_cached, now.checkpoints = tree.num_pages, tree.num_checkpoints
-        now.pages_private, now.states_private = allocator.num_private()
-        if self.tiers is not None:
-            self.tiers.count(now)
-        now.pins, now.policy_failure = len(self.pins), tree.policy_failure
-        return now
+        return current(self._stats, self.tree, self.memory, self.allocator, self.pins, self.tiers)
 
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""

@@ -61,6 +61,10 @@ class DisabledCache(HybridCache):
         return None
 
 
-def make_cache(memory: CacheMemory, config: CacheConfig) -> HybridCache:
-    """The cache that a configuration asks for: one that keeps prefixes, or one that is switched off."""
-    return HybridCache(memory, config) if config.enabled else DisabledCache(memory, config)
+def make_cache(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint | None = None) -> HybridCache:
+    """The cache that a configuration asks for: one that keeps prefixes, or one that is switched off.
+
+    Args:
+        model: see `HybridCache`.
+    """
+    return HybridCache(memory, config, model=model) if config.enabled else DisabledCache(memory, config)

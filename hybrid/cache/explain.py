@@ -17,7 +17,7 @@ class Explanation:
         page_hit: tokens whose pages are cached.
         usable_hit: tokens that are not computed: the position of the deepest checkpoint.
         reason: why not more, in a few words.
-        restored: what of it came from host memory, and why not more; None: nothing was there.
+        restored: what of it came from host memory or disk, and why not more; None: nothing was there.
     """
 
     asked: int

@@ -11,6 +11,9 @@ SPACING = 2**0.5
 FIRST_SPARE = 4
 """The first spare checkpoint is after this many grid steps: before it there is little to save."""
 
+MIN_PASS = 64
+"""Tokens before the first spare checkpoint, at least, where each costs a pass of its own."""
+
 DENSE_ABOVE = 0.5
 """While more than this part of the memory is free, there is a spare checkpoint at every multiple of the grid."""
 
@@ -77,7 +80,7 @@ def spare(start: int, end: int, grid: int, free: float) -> Iterator[int]:
 def sparse(start: int, end: int, grid: int) -> Iterator[int]:
     """Spare positions where each costs a pass of its own: at doubling distances, in the first half of the prompt. A
     branch recomputes at most half of its prefix, and a few more passes cost little."""
-    position = FIRST_SPARE * grid
+    position = max(FIRST_SPARE * grid, MIN_PASS // grid * grid)
     while position <= end // 2:
         if position > start:
             yield position

@@ -26,6 +26,11 @@ class CacheStats:
         host_bytes_total, host_bytes_used, host_pages, host_checkpoints: what host memory may hold, and holds.
         host_bytes_offered, host_bytes_written: bytes that were evicted, and those of them that were copied to host
             memory.
+        disk_bytes_total, disk_bytes_used, disk_pages, disk_checkpoints, disk_bytes_offered, disk_bytes_written: of the
+            disk. What is used includes files of other processes and models; what is offered is what host memory
+            did not keep; files have headers, which count as written.
+        disk_failure: why the disk is not used now; None: it is, or there is none.
+        disk_report: what was found in the directory at the start, and what of it was dropped.
         restored_checkpoints, restored_tokens, restored_bytes: what came back from there, and tokens that were not
             computed because of it.
         tier_failures: copies and restores that failed; requests computed instead.
@@ -56,6 +61,14 @@ class CacheStats:
     host_checkpoints: int = 0
     host_bytes_offered: int = 0
     host_bytes_written: int = 0
+    disk_bytes_total: int = 0
+    disk_bytes_used: int = 0
+    disk_pages: int = 0
+    disk_checkpoints: int = 0
+    disk_bytes_offered: int = 0
+    disk_bytes_written: int = 0
+    disk_failure: str | None = None
+    disk_report: str = ""
     restored_checkpoints: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
@@ -97,6 +110,13 @@ class CacheStats:
         ]
         if self.host_bytes_total:
             size, used = format_bytes(self.host_bytes_total), format_bytes(self.host_bytes_used)
-            held = f"{self.host_pages} pages, {self.host_checkpoints} checkpoints, {used} of {size}"
-            rows.append(("host memory", f"{held}; {self.restored_tokens} tokens restored"))
+            rows.append(
+                ("host memory", f"{self.host_pages} pages, {self.host_checkpoints} checkpoints, {used} of {size}")
+            )
+        if self.disk_bytes_total:
+            size, used = format_bytes(self.disk_bytes_total), format_bytes(self.disk_bytes_used)
+            held = f"{self.disk_pages} pages, {self.disk_checkpoints} checkpoints, {used} of {size}"
+            rows.append(("disk", f"{held}; {self.disk_failure}" if self.disk_failure else held))
+        if self.host_bytes_total or self.disk_bytes_total:
+            rows.append(("restored", f"{self.restored_tokens} tokens, {format_bytes(self.restored_bytes)}"))
         return rows + ([("policy", self.policy_failure)] if self.policy_failure else [])

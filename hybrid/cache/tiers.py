@@ -1,17 +1,19 @@
-"""Host memory as a second tier: copies of what the tree evicts, brought back when a request needs it."""
+"""Tiers behind the device: copies of what the tree evicts, brought back when a request needs it."""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from hybrid.cache.archives import writer_of
+from hybrid.cache.archives import fingerprint_named, writer_of
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import explain
 from hybrid.cache.lease import Lease
@@ -24,81 +26,103 @@ from hybrid.memory.device import free_memory
 from hybrid.memory.digests import ContentWriter
 from hybrid.memory.memory import CacheMemory, UnitSizes
 from hybrid.tiers.chain import chain
-from hybrid.tiers.host import HostTier
+from hybrid.tiers.disk import DiskTier
+from hybrid.tiers.fingerprint import Fingerprint, fingerprint_of_json
+from hybrid.tiers.host import Copy, HostTier
+from hybrid.tiers.ranking import Worth
+from hybrid.tiers.rate import Rate
 from hybrid.tiers.restored import Restored
-from hybrid.tree.node import Kind, Node, NodeUsage, Root
+from hybrid.tiers.session import Origin
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, UnavailableError
+from hybrid.tree.node import Kind, Node, Root
 from hybrid.tree.tree import Tree
 from hybrid.units import format_bytes
 
-WEIGHT = 0.2
-"""Weight of the latest measurement of a rate."""
+COMPUTE = 1e-4
+"""Seconds per token computed that are assumed until they are measured."""
 
-FADING = 0.01
-"""Part of a rate that is forgotten whenever it prevents a measurement."""
-
-COMPUTE, COPY = 1e-4, 1e-10
-"""Seconds per token computed, and per byte copied, that are assumed until they are measured."""
+SHUTDOWN_SECONDS = 60.0
+"""How long a cache that ends waits for the disk."""
 
 
-class Rate:
-    """Seconds per unit, as measured lately.
+class Leaver(NamedTuple):
+    """What leaves the device, or a tier: what must be known to offer it to a tier.
 
-    Args:
-        assumed: before anything is measured.
+    Attributes:
+        name: of its copy.
+        num_bytes: of its contents.
+        num_tokens: tokens that a hit saves.
+        group: see `Worth`.
+        note: of a checkpoint.
     """
 
-    def __init__(self, assumed: float) -> None:
-        self.value: float = assumed
-        self.is_measured: bool = False
-
-    def note(self, units: int, seconds: float) -> None:
-        """`units` took `seconds`."""
-        if units > 0:
-            latest = seconds / units
-            self.value = latest if not self.is_measured else (1 - WEIGHT) * self.value + WEIGHT * latest
-            self.is_measured = True
-
-    def fade(self) -> None:
-        """Nothing is done at this rate: without this, one slow measurement would be the last."""
-        self.value *= 1 - FADING
+    name: Name
+    num_bytes: int
+    num_tokens: int
+    group: str
+    note: Note | None = None
 
 
 class Candidate(NamedTuple):
-    """A checkpoint in host memory that a request could use: its position, and the bytes to copy for it."""
+    """A checkpoint in the tiers that a request could use.
+
+    Attributes:
+        num_tokens: its position.
+        names: of the copies to restore, by tier; the checkpoint is among them.
+        num_bytes: of them.
+        seconds: that restoring them takes, about.
+    """
 
     num_tokens: int
+    names: dict[Tier, list[Name]]
     num_bytes: int
+    seconds: float
+
+    @property
+    def label(self) -> str:
+        """What it is restored from."""
+        return " and ".join(tier.label for tier in self.names)
+
+    def refusal(self, why: str) -> str:
+        """Why it is not restored, as a sentence."""
+        where = " and ".join(tier.where for tier in self.names)
+        return f"the checkpoint at {self.num_tokens} {where} is not restored: {why}"
 
 
 class Tiers:
-    """Copies to host memory what the tree evicts (`Leaving` of the tree), and restores it.
+    """Copies to tiers what the tree evicts (`Leaving` of the tree), and restores it. What host memory drops is offered
+    to the disk.
 
     Args:
-        host: the copies.
+        host: copies in host memory; None: there are none.
+        disk: copies on disk; None: there are none.
         memory: its mover reads contents that leave.
         sizes: bytes of a page and of a checkpoint.
-        page_size, grid: of the cache.
+        config: of the cache.
 
     Attributes:
-        host: as given.
+        host, disk: as given.
         compute: seconds per token that is computed.
-        copy: seconds per byte that is restored.
         restored_checkpoints, restored_tokens, restored_bytes: by requests.
         num_failures: copies and restores that raised; requests compute then.
     """
 
-    def __init__(self, host: HostTier, memory: CacheMemory, sizes: UnitSizes, page_size: int, grid: int) -> None:
-        self.host: HostTier = host
+    def __init__(
+        self, host: HostTier | None, disk: DiskTier | None, memory: CacheMemory, sizes: UnitSizes, config: CacheConfig
+    ) -> None:
+        self.host: HostTier | None = host
+        self.disk: DiskTier | None = disk
         self.compute: Rate = Rate(COMPUTE)
-        self.copy: Rate = Rate(COPY)
         self.restored_checkpoints: int = 0
         self.restored_tokens: int = 0
         self.restored_bytes: int = 0
         self.num_failures: int = 0
+        self._tiers: list[Tier] = [tier for tier in (host, disk) if tier is not None]
+        self._wants_ids = any(tier.wants_ids for tier in self._tiers)
         self._sizes = sizes
         self._memory = memory
-        self._page_size = page_size
-        self._grid = grid
+        self._page_size = config.page_size
+        self._grid = config.grid
         self._is_discarding = False
         self._latest: tuple[Key | None, list[bytes]] = (None, [])
 
@@ -108,15 +132,16 @@ class Tiers:
         """The checkpoint of a node is about to be evicted."""
         if self._is_discarding or node.slot is None:
             return
-        above, slot, usage = node.checkpoint_above(), node.slot, node.usage
-        num_tokens = node.end - (above.end if above is not None else 0)
-        size = self._sizes.checkpoint
-        group = "checkpoint", usage.kind, min(usage.hits, 2), usage.last_used == 0
         try:
-            name = "checkpoint", self._names(node)[-1]
-            self.host.offer(
-                name, size, partial(self._reader().read_checkpoint, slot), group, self._gain(num_tokens, size), usage
-            )
+            above, slot, usage = node.checkpoint_above(), node.slot, node.usage
+            num_tokens = node.end - (above.end if above is not None else 0)
+            path = _path(node)
+            note = Note(usage.kind.value, usage.turn, usage.priority, num_tokens, usage)
+            if self._wants_ids:
+                note = replace(note, namespace=path.namespace, ids=path.ids)
+            group = f"checkpoint {usage.kind.value} {min(usage.hits, 2)} {usage.last_used == 0}"
+            leaver = Leaver((CHECKPOINT, self._names(path)[-1]), self._sizes.checkpoint, num_tokens, group, note)
+            self._offer(leaver, partial(self._reader().read_checkpoint, slot))
         except Exception:  # it is evicted without a copy
             self.num_failures += 1
 
@@ -125,15 +150,59 @@ class Tiers:
         if self._is_discarding:
             return
         try:
-            names, pages, size = self._names(node), node.pages, self._sizes.page
-            group: Hashable = "page", node.usage.kind, min(node.usage.hits, 2)
-            gain = self._gain(self._page_size, size)
+            names, pages, usage = self._names(_path(node)), node.pages, node.usage
+            group, reader = f"page {usage.kind.value} {min(usage.hits, 2)}", self._reader()
             first = len(names) - len(pages)
             for index in range(num_kept, len(pages)):
-                read = partial(self._reader().read_page, pages[index])
-                self.host.offer(("page", names[first + index]), size, read, group, gain)
+                leaver = Leaver((PAGE, names[first + index]), self._sizes.page, self._page_size, group)
+                self._offer(leaver, partial(reader.read_page, pages[index]))
         except Exception:  # they are evicted without a copy
             self.num_failures += 1
+
+    def _offer(self, leaver: Leaver, read: Callable[[], Contents]) -> bool:
+        """Offer what leaves the device to the tiers, until one has it."""
+        kept = any(tier.offer(self._for(tier, leaver, read)) for tier in self._tiers)
+        self._pass_on()
+        return kept
+
+    def _for(self, tier: Tier, leaver: Leaver, read: Callable[[], Contents]) -> Offer:
+        seconds = leaver.num_bytes * tier.cost.per_byte
+        if leaver.name[0] == CHECKPOINT:  # each restore has one
+            seconds += tier.cost.latency
+        worth = Worth(leaver.group, self._gain(leaver.num_tokens, seconds, tier))
+        return Offer(leaver.name, leaver.num_bytes, read, worth, leaver.note)
+
+    def _pass_on(self) -> None:
+        """What host memory dropped is offered to the disk."""
+        if self.host is not None and self.disk is not None:
+            for name, copy in self.host.take_dropped():
+                self._to_disk(self.disk, name, copy)
+
+    def _to_disk(self, disk: DiskTier, name: Name, copy: Copy) -> None:
+        num_tokens = copy.note.num_tokens if copy.note is not None else self._page_size
+        leaver = Leaver(name, len(copy.contents), num_tokens, copy.worth.group, copy.note)
+        disk.offer(self._for(disk, leaver, lambda: copy.contents))
+
+    def keep(self, boundary: Boundary, num_tokens: int) -> bool:
+        """Keep copies of a boundary that the device has no memory for. False: not all of it is kept.
+
+        Args:
+            num_tokens: tokens that a hit saves.
+        """
+        names = chain(boundary.key.ids, boundary.key.namespace, self._page_size * TOKEN_BYTES)
+        end = boundary.num_tokens // self._page_size
+        first = end - len(boundary.pages)
+        group = f"page {boundary.kind.value} 0"
+        for name, contents in zip(names[first:end], boundary.pages, strict=True):
+            page = Leaver((PAGE, name), len(contents), self._page_size, group)
+            if not self._offer(page, partial(bytes, contents)):
+                return False
+        note = Note(boundary.kind.value, boundary.turn, boundary.priority, num_tokens)
+        if self._wants_ids:
+            note = replace(note, namespace=boundary.key.namespace, ids=boundary.key.ids)
+        group = f"checkpoint {boundary.kind.value} 0 False"
+        checkpoint = Leaver((CHECKPOINT, names[end - 1]), len(boundary.checkpoint), num_tokens, group, note)
+        return self._offer(checkpoint, partial(bytes, boundary.checkpoint))
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
@@ -143,35 +212,68 @@ class Tiers:
             yield
         finally:
             self._is_discarding = False
-            self.host.clear()
+            for tier in self._tiers:
+                tier.clear()
+
+    def begin_shutdown(self) -> bool:
+        """What is evicted from now on may wait for the disk. False: there is none."""
+        if self.disk is not None:
+            self.disk.be_patient(SHUTDOWN_SECONDS)
+        return self.disk is not None
+
+    def close(self) -> None:
+        """Write to disk what host memory holds and is worth it, and leave the disk."""
+        if self.disk is None:
+            return
+        if self.host is not None:
+            for name in [*self.host.names()]:
+                copy = self.host.get(name)
+                if copy is not None:
+                    self._to_disk(self.disk, name, copy)
+        self.disk.close(SHUTDOWN_SECONDS)
 
     def count(self, stats: CacheStats) -> None:
-        """Fill in what it holds and did."""
-        host = self.host
-        stats.host_bytes_total, stats.host_bytes_used = host.num_bytes, host.bytes_used
-        stats.host_pages, stats.host_checkpoints = host.num_pages, host.num_checkpoints
-        stats.host_bytes_offered, stats.host_bytes_written = host.bytes_offered, host.bytes_written
+        """Fill in what they hold and did."""
+        host, disk = self.host, self.disk
+        if host is not None:
+            stats.host_bytes_total, stats.host_bytes_used = host.num_bytes, host.bytes_used
+            stats.host_pages, stats.host_checkpoints = host.num_pages, host.num_checkpoints
+            stats.host_bytes_offered, stats.host_bytes_written = host.bytes_offered, host.bytes_written
+        if disk is not None:
+            stats.disk_bytes_total, stats.disk_bytes_used = disk.num_bytes, disk.bytes_used
+            stats.disk_pages, stats.disk_checkpoints = disk.num_pages, disk.num_checkpoints
+            stats.disk_bytes_offered, stats.disk_bytes_written = disk.bytes_offered, disk.bytes_written
+            stats.disk_failure, stats.disk_report = disk.failure, "; ".join(disk.report)
         stats.restored_checkpoints, stats.restored_tokens = self.restored_checkpoints, self.restored_tokens
-        stats.restored_bytes, stats.tier_failures = self.restored_bytes, self.num_failures
+        stats.restored_bytes, stats.tier_failures = self.restored_bytes, self._failures()
+
+    def _failures(self) -> int:
+        counts = self.disk.counts if self.disk is not None else None
+        return self.num_failures + (counts.num_failures + counts.num_damaged if counts is not None else 0)
+
+    def violations(self) -> list[str]:
+        """What is wrong with their bookkeeping, for the audit."""
+        return [line for tier in self._tiers for line in tier.violations()]
 
     def _reader(self) -> ContentWriter:
         return writer_of(self._memory)
 
-    def _gain(self, num_tokens: int, num_bytes: int) -> float:
-        """Seconds that restoring saves over computing."""
-        gain = num_tokens * self.compute.value - num_bytes * self.copy.value
+    def _gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
+        """Seconds that restoring saves over computing.
+
+        Args:
+            seconds: that restoring takes.
+            tiers: from which.
+        """
+        gain = num_tokens * self.compute.value - seconds
         if gain <= 0:
-            self.copy.fade()
+            for tier in tiers:
+                tier.cost.fade()
         return gain
 
-    def _names(self, node: Node) -> list[bytes]:
-        """The digests of the prefixes up to each page on the path to a node's end."""
-        edges, above = [], node
-        while above.parent is not None:
-            edges.append(above.edge)
-            above = above.parent
-        assert isinstance(above, Root)
-        return chain(b"".join(reversed(edges)), above.namespace, self._page_size * TOKEN_BYTES)
+    def _names(self, key: Key) -> list[bytes]:
+        """The digests of the prefixes up to the end of each page of a key."""
+        return chain(key.ids, key.namespace, self._page_size * TOKEN_BYTES)
 
     # What comes back
 
@@ -183,7 +285,7 @@ class Tiers:
         Args:
             limit: tokens of the lease's key that may be used.
         """
-        if not self.host.num_checkpoints:
+        if all(tier.is_empty for tier in self._tiers):
             return
         try:
             restored = self._restore(lease, limit, restorer)
@@ -200,93 +302,177 @@ class Tiers:
     def _restore(self, lease: Lease, limit: int, restorer: Restorer) -> Restored | None:
         """What came back; None: there was nothing."""
         key, hit, page_hit = lease.key, lease.num_hit_tokens, lease.num_shared * self._page_size
-        names, refused = self._names_of(key), ""
+        names = self._names_of(key)
+        refused = self._why_missing(names, hit, limit)
         for candidate in self._candidates(key, names, page_hit, hit, limit):
-            saved = candidate.num_tokens - hit
-            if self._gain(saved, candidate.num_bytes) <= 0:
-                refused = refused or (
-                    f"the checkpoint at {candidate.num_tokens} in host memory is not restored: computing is faster"
-                )
+            position, saved = candidate.num_tokens, candidate.num_tokens - hit
+            if self._gain(saved, candidate.seconds, *candidate.names) <= 0:
+                refused = refused or candidate.refusal("computing is faster")
                 continue
             start = time.perf_counter()
             try:
-                outcome = restorer.fill(lease, self._boundary(key, names, candidate, page_hit))
+                fetched, times = self._fetch(candidate, saved * self.compute.value)
+                outcome = restorer.fill(lease, self._boundary(key, names, candidate, page_hit, fetched))
+            except UnavailableError as error:
+                refused = refused or candidate.refusal(str(error))
+                continue
             except Exception as error:
                 self.num_failures += 1
-                return Restored("host", refused=f"restoring {candidate.num_tokens} tokens failed: {error!s:.200}")
+                return Restored(candidate.label, refused=f"restoring {position} tokens failed: {error!s:.200}")
             if outcome is not Outcome.RESTORED:
-                return Restored("host", refused=f"{candidate.num_tokens} tokens are not restored: {outcome.value}")
+                return Restored(candidate.label, refused=f"{position} tokens are not restored: {outcome.value}")
             seconds = time.perf_counter() - start
-            self._note(names, candidate, page_hit, seconds, saved)
-            return Restored("host", saved, candidate.num_bytes, seconds, refused)
-        return Restored("host", refused=refused) if refused else None
+            self._note(candidate, fetched, times, seconds)
+            self.restored_tokens += saved
+            return Restored(candidate.label, saved, candidate.num_bytes, seconds, refused)
+        return Restored("", refused=refused) if refused else None
 
     def _names_of(self, key: Key) -> list[bytes]:
         """The digests of a key, kept for the next call: a request that waits asks again and again."""
         latest, names = self._latest
         if latest is not key:
-            names = chain(key.ids, key.namespace, self._page_size * TOKEN_BYTES)
+            names = self._names(key)
             self._latest = key, names
         return names
 
-    def _candidates(self, key: Key, names: list[bytes], page_hit: int, hit: int, limit: int) -> list[Candidate]:
-        """The checkpoints in host memory that a prompt could use, deepest first."""
-        size, first = self._page_size, page_hit // self._page_size
-        last = first
-        while last < min(limit // size, len(names)) and ("page", names[last]) in self.host:
-            last += 1
-        found = []
-        for end in range(last * size // self._grid * self._grid, hit, -self._grid):
-            if ("checkpoint", names[end // size - 1]) in self.host and key.whole(end, 1) == end:
-                num_pages = max(0, end // size - first)
-                found.append(Candidate(end, num_pages * self._sizes.page + self._sizes.checkpoint))
-        return found
+    def _why_missing(self, names: list[bytes], hit: int, limit: int) -> str:
+        """Why a checkpoint beyond a hit is not there, of the deepest of which that is known; empty: of none."""
+        if self.disk is None:
+            return ""
+        for end in range(min(limit, len(names) * self._page_size) // self._grid * self._grid, hit, -self._grid):
+            name = CHECKPOINT, names[end // self._page_size - 1]
+            why = self.disk.why_missing(name) if name not in self.disk else ""
+            if why:
+                return f"the checkpoint at {end} on disk is not used: {why}" if self.disk.failure is None else why
+        return ""
 
-    def _boundary(self, key: Key, names: list[bytes], candidate: Candidate, page_hit: int) -> Boundary:
+    def _candidates(self, key: Key, names: list[bytes], page_hit: int, hit: int, limit: int) -> Iterator[Candidate]:
+        """The checkpoints in the tiers that a prompt could use, deepest first."""
+        size, first = self._page_size, page_hit // self._page_size
+        places: list[Tier] = []  # of the pages that the device lacks
+        for name in names[first : limit // size]:
+            place = self._place((PAGE, name))
+            if place is None:
+                break
+            places.append(place)
+        for end in range((first + len(places)) * size // self._grid * self._grid, hit, -self._grid):
+            checkpoint = CHECKPOINT, names[end // size - 1]
+            place = self._place(checkpoint)
+            if place is None or key.whole(end, 1) != end:
+                continue
+            found: dict[Tier, list[Name]] = {}
+            num_pages = max(0, end // size - first)
+            for tier, name in zip(places[:num_pages], names[first:], strict=False):
+                found.setdefault(tier, []).append((PAGE, name))
+            num_bytes = {tier: len(pages) * self._sizes.page for tier, pages in found.items()}
+            found.setdefault(place, []).append(checkpoint)
+            num_bytes[place] = num_bytes.get(place, 0) + self._sizes.checkpoint
+            seconds = sum(tier.cost.seconds(count) for tier, count in num_bytes.items())
+            yield Candidate(end, found, sum(num_bytes.values()), seconds)
+
+    def _place(self, name: Name) -> Tier | None:
+        """The first tier that has a copy."""
+        return next((tier for tier in self._tiers if name in tier), None)
+
+    def _fetch(self, candidate: Candidate, seconds: float) -> tuple[dict[Name, Contents], dict[Tier, float]]:
+        """The contents of a candidate, and how long each tier took.
+
+        Args:
+            seconds: that it may take.
+        """
+        contents: dict[Name, Contents] = {}
+        times: dict[Tier, float] = {}
+        for tier, names in candidate.names.items():
+            start = time.perf_counter()
+            contents.update(zip(names, tier.fetch(names, seconds), strict=True))
+            times[tier] = time.perf_counter() - start
+        return contents, times
+
+    def _boundary(
+        self, key: Key, names: list[bytes], candidate: Candidate, page_hit: int, contents: dict[Name, Contents]
+    ) -> Boundary:
         first, end = page_hit // self._page_size, candidate.num_tokens // self._page_size
-        pages = [self.host.get(("page", name)) for name in names[first:end]]
-        checkpoint = self.host.get(("checkpoint", names[end - 1]))
-        assert checkpoint is not None
-        usage: NodeUsage = checkpoint.note
+        checkpoint = CHECKPOINT, names[end - 1]
+        note = next((note for tier in candidate.names if (note := tier.note(checkpoint)) is not None), None)
+        if note is None:
+            raise UnavailableError("a copy is not there any more")
+        kind = Kind(note.kind)
         return Boundary(
             key=key,
             num_tokens=candidate.num_tokens,
-            pages=[page.contents for page in pages if page is not None],
-            checkpoint=checkpoint.contents,
-            kind=usage.kind if usage.kind is not Kind.PAGES else Kind.BRANCH,
-            turn=usage.turn,
-            priority=usage.priority,
-            past=usage,
+            pages=[contents[PAGE, name] for name in names[first:end]],
+            checkpoint=contents[checkpoint],
+            kind=kind if kind is not Kind.PAGES else Kind.BRANCH,
+            turn=note.turn,
+            priority=note.priority,
+            past=note.usage,
         )
 
-    def _note(self, names: list[bytes], candidate: Candidate, page_hit: int, seconds: float, saved: int) -> None:
-        """Count what was restored. Its copies stay: when it is evicted again, nothing is written."""
-        end = candidate.num_tokens // self._page_size
-        self.host.used(("checkpoint", names[end - 1]))
-        for name in names[page_hit // self._page_size : end]:
-            self.host.used(("page", name))
-        self.copy.note(candidate.num_bytes, seconds)
+    def _note(
+        self, candidate: Candidate, fetched: dict[Name, Contents], times: dict[Tier, float], seconds: float
+    ) -> None:
+        """Count what was restored. Its copies stay: when it is evicted again, nothing is written.
+
+        Args:
+            times: that each tier took.
+            seconds: that the whole took.
+        """
+        written = max(0.0, seconds - sum(times.values()))  # to the device
+        for tier, names in candidate.names.items():
+            num_bytes = sum(len(fetched[name]) for name in names)
+            share = num_bytes / max(1, candidate.num_bytes)
+            tier.cost.note(num_bytes, times[tier] + share * written)
+            for name in names:
+                tier.used(name)
         self.restored_checkpoints += 1
-        self.restored_tokens += saved
         self.restored_bytes += candidate.num_bytes
 
 
-def make_tiers(memory: CacheMemory, config: CacheConfig) -> Tiers | None:
+def _path(node: Node) -> Key:
+    """The key of all tokens from the root to a node's end."""
+    edges, above = [], node
+    while above.parent is not None:
+        edges.append(above.edge)
+        above = above.parent
+    assert isinstance(above, Root)
+    return Key(b"".join(reversed(edges)), above.namespace)
+
+
+def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint | None) -> Tiers | None:
     """The tiers that a configuration asks for; None: none.
 
+    Args:
+        model: a name for the model and its weights, or a whole fingerprint: for copies on disk.
+
     Raises:
-        ArgumentError: the memory has no contents that can be copied.
+        ArgumentError: the memory has no contents that can be copied, or the disk needs a name of the model.
         MemoryBudgetError: there is less host memory.
     """
-    if config.host is None or not config.enabled:
+    if not config.enabled or (config.host is None and config.disk is None):
         return None
     writer_of(memory)
     if memory.sizes is None:
-        raise ArgumentError("CacheConfig: host needs a memory that knows the bytes of its pages and states")
-    assert isinstance(config.host, int)
-    free = free_memory(torch.device("cpu"))
-    if config.host > free:
-        raise MemoryBudgetError(
-            f"CacheConfig: host={format_bytes(config.host)}, but only {format_bytes(free)} is free; choose less"
+        raise ArgumentError("CacheConfig: host and disk need a memory that knows the bytes of its pages and states")
+    host, disk = None, None
+    if config.host is not None:
+        assert isinstance(config.host, int)
+        free = free_memory(torch.device("cpu"))
+        if config.host > free:
+            raise MemoryBudgetError(
+                f"CacheConfig: host={format_bytes(config.host)}, but only {format_bytes(free)} is free; choose less"
+            )
+        host = HostTier(config.host, passes_on=config.disk is not None)
+    if config.disk is not None:
+        assert isinstance(config.disk, int) and isinstance(config.directory, Path)
+        if model is None:
+            raise ArgumentError(
+                "CacheConfig: disk needs a name for the model and its weights, so that copies are used with the model "
+                "that made them: HybridCache(memory, config, model='my-model 3')"
+            )
+        here = fingerprint_named(memory, config, model)
+        origin = Origin(
+            json.dumps(here.as_json(), sort_keys=True),
+            lambda text: here.differences(fingerprint_of_json(json.loads(text))),
         )
-    return Tiers(HostTier(config.host), memory, memory.sizes, config.page_size, config.grid)
+        disk = DiskTier(config.directory, config.disk, origin, wants_ids=config.directory_readable)
+    return Tiers(host, disk, memory, memory.sizes, config)

@@ -17,7 +17,8 @@ import torch
 
 from hybrid.cache.stats import CacheStats
 from hybrid.engine.engine import Engine
-from hybrid.engine.model_runner import Pending, Result, Runner
+from hybrid.engine.model_runner import Pending, Runner
+from hybrid.engine.results import Result
 from hybrid.errors import OwnershipError
 from hybrid.memory.arena import ArenaPool
 from hybrid.memory.pool import IndexPool

@@ -48,11 +48,10 @@ class Judge:
         self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
         config = engine.cache.config
         self.grid: int = config.grid
-        self._config = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True)
-        self._cold = engine.with_cache(
-            CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, enabled=False),
-            size=(256, 16),
+        self._config = CacheConfig(
+            page_size=config.page_size, chunk_size=config.chunk_size, kv_dtype=config.kv_dtype, deterministic=True
         )
+        self._cold = engine.with_cache(replace(self._config, enabled=False), size=(256, 16))
 
     def ids(self, count: int) -> list[int]:
         """Random token ids."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hybrid.cache.archives import fingerprint_of
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
@@ -18,12 +20,18 @@ from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
+from hybrid.kernels.ops import uses_triton
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
+from hybrid.models.layers import Linear
 from hybrid.models.loading import can_quantize, load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
+from hybrid.tiers.fingerprint import Fingerprint, digest_of_model
+
+IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+"""Fields of a configuration that change no result: the weights have their own types."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,6 +55,18 @@ class LoadedModel:
     image_encoder: ImageEncoder | None = None
     end_tokens: frozenset[int] = frozenset()
     default_params: SamplingParams = field(default_factory=SamplingParams)
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of configuration and weights. The first call reads all of them, at about 1 GB per second and
+        thread."""
+        model = self.model
+        config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED}
+        weights: dict[str, torch.Tensor] = dict(model.state_dict())
+        for name, module in model.named_modules():
+            if isinstance(module, Linear) and module.scale is not None:  # of an int8 weight
+                weights[f"{name}.scale"] = module.scale
+        return digest_of_model(config, weights.items())
 
 
 def load(
@@ -176,12 +196,18 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         size: numbers of pages and of state slots, instead of `config.memory`.
 
     Raises:
+        ArgumentError: `config.kv_dtype` does not run on the device.
         MemoryBudgetError: the memory does not suffice for one request.
     """
     model, device = loaded.model, loaded.device
-    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype)
+    if config.kv_dtype != "auto" and uses_triton(device):
+        raise ArgumentError(
+            f"CacheConfig: kv_dtype={config.kv_dtype!r} has no GPU kernel; use kv_dtype='auto', or a CPU"
+        )
+    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype).with_kv_dtype(config.kv_dtype)
     if size is not None:
-        return make_cache(CacheMemory.fixed(spec, config.page_size, *size, device), config)
+        memory = CacheMemory.fixed(spec, config.page_size, *size, device)
+        return make_cache(memory, config, _fingerprint(loaded, memory, config))
     memory = CacheMemory.for_spec(
         spec,
         config.memory_bytes(free_memory(device), device.type == "cuda"),
@@ -190,7 +216,14 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         state_share=config.state_share,
         state_dtype=config.state_dtype,
     )
-    return make_cache(memory, config)
+    return make_cache(memory, config, _fingerprint(loaded, memory, config))
+
+
+def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) -> Fingerprint | None:
+    """What copies on disk are made with; None: there are none, and no weights are read."""
+    if config.disk is None or not config.enabled:
+        return None
+    return fingerprint_of(memory, config, loaded.digest, is_deterministic(config, loaded.device))
 
 
 def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, deterministic: bool) -> ModelRunner:
@@ -199,7 +232,8 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     if deterministic:
         model.make_batch_invariant()
     graphs = None
-    if not config.enforce_eager and model.decode_can_be_recorded:
+    can_be_recorded = model.decode_can_be_recorded and cache.config.kv_dtype == "auto"  # torch unpacks rows
+    if not config.enforce_eager and can_be_recorded:
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
 

@@ -23,7 +23,7 @@ class EngineConfig:
             cache's memory. None: no limit.
         enforce_eager: launch decode steps operation by operation; otherwise they are captured where that is possible,
             as CUDA graphs on a GPU, as programs of compiled operations on a CPU.
-        overlap: schedule the next step while the device computes this one. None: on a GPU.
+        overlap: launch the next step before the results of this one are waited for. None: on a GPU.
         audit: run `HybridCache.audit` after every step. Slow; for tests.
 
     Raises:

@@ -78,13 +78,18 @@ class DecodeGraphs:
         """The graphs captured so far, oldest first."""
         return tuple(self._graphs.values())
 
-    def run(self, plan: Plan) -> tuple[Tensor, SamplingRows | None]:
-        """The logits of a padded plan without prompt parts, `[rows, vocab]`: valid until the next run."""
+    def run(self, plan: Plan, tokens: Tensor | None = None) -> tuple[Tensor, SamplingRows | None]:
+        """The logits of a padded plan without prompt parts, `[rows, vocab]`: valid until the next run.
+
+        Args:
+            tokens: those of the pass before, if this one continues from them.
+        """
         graph = self._graphs.get(plan.shape) or self._capture_plan(plan)
         if graph is None:
-            batch, sampling = plan.on(self._device)
+            batch, sampling = plan.on(self._device, tokens)
             return self._model(batch, self._kv, self._state), sampling
         graph.numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
+        plan.fill_in(graph.numbers, tokens)
         graph.replay()
         return graph.logits, plan.sampling(graph.numbers)
 

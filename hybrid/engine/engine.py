@@ -370,7 +370,8 @@ class Engine:
         return self._steps.stats()
 
     def close(self) -> None:
-        """Abort all requests, and free the memory of the cache. Another `close` does nothing.
+        """Abort all requests, and free the memory of the cache. What is worth it goes to `CacheConfig.disk` before, if
+        there is one. Another `close` does nothing.
 
         Outputs can still be taken with `step`, and `stats` can be read. The model's weights are freed when no engine
         refers to them any more.
@@ -384,7 +385,7 @@ class Engine:
             self._steps.close()
             while self.cache.give_up_a_pin():
                 pass
-            self.cache.clear()
+            self.cache.shutdown()
             self.cache.memory.release()
 
     def __enter__(self) -> Engine:

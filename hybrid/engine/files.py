@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from hybrid.cache.archives import fingerprint_of
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.explain import Explanation, explain
@@ -13,13 +11,9 @@ from hybrid.engine.adapters import Adapters, namespace_of
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.intake import Intake
 from hybrid.key import Key
-from hybrid.models.layers import Linear
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.tiers.archive import Archive
-from hybrid.tiers.fingerprint import Fingerprint, digest_of_model
-
-IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Fields of a configuration that change no result: the weights have their own types."""
+from hybrid.tiers.fingerprint import Fingerprint
 
 
 class Files:
@@ -46,14 +40,9 @@ class Files:
     def fingerprint(self) -> Fingerprint:
         """What the contents of the cache are made with. The first call reads all weights."""
         if self._fingerprint is None:
-            model = self._loaded.model
-            config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED}
-            weights: dict[str, Tensor] = dict(model.state_dict())
-            for name, module in model.named_modules():
-                if isinstance(module, Linear) and module.scale is not None:  # of an int8 weight
-                    weights[f"{name}.scale"] = module.scale
-            digest = digest_of_model(config, weights.items())
-            self._fingerprint = fingerprint_of(self._cache.memory, self._cache.config, digest, self._deterministic)
+            self._fingerprint = fingerprint_of(
+                self._cache.memory, self._cache.config, self._loaded.digest, self._deterministic
+            )
         return self._fingerprint
 
     def archive(

@@ -17,7 +17,7 @@ class StepGuard:
         interrupts: the section in which signal handlers wait.
 
     Attributes:
-        steps: what is undone when the step fails: the step itself, and the one scheduled ahead.
+        steps: what is undone when the step fails: the step itself, and the one launched after it.
         failures: requests that failed by themselves, with the exceptions.
     """
 
@@ -40,9 +40,9 @@ class StepGuard:
         self.steps.append(step)
         return step
 
-    def keep_on_failure(self) -> None:
-        """The results are there: from now on nothing is undone."""
-        self.steps.clear()
+    def keep_on_failure(self, step: Step) -> None:
+        """The results of this step are there: from now on it is not undone."""
+        self.steps.remove(step)
 
     @contextmanager
     def failing(self, request: Request) -> Iterator[None]:

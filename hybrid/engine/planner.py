@@ -6,7 +6,7 @@ All numbers of a step are in one tensor, so that they reach a GPU in one copy; t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
-from hybrid.engine.constraints import Edits
 from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
+from hybrid.engine.request import Request
+from hybrid.engine.sampled_rows import SampledRows, targets_of, tokens_of
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
 from hybrid.errors import AuditError
 from hybrid.kernels.batch_invariant import RowBlocks
+from hybrid.kernels.ops import fill_in_tokens
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.models.adapters import Adapter
-from hybrid.speculation.drafts import Drafts
 
 BATCH_INVARIANT_SPLITS = 16
 """Number of pieces into which the keys of a decoded token are split when results must not depend on the batch."""
@@ -35,73 +36,22 @@ STEPS = "decodes.steps"
 """The piece of a layout with `Unrolled.rows`, where drafts form trees."""
 
 SAMPLING = "sampling"
-"""The last piece of a layout, where there is one: how tokens are sampled."""
+"""The piece of a layout, where there is one, that says how tokens are sampled."""
+
+LINKS = "links"
+"""The piece of a layout, where there is one, that says which tokens the device fills in: as `fill_in_tokens` has it."""
+
+NOT_READ = (SAMPLING, LINKS)
+"""The last pieces of a layout, which no layer reads."""
+
+LINK_FIELDS = 5
+"""Numbers of a link."""
 
 MIN_WIDTH = 16
 """Width of the narrowest block table of a padded plan, in pages."""
 
 
-class SampledRows(NamedTuple):
-    """The rows of logits of one part: one for its last known token, and one for each draft after it.
-
-    Attributes:
-        samples: the token after its last known one is wanted.
-        num_logprobs: number of log-probabilities that are requested; None: none.
-        drafts: the drafts.
-        count: number of rows.
-        num_prompt_logprobs: number of log-probabilities that are requested for tokens of the prompt; None: none.
-        targets: the tokens after the first rows, whose log-probabilities are requested.
-        forks: number of rows for the first tokens of other answers: the last rows, all of the last known token.
-    """
-
-    samples: bool
-    num_logprobs: int | None = None
-    drafts: Drafts | None = None
-    count: int = 1  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
-    num_prompt_logprobs: int | None = None
-    targets: tuple[int, ...] = ()
-    forks: int = 0
-
-    @property
-    def before(self) -> int:
-        """Number of rows before that of the last known token."""
-        return self.count - 1 - self.forks - (len(self.drafts) if self.drafts is not None else 0)
-
-    @property
-    def most_logprobs(self) -> int | None:
-        """Number of log-probabilities that a row has, at most; None: none."""
-        return max((n for n in (self.num_logprobs, self.num_prompt_logprobs) if n is not None), default=None)
-
-    def rows(self, end: int) -> list[int]:
-        """Its rows among the tokens of the batch, of which its own end at `end`."""
-        if self.count == 1:  # the usual case
-            return [end - 1]
-        first = end - (self.count - self.forks)
-        last_known = first + self.before
-        return [*range(first, end), *[last_known] * self.forks]
-
-    @classmethod
-    def of(cls, part: Part) -> SampledRows:
-        """Those of a part."""
-        request, samples = part.request, part.samples
-        count = request.params.logprobs if samples else None
-        if request.params.prompt_logprobs is None and request.completions is None:
-            return cls(samples, count, part.drafts, part.num_drafts + 1)
-        targets: tuple[int, ...] = ()
-        first = part.end - 1
-        if request.hit_limit < request.prompt_len:
-            first = max(part.start, min(first, len(request.prompt_logprobs) - 1))
-            targets = tuple(request.ids[first + 1 : min(part.end, request.prompt_len - 1) + 1])
-        forks = len(request.forks) if samples else 0
-        return cls(
-            samples,
-            count,
-            part.drafts,
-            part.start + part.num_rows - first + forks,
-            request.params.prompt_logprobs if targets else None,
-            targets,
-            forks,
-        )
+NO_SOURCES: Mapping[Request, int] = {}
 
 
 class Padding(NamedTuple):
@@ -135,8 +85,8 @@ class Plan:
         embeddings: of the rows of images, in pieces.
         parts: of the step.
         sampled: the rows of logits of each part, without padding.
+        checkpoint_slots: (part, state slot) of every checkpoint that the pass writes.
         is_padded: it is padded to one of few shapes.
-        edits: what is done to the logits before tokens are chosen; None: nothing.
         adapted: the adapters of the step, with the blocks of their rows.
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
     """
@@ -149,25 +99,31 @@ class Plan:
     embeddings: tuple[Tensor, ...]
     parts: tuple[Part, ...]
     sampled: tuple[SampledRows, ...]
+    checkpoint_slots: tuple[tuple[int, int], ...]
     is_padded: bool
-    edits: Edits | None = None
     adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
     targets: tuple[int, ...] | None = None
 
     @property
-    def checkpoint_slots(self) -> list[tuple[int, int]]:
-        """(part, state slot) of every checkpoint that the pass writes."""
-        return [(row, slot) for row, _, slot in self._view(self.numbers, "checkpoints").tolist()]
-
-    @property
     def shape(self) -> Layout:
-        """The layout without the numbers of sampling, which no layer reads."""
-        return tuple((name, place) for name, place in self.layout.items() if name != SAMPLING)
+        """The layout without what no layer reads."""
+        return tuple((name, place) for name, place in self.layout.items() if name not in NOT_READ)
 
-    def on(self, device: torch.device) -> tuple[Batch, SamplingRows | None]:
-        """The plan's tensors on a device, in one copy."""
-        numbers = self.numbers.to(device, non_blocking=True)
+    def on(self, device: torch.device, tokens: Tensor | None = None) -> tuple[Batch, SamplingRows | None]:
+        """The plan's tensors on a device, in one copy.
+
+        Args:
+            tokens: those of the pass before, if this one continues from them.
+        """
+        numbers = self.numbers.to(device, non_blocking=True, copy=LINKS in self.layout)
+        self.fill_in(numbers, tokens)
         return self.batch(numbers), self.sampling(numbers)
+
+    def fill_in(self, numbers: Tensor, tokens: Tensor | None) -> None:
+        """Write tokens of the pass before into numbers of this layout, where this one continues from them."""
+        if LINKS in self.layout:
+            assert tokens is not None
+            fill_in_tokens(numbers, tokens, self._view(numbers, LINKS))
 
     @property
     def has_drafts(self) -> bool:
@@ -234,10 +190,11 @@ class Plan:
 
     @property
     def max_numbers(self) -> int:
-        """Numbers of a plan of this shape in which every row is sampled at random."""
+        """Numbers of a plan of this shape in which every row is sampled at random, and continues from the pass
+        before."""
         rows = self.layout["token_ids"][1][0]
-        start = self.layout[SAMPLING][0] if SAMPLING in self.layout else self.numbers.numel()
-        return start + len(SamplingRows._fields) * rows + ALIGNMENT
+        start = min((self.layout[name][0] for name in NOT_READ if name in self.layout), default=self.numbers.numel())
+        return start + (len(SamplingRows._fields) + LINK_FIELDS) * rows + len(NOT_READ) * ALIGNMENT
 
     def _view(self, numbers: Tensor, name: str) -> Tensor:
         start, shape = self.layout[name]
@@ -245,7 +202,13 @@ class Plan:
 
 
 def plan(
-    step: Step, page_size: int, chunk_size: int, deterministic: bool, padding: Padding | None = None, pin: bool = False
+    step: Step,
+    page_size: int,
+    chunk_size: int,
+    deterministic: bool,
+    padding: Padding | None = None,
+    pin: bool = False,
+    sources: Mapping[Request, int] = NO_SOURCES,
 ) -> Plan:
     """Build the plan of a step whose memory has been allocated.
 
@@ -256,19 +219,19 @@ def plan(
         deterministic: results must not depend on the rest of the batch.
         padding: for a step without prompt parts: the shape that the plan is padded to.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
+        sources: of requests whose last token the host does not know: its row among the tokens of the pass before.
 
     Raises:
         AuditError: the numbers of tokens, positions, slots and rows do not agree.
     """
     parts = step.parts
-    num_prefills = sum(part.is_prefill for part in parts)
-    prefills, decodes = parts[:num_prefills], parts[num_prefills:]
-    filler = padding.rows - len(parts) if padding is not None else 0
-    width = padding.width if padding is not None else 0
+    prefills, decodes = [part for part in parts if part.is_prefill], [part for part in parts if not part.is_prefill]
+    num_prefills = len(prefills)
+    filler, width = (padding.rows - len(parts), padding.width) if padding is not None else (0, 0)
     positions = [part.positions for part in parts]
     starts = [0, *accumulate(map(len, positions))]
     pieces, num_tokens = Pieces(), starts[-1] + filler
-    _add_tokens(pieces, parts, positions, page_size, filler)
+    checkpoints = _add_tokens(pieces, parts, positions, page_size, filler, sources)
     sampled = tuple(SampledRows.of(part) for part in parts)
     rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in own.rows(end)]
     pieces.add("sample_rows", rows + [0] * filler, (len(rows) + filler,))
@@ -280,38 +243,43 @@ def plan(
     if decodes or filler:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         _add_decodes(pieces, decodes, positions[num_prefills:], filler, width)
-    choices = _choices(parts, sampled)
-    _add_sampling(pieces, choices + [None] * filler)
-    block_rows = chunk_size if deterministic else None
-    adapted = _add_adapted(pieces, parts, starts, block_rows) if any(part.request.adapter for part in parts) else ()
-    numbers = pieces.numbers()
-    blocks = None
-    if deterministic:
-        blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
+    adapted = _add_adapted(pieces, parts, starts, chunk_size if deterministic else None)
+    _add_sampling(pieces, parts, sampled, filler)
+    _add_links(pieces, parts, starts, sources)
+    blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
     return Plan(
-        numbers.pin_memory() if pin else numbers,
+        pieces.numbers().pin_memory() if pin else pieces.numbers(),
         pieces.layout,
         splits,
         starts[num_prefills],
-        blocks,
+        blocks if deterministic else None,
         embeddings,
         parts=tuple(parts),
         sampled=sampled,
+        checkpoint_slots=tuple(checkpoints),
         is_padded=padding is not None,
         adapted=adapted,
-        targets=_targets(sampled),
-        edits=Edits.of([row.edits if row is not None else None for row in choices]),
+        targets=targets_of(sampled),
     )
 
 
-def _add_tokens(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], page_size: int, filler: int) -> None:
-    """The numbers of the step's tokens, and the checkpoints to write."""
+def _add_tokens(
+    pieces: Pieces,
+    parts: list[Part],
+    positions: list[Sequence[int]],
+    page_size: int,
+    filler: int,
+    sources: Mapping[Request, int],
+) -> list[tuple[int, int]]:
+    """The numbers of the step's tokens, and the checkpoints to write. Returns their parts and slots."""
     token_ids: list[int] = []
     slots: list[int] = []
     checkpoints: list[int] = []
     for row, (part, own) in enumerate(zip(parts, positions, strict=True)):
         known = part.request.ids[part.start : part.end]
         count = part.end - part.start
+        if part.num_unknown == 1 and part.request in sources:
+            known.append(0)  # the device fills it in
         if not len(known) == count > 0 or (count > 1 and not part.is_prefill):
             raise AuditError(
                 f"plan: {part.request.request_id} has {len(known)} tokens for positions [{part.start}, {part.end}) of "
@@ -329,6 +297,7 @@ def _add_tokens(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]
     pieces.add("positions", every + [0] * filler, (num_tokens,))
     pieces.add("slot_mapping", slots + [-1] * filler, (num_tokens,))
     pieces.add("checkpoints", checkpoints, (len(checkpoints) // 3, 3))
+    return [*zip(checkpoints[::3], checkpoints[2::3], strict=True)]
 
 
 def _add_media(
@@ -351,33 +320,29 @@ def _add_media(
     return tuple(embeddings)
 
 
-def _choices(parts: list[Part], sampled: tuple[SampledRows, ...]) -> list[SampleRow | None]:
-    """How the token after each row of logits is chosen: the one after a draft as if the drafts up to it are right."""
-    rows: list[SampleRow | None] = []
-    for part, own in zip(parts, sampled, strict=True):
-        if own.count == 1:  # the usual case
-            rows.append(part.request.sample_row() if own.samples else None)
-            continue
-        rows += [None] * own.before
-        paths = own.drafts.after() if own.drafts is not None else [()]
-        rows += [part.request.sample_row(path) if own.samples else None for path in paths]
-        if own.forks:
-            rows += [fork.sample_row() for fork in part.request.forks]
-    return rows
-
-
-def _targets(sampled: tuple[SampledRows, ...]) -> tuple[int, ...] | None:
-    """For each row of logits the token whose log-probability is requested, -1 for that which is chosen; None: there are
-    no others."""
-    if not any(own.targets for own in sampled):
-        return None
-    return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
-
-
-def _add_sampling(pieces: Pieces, rows: list[SampleRow | None]) -> None:
-    numbers = sampling_numbers(rows)
+def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
+    """How the token of every row of logits is chosen, unless all are the most likely ones."""
+    rows: list[SampleRow | None] = [
+        request.sample_row(path, num_unknown) if request is not None else None
+        for request, path, num_unknown in tokens_of(parts, sampled)
+    ]
+    numbers = sampling_numbers(rows + [None] * filler)
     if numbers is not None:
         pieces.add_array(SAMPLING, np.array(numbers, np.float64))
+
+
+def _add_links(pieces: Pieces, parts: list[Part], starts: list[int], sources: Mapping[Request, int]) -> None:
+    """Where the device fills in the tokens that the pass before samples."""
+    if not any(part.num_unknown for part in parts):
+        return
+    num_prompt = sum(part.num_rows for part in parts if part.is_prefill)
+    first = [pieces.layout[name][0] for name in ("token_ids", "slot_mapping")]
+    first += [pieces.layout[name][0] - num_prompt for name in ("decodes.seq_lens", "decodes.state_write")]
+    links: list[int] = []
+    for part, row in zip(parts, starts, strict=False):
+        if part.num_unknown:
+            links += (sources[part.request], *(start + row for start in first))
+    pieces.add(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
 
 
 def _add_adapted(

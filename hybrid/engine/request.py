@@ -12,7 +12,7 @@ from typing import Protocol
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
-from hybrid.engine.constraints import Constraints
+from hybrid.engine.constraints import Constraints, RowEdits
 from hybrid.engine.output import Outputs, RequestOutput, Source, Usage
 from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
@@ -180,11 +180,20 @@ class Request:
         """Number of tokens of the answer."""
         return len(self.ids) - self.prompt_len
 
-    def sample_row(self, drafts: Sequence[int] = ()) -> SampleRow:
+    def sample_row(self, drafts: Sequence[int] = (), num_unknown: int = 0) -> SampleRow:
         """How the token after the known ones, and after draft tokens that may follow them, is chosen. Asking changes
-        nothing."""
-        number = uniform(self.seed, self.num_output + len(drafts)) if self.params.temperature else 0.0
-        return SampleRow(self.params, number, self.constraints.after(drafts) if self.constraints is not None else None)
+        nothing.
+
+        Args:
+            num_unknown: number of tokens between, which are not in the history yet.
+        """
+        index = self.num_output + num_unknown + len(drafts)
+        return SampleRow(self.params, uniform(self.seed, index) if self.params.temperature else 0.0)
+
+    def row_edits(self, drafts: Sequence[int] = ()) -> RowEdits | None:
+        """What is done to the logits of that token before, which depends on all tokens before it; None: nothing.
+        Asking changes nothing."""
+        return self.constraints.after(drafts) if self.constraints is not None else None
 
     @property
     def source(self) -> Source:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.engine.constraints import Edits, RowEdits
+from hybrid.engine.constraints import Edits
 from hybrid.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams()
@@ -40,12 +40,10 @@ class SampleRow(NamedTuple):
     Attributes:
         params: of its request.
         number: its random number, in [0, 1); 0 where the token is the most likely one.
-        edits: what is done to the logits before; None: nothing.
     """
 
     params: SamplingParams
     number: float
-    edits: RowEdits | None = None
 
 
 class SamplingRows(NamedTuple):

@@ -21,6 +21,7 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.fork import fork as fork_lease
 from hybrid.cache.lease import Lease
+from hybrid.cache.retreat import retreat
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.request import Request, Status
@@ -60,6 +61,7 @@ class Scheduler:
         self.waiting: WaitingQueue = WaitingQueue()
         self.running: list[Request] = []
         self._failures: list[tuple[Request, Exception]] = []
+        self._expected: Set[Request] = frozenset()
         self.num_retractions: int = 0
 
     @property
@@ -67,7 +69,7 @@ class Scheduler:
         """Whether a request waits or runs."""
         return bool(self.waiting or self.running)
 
-    def schedule(self, only: Set[Request] | None = None) -> Step:
+    def schedule(self, only: Set[Request] | None = None, expected: Set[Request] = frozenset()) -> Step:
         """Choose what the next step computes, and allocate the memory for it.
 
         It may be called while the tokens of the last step are still being computed: of a request whose known tokens
@@ -75,7 +77,9 @@ class Scheduler:
 
         Args:
             only: compute no other requests; None: all.
+            expected: requests whose next token is chosen by a pass under way.
         """
+        self._expected = expected
         decodes: list[Part] = []
         for request in list(self.running):
             if only is None or request in only:
@@ -100,10 +104,17 @@ class Scheduler:
             self.waiting.serve(part.request.namespace, 0 if part.is_prefill else 1)
         return alive
 
-    def commit(self, part: Part) -> None:
-        """A part of a step was computed: share its finished chunks. In deterministic mode only those of prompts."""
+    def retreat(self, part: Part) -> None:
+        """A part was launched that wrote nothing: its last token was not known to the device. It is computed again."""
+        if part.is_alive:
+            retreat(self.cache, part.lease, part.start, part.swaps)
+            part.request.num_computed = part.start
+
+    def commit(self, part: Part, computed: int) -> None:
+        """A part of a step was computed, with the drafts after it up to `computed` tokens: share its finished chunks.
+        In deterministic mode only those of prompts. What a later pass has computed is not known to be finite yet."""
         request, lease, config = part.request, part.lease, self.cache.config
-        end = min(request.num_computed, len(request.ids))
+        end = min(computed, len(request.ids))
         computed = min(end, request.prefill_end) if self.deterministic else end
         whole = computed // config.grid * config.grid
         written = any(checkpoint.num_tokens <= whole for checkpoint in lease.captured)
@@ -121,7 +132,7 @@ class Scheduler:
         keeps_turns = "turn_end" in config.placement
         if lease is not None:
             if not self.deterministic:
-                kept = min(request.kept_len, request.num_computed)
+                kept = min(request.kept_len, request.num_committed)
                 if keeps_turns:
                     self.cache.donate_states(lease, kept)
                 self.cache.commit(lease, request.key(), kept // config.page_size * config.page_size)
@@ -199,7 +210,7 @@ class Scheduler:
                 return None
         on_grid = start % self.cache.config.grid == 0
         swaps = on_grid and not self.deterministic and self.cache.take_back(lease)
-        return Part(request, lease, start, start + 1, is_prefill=False, swaps=swaps)
+        return Part(request, lease, start, start + 1, False, self._samples(request, start + 1), swaps)
 
     def _prefill_parts(self, budget: int, only: Set[Request] | None) -> list[Part]:
         """Shares of the prompts: equal ones for each namespace, in order within a namespace. Replays get the rest."""
@@ -251,7 +262,11 @@ class Scheduler:
                     continue
                 if self.cache.capture_spare(lease, position) is None:
                     break
-        return Part(request, lease, start, end, is_prefill=True)
+        return Part(request, lease, start, end, True, self._samples(request, end))
+
+    def _samples(self, request: Request, end: int) -> bool:
+        """Whether the token after a part that ends there is not known yet, and wanted."""
+        return not request.is_replay and end == len(request.ids) + (request in self._expected)
 
     def _wanted(self, request: Request, lease: Lease) -> dict[int, Kind]:
         """Positions of a prompt at which a checkpoint is worth evicting another for, and why."""

@@ -19,6 +19,7 @@ class Part:
     Attributes:
         lease: the request's lease when the step was scheduled; the step's results belong to it alone.
         is_prefill: the tokens are computed as prompt.
+        samples: the token after the part is not known yet, and wanted.
         swaps: the pass reads the front and writes the back, so that the state before it is kept.
         drafts: computed after the tokens, for the case that they are what comes next.
         boundary: a position on the grid among the drafts: if they are accepted beyond it, its state is kept in the
@@ -32,6 +33,7 @@ class Part:
     start: int
     end: int
     is_prefill: bool
+    samples: bool = False
     swaps: bool = False
     drafts: Drafts | None = None
     boundary: int | None = None
@@ -77,9 +79,9 @@ class Part:
         return self.request.lease is self.lease
 
     @property
-    def samples(self) -> bool:
-        """Whether the token after the part is not known yet, and wanted."""
-        return not self.request.is_replay and self.end == len(self.request.ids)
+    def num_unknown(self) -> int:
+        """Number of its tokens that the host does not know: 1 when the pass before it samples its last token."""
+        return max(0, self.end - len(self.request.ids))
 
 
 @dataclass(slots=True)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.guard import StepGuard
 from hybrid.engine.meter import Meter
-from hybrid.engine.model_runner import Result, Runner
+from hybrid.engine.model_runner import Pending, Runner
 from hybrid.engine.request import Request, Status
+from hybrid.engine.results import Result
 from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
@@ -27,6 +29,33 @@ log: logging.Logger = logging.getLogger(__name__)
 NO_TOKEN_LEFT = "no token can be chosen: the parameters exclude all, or a logits processor gave NaN"
 
 NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
+
+
+NOBODY: frozenset[Request] = frozenset()
+
+
+@dataclass
+class Launched:
+    """A step that was launched.
+
+    Attributes:
+        step: as it was scheduled.
+        parts: those whose results are taken.
+        pending: its pass.
+        started: when it was launched, in seconds.
+    """
+
+    step: Step
+    parts: list[Part]
+    pending: Pending
+    started: float
+
+    def drop(self, requests: Set[Request], scheduler: Scheduler) -> None:
+        """Drop the parts of requests whose tokens the device did not know: they are computed again."""
+        for part in self.parts:
+            if part.request in requests:
+                scheduler.retreat(part)
+        self.parts = [part for part in self.parts if part.request not in requests]
 
 
 class ClosedRunner:
@@ -50,8 +79,8 @@ class StepLoop:
         runner: computes the steps.
         config: limits of requests and steps.
         end_tokens: tokens that end an answer.
-        overlap: schedule the next step while the device computes this one. Not where tokens are drafted: drafts follow
-            the last token.
+        overlap: launch the next step before the results of this one are waited for. Not where tokens are drafted:
+            drafts follow the last token.
 
     Attributes:
         runner: as given.
@@ -79,7 +108,8 @@ class StepLoop:
         self._config = config
         self._end_tokens = end_tokens
         self._overlap = overlap
-        self._ahead: Step | None = None
+        self._next: Launched | None = None
+        self._latest_results = 0.0
         self._suspects = Suspects()
         self._is_stepping = False
         self._aborted: list[Request] = []
@@ -154,7 +184,7 @@ class StepLoop:
                 self.abort(request_id)
             for replay in [*self._scheduler.running, *self._scheduler.waiting.in_turn(set())]:
                 self._scheduler.discard(replay)
-            self._ahead = None
+            self._next = None
             self.runner = ClosedRunner()
 
     def work(self) -> None:
@@ -174,42 +204,74 @@ class StepLoop:
     def advance(self) -> None:
         """One step: schedule, plan, launch, commit, deliver.
 
-        With overlap the next step is scheduled while the device computes this one. Until the results are there, a
-        failure undoes the step for all its requests (`_guard`); after that it ends one request.
+        With overlap the next step is launched before the results of this one are waited for: its pass takes the tokens
+        on the device. Until its results are there, a failure undoes a step for all its requests (`_guard`); after that
+        it ends one request. A launch ahead that fails is a failure of that step alone.
         """
         with self._guard() as guard:
-            step = guard.undo_on_failure(self._schedule())
-            if not step.parts:
+            launched = self._under_way(guard) or self._launch(guard)
+            if launched is None:
                 self._suspects.passed([])
                 return
-            started = time.perf_counter()
+            failure = self._launch_next(guard, launched)
             with guard.interruptible():
-                plan = self.runner.plan(step)
-                pending = self.runner.launch(plan)
-            parts = self._scheduler.advance(step)
-            if self._overlap and self._suspects.group is None and self._scheduler.drafting is None:
-                self._ahead = guard.undo_on_failure(self._scheduler.schedule())
-            with guard.interruptible():
-                results = dict(zip(map(id, step.parts), pending.wait(), strict=True))
-            guard.keep_on_failure()
-            if self._scheduler.drafting is not None:
-                self._scheduler.drafting.timed(step, time.perf_counter() - started)
-            if all(part.is_prefill for part in step.parts):
-                num_tokens = sum(part.end - part.start for part in step.parts)
-                self._cache.note_pass(num_tokens, time.perf_counter() - started)
-            for part in parts:
-                if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled
+                results = dict(zip(map(id, launched.step.parts), launched.pending.wait(), strict=True))
+            guard.keep_on_failure(launched.step)
+            self._note_time(launched)
+            if self._next is not None:
+                self._next.drop({part.request for part in launched.parts if results[id(part)].is_late}, self._scheduler)
+            for part in launched.parts:
+                if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled, or ended
                     continue
                 with guard.failing(part.request):
                     self._take(part, results[id(part)])
                     self._deliver(part, results[id(part)])
-            self._suspects.passed(parts)
+            self._suspects.passed(launched.parts)
+            if failure is not None:
+                raise failure
 
-    def _schedule(self) -> Step:
-        """The parts of the step scheduled ahead whose requests still run, or else a step scheduled now."""
-        ahead, self._ahead = self._ahead, None
-        step = ahead.alive() if ahead is not None else Step([])
-        return step if step.parts else self._scheduler.schedule(self._suspects.group)
+    def _under_way(self, guard: StepGuard) -> Launched | None:
+        """The step that was launched ahead, if a request of it still runs."""
+        launched, self._next = self._next, None
+        if launched is None or all(part.request.status is Status.FINISHED for part in launched.parts):
+            return None
+        guard.undo_on_failure(launched.step)
+        return launched
+
+    def _launch(self, guard: StepGuard, before: Launched | None = None) -> Launched | None:
+        """Schedule a step, and launch it after the one that is under way. None: there is nothing to compute now."""
+        expected = frozenset(part.request for part in before.parts if part.samples) if before is not None else NOBODY
+        step = self._scheduler.schedule(self._suspects.group, expected)
+        if not step.parts:
+            return None
+        guard.undo_on_failure(step)
+        started = time.perf_counter()
+        with guard.interruptible():
+            pending = self.runner.launch(self.runner.plan(step))
+        return Launched(step, self._scheduler.advance(step), pending, started)
+
+    def _launch_next(self, guard: StepGuard, launched: Launched) -> Exception | None:
+        """With overlap launch the step after one that was launched. Returns why that failed."""
+        if not self._overlap or self._suspects.group is not None or self._scheduler.drafting is not None:
+            return None
+        if any(part.samples and part.request.forks for part in launched.parts):
+            return None  # the other answers begin with a copy of the state, which the next pass would change
+        try:
+            self._next = self._launch(guard, launched)
+        except Exception as error:
+            if guard.was_interrupted:
+                raise
+            return error
+        return None
+
+    def _note_time(self, launched: Launched) -> None:
+        """The results of a step are there."""
+        now = time.perf_counter()
+        started, self._latest_results = max(launched.started, self._latest_results), now
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.timed(launched.step, now - started)
+        if all(part.is_prefill for part in launched.step.parts):
+            self._cache.note_pass(sum(part.end - part.start for part in launched.step.parts), now - started)
 
     def _take(self, part: Part, result: Result) -> None:
         """Append the tokens of a part to its request, up to its end, and share what was computed of them."""
@@ -228,7 +290,7 @@ class StepLoop:
             self.meter.delivered(request, before)
         request.prompt_logprobs += result.prompt_logprobs
         if part.is_alive:  # otherwise it was retracted while it was computed
-            self._scheduler.commit(part)
+            self._scheduler.commit(part, part.end + len(result.path))
         for fork, (token, logprobs) in zip(request.forks, result.forks, strict=True) if result.forks else ():
             self._fork(request, fork, token, logprobs)
 
@@ -262,7 +324,7 @@ class StepLoop:
         """What holds around every step, however it ends.
 
         * Signal handlers wait, except where `StepGuard.interruptible` lets them run.
-        * When the step fails before its results are there, its requests, and those of the step scheduled ahead, start
+        * When the step fails before its results are there, its requests, and those of the step launched ahead, start
           again from what they have committed. A request that makes steps fail again and again ends with an error.
         * Requests that failed by themselves end with an error, and those that were aborted meanwhile are aborted.
         """
@@ -292,7 +354,7 @@ class StepLoop:
         """Undo steps that failed. Returns whether the failure is that of one request, which ends with it."""
         if not guard.steps:
             return False
-        self._ahead = None
+        self._next = None
         self._scheduler.roll_back(*guard.steps)
         if isinstance(error, Exception) and not guard.was_interrupted:
             self.is_retrying = True

@@ -15,6 +15,10 @@ SHORT_TURN = 128
 """Without determinism, up to this many tokens after a hit are computed by `generate`, in one pass: another one up to
 their last boundary would cost as much again. They are committed with the answer."""
 
+MIN_PREFILL = 16
+"""Without determinism, fewer tokens are not computed in a pass of their own before `generate` computes the rest: that
+would cost more than it saves. They are committed with the answer."""
+
 
 class Beginnings:
     """Makes the pasts of a `PrefixCache`.
@@ -41,9 +45,11 @@ class Beginnings:
         ends = [len(row) - 1 for row in prompts.rows]
         is_alone, max_rest = len(prompts.rows) == 1 and not prompts.is_padded, 0
         if is_alone:
-            grid_end = placement.prompt_end(len(prompts.rows[0]), grid)
-            ends = [max(grid_end, last_image_end(keys.media[0]))]  # `generate` computes the rest, and knows no images
             max_rest = self._max_rest(max_new_tokens)
+            grid_end = placement.prompt_end(len(prompts.rows[0]), grid)
+            if max_rest and grid_end < MIN_PREFILL:
+                grid_end = 0
+            ends = [max(grid_end, last_image_end(keys.media[0]))]  # `generate` computes the rest, and knows no images
         works = (
             Prefill(row, end, keys.namespace, media, max_rest)
             for row, end, media in zip(prompts.rows, ends, keys.media, strict=True)

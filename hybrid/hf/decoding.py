@@ -175,7 +175,8 @@ class DraftedDecoding:
     def _propose(self, history: History, limit: int) -> Drafts:
         """Drafts for the next pass, which computes the tokens that the past does not hold as well."""
         pending = len(history) - self._past.num_seen(0)
-        limit = min(limit, -len(history) % self._grid)
+        if self._grid > 1:
+            limit = min(limit, -len(history) % self._grid)
         if limit < 1 or pending > MAX_PENDING:
             return NONE
         drafts = self._source.propose(history, limit, pending)

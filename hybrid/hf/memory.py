@@ -11,7 +11,6 @@ without linear layers would need states as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -107,8 +106,8 @@ class PageMemory:
             slot: the slot of the state after `length` tokens.
             length: number of tokens to restore.
         """
-        tokens = []
-        size = self._page_size
+        tokens, size = [], self._page_size
+        runs_from: dict[int, list[tuple[int, int, int]] | None] = {}
         for part, memory in zip(self.layout.tokens, self._tokens, strict=True):
             kept = length if part.window is None else min(length, part.window - 1)
             first = (length - kept) // size  # the first page that holds a token of the window
@@ -116,16 +115,17 @@ class PageMemory:
                 1, part.heads, length - first * size, part.head_dim, dtype=part.dtype, device=part.device
             )
             by_page = tensor[0].unflatten(1, (-1, size)).transpose(0, 1)  # [pages, heads, page_size, head_dim]
-            _read(memory, pages[first:], by_page)
+            if first not in runs_from:  # the same for most parts
+                runs_from[first] = _runs(pages[first:])
+            _read(memory, pages[first:], runs_from[first], by_page)
             tokens.append(tensor[:, :, tensor.shape[2] - kept :])
         states = [memory[slot].unsqueeze(0) for memory in self._states]
         fill(layers, self.layout, tokens, states, length)
 
 
-def _read(memory: Tensor, pages: Sequence[int], by_page: Tensor) -> None:
+def _read(memory: Tensor, pages: Sequence[int], runs: list[tuple[int, int, int]] | None, by_page: Tensor) -> None:
     """Copy pages of `memory` to `by_page`, in order: in slices, or by a gather where they would be many."""
-    runs = _runs(pages)
-    if len(runs) > MAX_SLICES:
+    if runs is None:
         by_page.copy_(memory[torch.tensor([*pages], device=memory.device)])
         return
     for at, start, count in runs:
@@ -135,17 +135,24 @@ def _read(memory: Tensor, pages: Sequence[int], by_page: Tensor) -> None:
 def _write(memory: Tensor, pages: Sequence[int], by_page: Tensor) -> None:
     """Copy `by_page` to pages of `memory` likewise."""
     runs = _runs(pages)
-    if len(runs) > MAX_SLICES:
+    if runs is None:
         memory[torch.tensor([*pages], device=memory.device)] = by_page.to(memory.device)
         return
     for at, start, count in runs:
         memory[start : start + count] = by_page[at : at + count]
 
 
-def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Runs of consecutive page ids as `(index in the list, first id, count)`."""
-    runs = []
-    for _, group in groupby(enumerate(pages), key=lambda item: item[1] - item[0]):
-        members = list(group)
-        runs.append((members[0][0], members[0][1], len(members)))
-    return runs
+def _runs(pages: Sequence[int]) -> list[tuple[int, int, int]] | None:
+    """Runs of consecutive page ids as `(index in the list, first id, count)`; None: more than `MAX_SLICES`."""
+    if not pages:
+        return []
+    count = len(pages)
+    if pages[-1] - pages[0] == count - 1 and list(pages) == list(range(pages[0], pages[0] + count)):
+        return [(0, pages[0], count)]
+    starts = [0]
+    for at in range(1, count):
+        if pages[at] != pages[at - 1] + 1:
+            starts.append(at)
+            if len(starts) > MAX_SLICES:
+                return None
+    return [(at, pages[at], end - at) for at, end in zip(starts, [*starts[1:], count], strict=True)]

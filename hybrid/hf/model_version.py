@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
@@ -49,8 +48,9 @@ class ModelVersion(NamedTuple):
 class ModelVersions:
     """Finds out which version of itself a model is.
 
-    Weights are compared by identity: their storages, and torch's counters of changes in place. It takes a walk over the
-    modules: about 0.5 ms for 400 of them.
+    Weights are compared by identity, form and torch's counters of changes in place. Nothing of a model is referred to
+    between two looks: a weight or a module that is replaced is freed at once. A look takes about 0.1 ms for 130
+    modules with 110 weights.
 
     Args:
         model: the model; a wrapper of PEFT or `torch.compile` as well.
@@ -59,23 +59,33 @@ class ModelVersions:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._num_changes = -1
-        self._weights: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
+        self._look: tuple[list[Any], ...] = ()
+        self._storages: list[StorageWeakRef] = []
         self._settings: dict[Hashable, int] = {}
+        self._has_settings: dict[type, bool] = {}
         self.current()
 
     def current(self) -> ModelVersion:
         """The version that the model is now."""
-        weights: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
-        settings: list[Hashable] = []
-        for module in _modules(self._model):
-            for tensor in _weights(module):
-                count = 0 if tensor.is_inference() else tensor._version
-                weights[id(tensor)] = StorageWeakRef(tensor.untyped_storage()), count, tensor.dtype
-            settings.extend(_settings(module))
-        if weights != self._weights:
-            self._weights = weights  # the weak references also keep the storages' addresses from being used again
+        modules, weights = _contents(self._model)
+        look = _look(weights)
+        if look != self._look:
+            self._look = look
+            # Weak references keep the identity of a storage that is freed from being used again.
+            self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in weights]
             self._num_changes += 1
+        known = self._has_settings
+        settings: list[Hashable] = []
+        for module in modules:
+            if known.get(type(module), True) and self._may_have_settings(type(module)):
+                settings.extend(_settings(module))
         return ModelVersion(self._num_changes, self._settings.setdefault(tuple(settings), len(self._settings)))
+
+    def _may_have_settings(self, kind: type) -> bool:
+        found = self._has_settings.get(kind)
+        if found is None:
+            found = self._has_settings[kind] = issubclass(kind, _kinds_with_settings())
+        return found
 
 
 def digest_of(model: nn.Module, config: Mapping[str, Any]) -> str:
@@ -84,32 +94,53 @@ def digest_of(model: nn.Module, config: Mapping[str, Any]) -> str:
     Args:
         config: of the model.
     """
-    settings = [setting for module in _modules(model) for setting in _settings(module)]
+    settings = [setting for module in _contents(model)[0] for setting in _settings(module)]
     ignored = ("_name_or_path", "transformers_version")
     content = {name: value for name, value in config.items() if name not in ignored}
     return digest_of_model({**content, " settings": repr(settings)}, model.state_dict().items())
 
 
-def _modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module once. `nn.Module.modules` takes twice as long."""
-    stack, seen = [model], set()
-    while stack:
-        module = stack.pop()
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield module
-            stack.extend(child for child in vars(module)["_modules"].values() if child is not None)
+def _contents(model: nn.Module) -> tuple[list[nn.Module], list[Tensor]]:
+    """Every module, and all weights: parameters and persistent buffers. Other buffers (rotary frequencies) are
+    computed. A module that is used in several places is listed as often. `nn.Module.modules` takes five times as long.
+    """
+    modules, weights = [model], list[Tensor | None]()
+    for module in modules:  # it grows meanwhile
+        fields = module.__dict__
+        if children := fields["_modules"]:
+            modules += [child for child in children.values() if child is not None]
+        if parameters := fields["_parameters"]:
+            weights += parameters.values()
+        if buffers := fields["_buffers"]:
+            computed = fields["_non_persistent_buffers_set"]
+            weights += [tensor for name, tensor in buffers.items() if name not in computed]
+    return modules, [tensor for tensor in weights if tensor is not None]
 
 
-def _weights(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and persistent buffers of one module. Other buffers (rotary frequencies) are computed."""
-    fields = vars(module)
-    for tensor in fields["_parameters"].values():
-        if tensor is not None:
-            yield tensor
-    for name, tensor in fields["_buffers"].items():
-        if tensor is not None and name not in fields["_non_persistent_buffers_set"]:
-            yield tensor
+def _look(weights: Sequence[Tensor]) -> tuple[list[Any], ...]:
+    """What differs where a weight was changed or replaced: column by column, since that is fastest."""
+    return (
+        list(map(id, weights)),
+        [tensor.untyped_storage()._cdata for tensor in weights],
+        _change_counts(weights),
+        list(map(Tensor.stride, weights)),  # a view of the same memory, assigned to `.data`
+        list(map(Tensor.numel, weights)),
+        [tensor.dtype for tensor in weights],
+    )
+
+
+def _change_counts(weights: Sequence[Tensor]) -> list[int]:
+    """How often each was changed in place, as torch counts it; it does not for tensors of inference mode."""
+    try:
+        return [tensor._version for tensor in weights]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in weights]
+
+
+def _kinds_with_settings() -> tuple[type, ...]:
+    """Classes of the modules that have settings, of the packages that are loaded."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    return (PreTrainedModel,) if peft is None else (PreTrainedModel, peft.BaseTunerLayer)
 
 
 def _settings(module: nn.Module) -> Iterator[Hashable]:

@@ -23,7 +23,7 @@ class Boundary:
 
     Attributes:
         num_tokens: the position.
-        states: copies of the states there; empty where the tree has them.
+        states: copies of the states there; empty where the tree has them, or the layers of the past.
     """
 
     num_tokens: int

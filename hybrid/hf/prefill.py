@@ -186,6 +186,8 @@ class Prefiller:
         is_chunk = before is not None and before.num_tokens == num_tokens - num_new and num_new == self.grid
         if self._cache.config.deterministic and not is_chunk:
             return before
+        if self.grid == 1:  # every pass ends at one, and the last one's states are those of the layers
+            return Boundary(num_tokens)
         return Boundary(num_tokens, tuple(state.clone() for state in states_of(layers, self._layout, row)))
 
     def keep(self, token_ids: Sequence[int], namespace: str, media: Media | None = None) -> None:
@@ -228,6 +230,9 @@ class Prefiller:
         """Commit one sequence of a past up to a boundary, as it was computed."""
         assert past.rows is not None
         cache, end = self._cache, boundary.num_tokens
+        states = states_of(past.layers, self._layout, row) if end == past.num_seen(row) else boundary.states
+        if len(states) < len(self._layout.states):
+            return  # the tree had them, and has lost them since
         key = past.keys.key(row, past.rows[row][:end])
         cache.adopt()
         with deferred_interrupts():
@@ -241,7 +246,7 @@ class Prefiller:
                 self._memory.write_pages(past.layers, pages, end, row=row, num_seen=past.num_seen(row))
                 checkpoint = cache.capture(lease, end, Kind.TURN_END)
                 if checkpoint is not None:
-                    self._memory.write_state(boundary.states, checkpoint.slot)
+                    self._memory.write_state(states, checkpoint.slot)
                 cache.advance(lease, end)
                 cache.commit(lease, key, end)
             finally:

@@ -59,8 +59,12 @@ from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.policy import Policy
 
-DEFAULT_CHUNK_SIZE, DETERMINISTIC_CHUNK_SIZE = 16, 128
-"""Tokens of a chunk. In deterministic mode every chunk is a pass of its own, so chunks are longer."""
+DETERMINISTIC_CHUNK_SIZE = 128
+"""Tokens of a chunk in deterministic mode, where each is a pass of its own."""
+
+CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 1, 16
+"""Tokens of a chunk otherwise: the last of them are computed again. On a CPU that takes longer than the bookkeeping of
+smaller pages, on a GPU not."""
 
 
 class PrefixCache:
@@ -77,7 +81,8 @@ class PrefixCache:
             run. Otherwise a prefill is cut only where a checkpoint is captured, and results agree within rounding.
             None: on for CPU, off for GPU.
         chunk_size: prefills are cut, and checkpoints captured, at multiples of this many tokens. The tokens after the
-            last multiple are computed again. Smaller passes are slower. None: 128 in deterministic mode, 16 otherwise.
+            last multiple are computed again. Smaller passes are slower. None: 128 in deterministic mode; otherwise 1
+            on a CPU and 16 on a GPU.
         page_size: tokens per page. None: `chunk_size`. In deterministic mode at least `chunk_size`: with mixtures of
             experts the bits of a token depend on all tokens of its pass, so a chunk is shared as a whole or not at all.
         eviction: as in `hybrid.CacheConfig`.
@@ -112,7 +117,9 @@ class PrefixCache:
         on_cpu = self._model.device.type == "cpu"
         if deterministic is None:
             deterministic = on_cpu
-        chunk_size = chunk_size or (DETERMINISTIC_CHUNK_SIZE if deterministic else DEFAULT_CHUNK_SIZE)
+        if chunk_size is None:
+            fast_chunk_size = CPU_CHUNK_SIZE if on_cpu else GPU_CHUNK_SIZE
+            chunk_size = DETERMINISTIC_CHUNK_SIZE if deterministic else fast_chunk_size
         if deterministic:
             page_size = max(page_size or 0, chunk_size)
         self._config = CacheConfig(

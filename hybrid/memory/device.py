@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import psutil
 import torch
 from torch import Tensor
@@ -24,3 +27,29 @@ def on_device(numbers: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or numbers.device.type == "cuda":
         return numbers.to(device)
     return numbers.pin_memory().to(device, non_blocking=True)
+
+
+class Arriving:
+    """Tensors on their way to the host: copied after the work that their device was given before, while the host, and
+    then the device, go on with other work.
+
+    Args:
+        tensors: on one device.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors: Sequence[Tensor] = tensors
+        self._copied: torch.cuda.Event | None = None
+        if any(tensor.device.type == "cuda" for tensor in tensors):
+            self._tensors = [
+                torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+                for tensor in tensors
+            ]
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> list[list[Any]]:
+        """The tensors as lists, once they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [tensor.tolist() for tensor in self._tensors]

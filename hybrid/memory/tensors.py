@@ -107,7 +107,8 @@ class CacheTensors:
 
     @property
     def kv(self) -> Tensor:
-        """Keys and values, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; index 2: keys, values."""
+        """Keys and values, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; index 2: keys, values.
+        Where they are kept in a byte per element, the last dimension is that of packed rows."""
         return self.tokens["kv"]
 
     @classmethod

@@ -1,23 +1,16 @@
-"""Copies of pages and checkpoints in host memory, by the digests of their prefixes.
-
-What is kept is what saves the most time per byte: the probability of a hit times the time that a hit saves. The
-probability is learned for groups of copies, from how many of them were stored and how many were used. Values age: every
-copy starts from the value of what was dropped last (Greedy-Dual), so that a copy without hits is dropped in the end.
-"""
+"""Copies of pages and checkpoints in host memory, by the digests of their prefixes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from itertools import count
-from typing import Any
 
-Name = tuple[str, bytes]
-"""Of a copy: "page" or "checkpoint", and the digest of its prefix."""
+from hybrid.tiers.ranking import Ranking, Worth
+from hybrid.tiers.rate import Cost
+from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note, Offer, UnavailableError
 
-HALVED_AFTER = 4096
-"""The counts of a group are halved when it has this many copies: what was learned long ago counts less."""
+COPY = 1e-10
+"""Seconds per byte restored that are assumed until they are measured."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,50 +19,56 @@ class Copy:
 
     Attributes:
         contents: its bytes.
-        group: copies of a group have the same probability of a hit.
-        seconds: time that a hit saves.
-        rank: it is dropped before those of higher rank.
-        note: what the owner of the tier needs to restore it.
+        worth: what it may save.
+        note: of a checkpoint.
     """
 
-    contents: bytes
-    group: Hashable
-    seconds: float
-    rank: float
-    note: Any = None
+    contents: Contents
+    worth: Worth
+    note: Note | None = None
 
 
 class HostTier:
-    """Copies in host memory, up to a number of bytes.
+    """Copies in host memory, up to a number of bytes: a `Tier`.
 
     Args:
         num_bytes: of all copies together.
+        passes_on: keep what is dropped for `take_dropped`, which is called after each offer.
 
     Attributes:
-        num_bytes: as given.
-        bytes_used: of the copies.
-        bytes_offered, bytes_written: of what was evicted from the device, and of what was copied of it.
+        label, where, cost, wants_ids, bytes_offered, bytes_written: see `Tier`.
         num_hits: copies that were used.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes: int = num_bytes
-        self.bytes_used: int = 0
+    def __init__(self, num_bytes: int, passes_on: bool = False) -> None:
+        self.label: str = "host memory"
+        self.where: str = "in host memory"
+        self.cost: Cost = Cost(0.0, COPY)
+        self.wants_ids: bool = False
         self.bytes_offered: int = 0
         self.bytes_written: int = 0
         self.num_hits: int = 0
+        self._passes_on = passes_on
+        self._dropped: list[tuple[Name, Copy]] = []
         self._copies: dict[Name, Copy] = {}
+        self._ranking: Ranking[Name] = Ranking(num_bytes)
         self._num_checkpoints = 0
-        self._heap: list[tuple[float, int, Name]] = []  # ranks that a copy had before may be in it
-        self._order = count()
-        self._age = 0.0
-        self._groups: dict[Hashable, list[float]] = {}  # stored, used
 
     def __len__(self) -> int:
         return len(self._copies)
 
     def __contains__(self, name: object) -> bool:
         return name in self._copies
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it may hold."""
+        return self._ranking.num_bytes
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of its copies."""
+        return self._ranking.bytes_used
 
     @property
     def num_checkpoints(self) -> int:
@@ -81,42 +80,51 @@ class HostTier:
         """Pages that it holds."""
         return len(self._copies) - self._num_checkpoints
 
-    def offer(
-        self, name: Name, num_bytes: int, read: Callable[[], bytes], group: Hashable, seconds: float, note: Any = None
-    ) -> bool:
-        """Keep a copy of what leaves the device, if it is worth more than what would have to be dropped for it. One
-        that is there is not written again.
-
-        Args:
-            num_bytes: of the copy, about.
-            read: reads the contents; not called when they are not kept.
-            group: see `Copy`.
-            seconds: time that a hit saves.
-
-        Returns:
-            Whether there is a copy now.
-        """
-        self.bytes_offered += num_bytes
-        known = self._copies.get(name)
+    def offer(self, offer: Offer) -> bool:
+        """See `Tier.offer`. Contents are read only when they are kept."""
+        self.bytes_offered += offer.num_bytes
+        known = self._copies.get(offer.name)
         if known is not None:
-            known.note = note
-            self._rank(name, known)
+            known.note = offer.note
+            self._ranking.touch(offer.name)
             return True
-        if seconds <= 0 or num_bytes > self.num_bytes:
+        if offer.worth.seconds <= 0 or offer.num_bytes > self.num_bytes:
             return False
-        rank = self._age + self._probability(group) * seconds / max(1, num_bytes)
-        if not self._make_free(num_bytes, rank):
+        rank = self._ranking.rank(offer.num_bytes, [offer.worth])
+        dropped = self._ranking.make_free(offer.num_bytes, rank)
+        if dropped is None:
             return False
-        copy = Copy(read(), group, seconds, rank, note)
-        while self.bytes_used + len(copy.contents) > self.num_bytes and self._drop_lowest():
-            pass
-        self._copies[name] = copy
-        heappush(self._heap, (rank, next(self._order), name))
-        self.bytes_used += len(copy.contents)
-        self.bytes_written += len(copy.contents)
-        self._num_checkpoints += name[0] == "checkpoint"
-        self._count(group, 1, 0)
+        for name in dropped:
+            self._let_go(name)
+        self._keep(offer, rank)
         return True
+
+    def _keep(self, offer: Offer, rank: float) -> None:
+        copy = Copy(offer.read(), offer.worth, offer.note)
+        while self.bytes_used + len(copy.contents) > self.num_bytes:  # larger than was said
+            lowest = self._ranking.drop_lowest()
+            if lowest is None:
+                break
+            self._let_go(lowest)
+        self._copies[offer.name] = copy
+        self._ranking.add(offer.name, len(copy.contents), [offer.worth], rank)
+        self.bytes_written += len(copy.contents)
+        self._num_checkpoints += offer.name[0] == CHECKPOINT
+
+    def _let_go(self, name: Name) -> None:
+        """A copy that is not ranked any more is dropped, and may go elsewhere."""
+        copy = self._forget(name)
+        if self._passes_on:
+            self._dropped.append((name, copy))
+
+    def take_dropped(self) -> list[tuple[Name, Copy]]:
+        """What was dropped since the last call because others are worth more."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def _forget(self, name: Name) -> Copy:
+        self._num_checkpoints -= name[0] == CHECKPOINT
+        return self._copies.pop(name)
 
     def names(self) -> Iterable[Name]:
         """Of all copies."""
@@ -126,94 +134,51 @@ class HostTier:
         """A copy; None: there is none. Not counted as a use."""
         return self._copies.get(name)
 
+    def fetch(self, names: Sequence[Name], seconds: float) -> list[Contents]:
+        """See `Tier.fetch`. Copies nothing, and waits for nothing."""
+        if any(name not in self._copies for name in names):
+            raise UnavailableError("a copy is not there any more")
+        return [self._copies[name].contents for name in names]
+
+    @property
+    def is_empty(self) -> bool:
+        """See `Tier.is_empty`."""
+        return not self._num_checkpoints
+
+    def note(self, name: Name) -> Note | None:
+        """See `Tier.note`."""
+        copy = self._copies.get(name)
+        return copy.note if copy is not None else None
+
     def used(self, name: Name) -> None:
-        """A copy was used: it is worth more, and so are others of its group."""
+        """See `Tier.used`."""
         copy = self._copies.get(name)
         self.num_hits += 1
         if copy is not None:
-            self._count(copy.group, 0, 1)
-            self._rank(name, copy)
+            self._ranking.learn(copy.worth.group, 0, 1)
+            self._ranking.touch(name)
+
+    def why_missing(self, name: Name) -> str:
+        """See `Tier.why_missing`. Nothing is known."""
+        return ""
 
     def drop(self, name: Name) -> None:
-        """Forget a copy, if it is there."""
-        copy = self._copies.pop(name, None)
-        if copy is not None:
-            self.bytes_used -= len(copy.contents)
-            self._num_checkpoints -= name[0] == "checkpoint"
+        """See `Tier.drop`."""
+        if self._ranking.drop(name):
+            self._forget(name)
 
     def clear(self) -> None:
-        """Forget all copies. What was learned stays."""
+        """See `Tier.clear`. What was learned stays."""
         self._copies.clear()
-        self._heap.clear()
-        self.bytes_used = self._num_checkpoints = 0
+        self._ranking.clear()
+        self._num_checkpoints = 0
 
     def violations(self) -> list[str]:
-        """What is wrong with its bookkeeping, for the audit."""
-        wrong = []
+        """See `Tier.violations`."""
+        wrong = self._ranking.violations("host memory")
         held = sum(len(copy.contents) for copy in self._copies.values())
         if held != self.bytes_used or held > self.num_bytes:
             wrong.append(f"host memory counts {self.bytes_used} bytes of {self.num_bytes} and holds {held}")
-        if sum(kind == "checkpoint" for kind, _ in self._copies) != self._num_checkpoints:
+        if sum(kind == CHECKPOINT for kind, _ in self._copies) != self._num_checkpoints:
             wrong.append(f"host memory counts {self._num_checkpoints} checkpoints, which is wrong")
-        ranked = {name for rank, _, name in self._heap if name in self._copies and self._copies[name].rank == rank}
-        if ranked != set(self._copies):
-            wrong.append("a copy in host memory would never be dropped")
         return wrong
-
-    def _make_free(self, num_bytes: int, rank: float) -> bool:
-        """Drop copies of lower rank for `num_bytes`; none, if that does not suffice."""
-        dropped: list[tuple[float, int, Name]] = []
-        free = self.num_bytes - self.bytes_used
-        while free < num_bytes:
-            lowest = self._lowest()
-            if lowest is None or lowest[0] >= rank:
-                for entry in dropped:
-                    heappush(self._heap, entry)
-                if self._heap:  # what keeps others out must prove its worth: it ages with every refusal
-                    self._age += max(0.0, self._heap[0][0] - self._age) / (len(self._copies) + 1)
-                return False
-            dropped.append(heappop(self._heap))
-            free += len(self._copies[lowest[2]].contents)
-        for lowest_rank, _, name in dropped:
-            self._age = max(self._age, lowest_rank)
-            self.drop(name)
-        return True
-
-    def _drop_lowest(self) -> bool:
-        lowest = self._lowest()
-        if lowest is not None:
-            heappop(self._heap)
-            self.drop(lowest[2])
-        return lowest is not None
-
-    def _lowest(self) -> tuple[float, int, Name] | None:
-        """The first entry of the heap that is the rank of a copy."""
-        while self._heap:
-            rank, _, name = self._heap[0]
-            copy = self._copies.get(name)
-            if copy is not None and copy.rank == rank:
-                return self._heap[0]
-            heappop(self._heap)
-        return None
-
-    def _rank(self, name: Name, copy: Copy) -> None:
-        """Rank a copy as if it came now."""
-        rank = self._age + self._probability(copy.group) * copy.seconds / max(1, len(copy.contents))
-        if rank != copy.rank:
-            copy.rank = rank
-            heappush(self._heap, (rank, next(self._order), name))
-            if len(self._heap) > 4 * len(self._copies) + 64:
-                self._heap = [(one.rank, next(self._order), key) for key, one in self._copies.items()]
-                heapify(self._heap)
-
-    def _probability(self, group: Hashable) -> float:
-        stored, used = self._groups.get(group, (0.0, 0.0))
-        return (used + 0.5) / (stored + 1.0)
-
-    def _count(self, group: Hashable, stored: int, used: int) -> None:
-        counts = self._groups.setdefault(group, [0.0, 0.0])
-        counts[0] += stored
-        counts[1] += used
-        if counts[0] > HALVED_AFTER:
-            counts[0] /= 2
-            counts[1] /= 2

@@ -9,10 +9,10 @@ from hybrid.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a request got from a tier.
+    """What a request got from the tiers.
 
     Attributes:
-        tier: its name: "host".
+        tier: where it came from: "host memory", "disk", "host memory and disk".
         num_tokens: tokens that are not computed because of it.
         num_bytes: that were copied to the device.
         seconds: that it took.
@@ -29,7 +29,7 @@ class Restored:
         parts = []
         if self.num_tokens:
             size, time = format_bytes(self.num_bytes), 1000 * self.seconds
-            parts.append(f"{self.num_tokens} tokens restored from {self.tier} memory, {size} in {time:.1f} ms")
+            parts.append(f"{self.num_tokens} tokens restored from {self.tier}, {size} in {time:.1f} ms")
         if self.refused:
             parts.append(self.refused)
         return "; ".join(parts)

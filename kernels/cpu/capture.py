@@ -2,8 +2,8 @@
 
 A step that decodes a few tokens consists of a hundred small operations, and to call each of them from Python takes as
 long as many of them. A capture runs the pass once and keeps its compiled operations as a program; one compiled loop
-then runs them, on all threads, with a barrier after each. They are the same machine code with the same arguments, so
-the bits are those of a pass that is not captured.
+then runs them on all threads, each of which takes the next share of an operation. They are the same machine code with
+the same arguments, so the bits are those of a pass that is not captured.
 
 Like a CUDA graph a program reads and writes memory at fixed addresses. What the pass allocates is taken from one piece
 of memory, which all programs of a capture share: one of them runs at a time. The few operations of torch in a pass
@@ -13,11 +13,9 @@ the list might depend on values that the host has read, and is refused.
 
 from __future__ import annotations
 
-import threading
 import timeit
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid.kernels.cpu.tasks import Task, recorder, threads_besides
+from hybrid.kernels.cpu.tasks import SHARES, Task, recorder, together
 from hybrid.kernels.cpu.vectors import INDEX, at, numbers
 
 BLOCK = 4 << 20
@@ -42,7 +40,7 @@ WIDTH = 6
 its arguments."""
 
 SPINS = 4096
-"""Looks at a barrier before a thread lets others run."""
+"""Looks at a task that others compute before a thread lets others run."""
 
 aten = torch.ops.aten
 
@@ -95,17 +93,6 @@ def _load(context, pointer, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def _store(context, pointer, index, value):  # type: ignore[no-untyped-def]
-    """Write a number that other threads read."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        builder.store_atomic(values[2], builder.gep(values[0], [values[1]]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.int64, types.int64), generate
-
-
-@intrinsic
 def _add(context, pointer, index, value):  # type: ignore[no-untyped-def]
     """Add to a number that other threads add to; returns what it was before."""
 
@@ -117,39 +104,48 @@ def _add(context, pointer, index, value):  # type: ignore[no-untyped-def]
 
 _yield = types.ExternalFunction("sched_yield", types.int32())
 
-ARRIVED, ROUND, STOPPED = 0, 8, 16
-"""Places in a barrier's memory: how many threads wait, how often all were there, whether one will not come."""
+STOPPED, TASKS = 0, 8
+"""Places in the memory that the threads of a run share: whether one of them has failed, and where the tasks begin."""
 
-BARRIER = 24
+TAKEN, DONE, PROGRESS = 0, 1, 8
+"""Places in the memory of a task: shares that a thread has taken, and that are computed; numbers from a task to the
+next: they are in cache lines of their own."""
 
 
 @njit(nogil=True, error_model="numpy", cache=True)
-def _run(program, count, kind, kinds, barrier, thread, threads):  # type: ignore[no-untyped-def]
-    """One thread's share of `count` tasks. Those of the second type are products: `kinds` are of weight and output."""
-    program, barrier = numbers(program, INDEX), numbers(barrier, INDEX)
+def _run(program, count, kind, kinds, progress, threads):  # type: ignore[no-untyped-def]
+    """Run `count` tasks together with other threads that do the same; those of the second type are products: `kinds`
+    are of weight and output.
+
+    A thread takes shares of a task until none is left, and goes on when all are computed. It waits for a share that
+    another one computes, and never for a thread: one that the system lets wait holds up nothing, and catches up.
+    """
+    program, progress = numbers(program, INDEX), numbers(progress, INDEX)
     for index in range(count):
         task = at(program, index * WIDTH)
         code, is_product, elements, multiple = task[0], task[1], task[2], task[3]
         blocks = (elements + multiple - 1) // multiple
-        shares = min(threads, blocks, max(task[4], 1))
-        if thread < shares:
-            first = min(elements, blocks * thread // shares * multiple)
-            last = min(elements, blocks * (thread + 1) // shares * multiple)
+        shares = min(threads * SHARES, blocks, max(task[4], 1)) if threads > 1 else 1
+        own = TASKS + index * PROGRESS
+        share = _add(progress, own + TAKEN, 1) if threads > 1 else 0
+        while share < shares:
+            first = min(elements, blocks * share // shares * multiple)
+            last = min(elements, blocks * (share + 1) // shares * multiple)
             if is_product:
                 _call(code, task[5], kinds, first, last)
             else:
                 _call(code, task[5], kind, first, last)
-        if threads > 1:
-            now, spins = _load(barrier, ROUND), 0
-            if _add(barrier, ARRIVED, 1) == threads - 1:
-                _store(barrier, ARRIVED, 0)
-                _add(barrier, ROUND, 1)
-            while _load(barrier, ROUND) == now:
-                if _load(barrier, STOPPED):
-                    return
-                spins += 1
-                if spins > SPINS:
-                    _yield()
+            if threads == 1:
+                break
+            _add(progress, own + DONE, 1)
+            share = _add(progress, own + TAKEN, 1)
+        spins = 0
+        while threads > 1 and _load(progress, own + DONE) < shares:
+            if _load(progress, STOPPED):
+                return
+            spins += 1
+            if spins > SPINS:
+                _yield()
 
 
 class Tasks:
@@ -173,41 +169,20 @@ class Tasks:
     def __call__(self) -> None:
         """Run them, on as many threads as torch uses."""
         threads = min(torch.get_num_threads(), self._most)
-        if threads > 1 and _alone.acquire(blocking=False):
-            try:
-                self._run_on(threads)
-            finally:
-                _alone.release()
-        else:
-            _run(*self._arguments, 0, 0, 1)
+        if threads <= 1:
+            _run(*self._arguments, 0, 1)
+            return
+        progress = array("q", bytes(8 * (TASKS + PROGRESS * self._arguments[1])))
+        arguments = *self._arguments, progress.buffer_info()[0], threads
 
-    def _run_on(self, threads: int) -> None:
-        pool, barrier = threads_besides(torch.get_num_threads() - 1), array("q", [0] * BARRIER)
-        arguments = *self._arguments, barrier.buffer_info()[0]
-        waiting: list[Future[None]] = []
-
-        def work(thread: int) -> None:
+        def work() -> None:
             try:
-                _run(*arguments, thread, threads)
+                _run(*arguments)
             except BaseException:
-                barrier[STOPPED] = 1  # the others would wait for ever
+                progress[STOPPED] = 1  # the others would wait for ever
                 raise
 
-        try:
-            for thread in range(1, threads):
-                waiting.append(pool.submit(work, thread))
-            work(0)
-        except BaseException:  # no thread can be started, or a signal handler raises
-            barrier[STOPPED] = 1
-            raise
-        finally:
-            wait(waiting)
-        for future in waiting:
-            future.result()
-
-
-_alone = threading.Lock()
-"""Held by who uses the other threads: two programs that each have some of them would wait for ever."""
+        together(work, threads)
 
 
 @lru_cache

@@ -8,16 +8,21 @@ bit.
 
 from __future__ import annotations
 
+import os
 import struct
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+
+SHARES = 2
+"""Shares of an operation for each thread, where it is worth that many: the others compute more where one is slower."""
 
 
 class Task(NamedTuple):
@@ -55,28 +60,48 @@ def run(function: Any, kind: Any, numbers: Sequence[int], count: int, multiple: 
     if threads <= 1:
         function(address, kind, 0, count)
         return
-    bounds = ranges(count, multiple, threads)
-    pool, waiting = threads_besides(torch.get_num_threads() - 1), []
-    try:
-        for first, last in pairwise(bounds[1:]):
-            waiting.append(pool.submit(function, address, kind, first, last))
-        function(address, kind, bounds[0], bounds[1])
-    finally:  # a signal handler may raise; the memory must not be freed before all threads are done
-        wait(waiting)
-    for future in waiting:
-        future.result()
-
-
-def ranges(count: int, multiple: int, threads: int) -> list[int]:
-    """Where the ranges of `threads` threads begin, and the end of the last one."""
     blocks = -(-count // multiple)
-    return [min(count, blocks * at // threads * multiple) for at in range(threads + 1)]
+    shares = min(threads * SHARES, blocks, most)
+    bounds = [min(count, blocks * at // shares * multiple) for at in range(shares + 1)]
+    left = deque(pairwise(bounds))
+
+    def work() -> None:
+        try:
+            while True:
+                first, last = left.popleft()
+                function(address, kind, first, last)
+        except IndexError:
+            return
+        except BaseException:
+            left.clear()
+            raise
+
+    together(work, threads)
 
 
-@lru_cache(maxsize=1)
-def threads_besides(size: int) -> ThreadPoolExecutor:
-    """The threads besides the caller's."""
-    return ThreadPoolExecutor(size, thread_name_prefix="hybrid-cpu")
+def together(work: Callable[[], None], threads: int) -> None:
+    """Call `work` in this thread and in others. It takes shares of something until none is left; threads that have not
+    begun when this one finds none are not waited for.
+
+    Raises:
+        BaseException: that of a call.
+    """
+    others: list[Future[None]] = []
+    try:
+        for _ in range(threads - 1):
+            others.append(_others().submit(work))
+        work()
+    finally:  # a signal handler may raise; the memory must not be freed before all threads are done
+        wait([other for other in others if not other.cancel()])
+    for other in others:
+        if not other.cancelled():
+            other.result()
+
+
+@lru_cache
+def _others() -> ThreadPoolExecutor:
+    """The threads besides the callers', started when they are needed."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="hybrid-cpu")
 
 
 @lru_cache

@@ -32,7 +32,7 @@ from hybrid.kernels.reference.elementwise import (
 )
 from hybrid.kernels.reference.experts import combine_experts, expert_linear, route_experts, sort_by_expert
 from hybrid.kernels.reference.matmul import batch_invariant_linear
-from hybrid.kernels.reference.memory import copy_states, store_kv
+from hybrid.kernels.reference.memory import copy_states, fill_in_tokens, store_kv
 
 __all__ = [
     "add_rms_norm",
@@ -44,6 +44,7 @@ __all__ = [
     "copy_states",
     "delta_gates",
     "expert_linear",
+    "fill_in_tokens",
     "gated_delta_step",
     "gated_rms_norm",
     "l2norm",

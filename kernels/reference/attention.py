@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybrid.kernels.packed_kv import is_packed, unpack
+
 
 def paged_attention(
     query: Tensor,
@@ -28,7 +30,8 @@ def paged_attention(
     Args:
         query: `[T, heads, head_dim]`; `heads` is a multiple of `kv_heads`, head h reads KV head `h // (heads /
             kv_heads)`.
-        cache: one layer's pages, `[num_pages, 2, page_size, kv_heads, head_dim]`, any strides.
+        cache: one layer's pages, `[num_pages, 2, page_size, kv_heads, head_dim]`, any strides; or packed rows, as for
+            `store_kv`.
         block_table: `[R, max_pages]` page ids of each request in order.
         cu_seqlens: `[R + 1]` where each request's new tokens begin.
         seq_lens: `[R]` tokens of each request, new ones included; 0: the request is none, its output zeros.
@@ -43,8 +46,7 @@ def paged_attention(
     """
     heads, head_dim = query.shape[1:]
     page_size, kv_heads = cache.shape[2:4]
-    group = heads // kv_heads
-    output = query.new_empty(query.shape)
+    group, output = heads // kv_heads, query.new_empty(query.shape)
     starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
     for row, length in enumerate(lengths):
         start, end = starts[row], starts[row + 1]
@@ -52,8 +54,8 @@ def paged_attention(
             output[start:end] = 0
             continue
         pages = block_table[row, : -(-length // page_size)]
-        keys = cache[:, 0][pages].view(-1, kv_heads, head_dim).transpose(0, 1)[:, None]
-        values = cache[:, 1][pages].view(-1, kv_heads, head_dim).transpose(0, 1)[:, None]
+        keys = _gathered(cache[:, 0], pages, query).transpose(0, 1)[:, None]
+        values = _gathered(cache[:, 1], pages, query).transpose(0, 1)[:, None]
         position = length - (end - start)
         while start < end:
             if visible is None:
@@ -75,6 +77,14 @@ def paged_attention(
             output[start : start + count] = mixed.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
             start, position = start + count, stop
     return output
+
+
+def _gathered(cache: Tensor, pages: Tensor, query: Tensor) -> Tensor:
+    """The keys, or the values, of some pages in the type of the queries, `[tokens, kv_heads, head_dim]`."""
+    if not is_packed(cache):
+        return cache[pages].flatten(0, 1)
+    rows = cache.view(torch.uint8)[pages].flatten(0, 1)
+    return unpack(rows, query.shape[-1], cache.dtype, query.dtype)
 
 
 def _causal(count: int, length: int, device: torch.device) -> Tensor:

@@ -1,4 +1,5 @@
-"""Kernels that only move memory: new keys and values to their pages, whole rows of a pool to other rows.
+"""Kernels that only move memory: new keys and values to their pages, whole rows of a pool to other rows, sampled tokens
+into the numbers of the next pass.
 
 Nothing but the named places is written. Addresses are 64 bits wide: pools hold more than 2^31 elements.
 """
@@ -11,6 +12,8 @@ from torch import Tensor
 _COPY_BLOCK = 2048
 """Words that one program of `copy_states` moves: enough loads in flight, and programs enough for one row alone."""
 _COPY_WARPS = 4
+_LINKS = 32
+"""Links that one program of `fill_in_tokens` follows: one per thread of a warp."""
 
 
 def store_kv(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
@@ -59,6 +62,11 @@ def copy_states(rows: Tensor, source: Tensor, target: Tensor) -> None:
         BLOCK=_COPY_BLOCK,
         num_warps=_COPY_WARPS,
     )
+
+
+def fill_in_tokens(numbers: Tensor, tokens: Tensor, links: Tensor) -> None:
+    """Arguments as for the twin in `hybrid.kernels.reference`; all are contiguous."""
+    _fill_in_tokens[(triton.cdiv(len(links), _LINKS),)](numbers, tokens, links, len(links), BLOCK=_LINKS, num_warps=1)
 
 
 def _as_words(rows: Tensor) -> Tensor:
@@ -119,3 +127,16 @@ def _copy_rows(rows, source, target, num_words, row_stride, blocks, BLOCK: tl.co
     read = rows + tl.load(source + move).to(tl.int64) * row_stride
     write = rows + tl.load(target + move).to(tl.int64) * row_stride
     tl.store(write + at, tl.load(read + at, mask=exists), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_links"])
+def _fill_in_tokens(numbers, tokens, links, num_links, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = index < num_links
+    link = links + index * 5
+    token = tl.load(tokens + tl.load(link, mask=exists, other=0), mask=exists, other=-1)
+    tl.store(numbers + tl.load(link + 1, mask=exists, other=0), tl.maximum(token, 0), mask=exists)
+    is_idle = exists & (token < 0)
+    tl.store(numbers + tl.load(link + 2, mask=exists, other=0), -1, mask=is_idle)
+    tl.store(numbers + tl.load(link + 3, mask=exists, other=0), 0, mask=is_idle)
+    tl.store(numbers + tl.load(link + 4, mask=exists, other=0), -1, mask=is_idle)

@@ -9,25 +9,12 @@ import torch
 from torch import Tensor
 
 from hybrid import Engine, SamplingParams
-from hybrid.engine.cuda_graphs import Capture, DecodeGraphs
-from hybrid.engine.model_runner import ModelRunner, Pending, Result
+from hybrid.engine.model_runner import Pending
 from hybrid.engine.planner import Padding, Plan, plan
+from hybrid.engine.results import Result
 from hybrid.engine.step import Step
 from support.engines import assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
-
-
-def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Records by remembering: runs the function again, into the same tensor."""
-    logits = run().clone()
-    return lambda: logits.copy_(run()), logits
-
-
-def with_graphs(engine: Engine, capture: Capture = replays) -> tuple[Engine, DecodeGraphs]:
-    """The engine, decoding through graphs that were captured in this way."""
-    cache = engine.cache
-    graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, capture)
-    runner = ModelRunner(engine.model, cache, engine.device, engine.deterministic, graphs)
-    return Engine(engine.loaded, cache, engine.config, runner=runner), graphs
+from support.graphs import overlapping, replays, with_graphs
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -117,11 +104,6 @@ def test_a_model_with_hooks_is_launched_so_that_they_are_called(tiny: Engine) ->
 # Overlap
 
 
-def overlapping(engine: Engine, overlap: bool = True) -> Engine:
-    """Schedule steps while the last one is computed, as on a GPU."""
-    return Engine(engine.loaded, engine.cache, replace(engine.config, overlap=overlap))
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_answers_with_overlap_are_those_without(tiny: Engine, deterministic: bool) -> None:
     shared = ids(64, seed=9)
@@ -204,7 +186,7 @@ def test_tokens_that_never_arrive_are_computed_again(
         except RuntimeError:
             failures += 1
             engine.cache.audit()
-    assert failures == 4
+    assert failures == (3 if overlap else 4)  # passes 4 and 5 are under way together
     for request, prompt in zip(requests, prompts, strict=True):
         assert outputs[request].token_ids == cold(tiny, prompt, greedy(8)).token_ids
     assert_nothing_held(engine)

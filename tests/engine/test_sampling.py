@@ -12,8 +12,7 @@ import torch
 
 import hybrid
 from hybrid.engine import sampler
-from hybrid.engine.model_runner import PendingTokens
-from hybrid.engine.planner import SampledRows
+from hybrid.engine.results import logprobs_of
 from hybrid.engine.sampler import (
     SampleRow,
     SamplingRows,
@@ -314,10 +313,7 @@ def test_logprobs_are_those_of_the_most_likely_tokens_and_of_the_chosen_one() ->
 def test_the_chosen_token_is_reported_once_however_many_are_asked_for(count: int, tokens: set[int]) -> None:
     chosen = torch.tensor([4])
     logprobs = token_logprobs(torch.tensor([LOGITS]), chosen, count)
-    (result,) = PendingTokens(chosen, torch.tensor([True]), [SampledRows(True, count)], logprobs=logprobs).wait()
-    assert result.tokens == (4,)
-    assert result.logprobs is not None
-    assert result.logprobs[0].keys() == tokens
+    assert logprobs_of([values.tolist() for values in logprobs], 0, 4, count).keys() == tokens
 
 
 # In the engine

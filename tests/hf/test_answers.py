@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hybrid.hf.prefix_cache import PrefixCache
 from support.hf import SUPPORTED, assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 
 WINDOWS = ("inkling_text", "inkling2_text", "lfm3", "zaya", "mistral", "gemma3_text", "gpt_oss")
@@ -37,6 +38,46 @@ def passes(model: Any) -> Iterator[list[int]]:
 
 def turn_after(output: Any, count: int = 5, seed: int = 1) -> Tensor:
     return torch.cat([output.sequences, ids(count, seed, rows=len(output.sequences))], 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "falcon_h1", "lfm2_moe", "zamba2", "llama", "deepseek_v32"])
+def test_with_chunks_of_one_token_a_turn_goes_on_where_the_last_one_was_computed_to(name: str) -> None:
+    """After an answer of one token too; bitwise as transformers' own, with the same passes."""
+    model = tiny_model(name)
+    cache = PrefixCache(model, "4MiB", deterministic=False, placement=("prompt_end", "turn_end"))
+    with passes(model) as lengths:
+        first = cache.generate(ids(40), **greedy(1))
+        turn = turn_after(first)
+        hit = cache.generate(turn, **greedy(3))
+    assert lengths == [39, 1, 6, 1, 1]
+    assert cache.explanations[0].usable_hit == 40
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for start, end in [(0, 39), (39, 40)]:
+            positions = torch.arange(start, end).unsqueeze(0)
+            model(turn[:, start:end], past_key_values=past, position_ids=positions, logits_to_keep=1)
+    assert_same(hit, model.generate(turn, past_key_values=past, **greedy(3)))
+    cache.keep(hit.sequences[0].tolist())
+    assert cache.explain(turn_after(hit)).usable_hit == hit.sequences.shape[1]
+    assert_nothing_held(cache)
+
+
+def test_with_chunks_of_one_token_drafts_are_made_and_accepted(model: Any) -> None:
+    cache = PrefixCache(model, "4MiB", deterministic=False)
+    first = cache.generate(ids(60), **greedy(24))
+    again = cache.generate(ids(60), speculation="cache", **greedy(24))
+    assert torch.equal(again.sequences, first.sequences)
+    assert cache.speculation_stats()["continuation"].accepted_tokens >= 12
+    assert cache.explain(turn_after(again)).usable_hit == 83
+    assert_nothing_held(cache)
+
+
+def test_a_prompt_too_short_for_a_pass_of_its_own_is_kept_with_its_answer(model: Any) -> None:
+    cache = PrefixCache(model, "4MiB", deterministic=False)
+    with passes(model) as lengths:
+        first = cache.generate(ids(12), **greedy(3))
+    assert lengths == [12, 1, 1]
+    assert cache.explain(turn_after(first)).usable_hit == 14
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

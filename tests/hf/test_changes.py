@@ -1,5 +1,7 @@
 """`hybrid.hf.PrefixCache` when the model changes, or remembers something outside of its cache."""
 
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +123,31 @@ def replace_a_parameter(model: Any) -> None:
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight.detach() * 1.5)
 
 
+def assign_data(model: Any) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data * 1.5
+
+
+def assign_a_view_of_itself(model: Any) -> None:
+    weight = model.model.layers[1].self_attn.o_proj.weight  # square
+    weight.data = weight.data.t()
+
+
+def parametrize(model: Any) -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 1.5 * weight
+
+    torch.nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", Scaled())
+
+
+def replace_a_module(model: Any) -> None:
+    other = copy.deepcopy(model.model.layers[0].mlp)
+    with torch.no_grad():
+        other.up_proj.weight *= 1.5
+    model.model.layers[0].mlp = other
+
+
 def change_precision(model: Any) -> None:
     model.bfloat16()
 
@@ -131,7 +158,18 @@ def change_precision_twice(model: Any) -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(
-    "change", [load_other_weights, take_a_step, replace_a_parameter, change_precision, change_precision_twice]
+    "change",
+    [
+        load_other_weights,
+        take_a_step,
+        replace_a_parameter,
+        assign_data,
+        assign_a_view_of_itself,
+        parametrize,
+        replace_a_module,
+        change_precision,
+        change_precision_twice,
+    ],
 )
 def test_what_former_weights_computed_is_not_used(
     model: Any, change: Callable[[Any], None], deterministic: bool
@@ -150,6 +188,29 @@ def test_what_former_weights_computed_is_not_used(
     if pin is not None and change is not change_precision:
         cache.unpin(pin)
     assert_nothing_held(cache)
+
+
+def test_weights_that_are_replaced_are_freed_at_once(model: Any) -> None:
+    cache = cache_on(model)
+    cache.generate(ids(20), **greedy())
+    former = [weakref.ref(weight) for weight in model.model.layers[0].mlp.parameters()]
+    replace_a_module(model)
+    model.model.layers[1].self_attn.o_proj.weight = torch.nn.Parameter(torch.ones(32, 32))
+    assert all(weight() is None for weight in former)
+    cache.generate(ids(20), **greedy())
+    assert cache.explanations[0].usable_hit == 0
+
+
+def test_a_model_that_did_not_change_keeps_what_is_cached(model: Any) -> None:
+    """Reading weights, sharing them and computing with gradients change nothing."""
+    cache = cache_on(model)
+    cache.generate(ids(70), **greedy())
+    model(input_ids=ids(8), labels=ids(8)).loss.backward()
+    model.zero_grad()
+    model.to("cpu", torch.float32).eval()
+    torch.nn.utils.parameters_to_vector(model.parameters())
+    cache.generate(ids(70), **greedy())
+    assert cache.explanations[0].usable_hit == 64
 
 
 def test_another_attention_implementation_has_its_own_prefixes(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,29 @@ def test_a_thread_that_cannot_be_started_stops_the_others(
             again()
     again()
     assert same_bits(result, run())
+
+
+def test_threads_that_do_not_begin_are_not_waited_for(
+    threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine may be busy: what one thread can do is done."""
+    threads(1)
+    run = pass_over(torch.randn(5, 640), torch.float32)
+    again, result = CpuCapture()(run)
+    expected = run()
+    futures: list[Future[None]] = []
+
+    def waits(pool: ThreadPoolExecutor, *args: Any) -> Future[None]:
+        futures.append(Future())
+        return futures[-1]
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", waits)
+    threads(3)
+    result.fill_(float("nan"))
+    again()
+    assert same_bits(result, expected)
+    assert same_bits(run(), expected)
+    assert len(futures) > 4 and all(future.cancelled() for future in futures)
 
 
 @njit(nogil=True, error_model="numpy")

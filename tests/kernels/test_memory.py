@@ -120,3 +120,23 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     memory.copy_states(rows, ints([0]).to(DEVICE), ints([5]).to(DEVICE))
     assert rows[5].eq(7).all()
     assert rows[1:5].eq(0).all()
+
+
+@pytest.mark.parametrize("count", [1, 5, 32, 70])
+def test_fill_in_tokens_writes_tokens_or_makes_padding_of_their_rows(count: int) -> None:
+    tokens = torch.randperm(100)[: 2 * count] - 25  # some are negative: there is no token
+    rows = torch.randperm(len(tokens))[:count]
+    places = torch.randperm(6 * count + 3)[: 4 * count].view(count, 4)
+    numbers = torch.randint(1 << 40, (6 * count + 3,))
+    whole = torch.cat((numbers, torch.cat((rows[:, None], places), 1).flatten())).to(DEVICE)  # links lie behind numbers
+    links = whole[len(numbers) :].view(count, 5)
+    expected = numbers.clone()
+    for row, (token, slot, length, state) in zip(rows.tolist(), places.tolist(), strict=True):
+        expected[token] = max(int(tokens[row]), 0)
+        if tokens[row] < 0:
+            expected[slot], expected[length], expected[state] = -1, 0, -1
+    for fill_in in (memory.fill_in_tokens, reference.fill_in_tokens):
+        own = whole.clone()
+        fill_in(own, tokens.to(DEVICE), own[len(numbers) :].view(count, 5))
+        assert same_bits(own[: len(numbers)].cpu(), expected)
+        assert same_bits(own[len(numbers) :].view(count, 5), links)

@@ -79,6 +79,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         ints([1, 2]),
         ints([5, 6]),
     ),
+    "fill_in_tokens": lambda: (torch.arange(20), ints([7, -1, 5]), ints([[2, 0, 4, 8, 12], [1, 3, 7, 11, 15]])),
     "gated_delta_step": step_arguments,
     "gated_rms_norm": lambda: (torch.randn(5, 2, 24), torch.randn(5, 2, 24), torch.rand(24), 1e-6),
     "batch_invariant_linear": lambda: (torch.randn(5, 24), torch.randn(32, 24), 3),

@@ -27,7 +27,7 @@ from hybrid import (
     RequestOutput,
     SamplingParams,
 )
-from hybrid.engine.model_runner import Result
+from hybrid.engine.results import Result
 from hybrid.engine.step import Step
 from support.engines import answer, engine_on, greedy, ids
 from support.scheduling import VOCAB, Counting, Known, engine_without_model
@@ -378,7 +378,7 @@ def test_a_thread_that_dies_ends_all_with_an_error() -> None:
         tasks = [asyncio.create_task(read(engine, ids(20, seed=n), 900)) for n in range(5)]
         await until_running(engine, 1)
 
-        def broken(only: object) -> None:
+        def broken(only: object, expected: object) -> None:
             raise MemoryError("no memory for a list")
 
         engine.engine.scheduler.schedule = broken  # type: ignore[method-assign,assignment]

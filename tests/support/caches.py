@@ -79,8 +79,8 @@ class TreeCase:
 class AuditedCache(HybridCache):
     """A cache that proves its books after every action, one that raised included. Keeps what it evicted, in order."""
 
-    def __init__(self, memory: CacheMemory, config: CacheConfig | None = None) -> None:
-        super().__init__(memory, config, on_evict=self._note)
+    def __init__(self, memory: CacheMemory, config: CacheConfig | None = None, model: str | None = None) -> None:
+        super().__init__(memory, config, on_evict=self._note, model=model)
         self.victims: list[tuple[list[int], list[int]]] = []
 
     def _note(self, released: Released) -> None:

@@ -106,7 +106,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         archive().write(tmp_path / "missing" / "a")
     with pytest.raises(CacheFileError, match="there is no such file"):
         read_archive(tmp_path / "b")
-    with pytest.raises(CacheFileError, match="there is no such file"):
+    with pytest.raises(CacheFileError, match="it is a folder or a device"):
         read_archive(tmp_path)
 
 

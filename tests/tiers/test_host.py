@@ -6,6 +6,8 @@ import pytest
 
 from hybrid.tiers.chain import chain
 from hybrid.tiers.host import HostTier
+from hybrid.tiers.ranking import Worth
+from hybrid.tiers.tier import Offer
 
 
 def named(number: int, kind: str = "page") -> tuple[str, bytes]:
@@ -15,7 +17,7 @@ def named(number: int, kind: str = "page") -> tuple[str, bytes]:
 def offer(
     tier: HostTier, number: int, seconds: float = 1.0, size: int = 10, group: str = "", kind: str = "page"
 ) -> bool:
-    return tier.offer(named(number, kind), size, lambda: bytes(size), group, seconds)
+    return tier.offer(Offer(named(number, kind), size, lambda: bytes(size), Worth(group, seconds)))
 
 
 def test_what_fits_is_kept() -> None:
@@ -30,7 +32,7 @@ def test_what_fits_is_kept() -> None:
 def test_a_copy_that_is_there_is_not_written_again() -> None:
     tier = HostTier(30)
     offer(tier, 1)
-    assert tier.offer(named(1), 10, lambda: pytest.fail("it is read again"), "", 1.0)
+    assert tier.offer(Offer(named(1), 10, lambda: pytest.fail("it is read again"), Worth("", 1.0)))
     assert (tier.bytes_written, tier.bytes_offered) == (10, 20)
 
 
@@ -38,7 +40,7 @@ def test_what_is_worth_more_replaces_what_is_worth_less_and_not_the_other_way() 
     tier = HostTier(20)
     offer(tier, 1, seconds=5)
     offer(tier, 2, seconds=1)
-    assert not tier.offer(named(3), 10, lambda: pytest.fail("it is read for nothing"), "", 0.5)
+    assert not tier.offer(Offer(named(3), 10, lambda: pytest.fail("it is read for nothing"), Worth("", 0.5)))
     assert offer(tier, 4, seconds=3)
     assert [number for number in range(5) if named(number) in tier] == [1, 4]
     assert not offer(tier, 5, seconds=4, size=20), "it would take the place of more than it is worth"
@@ -122,7 +124,7 @@ def test_a_read_that_fails_changes_nothing_that_counts() -> None:
         raise OSError("planted")
 
     with pytest.raises(OSError, match="planted"):
-        tier.offer(named(1), 10, fail, "", 1.0)
+        tier.offer(Offer(named(1), 10, fail, Worth("", 1.0)))
     assert tier.violations() == []
     assert named(1) not in tier
 

@@ -1,0 +1,207 @@
+"""What a pass has computed: its tokens, chosen on the device and sent to the host.
+
+Tokens are chosen as late as that can be without the device waiting: before the next pass is launched, which continues
+from them, and after the host has the tokens before them, on which constraints depend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid.engine.constraints import Edits
+from hybrid.engine.planner import Plan
+from hybrid.engine.request import Request, Status
+from hybrid.engine.sampled_rows import SampledRows, tokens_of
+from hybrid.engine.sampler import Logprobs, Sampled, SamplingRows, choose, token_logprobs
+from hybrid.engine.verification import Verification
+from hybrid.memory.device import Arriving, on_device
+
+NOT_FINITE = -2
+"""In the place of the token of a row of logits with NaN or infinity."""
+
+UNSETTLED = -3
+"""In the place of a token that is not known before the vocabulary is sorted."""
+
+
+class Result(NamedTuple):
+    """What a pass computed for one part of its step.
+
+    Attributes:
+        is_finite: its logits and the checkpoints that it wrote hold no NaN and no infinity.
+        tokens: the drafts that were accepted, and the token after them, or `NO_TOKEN`; empty: the part does not end
+            with the last known token.
+        logprobs: `{token_id: logprob}` of each token; None unless requested.
+        prompt_logprobs: `{token_id: logprob}` of tokens of the prompt after those that have them.
+        forks: the first token of each other answer to the prompt, and its `{token_id: logprob}`.
+        path: indices of the drafts that were accepted.
+        is_late: the device did not know the token by itself: a pass launched meanwhile wrote nothing for the request.
+    """
+
+    is_finite: bool
+    tokens: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...] | None = None
+    prompt_logprobs: tuple[dict[int, float], ...] = ()
+    forks: tuple[tuple[int, dict[int, float] | None], ...] = ()
+    path: tuple[int, ...] = ()
+    is_late: bool = False
+
+
+class Computed(NamedTuple):
+    """What a pass leaves on the device.
+
+    Attributes:
+        logits: `[S, vocab]` fp32.
+        sampling: how tokens are chosen from them; None: every row takes its most likely one.
+        is_reused: the next pass writes these tensors again.
+        finite_checkpoints: `[C]` whether the checkpoints of the plan are finite; None: there are none.
+    """
+
+    logits: Tensor
+    sampling: SamplingRows | None
+    is_reused: bool = False
+    finite_checkpoints: Tensor | None = None
+
+
+class PendingTokens:
+    """A pass on the model's device, of parts with S rows of logits.
+
+    Args:
+        plan: of the pass.
+        computed: what it leaves on the device.
+        verification: which drafts are accepted, and what is done with them; None: there are no drafts.
+    """
+
+    def __init__(self, plan: Plan, computed: Computed, verification: Verification | None = None) -> None:
+        self._plan = plan
+        self._verification = verification
+        self._computed = computed
+        self._sampled: Sampled | None = None
+        self._tokens: Tensor
+        self._arriving: Arriving
+
+    def choose(self) -> Tensor:
+        """The tokens on the device, `[S]`: the first call chooses them. Negative: there is none, or it is not known
+        yet."""
+        if self._sampled is None:
+            if self._computed.is_reused and self._computed.sampling is not None:  # they may be needed once more
+                kept = SamplingRows(*torch.stack(self._computed.sampling))
+                self._computed = self._computed._replace(logits=self._computed.logits.clone(), sampling=kept)
+            logits, sampling, _, checkpoints = self._computed
+            self._sampled = choose(logits, self._edits(), sampling)
+            tokens = self._sampled.tokens
+            if self._sampled.is_settled is not None:
+                tokens = torch.where(self._sampled.is_settled, tokens, UNSETTLED)
+            self._tokens = self._send(tokens, [checkpoints] if checkpoints is not None else [])
+        return self._tokens
+
+    @property
+    def sources(self) -> Mapping[Request, int]:
+        """The row of the token of each request that has one."""
+        rows, start = {}, 0
+        for part, own in zip(self._plan.parts, self._plan.sampled, strict=True):
+            if own.samples:
+                rows[part.request] = start + own.before
+            start += own.count
+        return rows
+
+    def wait(self) -> list[Result]:
+        """One result per part of the step, once the device has them."""
+        self.choose()
+        tokens, *more = self._arriving.wait()
+        late = {row for row, token in enumerate(tokens) if token == UNSETTLED}
+        checks = more.pop(0) if self._computed.finite_checkpoints is not None else ()
+        if late:
+            assert self._sampled is not None
+            self._send(self._sampled.settle(), [])
+            tokens, *more = self._arriving.wait()
+        bad = {part for (part, _), is_finite in zip(self._plan.checkpoint_slots, checks, strict=True) if not is_finite}
+        return self._results(tokens, more or None, bad, late)
+
+    def _edits(self) -> Edits | None:
+        """What is done to the logits before. Nothing for requests that have ended meanwhile."""
+        chosen = tokens_of(self._plan.parts, self._plan.sampled)
+        return Edits.of(
+            [
+                request.row_edits(path) if request is not None and request.status is not Status.FINISHED else None
+                for request, path, _ in chosen
+            ]
+        )
+
+    def _send(self, tokens: Tensor, more: list[Tensor]) -> Tensor:
+        """Send tokens to the host, with their log-probabilities; returns them as the device knows them."""
+        logits, rows = self._computed.logits, slice(sum(own.count for own in self._plan.sampled))
+        finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
+        tokens = torch.where(finite, tokens, NOT_FINITE)[rows]
+        self._arriving = Arriving([tokens, *more, *(self._logprobs(logits[rows], tokens) or ())])
+        return tokens
+
+    def _logprobs(self, logits: Tensor, tokens: Tensor) -> Logprobs | None:
+        """Log-probabilities of the rows, and of the tokens chosen from them; None: they are not requested."""
+        plan = self._plan
+        most = max((part.most_logprobs for part in plan.sampled if part.most_logprobs is not None), default=None)
+        if most is None:
+            return None
+        tokens = tokens.clamp(min=0)
+        if plan.targets is not None:
+            targets = on_device(torch.tensor(plan.targets), logits.device)
+            tokens = torch.where(targets >= 0, targets, tokens)
+        return token_logprobs(logits, tokens, most)
+
+    def _results(self, tokens: list[int], logprobs: list[Any] | None, bad: set[int], late: set[int]) -> list[Result]:
+        """One result per part, from what has arrived: the tokens of all rows, their log-probabilities (None: not
+        requested), the parts with a checkpoint that is not finite, and the rows that were unsettled."""
+        results: list[Result] = []
+        paths: list[list[int]] = []
+        start = 0
+        for index, part in enumerate(self._plan.sampled):
+            own = tokens[start : start + part.count]
+            before = part.before if part.count > 1 else 0
+            path = self._verification.path(index, own[before:]) if self._verification is not None else []
+            rows = [before, *(before + draft + 1 for draft in path)]
+            chosen = tuple([own[row] for row in rows])
+            is_finite = index not in bad and NOT_FINITE not in chosen
+            paths.append(path if is_finite else [])
+            known = None
+            if logprobs is not None and part.num_logprobs is not None:
+                known = tuple(logprobs_of(logprobs, start + row, own[row], part.num_logprobs) for row in rows)
+            is_late = start + before in late
+            result = Result(is_finite, chosen if part.samples else (), known, path=tuple(path), is_late=is_late)
+            if part.num_prompt_logprobs is not None or part.forks:
+                result = _with_more(result, part, own, start, logprobs)
+            results.append(result)
+            start += part.count
+        if self._verification is not None:
+            self._verification.keep(paths)
+        return results
+
+
+def _with_more(result: Result, part: SampledRows, own: list[int], start: int, logprobs: list[Any] | None) -> Result:
+    """A result with the log-probabilities of the prompt, and the first tokens of other answers."""
+    prompt: list[dict[int, float]] = []
+    if part.num_prompt_logprobs is not None and logprobs is not None:
+        for row, target in enumerate(part.targets):
+            prompt.append(logprobs_of(logprobs, start + row, target, part.num_prompt_logprobs))
+    first = part.before + 1
+    forks: list[tuple[int, dict[int, float] | None]] = []
+    for row in range(first, first + part.forks):
+        known = None
+        if part.num_logprobs is not None and logprobs is not None:
+            known = logprobs_of(logprobs, start + row, own[row], part.num_logprobs)
+        forks.append((own[row], known))
+    return result._replace(prompt_logprobs=tuple(prompt), forks=tuple(forks))
+
+
+def logprobs_of(logprobs: list[Any], row: int, token: int, count: int) -> dict[int, float]:
+    """`{token_id: logprob}` of a row: the `count` most likely tokens, and the chosen one.
+
+    Args:
+        logprobs: the lists of `Logprobs`.
+    """
+    values, most_likely, chosen = logprobs
+    known = dict(zip(most_likely[row][:count], values[row][:count], strict=True))
+    known.setdefault(token, chosen[row])
+    return known

@@ -1,0 +1,476 @@
+"""Copies of pages and checkpoints in a directory on disk, which other processes may share, and later ones find.
+
+The thread of the cache knows what is there (`Index`), reads no file and waits for no other process. A writer thread
+puts what was offered into segments, and a reader thread reads and checks what is fetched; a request waits for it as
+long as computing would take. Whatever fails is a copy less, never an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from hybrid.tiers.directory import RECOVERABLE
+from hybrid.tiers.health import DiskCounts, Health
+from hybrid.tiers.index import Index
+from hybrid.tiers.manifest import DamagedError
+from hybrid.tiers.ranking import Worth
+from hybrid.tiers.rate import Cost
+from hybrid.tiers.reading import Wanted, WrongCopyError, read_copies
+from hybrid.tiers.session import Origin, Pending, Session
+from hybrid.tiers.store import DirectoryStore, Store
+from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note, Offer, UnavailableError
+from hybrid.tiers.worker import Worker
+
+READ_LATENCY, READ = 5e-4, 1e-9
+"""Seconds per restore, and per byte restored, that are assumed until they are measured."""
+
+MAX_SEGMENT_BYTES = 64 * 2**20
+"""A segment is written when its copies are as large as this, or as a sixteenth of what the disk may hold."""
+
+MAX_PENDING_SEGMENTS = 4
+"""As much as this many segments may wait for the writer; what comes then is not kept: the disk is too slow."""
+
+WRITTEN_AFTER = 2.0
+"""Seconds after which copies are written that do not fill a segment."""
+
+MIN_WAIT = 0.05
+"""Seconds that a request waits for the disk at least."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+logger = logging.getLogger("hybrid.tiers")
+
+
+class DiskTier:
+    """Copies in a directory, up to a number of bytes: a `Tier`.
+
+    Args:
+        path: the directory. Where it cannot be used, nothing is kept, and `failure` says why.
+        num_bytes: of all files together, those of other processes and models too.
+        origin: what the copies are made with.
+        wants_ids: write the token ids of prefixes into the manifest.
+        open_store: makes the store of the files.
+
+    Attributes:
+        label, where, cost, wants_ids, bytes_offered, bytes_written: see `Tier`.
+        counts: what it did.
+        report: what was found in the directory, and what of it was dropped.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        num_bytes: int,
+        origin: Origin,
+        *,
+        wants_ids: bool = False,
+        open_store: Callable[[Path], Store] = DirectoryStore,
+    ) -> None:
+        self.label: str = "disk"
+        self.where: str = "on disk"
+        self.cost: Cost = Cost(READ_LATENCY, READ)
+        self.wants_ids: bool = wants_ids
+        self.bytes_offered: int = 0
+        self.bytes_written: int = 0
+        self.counts: DiskCounts = DiskCounts()
+        self.report: list[str] = []
+        self._path = path
+        self._origin = origin
+        self._open_store = open_store
+        self._segment_bytes = max(1, min(MAX_SEGMENT_BYTES, num_bytes // 16))
+        self._lock = threading.Lock()  # of all that follows
+        self._index = Index(num_bytes)
+        self._pending: dict[Name, Pending] = {}
+        self._pending_bytes = 0
+        self._batch: list[Name] = []
+        self._batch_bytes = 0
+        self._hits: Counter[tuple[int, Name]] = Counter()
+        self._epoch = 0
+        self._health = Health()
+        self._patient_until = 0.0
+        self._is_closed = False
+        self._late: Future[list[Contents]] | None = None
+        self._session: Session | None = None  # used by the writer's thread, once it runs
+        try:
+            self._open()
+        except RECOVERABLE as error:
+            self._failed(error)
+        self._writer = Worker("hybrid disk writer", self._idle, WRITTEN_AFTER)
+        self._reader = Worker("hybrid disk reader")
+
+    # What it holds
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index.places or name in self._pending
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it may hold."""
+        return self._index.ranking.num_bytes
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of its files, those of other processes and models too."""
+        return self._index.ranking.bytes_used
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints that it holds, those too that wait for the writer."""
+        with self._lock:
+            return self._index.num_checkpoints + sum(kind == CHECKPOINT for kind, _ in self._pending)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it holds, likewise."""
+        with self._lock:
+            pending = sum(kind != CHECKPOINT for kind, _ in self._pending)
+            return len(self._index.places) - self._index.num_checkpoints + pending
+
+    @property
+    def is_empty(self) -> bool:
+        """See `Tier.is_empty`."""
+        index = self._index
+        return not (index.num_checkpoints or index.foreign or self._pending or self.failure)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the directory is not used now; None: it is."""
+        return self._health.failure
+
+    def note(self, name: Name) -> Note | None:
+        """See `Tier.note`."""
+        with self._lock:
+            pending = self._pending.get(name)
+            if pending is not None:
+                return pending.note
+            place = self._index.places.get(name)
+            return place.note if place is not None else None
+
+    def why_missing(self, name: Name) -> str:
+        """See `Tier.why_missing`."""
+        if self.failure is not None:
+            return f"the disk is not used: {self.failure}"
+        return self._index.foreign.get(name, "")
+
+    def violations(self) -> list[str]:
+        """See `Tier.violations`."""
+        with self._lock:
+            wrong = self._index.violations()
+            if sum(len(pending.contents) for pending in self._pending.values()) != self._pending_bytes:
+                wrong.append(f"the disk counts {self._pending_bytes} bytes that wait, which is wrong")
+            if not set(self._batch) <= set(self._pending):
+                wrong.append("a copy of the next segment does not wait for the disk")
+            return wrong
+
+    # What comes
+
+    def offer(self, offer: Offer) -> bool:
+        """See `Tier.offer`. It is written later; until then it is in memory."""
+        self.bytes_offered += offer.num_bytes
+        self._wait_for_writer(offer.num_bytes)
+        with self._lock:
+            if self._renew(offer):
+                return True
+            if self._is_closed or offer.worth.seconds <= 0 or not self._has_room(offer):
+                return False
+        contents = offer.read()
+        with self._lock:
+            self._pending[offer.name] = Pending(contents, offer.worth, offer.note)
+            self._batch.append(offer.name)
+            self._batch_bytes += len(contents)
+            self._pending_bytes += len(contents)
+            is_full = self._batch_bytes >= self._segment_bytes
+        if is_full:
+            self._submit_batch()
+        return True
+
+    def _renew(self, offer: Offer) -> bool:
+        """Whether there is a copy. It is ranked as if it came now."""
+        place, pending = self._index.places.get(offer.name), self._pending.get(offer.name)
+        if place is not None:
+            place.note = offer.note
+            self._index.ranking.touch(place.segment)
+        elif pending is not None:
+            pending.note = offer.note
+        return place is not None or pending is not None
+
+    def _has_room(self, offer: Offer) -> bool:
+        ranking = self._index.ranking
+        rank = ranking.rank(offer.num_bytes, [offer.worth])
+        if not ranking.has_room(offer.num_bytes, rank, self._pending_bytes):
+            return False
+        session = self._session  # None: the writer opens it again
+        can_write = not self._health.is_paused and not (session is not None and session.read_only)
+        if not can_write or self._is_behind(offer.num_bytes):
+            self.counts.bytes_refused += offer.num_bytes
+            return False
+        return True
+
+    def _is_behind(self, num_bytes: int) -> bool:
+        pending = self._pending_bytes
+        return pending > 0 and pending + num_bytes > MAX_PENDING_SEGMENTS * self._segment_bytes
+
+    def _wait_for_writer(self, num_bytes: int) -> None:
+        """Within `be_patient`: let the writer catch up before something is refused."""
+        left = self._patient_until - time.monotonic()
+        if left > 0 and self._is_behind(num_bytes):
+            self.flush(left)
+
+    def be_patient(self, seconds: float) -> None:
+        """For this time offers wait for the writer, where they would be refused: the process ends."""
+        self._patient_until = time.monotonic() + seconds
+
+    def _submit_batch(self) -> Future[None]:
+        with self._lock:
+            names, self._batch, self._batch_bytes = self._batch, [], 0
+        return self._writer.submit(partial(self._write, names))
+
+    def flush(self, seconds: float = 60.0) -> bool:
+        """Have on the disk what was offered. False: it took longer than `seconds`, or the tier is closed."""
+        if self._is_closed:
+            return False
+        with suppress(WaitTimeoutError):
+            self._submit_batch().result(seconds)
+            return True
+        return False
+
+    # What goes
+
+    def fetch(self, names: Sequence[Name], seconds: float) -> list[Contents]:
+        """See `Tier.fetch`. Waits at least `MIN_WAIT` seconds."""
+        found: dict[Name, Contents] = {}
+        wanted: list[Wanted] = []
+        with self._lock:
+            session = self._session
+            for name in names:
+                if name in self._pending:
+                    found[name] = self._pending[name].contents
+                    continue
+                place = self._index.places.get(name)
+                if place is None or session is None:
+                    raise UnavailableError("a copy on disk is not there any more")
+                held = self._index.segments[place.segment]
+                wanted.append(Wanted(name, held.file, held.origin, place))
+        if wanted and session is not None:
+            for want, contents in zip(wanted, self._read(session.store, wanted, seconds), strict=True):
+                found[want.name] = contents
+        return [found[name] for name in names]
+
+    def _read(self, store: Store, wanted: list[Wanted], seconds: float) -> list[Contents]:
+        if self._late is not None and not self._late.done():
+            raise UnavailableError("the disk has not answered yet to an earlier request")
+        start = time.perf_counter()
+        future = self._reader.submit(partial(read_copies, store, wanted))
+        try:
+            return future.result(max(MIN_WAIT, seconds))
+        except WrongCopyError as error:
+            self.counts.num_damaged += 1
+            self._forget([error.wanted.name])
+            raise UnavailableError(f"{error}: it is dropped") from error
+        except Exception as error:
+            if isinstance(error, WaitTimeoutError) and not future.done():
+                self._late = future
+                self.counts.num_late += 1
+                self.cost.note(sum(want.place.span.num_bytes for want in wanted), time.perf_counter() - start)
+                raise UnavailableError("the disk took longer than computing") from error
+            self.counts.num_failures += 1
+            if isinstance(error, FileNotFoundError | EOFError | PermissionError):
+                self._forget([want.name for want in wanted if want.file in str(error)])
+            raise UnavailableError(f"the disk failed: {error!s:.200}") from error
+
+    def used(self, name: Name) -> None:
+        """See `Tier.used`."""
+        with self._lock:
+            place = self._index.used(name)
+            if place is not None:
+                self._hits[place.segment, name] += 1
+            elif name in self._pending:
+                self._index.ranking.learn(self._pending[name].worth.group, 0, 1)
+
+    def drop(self, name: Name) -> None:
+        """See `Tier.drop`."""
+        with self._lock:
+            pending = self._pending.pop(name, None)
+            if pending is not None:
+                self._pending_bytes -= len(pending.contents)
+            if name in self._batch:
+                self._batch.remove(name)
+        self._forget([name])
+
+    def _forget(self, names: list[Name]) -> None:
+        """Copies are of no use: they leave the manifest, too."""
+        with self._lock:
+            places = [(self._index.forget(name), name) for name in names]
+        gone = [(place.segment, name) for place, name in places if place is not None]
+        if gone:
+            self._writer.submit(partial(self._change, lambda session: session.remove_copies(gone)))
+
+    def clear(self) -> None:
+        """Forget all copies that this process could use; those of other models stay. Does nothing once closed."""
+        if self._is_closed:
+            return
+        with self._lock:
+            self._epoch += 1
+            self._pending.clear()
+            self._pending_bytes = 0
+            self._batch, self._batch_bytes = [], 0
+            gone = [(number, held.file) for number, held in self._index.segments.items() if held.origin]
+            for number, _ in gone:
+                self._index.remove(number)
+        if gone:
+            self._writer.submit(partial(self._change, lambda session: session.remove(gone)))
+
+    def close(self, seconds: float = 60.0) -> None:
+        """Write what waits, and end the threads. Another `close` does nothing."""
+        if self._is_closed:
+            return
+        self.flush(seconds)
+        self._is_closed = True
+        self._writer.submit(self._leave)
+        self._writer.close(seconds)
+        self._reader.close(0.0)
+
+    # The writer's thread
+
+    def _open(self) -> None:
+        """Open the directory, and learn what is in it."""
+        session = Session(self._path, self._origin, self._open_store)
+        try:
+            index = session.load(self.num_bytes)
+        except BaseException:
+            session.close()
+            raise
+        with self._lock:
+            self._index, self._session = index, session
+        self.report = session.report
+        for line in self.report:
+            logger.warning("%s: %s", self._path, line)
+
+    def _opened(self) -> Session:
+        """The directory; it is opened again where it was removed or had failed."""
+        if self._session is not None and not self._session.is_current:
+            self._leave()
+        if self._session is None:
+            self._open()
+            self._health.works()
+        assert self._session is not None
+        return self._session
+
+    def _leave(self) -> None:
+        """Close the directory. What is in it is not known any more."""
+        with self._lock:
+            session, self._session = self._session, None
+            hits, self._hits = self._hits, Counter()
+            self._index = Index(self.num_bytes)
+        if session is not None:
+            with suppress(*RECOVERABLE):
+                if hits and not session.read_only:
+                    session.add_hits(hits.items())
+            session.close()
+
+    def _failed(self, error: BaseException) -> None:
+        """The directory failed: nothing is written for a while."""
+        self.counts.num_failures += 1
+        self._health.failed(error)
+        logger.warning("%s: %s", self._path, self._health.failure)
+        if isinstance(error, sqlite3.Error | DamagedError):
+            self._leave()
+        elif isinstance(error, OSError) and error.errno in FULL:
+            with self._lock:  # there is less than was asked for: from now on something must go for what comes
+                ranking = self._index.ranking
+                ranking.limit(min(ranking.num_bytes, max(ranking.bytes_used, self._segment_bytes)))
+
+    def _idle(self) -> None:
+        """Nothing was offered for a while."""
+        if not self._health.is_paused:
+            self._change(lambda session: None)
+            with self._lock:
+                names, self._batch, self._batch_bytes = self._batch, [], 0
+            self._write(names)
+
+    def _change(self, change: Callable[[Session], None]) -> None:
+        """Change the manifest, and catch up with other processes."""
+        try:
+            session = self._opened()
+            if not session.read_only:
+                change(session)
+                with self._lock:
+                    hits, self._hits = self._hits, Counter()
+                if hits:
+                    session.add_hits(hits.items())
+            self._catch_up(session)
+        except RECOVERABLE as error:
+            self._failed(error)
+
+    def _catch_up(self, session: Session) -> None:
+        """Learn what other processes have changed."""
+        with self._lock:
+            known = set(self._index.segments)
+        came, went = session.news(known)
+        with self._lock:
+            for arrival in came:
+                arrival.enter(self._index)
+            files = [file for number in went if (file := self._index.remove(number)) is not None]
+        session.unlink(files)
+
+    def _write(self, names: list[Name]) -> None:
+        """Write copies that wait."""
+        with self._lock:
+            pending = [(name, self._pending[name]) for name in names if name in self._pending]
+            epoch = self._epoch
+        try:
+            if pending:
+                self._put(pending, epoch)
+                self._health.works()
+        except RECOVERABLE as error:
+            self._failed(error)
+        finally:
+            with self._lock:
+                for name, copy in pending:
+                    if self._pending.get(name) is copy:
+                        del self._pending[name]
+                        self._pending_bytes -= len(copy.contents)
+
+    def _put(self, pending: list[tuple[Name, Pending]], epoch: int) -> None:
+        session = self._opened()
+        self._catch_up(session)
+        with self._lock:  # another process may have written some of them
+            pending = [(name, copy) for name, copy in pending if name not in self._index.places]
+        if not pending:
+            return
+        worths = [copy.worth for _, copy in pending]
+        arrival = session.put(pending, lambda num_bytes: self._make_free(session, num_bytes, worths))
+        if arrival is None:
+            return
+        self.bytes_written += arrival.row.num_bytes
+        with self._lock:
+            is_wanted = epoch == self._epoch
+            if is_wanted:
+                arrival.enter(self._index)
+        if not is_wanted:  # all was cleared meanwhile
+            session.remove([(arrival.row.id, arrival.row.file)])
+
+    def _make_free(self, session: Session, num_bytes: int, worths: list[Worth]) -> bool:
+        """Drop segments that are worth less, so that `num_bytes` fit. False: there are not enough."""
+        with self._lock:
+            ranking = self._index.ranking
+            before = ranking.bytes_used
+            dropped = ranking.make_free(num_bytes, ranking.rank(num_bytes, worths))
+            if dropped is None:
+                return False
+            self.counts.bytes_dropped += before - ranking.bytes_used
+            gone = [(number, file) for number in dropped if (file := self._index.remove(number)) is not None]
+        if gone:
+            session.remove(gone)
+        return True

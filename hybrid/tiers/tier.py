@@ -1,0 +1,139 @@
+"""What a tier is: a place for copies of what leaves the device, by the digests of their prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hybrid.errors import HybridError
+from hybrid.tiers.ranking import Worth
+from hybrid.tiers.rate import Cost
+
+Name = tuple[str, bytes]
+"""Of a copy: "page" or "checkpoint", and the digest of its prefix."""
+
+PAGE, CHECKPOINT = "page", "checkpoint"
+
+Contents = bytes | bytearray | memoryview
+"""What a page or a checkpoint holds."""
+
+
+class UnavailableError(HybridError):
+    """Copies cannot be had now: the request computes. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is known of a checkpoint besides its contents.
+
+    Attributes:
+        kind: why it was put there.
+        turn: number of turn ends before it on its path.
+        priority: the highest that a request gave it.
+        num_tokens: tokens that a hit saves: those from the checkpoint above it.
+        usage: how it was used in this process; None: it is from an earlier one.
+        namespace, ids: of its prefix, where a tier asks for them (`Tier.wants_ids`).
+    """
+
+    kind: str
+    turn: int
+    priority: int
+    num_tokens: int
+    usage: Any = None
+    namespace: str = ""
+    ids: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What leaves another place.
+
+    Attributes:
+        name: of the copy.
+        num_bytes: of its contents, about.
+        read: reads them.
+        worth: what it may save.
+        note: of a checkpoint.
+    """
+
+    name: Name
+    num_bytes: int
+    read: Callable[[], Contents]
+    worth: Worth
+    note: Note | None = None
+
+
+class Tier(Protocol):
+    """A place for copies. One thread calls it, that of the cache.
+
+    Attributes:
+        label, where: for explanations: "host memory" and "in host memory", "disk" and "on disk".
+        cost: of a restore.
+        wants_ids: notes of checkpoints are to hold the token ids of their prefixes.
+        bytes_offered, bytes_written: of what left the places before it, and of what was copied of it.
+    """
+
+    label: str
+    where: str
+    cost: Cost
+    wants_ids: bool
+    bytes_offered: int
+    bytes_written: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it holds."""
+        ...
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints that it holds."""
+        ...
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has nothing to restore, and nothing to say about that."""
+        ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def offer(self, offer: Offer) -> bool:
+        """Keep a copy, if it is worth more than what would have to be dropped for it. One that is there is not written
+        again. Returns whether there is a copy now."""
+        ...
+
+    def fetch(self, names: Sequence[Name], seconds: float) -> Sequence[Contents]:
+        """The contents of copies that are there. Not counted as a use.
+
+        Args:
+            seconds: that the caller can wait.
+
+        Raises:
+            UnavailableError: they cannot be had, or not in time.
+        """
+        ...
+
+    def note(self, name: Name) -> Note | None:
+        """The note of a copy; None: there is none, or it has none."""
+        ...
+
+    def used(self, name: Name) -> None:
+        """A copy was used: it is worth more, and so are others of its group."""
+        ...
+
+    def why_missing(self, name: Name) -> str:
+        """Why a copy is not there, where that is known: it is of another model; else empty."""
+        ...
+
+    def drop(self, name: Name) -> None:
+        """Forget a copy, if it is there."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all copies."""
+        ...
+
+    def violations(self) -> list[str]:
+        """What is wrong with its bookkeeping, for the audit."""
+        ...

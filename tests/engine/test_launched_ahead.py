@@ -1,0 +1,257 @@
+"""Steps that are launched before the tokens of the last one are known to the host: what the host waits for, and what
+becomes of a step whose request has ended, or whose token the device did not know."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid import Engine, SamplingParams
+from hybrid.cache.retreat import retreat
+from hybrid.engine import sampler
+from hybrid.engine.request import Status
+from hybrid.engine.scheduler import Scheduler
+from hybrid.engine.step import Part
+from hybrid.errors import ArgumentError
+from hybrid.memory.device import Arriving
+from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from support.graphs import overlapping, with_graphs
+
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+"""Methods of tensors for which the host waits for a GPU."""
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[list[str]]:
+    """What the host does, in order: "launch", "wait" for results that were sent, and every other read of a tensor
+    outside of the model, by its name."""
+    events: list[str] = []
+    inside = [False]
+    launch, wait, model = engine.runner.launch, Arriving.wait, engine.runner.model  # type: ignore[attr-defined]
+
+    def quiet(run: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            if name is not None and not inside[0]:
+                events.append(name)
+            before, inside[0] = inside[0], True
+            try:
+                return run(*args)
+            finally:
+                inside[0] = before
+
+        return call
+
+    def launched(plan: Any) -> Any:
+        events.append("launch")
+        return launch(plan)
+
+    def read(name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not inside[0]:
+                events.append(name)
+            return method(*args, **kwargs)
+
+        return call
+
+    with (
+        patch.object(engine.runner, "launch", launched),
+        patch.object(engine.runner, "model", quiet(model)),
+        patch.object(Arriving, "wait", quiet(wait, "wait")),
+        patch.multiple(Tensor, **{name: read(name) for name in READS}),
+    ):
+        yield events
+
+
+PARAMS = {
+    "greedy": greedy(12),
+    "sampled": greedy(12, temperature=1.0, top_k=20, seed=1),
+    "log-probabilities": greedy(12, temperature=0.7, top_k=20, seed=1, logprobs=3),
+    "penalties": greedy(12, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 2.0}, min_tokens=4),
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_host_waits_once_per_step_and_only_after_the_next_launch(tiny: Engine, name: str) -> None:
+    engine = overlapping(engine_on(tiny, enforce_eager=True))
+    for seed in range(3):
+        engine.add_request(ids(GRID + 3 * seed, seed), PARAMS[name])
+    with watched(engine) as events:
+        run_to_end(engine)
+    assert set(events) == {"launch", "wait"}
+    decoding = "".join(event[0] for event in events)
+    assert decoding.startswith("llwlwlwlwlwlwlwlwlw")
+    assert decoding.count("l") == decoding.count("w")
+
+
+def test_without_overlap_each_step_is_waited_for_before_the_next(tiny: Engine) -> None:
+    engine = engine_on(tiny, overlap=False, enforce_eager=True)
+    engine.add_request(ids(GRID), PARAMS["sampled"])
+    with watched(engine) as events:
+        run_to_end(engine)
+    assert events == ["launch", "wait"] * (len(events) // 2)
+
+
+@contextmanager
+def retreats() -> Iterator[list[Part]]:
+    """The parts that are computed again."""
+    found: list[Part] = []
+    original = Scheduler.retreat
+
+    def watching(scheduler: Scheduler, part: Part) -> None:
+        found.append(part)
+        original(scheduler, part)
+
+    with patch.object(Scheduler, "retreat", watching):
+        yield found
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_token_that_only_sorting_tells_is_computed_again(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, deterministic: bool, graphs: bool
+) -> None:
+    """The device does not know it when the next pass begins: what would continue from it writes nothing."""
+    sampled = SamplingParams(max_new_tokens=3 * GRID, temperature=3.0, seed=4, logprobs=2, ignore_eos=True)
+    options = [sampled, replace(sampled, repetition_penalty=1.2), greedy(3 * GRID)]
+    prompts = [ids(30, seed) for seed in range(3)]
+    settings: dict[str, Any] = {"deterministic": deterministic, "verify_contents": True}
+    expected = [answer(engine_on(tiny, **settings), p, o) for p, o in zip(prompts, options, strict=True)]
+    made = engine_on(tiny, **settings)
+    engine = overlapping(made)
+    if graphs:
+        engine = Engine(made.loaded, made.cache, engine.config, runner=with_graphs(made)[0].runner)
+    monkeypatch.setattr(sampler, "PRESELECTED", 40)
+    with retreats() as again:
+        outputs = engine.generate(prompts, options, progress=False)
+    assert len(again) > 5 and {part.swaps for part in again} == {False} | {not deterministic}
+    assert not any(part.request.params.temperature == 0 for part in again)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    if deterministic:
+        assert [output.logprobs for output in outputs] == [output.logprobs for output in expected]
+    engine.cache.audit(contents=True)
+    assert_nothing_held(engine)
+    assert answer(engine, prompts[2] + outputs[2].token_ids, greedy(5)).usage.cached_tokens >= 2 * GRID
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("at", [GRID - 1, GRID, GRID + 1])
+def test_nothing_is_cached_of_a_step_whose_request_has_ended(tiny: Engine, deterministic: bool, at: int) -> None:
+    """It is under way when the end is known, on a boundary or beside it. Here it computes NaN, which nobody sees."""
+    prompt = ids(2 * GRID)
+    known = cold(tiny, prompt, greedy(3 * GRID)).token_ids
+    stop = next(token for index, token in enumerate(known) if index >= at and token not in known[:index])
+    index = known.index(stop)
+    engine = overlapping(engine_on(tiny, deterministic=deterministic, verify_contents=True))
+    seen: list[int] = []
+
+    def spoiled(module: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+        batch = inputs[2]
+        seen.append(int(batch.positions[-1]))
+        if batch.decodes is None or seen[-1] != len(prompt) + index:
+            return None
+        return output[0] * torch.nan, output[1]
+
+    hooks = [layer.register_forward_hook(spoiled) for layer in tiny.model.model.layers]
+    try:
+        output = answer(engine, prompt, SamplingParams(max_new_tokens=3 * GRID, stop_token_ids=[stop], ignore_eos=True))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert max(seen) == len(prompt) + index  # the step was launched
+    assert (output.finish_reason, output.token_ids) == ("stop", known[: index + 1])
+    assert_nothing_held(engine)
+    engine.cache.audit(contents=True)
+    for tensor in (engine.cache.kv, *engine.cache.state_tensors.values()):
+        for _, node in engine.cache.tree.nodes():
+            used = node.pages if tensor is engine.cache.kv else [node.slot] if node.slot is not None else []
+            assert all(bool(tensor[place].isfinite().all()) for place in used)
+    again = answer(engine, prompt + known[: index + 1] + ids(5), greedy(4))
+    assert again.usage.cached_tokens >= (len(prompt) + index) // GRID * GRID
+    assert again.token_ids == cold(tiny, prompt + known[: index + 1] + ids(5), greedy(4)).token_ids
+
+
+def test_a_launch_ahead_that_fails_takes_no_token_from_the_step_before(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = overlapping(engine_on(tiny))
+    launch, calls = engine.runner.launch, []
+
+    def failing(plan: Any) -> Any:
+        calls.append(plan)
+        if len(calls) in (2, 5, 6):
+            launch(plan)  # it has written states when it fails
+            raise RuntimeError("out of memory, say")
+        return launch(plan)
+
+    monkeypatch.setattr(engine.runner, "launch", failing)
+    names = [engine.add_request(ids(30 + n, n), greedy(9)) for n in range(3)]
+    outputs, counts = {}, []
+    while engine.has_work:
+        try:
+            moved = engine.step()
+        except RuntimeError:
+            assert engine.is_retrying
+            moved = []
+        counts.append(len(moved))
+        outputs.update({output.request_id: output for output in moved})
+    for n, name in enumerate(names):
+        assert outputs[name].token_ids == cold(tiny, ids(30 + n, n), greedy(9)).token_ids
+    assert_nothing_held(engine)
+
+
+def test_a_step_under_way_does_not_outlive_an_abort_or_a_close(tiny: Engine) -> None:
+    engine = overlapping(engine_on(tiny))
+    names = [engine.add_request(ids(30 + n, n), greedy(20)) for n in range(2)]
+    for _ in range(3):
+        engine.step()
+    for name in names:
+        engine.abort(name)
+    assert_nothing_held_but(engine, dict.fromkeys(names, "abort"))
+    assert answer(engine, ids(40, 7), greedy(6)).token_ids == cold(tiny, ids(40, 7), greedy(6)).token_ids
+    engine.add_request(ids(20), greedy(20))
+    engine.step()
+    engine.close()
+
+
+def assert_nothing_held_but(engine: Engine, reasons: dict[str, str]) -> None:
+    """No request holds memory, and these outputs are still to be taken."""
+    assert engine.cache.stats().pages_private == 0
+    assert {output.request_id: output.finish_reason for output in engine.step()} == reasons
+    assert_nothing_held(engine)
+
+
+def test_the_fork_of_a_prompt_is_not_of_the_state_after_its_first_token(tiny: Engine) -> None:
+    """Other answers copy the state when the first tokens are known: no pass is launched before that."""
+    prompt = ids(GRID + 5)
+    params = SamplingParams(max_new_tokens=8, n=3, temperature=1.0, seed=3, ignore_eos=True)
+    expected = answer(engine_on(tiny, overlap=False), prompt, params)
+    output = answer(overlapping(engine_on(tiny)), prompt, params)
+    assert [own.token_ids for own in output.outputs] == [own.token_ids for own in expected.outputs]
+
+
+def test_drafts_follow_the_last_token_so_that_nothing_is_launched_ahead(tiny: Engine) -> None:
+    made = engine_on(tiny, enforce_eager=True)
+    engine = Engine(made.loaded, made.cache, replace(made.config, overlap=True), speculation="cache")
+    engine.add_request(ids(GRID), greedy(8))
+    with watched(engine) as events:
+        run_to_end(engine)
+    assert "launchlaunch" not in "".join(events)
+
+
+def test_a_lease_retreats_to_before_its_last_pass_only(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    engine.add_request(ids(GRID), greedy(8))
+    engine.step()
+    (request,) = engine.scheduler.running
+    assert request.status is Status.RUNNING and request.lease is not None
+    with pytest.raises(ArgumentError, match=r"to 16 tokens, from 16"):
+        retreat(engine.cache, request.lease, GRID, False)
+    engine.scheduler.discard(request)
+    engine.close()

@@ -1,0 +1,29 @@
+"""Engines whose steps run as recorded graphs, or are launched ahead, on a machine without a GPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from hybrid import Engine
+from hybrid.engine.cuda_graphs import Capture, DecodeGraphs
+from hybrid.engine.model_runner import ModelRunner
+
+
+def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Records by remembering: runs the function again, into the same tensor."""
+    logits = run().clone()
+    return lambda: logits.copy_(run()), logits
+
+
+def with_graphs(engine: Engine, capture: Capture = replays) -> tuple[Engine, DecodeGraphs]:
+    """The engine, decoding through graphs that were captured in this way."""
+    cache = engine.cache
+    graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, capture)
+    runner = ModelRunner(engine.model, cache, engine.device, engine.deterministic, graphs)
+    return Engine(engine.loaded, cache, engine.config, runner=runner), graphs
+
+
+def overlapping(engine: Engine, overlap: bool = True) -> Engine:
+    """Launch steps before the results of the last one are waited for, as on a GPU."""
+    return Engine(engine.loaded, engine.cache, replace(engine.config, overlap=overlap))

@@ -1,0 +1,231 @@
+"""Copies on disk: what is found again, what is kept, and what is written."""
+
+import json
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+import safetensors
+
+from hybrid.tiers.disk import DiskTier
+from hybrid.tiers.ranking import Worth
+from hybrid.tiers.tier import Note, Offer, UnavailableError
+from support.disks import LIMIT, contents_of, count_right, fetched, fill, name_of, offer, origin, tier_at
+
+
+def segments(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def test_what_was_written_is_there_before_and_after_it_is_written_and_in_the_next_life(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path)
+    for number in range(20):
+        assert offer(tier, number)
+    assert count_right(tier, range(20)) == 20, "copies that wait are had from memory"
+    assert tier.flush()
+    assert count_right(tier, range(20)) == 20
+    assert (tier.num_checkpoints, tier.num_pages) == (7, 13)
+    assert tier.violations() == []
+    tier.close()
+    again = tier_at(tmp_path)
+    assert count_right(again, range(20)) == 20
+    assert (again.num_checkpoints, again.num_pages, again.report) == (7, 13, [])
+    assert again.bytes_used == sum(file.stat().st_size for file in segments(tmp_path)) == tier.bytes_written
+    assert again.violations() == []
+    again.close()
+
+
+def test_a_copy_that_is_there_is_not_written_again_nor_by_the_next_life(tmp_path: Path) -> None:
+    for _ in range(2):
+        tier = tier_at(tmp_path)
+        fill(tier, range(10))
+        fill(tier, range(10))
+        tier.close()
+    assert tier.bytes_written == 0
+    assert tier.bytes_offered > 0
+
+
+def test_segments_are_safetensors_with_aligned_contents(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path, num_bytes=10**7)
+    fill(tier, range(30))
+    tier.close()
+    found = {}
+    for file in segments(tmp_path):
+        size = int.from_bytes(file.read_bytes()[:8], "little")
+        assert (8 + size) % 4096 == 0
+        header = json.loads(file.read_bytes()[8 : 8 + size])
+        with safetensors.safe_open(file, "numpy") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                if not key.startswith("gap"):
+                    assert header[key]["data_offsets"][0] % 64 == 0
+                    found[key] = opened.get_tensor(key).tobytes()
+    assert found == {f"{kind}.{digest.hex()}": contents_of(n) for n in range(30) for kind, digest in [name_of(n)]}
+
+
+def test_the_limit_holds_and_what_is_worth_least_goes(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path, num_bytes=100_000)
+    for number in range(60):
+        offer(tier, number, seconds=5.0 if number % 2 else 1.0, size=5900)
+        assert tier.flush()
+        assert tier.bytes_used <= 100_000
+    kept = [number for number in range(60) if name_of(number) in tier]
+    assert len(kept) == 10, "each is a segment of 10,000 bytes"
+    assert all(number % 2 for number in kept)
+    assert sum(file.stat().st_size for file in segments(tmp_path)) == tier.bytes_used
+    assert tier.counts.bytes_dropped > 0
+    assert tier.violations() == []
+    tier.close()
+
+
+def test_what_is_worthless_or_too_large_is_not_read(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path)
+    for seconds, size in ((0.0, 10), (-1.0, 10), (1.0, LIMIT + 1)):
+        assert not tier.offer(
+            Offer(name_of(1), size, lambda: pytest.fail("it is read for nothing"), Worth("", seconds))
+        )
+    assert tier.flush()
+    assert segments(tmp_path) == []
+    tier.close()
+
+
+def test_what_was_used_is_worth_more_in_the_next_life(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path, num_bytes=100_000)
+    for number in range(8):
+        offer(tier, number, size=5900, group=f"group {number % 2}")
+        tier.flush()
+    for _ in range(50):
+        for number in (1, 3, 5, 7):
+            tier.used(name_of(number))
+    tier.close()
+    tier = tier_at(tmp_path, num_bytes=100_000)
+    for number in range(100, 106):
+        offer(tier, number, size=5900, seconds=2.0, group="group 2")
+        tier.flush()
+    assert all(name_of(number) in tier for number in (1, 3, 5, 7))
+    assert not all(name_of(number) in tier for number in (0, 2, 4, 6))
+    tier.close()
+
+
+def test_cleared_is_forgotten_here_and_on_disk(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path)
+    fill(tier, range(10))
+    offer(tier, 11)
+    tier.clear()
+    assert (tier.num_pages, tier.num_checkpoints, count_right(tier, range(12))) == (0, 0, 0)
+    assert tier.flush()
+    assert segments(tmp_path) == []
+    fill(tier, range(10))
+    tier.close()
+    tier.clear()
+    assert len(segments(tmp_path)) > 0, "a tier that was closed leaves the disk alone"
+
+
+def test_copies_of_another_model_are_a_miss_with_a_reason_and_go_first(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path, num_bytes=100_000, model="other")
+    for number in range(9):
+        offer(tier, number, size=5900, seconds=100.0)
+        tier.flush()
+    tier.close()
+    tier = tier_at(tmp_path, num_bytes=100_000)
+    assert count_right(tier, range(9)) == 0
+    assert tier.why_missing(name_of(3)) == "model is 'other' there and 'a model' here"
+    assert tier.report == ["3 checkpoints of another model or version: they are not used, and dropped first"]
+    for number in range(100, 109):
+        assert offer(tier, number, size=5900)
+        tier.flush()
+    assert count_right(tier, range(100, 109)) == 9
+    tier.close()
+    tier = tier_at(tmp_path, num_bytes=100_000, model="other")
+    assert count_right(tier, range(9)) <= 1
+    tier.close()
+
+
+def test_nothing_of_a_prompt_is_on_disk_unless_it_is_asked_for(tmp_path: Path) -> None:
+    secret, ids = "a tenant's name", b"the ids of a prompt, as bytes"
+    note = Note("branch", 0, 0, 64, namespace=secret, ids=ids)
+    for readable in (False, True):
+        path = tmp_path / str(readable)
+        tier = tier_at(path, wants_ids=readable)
+        given = note if tier.wants_ids else Note("branch", 0, 0, 64)
+        tier.offer(Offer(name_of(0), 3, lambda: b"abc", Worth("", 1.0), given))
+        tier.close()
+        whole = b"".join(file.read_bytes() for file in path.iterdir())
+        assert (ids in whole, secret.encode() in whole) == (readable, readable)
+
+
+def test_only_the_owner_may_read_what_is_there(tmp_path: Path) -> None:
+    former = os.umask(0)
+    try:
+        tier = tier_at(tmp_path / "deep" / "down")
+        fill(tier, range(3))
+        tier.close()
+    finally:
+        os.umask(former)
+    assert (tmp_path / "deep" / "down").stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "deep" / "down").iterdir()} == {0o600}
+
+
+def test_a_directory_that_others_could_use_is_closed_to_them(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o777)
+    tier_at(tmp_path / "open").close()
+    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_tier_that_is_freed_ends_its_threads_and_its_lock(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path)
+    fill(tier, range(3))
+    tier.close()
+    tier.close()
+    assert not tier.flush()
+    assert not offer(tier, 9)
+    assert [*tmp_path.glob("[0-9a-f]*.lock")] == []
+
+
+def test_a_fetch_of_what_is_not_there_says_so(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path)
+    with pytest.raises(UnavailableError, match="not there any more"):
+        tier.fetch([name_of(1)], 1.0)
+    tier.close()
+
+
+def test_a_copy_that_is_dropped_alone_leaves_the_others(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path)
+    fill(tier, range(6))
+    offer(tier, 7)
+    tier.drop(name_of(2))
+    tier.drop(name_of(7))
+    tier.drop(name_of(99))
+    assert tier.flush()
+    assert fetched(tier, 2) is None
+    assert count_right(tier, range(8)) == 5
+    tier.close()
+    tier = tier_at(tmp_path)
+    assert count_right(tier, range(8)) == 5
+    tier.close()
+
+
+def test_the_manifest_is_readable_by_anyones_sqlite(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path)
+    fill(tier, range(6))
+    tier.close()
+    db = sqlite3.connect(tmp_path / "manifest.sqlite")
+    assert db.execute("SELECT count(*), sum(bytes) FROM copies").fetchone() == (
+        6,
+        sum(len(contents_of(number)) for number in range(6)),
+    )
+    db.close()
+
+
+def test_what_a_process_does_not_close_is_written_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid.tiers.disk.WRITTEN_AFTER", 0.05)
+    tier = DiskTier(tmp_path, LIMIT, origin())
+    offer(tier, 1)
+    end = time.monotonic() + 10
+    while not segments(tmp_path) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert len(segments(tmp_path)) == 1
+    tier.close()

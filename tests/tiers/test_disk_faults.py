@@ -1,0 +1,334 @@
+"""Copies on disk when the disk lies, fails, fills up or is slow: a copy less, never a wrong one and never an error."""
+
+import errno
+import os
+import shutil
+import sqlite3
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from hybrid.tiers.disk import DiskTier
+from hybrid.tiers.tier import UnavailableError
+from support.disks import FaultyStore, contents_of, count_right, fetched, fill, name_of, offer, tier_at
+
+NUMBERS = range(24)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure the disk is tried again at once."""
+    monkeypatch.setattr("hybrid.tiers.health.FIRST_PAUSE", 0.0)
+    monkeypatch.setattr("hybrid.tiers.health.MAX_PAUSE", 0.0)
+
+
+def written(path: Path) -> None:
+    """An earlier life leaves copies in several segments."""
+    tier = tier_at(path, num_bytes=400_000)
+    fill(tier, NUMBERS)
+    assert count_right(tier, NUMBERS) == len(NUMBERS)
+    tier.close()
+
+
+def segments(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def works(tier: DiskTier) -> None:
+    """It keeps what is new, and its bookkeeping is right."""
+    assert offer(tier, 999, seconds=1e6)
+    assert tier.flush()
+    assert fetched(tier, 999) == contents_of(999)
+    assert tier.violations() == []
+    tier.close()
+
+
+# Bits
+
+
+def test_flipped_bits_in_the_payload_are_a_miss(tmp_path: Path) -> None:
+    written(tmp_path)
+    rng, outcomes = Random(0), Counter[str]()
+    tier = tier_at(tmp_path)
+    for _ in NUMBERS:
+        file = rng.choice(segments(tmp_path))
+        data = bytearray(file.read_bytes())
+        data[rng.randrange(4096, len(data))] ^= 1 << rng.randrange(8)
+        file.write_bytes(data)
+        outcomes["right"] = count_right(tier, NUMBERS)
+    outcomes["damaged"] = tier.counts.num_damaged
+    assert outcomes["right"] + outcomes["damaged"] == len(NUMBERS)
+    assert outcomes["damaged"] > 5
+    assert tier.flush()
+    with pytest.raises(UnavailableError, match="not there any more"):
+        tier.fetch([name_of(n) for n in NUMBERS], 1.0)
+    tier.close()
+    tier = tier_at(tmp_path)
+    assert count_right(tier, NUMBERS) == outcomes["right"], "damaged copies have left the manifest"
+    assert tier.counts.num_damaged == 0
+    works(tier)
+
+
+def test_flipped_bits_in_the_manifest_are_a_miss(tmp_path: Path, quick: None) -> None:
+    written(tmp_path / "whole")
+    rng, outcomes = Random(1), Counter[str]()
+    size = (tmp_path / "whole" / "manifest.sqlite").stat().st_size
+    for number in range(60):
+        path = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", path)
+        data = bytearray((path / "manifest.sqlite").read_bytes())
+        at = rng.randrange(100) if number < 10 else rng.randrange(size)  # the header, and anything
+        data[at] ^= 1 << rng.randrange(8)
+        (path / "manifest.sqlite").write_bytes(data)
+        tier = tier_at(path)
+        if tier.failure is not None:
+            assert "newer" in tier.failure or "version" in tier.failure, tier.failure
+            outcomes["refused"] += 1
+            tier.close()
+            continue
+        right = count_right(tier, NUMBERS)
+        outcomes["all right" if right == len(NUMBERS) else "some right" if right else "dropped"] += 1
+        if right == 0:
+            assert tier.report
+        works(tier)
+        shutil.rmtree(path)
+    assert outcomes["all right"] > 5
+    assert outcomes["dropped"] > 5
+
+
+def test_bits_that_flip_in_the_manifest_of_a_running_process(tmp_path: Path, quick: None) -> None:
+    written(tmp_path)
+    tier = tier_at(tmp_path)
+    (tmp_path / "manifest.sqlite").write_bytes(b"\0" * 20_000)
+    count_right(tier, NUMBERS)
+    for number in range(100, 110):
+        offer(tier, number)
+        tier.flush()
+    assert tier.counts.num_failures > 0
+    assert count_right(tier, range(100, 110)) > 0, "it has begun anew"
+    assert any("damaged" in line for line in tier.report)
+    works(tier)
+
+
+# Files
+
+
+@pytest.mark.parametrize("length", [0, 5000])
+def test_a_file_that_was_cut_off_is_dropped_with_a_report(tmp_path: Path, length: int) -> None:
+    written(tmp_path)
+    os.truncate(segments(tmp_path)[0], length)
+    tier = tier_at(tmp_path)
+    assert "1 files that are missing, cut off, or of another user" in tier.report[0]
+    assert 0 < count_right(tier, NUMBERS) < len(NUMBERS)
+    assert sum(file.stat().st_size for file in segments(tmp_path)) == tier.bytes_used
+    works(tier)
+
+
+def test_a_file_that_is_cut_off_or_removed_under_a_running_process_is_a_miss(tmp_path: Path) -> None:
+    written(tmp_path)
+    tier = tier_at(tmp_path)
+    files = segments(tmp_path)
+    os.truncate(files[0], 4100)
+    files[1].unlink()
+    right = count_right(tier, NUMBERS)
+    assert 0 < right < len(NUMBERS)
+    assert tier.counts.num_failures > 0
+    assert count_right(tier, NUMBERS) == right
+    works(tier)
+
+
+def test_files_that_no_manifest_names_are_removed(tmp_path: Path) -> None:
+    written(tmp_path)
+    (tmp_path / f"{'ab' * 8}-1.safetensors").write_bytes(b"an orphan")
+    (tmp_path / f".{'ab' * 8}-2.safetensors.01234567.part").write_bytes(b"not whole")
+    (tmp_path / "notes.txt").write_text("of the user")
+    tier = tier_at(tmp_path)
+    assert "2 files (18 B) of processes that ended before they were done: removed" in tier.report[0]
+    assert (tmp_path / "notes.txt").exists()
+    assert sum(file.stat().st_size for file in segments(tmp_path)) == tier.bytes_used
+    assert not [*tmp_path.glob(".*")]
+    assert count_right(tier, NUMBERS) == len(NUMBERS)
+    works(tier)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    written(tmp_path / "a")
+    file = segments(tmp_path / "a")[0]
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    tier = tier_at(tmp_path / "a")
+    assert count_right(tier, NUMBERS) < len(NUMBERS)
+    assert (tmp_path / "elsewhere").exists()
+    works(tier)
+
+
+# Versions
+
+
+def test_a_directory_of_an_older_version_is_dropped_with_a_report(tmp_path: Path) -> None:
+    written(tmp_path)
+    db = sqlite3.connect(tmp_path / "manifest.sqlite")
+    db.execute("PRAGMA user_version = 0")
+    db.close()
+    tier = tier_at(tmp_path)
+    assert "version 0 of the format, and this is version 1: all of it is dropped" in tier.report[0]
+    assert count_right(tier, NUMBERS) == 0
+    assert segments(tmp_path) == [], "its space is free"
+    works(tier)
+
+
+def test_a_directory_of_a_newer_version_is_left_alone(tmp_path: Path) -> None:
+    written(tmp_path)
+    db = sqlite3.connect(tmp_path / "manifest.sqlite")
+    db.execute("PRAGMA user_version = 7")
+    db.close()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    tier = tier_at(tmp_path)
+    assert tier.failure is not None and "version 7" in tier.failure
+    assert "the disk is not used: VersionError" in tier.why_missing(name_of(0))
+    assert not offer(tier, 1)
+    tier.close()
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_an_older_version_of_the_package_is_another_model(tmp_path: Path) -> None:
+    tier_at(tmp_path, model="version 0.0.9").close()
+    tier = tier_at(tmp_path, model="version 0.0.9")
+    fill(tier, NUMBERS)
+    tier.close()
+    tier = tier_at(tmp_path, model="version 0.1.0")
+    assert count_right(tier, NUMBERS) == 0
+    assert "version 0.0.9" in tier.why_missing(name_of(0))
+    works(tier)
+
+
+# Clocks
+
+
+def test_no_decision_depends_on_the_time_of_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    for index, file in enumerate(tmp_path.iterdir()):
+        os.utime(file, (0, 0) if index % 2 else (4e9, 4e9))
+    tier = tier_at(tmp_path)
+    assert tier.report == []
+    assert count_right(tier, NUMBERS) == len(NUMBERS)
+    works(tier)
+
+
+# Calls that fail
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.EACCES])
+def test_a_write_that_fails_is_a_copy_less(tmp_path: Path, quick: None, number: int) -> None:
+    store = FaultyStore()
+    tier = tier_at(tmp_path, open_store=store)
+    fill(tier, NUMBERS)
+    store.errors["put_from"] = OSError(number, os.strerror(number))
+    for one in range(100, 110):
+        offer(tier, one)
+        tier.flush()
+    assert count_right(tier, range(100, 110)) == 0
+    assert tier.failure is not None and os.strerror(number) in tier.failure
+    assert tier.counts.num_failures > 0
+    assert count_right(tier, NUMBERS) > 0
+    del store.errors["put_from"]
+    offer(tier, 200, seconds=1000.0)
+    tier.flush()
+    assert fetched(tier, 200) == contents_of(200)
+    assert tier.failure is None
+    assert sum(file.stat().st_size for file in segments(tmp_path)) == tier.bytes_used
+    works(tier)
+
+
+def test_a_disk_that_is_full_is_used_up_to_what_there_is(tmp_path: Path, quick: None) -> None:
+    class Full(FaultyStore):
+        """A disk with 60,000 bytes."""
+
+        def put_from(self, name: str, parts: list[bytes]) -> None:  # type: ignore[override]
+            used = sum(file.stat().st_size for file in segments(tmp_path))
+            if used + sum(map(len, parts)) > 60_000:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            super().put_from(name, parts)
+
+    tier = tier_at(tmp_path, open_store=Full())
+    for number in range(100):
+        offer(tier, number, seconds=1.0 + number, size=1900)
+        tier.flush()
+        assert tier.violations() == []
+    assert 0 < tier.num_bytes <= 60_000
+    assert count_right(tier, range(90, 100)) >= 5, "what is worth more takes the place of the rest"
+    tier.close()
+
+
+def test_reads_that_fail_are_a_miss_and_no_copy_is_dropped(tmp_path: Path) -> None:
+    store = FaultyStore()
+    tier = tier_at(tmp_path, open_store=store)
+    fill(tier, NUMBERS)
+    store.errors["get_into"] = OSError(errno.EIO, "Input/output error")
+    with pytest.raises(UnavailableError, match=r"the disk failed: \[Errno 5\] Input/output error"):
+        tier.fetch([name_of(1)], 1.0)
+    del store.errors["get_into"]
+    assert count_right(tier, NUMBERS) == len(NUMBERS)
+    works(tier)
+
+
+def test_a_directory_that_is_removed_is_made_again(tmp_path: Path, quick: None) -> None:
+    tier = tier_at(tmp_path / "cache")
+    fill(tier, NUMBERS)
+    shutil.rmtree(tmp_path / "cache")
+    assert count_right(tier, NUMBERS) == 0
+    for number in range(100, 110):
+        offer(tier, number)
+        tier.flush()
+    assert count_right(tier, range(100, 110)) > 0
+    works(tier)
+
+
+def test_a_path_that_is_no_directory_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    tier = tier_at(tmp_path / "file")
+    assert tier.failure is not None and "FileExistsError" in tier.failure
+    assert not offer(tier, 1)
+    tier.close()
+
+
+# A slow disk
+
+
+def test_a_slow_write_delays_no_offer_and_what_is_too_much_is_refused(tmp_path: Path) -> None:
+    store = FaultyStore()
+    store.seconds["put_from"] = 0.3
+    tier = tier_at(tmp_path, num_bytes=100_000, open_store=store)
+    start = time.process_time(), time.monotonic()
+    kept = sum(offer(tier, number, size=1000) for number in range(500))
+    assert time.monotonic() - start[1] < 0.25 + 5 * (time.process_time() - start[0]), "it did not wait for the disk"
+    assert 0 < kept < 100
+    assert tier.counts.bytes_refused > 0
+    tier.be_patient(10.0)
+    assert all(offer(tier, number, size=1000) for number in range(1000, 1040)), "at the end there is time"
+    tier.close()
+
+
+def test_a_slow_read_is_waited_for_as_long_as_computing_takes_and_then_not_tried_again(tmp_path: Path) -> None:
+    store = FaultyStore()
+    tier = tier_at(tmp_path, open_store=store)
+    fill(tier, NUMBERS)
+    store.seconds["get_into"] = 1.0
+    before = tier.cost.seconds(1)
+    with pytest.raises(UnavailableError, match="took longer than computing"):
+        tier.fetch([name_of(1)], 0.001)
+    assert tier.cost.seconds(1) > 10 * before
+    start = time.monotonic()
+    with pytest.raises(UnavailableError, match="has not answered yet"):
+        tier.fetch([name_of(1)], 10.0)
+    assert time.monotonic() - start < 0.5
+    store.seconds["get_into"] = 0.0
+    end = time.monotonic() + 10
+    while fetched(tier, 1) is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert fetched(tier, 1) == contents_of(1)
+    works(tier)
