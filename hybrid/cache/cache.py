@@ -470,7 +470,7 @@ class HybridCache:
 
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""
-        return draw(take_snapshot(self.tree, self.stats()), path, decode, width=width)
+        return draw(take_snapshot(self.tree, self.stats(), self.tiers), path, decode, width=width)
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""

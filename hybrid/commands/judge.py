@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hybrid.cache.config import CacheConfig
 from hybrid.engine.engine import Engine
@@ -64,12 +65,15 @@ class Judge:
         speculation: SpeculationConfig | None = None,
         longest: int = 0,
         host: str | None = None,
+        directory: Path | None = None,
     ) -> Engine:
         """An engine with an empty cache of its own: one budget, the size of `pages` and `states`. Where no request of
         `longest` pages would fit into the pieces of that budget, because pages are small compared with a state, it has
         pools of these sizes."""
         page_bytes, state_bytes = self.engine.cache.unit_bytes
         config = replace(self._config, memory=pages * page_bytes + states * state_bytes, host=host)
+        if directory is not None:
+            config = replace(config, disk="1GiB", directory=directory)
         if longest and pages * page_bytes + states * state_bytes < smallest_memory(
             longest, page_bytes, state_bytes, None
         ):
