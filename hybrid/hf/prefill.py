@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -289,6 +290,7 @@ class Prefiller:
 
     def _forward(self, work: Prefill, end: int, past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
         """One forward pass over the tokens `[start, end)`. Only here may signal handlers interrupt."""
+        began = time.perf_counter()
         with interrupts.opened():
             is_finite = finite_logits(self._model.forward(work.ids[start:end], past, start, work.media))
         if not is_finite:
@@ -296,6 +298,7 @@ class Prefiller:
                 f"the model gave logits with NaN or infinity for tokens {start} to {end} of the prompt; nothing of "
                 "this pass is cached"
             )
+        self._cache.note_pass(end - start, time.perf_counter() - began)
 
     def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, Kind]:
         """The positions up to `last` at which checkpoints are captured, with their kinds."""

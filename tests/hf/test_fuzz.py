@@ -54,7 +54,8 @@ class Life:
             self.model.add_adapter("other", config)
             self.model.eval()
         chunk = self.rng.choice([8, 16, 16, 32] if self.deterministic else [1, 1, 4, 16])
-        self.options: dict[str, Any] = {"deterministic": self.deterministic, "chunk_size": chunk}
+        host = self.rng.choice([None, "1MiB"])
+        self.options: dict[str, Any] = {"deterministic": self.deterministic, "chunk_size": chunk, "host": host}
         self.cache = self._make_cache(self.rng.choice([40_000, 200_000, 4 << 20, 4 << 20]))
         self.seen: list[list[int]] = []
         self.pasts: list[tuple[list[int], Any]] = []
