@@ -29,7 +29,7 @@ from hybrid.cache.lease import Lease
 from hybrid.errors import NonFiniteError, RequestError
 from hybrid.hf.follow import finite_logits
 from hybrid.hf.keys import KeySpace, key_of, last_image_end
-from hybrid.hf.layers import fill, stack_left_padded, states_of
+from hybrid.hf.layers import fill, stack_left_padded, states_of, token_tensor
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
@@ -185,7 +185,8 @@ class Prefiller:
         if num_tokens % self.grid or self._layout.has_windows or num_tokens > self._model.max_tokens:
             return before
         is_chunk = before is not None and before.num_tokens == num_tokens - num_new and num_new == self.grid
-        if self._cache.config.deterministic and not is_chunk:
+        is_alone = len(token_tensor(layers, self._layout.tokens[0])) == 1  # bits may depend on the rows of a batch
+        if self._cache.config.deterministic and not (is_chunk and is_alone):
             return before
         if self.grid == 1:  # every pass ends at one, and the last one's states are those of the layers
             return Boundary(num_tokens)
