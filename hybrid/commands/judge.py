@@ -41,9 +41,10 @@ class Judge:
     Args:
         engine: its weights are used; every scenario gets a cache of its own.
         seed: of the random prompts.
+        plain: runs what is cold, on the same weights; None: `engine`.
     """
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, seed: int = 0, plain: Engine | None = None) -> None:
         self.engine: Engine = engine
         self._random = random.Random(seed)
         self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
@@ -52,7 +53,7 @@ class Judge:
         self._config = CacheConfig(
             page_size=config.page_size, chunk_size=config.chunk_size, kv_dtype=config.kv_dtype, deterministic=True
         )
-        self._cold = engine.with_cache(replace(self._config, enabled=False), size=(256, 16))
+        self._cold = (plain or engine).with_cache(replace(self._config, enabled=False), size=(256, 16))
 
     def ids(self, count: int) -> list[int]:
         """Random token ids."""

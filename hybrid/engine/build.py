@@ -76,6 +76,7 @@ def load(
     dtype: str | torch.dtype | None,
     chunk_size: int,
     load_dtype: str | None = None,
+    mtp: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint.
 
@@ -85,6 +86,7 @@ def load(
         dtype: None: the checkpoint's on a GPU, float32 on a CPU.
         chunk_size: of the linear layers.
         load_dtype: "int8": weights of matrix products are quantized, per row; None: they have the type of the model.
+        mtp: also load the checkpoint's predictor, if it has one.
 
     Raises:
         CheckpointError: there is no usable checkpoint.
@@ -102,7 +104,7 @@ def load(
             f"load_dtype='int8' needs a CPU with the extra numba, and dtype float32 or bfloat16; got {place} and "
             f"{resolved}: install hybrid-prefix-cache[numba], or leave load_dtype out"
         )
-    loaded = load_model(checkpoint, resolved, place, chunk_size, quantize=quantize)
+    loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)
     end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
     return LoadedModel(
         model=loaded,
@@ -205,7 +207,7 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         raise ArgumentError(
             f"CacheConfig: kv_dtype={config.kv_dtype!r} has no GPU kernel; use kv_dtype='auto', or a CPU"
         )
-    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype).with_kv_dtype(config.kv_dtype)
+    spec = model.own_spec().with_kv_dtype(config.kv_dtype)
     if size is not None:
         memory = CacheMemory.fixed(spec, config.page_size, *size, device)
         return make_cache(memory, config, _fingerprint(loaded, memory, config))
