@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,8 @@ class LoadedModel:
     end_tokens: frozenset[int] = frozenset()
     default_params: SamplingParams = field(default_factory=SamplingParams)
 
-    @cached_property
     def digest(self) -> str:
-        """The digest of configuration and weights. The first call reads all of them, at about 1 GB per second and
+        """The digest of configuration and weights as they are now: all of them are read, at about 1 GB per second and
         thread."""
         model = self.model
         config = {name: value for name, value in model.config.to_dict().items() if name not in IGNORED}
@@ -226,7 +224,7 @@ def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) 
     """What copies on disk are made with; None: there are none, and no weights are read."""
     if config.disk is None or not config.enabled:
         return None
-    return fingerprint_of(memory, config, loaded.digest, is_deterministic(config, loaded.device))
+    return fingerprint_of(memory, config, loaded.digest(), is_deterministic(config, loaded.device))
 
 
 def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, deterministic: bool) -> ModelRunner:

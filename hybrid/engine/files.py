@@ -41,7 +41,7 @@ class Files:
         """What the contents of the cache are made with. The first call reads all weights."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(
-                self._cache.memory, self._cache.config, self._loaded.digest, self._deterministic
+                self._cache.memory, self._cache.config, self._loaded.digest(), self._deterministic
             )
         return self._fingerprint
 

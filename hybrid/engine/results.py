@@ -91,11 +91,12 @@ class PendingTokens:
                 kept = SamplingRows(*torch.stack(self._computed.sampling))
                 self._computed = self._computed._replace(logits=self._computed.logits.clone(), sampling=kept)
             logits, sampling, _, checkpoints = self._computed
-            self._sampled = choose(logits, self._edits(), sampling)
-            tokens = self._sampled.tokens
-            if self._sampled.is_settled is not None:
-                tokens = torch.where(self._sampled.is_settled, tokens, UNSETTLED)
+            sampled = choose(logits, self._edits(), sampling)
+            tokens = sampled.tokens
+            if sampled.is_settled is not None:
+                tokens = torch.where(sampled.is_settled, tokens, UNSETTLED)
             self._tokens = self._send(tokens, [checkpoints] if checkpoints is not None else [])
+            self._sampled = sampled  # last: a signal handler may raise anywhere before
         return self._tokens
 
     @property
