@@ -23,8 +23,9 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 from common import Line, arguments, finish, machine
 from tqdm import tqdm
@@ -43,6 +44,9 @@ STORED_SHARE = {"float32": None, "bfloat16": 0.512, "int8": 0.275}
 """Bytes of a stored checkpoint over those of a state, as with the Qwen3.5-4B shape."""
 
 PAGE = 64
+
+COMPUTED = (8000, 1.0)
+"""Tokens, and the seconds that computing them takes: what a restore from host memory must beat."""
 
 TARGETS = {
     ("lmsys", 3.0): 44.0,
@@ -98,6 +102,34 @@ class NoStore:
     def move_stored(self, moves: dict[int, int]) -> None: ...
 
 
+class NoContents:
+    """Pages and checkpoints of the right sizes, without contents: what host memory copies."""
+
+    def __init__(self, page_bytes: int, checkpoint_bytes: int) -> None:
+        self._page, self._checkpoint = memoryview(bytes(page_bytes)), memoryview(bytes(checkpoint_bytes))
+
+    def page_layout(self) -> str:
+        return ""
+
+    checkpoint_layout = page_layout
+
+    def read_page(self, page: int) -> memoryview:
+        return self._page
+
+    def read_checkpoint(self, slot: int) -> memoryview:
+        return self._checkpoint
+
+    def write_page(self, page: int, contents: memoryview) -> None: ...
+
+    def write_checkpoint(self, slot: int, contents: memoryview) -> None: ...
+
+    def move_pages(self, moves: dict[int, int]) -> None: ...
+
+    def move_states(self, moves: dict[int, int]) -> None: ...
+
+    def move_stored(self, moves: dict[int, int]) -> None: ...
+
+
 def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> HybridCache:
     """The cache that a trace is run on."""
     config = CacheConfig(
@@ -113,8 +145,15 @@ def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> Hybri
     kv_bytes, state_bytes = GEOMETRIES.get(geometry) or map(int, geometry.split(","))
     share = STORED_SHARE[args.state_dtype]
     store = None if share is None else NoStore(int(share * state_bytes))
-    memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * kv_bytes, state_bytes, store=store)
-    return HybridCache(memory, config)
+    if not args.host:
+        memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * kv_bytes, state_bytes, store=store)
+        return HybridCache(memory, config)
+    contents = NoContents(PAGE * kv_bytes, store.checkpoint_bytes if store is not None else state_bytes)
+    memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * kv_bytes, state_bytes, mover=contents, store=store)
+    with patch("hybrid.cache.tiers.free_memory", lambda device: 1 << 60):  # nothing is copied
+        cache = HybridCache(memory, replace(config, host=int(args.host * budget_gb * 1e9)))
+    cache.note_pass(*COMPUTED)
+    return cache
 
 
 def serve(cache: HybridCache, key: Key, num_input: int) -> int:
@@ -169,6 +208,8 @@ def run(
     stats = cache.stats()
     hit = round(100 * hits / max(sum(num_input for _, num_input in requests), 1), 2)
     evicted = {what: getattr(stats, what) for what in ("evicted_checkpoints", "evicted_pages", "moved_pages")}
+    if args.host:
+        evicted["written_per_evicted"] = round(stats.host_bytes_written / max(1, stats.host_bytes_offered), 3)
     micros = round(1e6 * spent / max(len(requests), 1), 1)
     details = {"requests": len(requests), "us_per_request": micros, **evicted}
     return Line(title, hit, target, part=geometry, medians={**(known or {})}, unit="%", details=details)
@@ -209,6 +250,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     placements = ",".join(PLACEMENTS)
     parser.add_argument("--placement", default=placements, help=f"where checkpoints are put (default: {placements})")
     parser.add_argument("--state-dtype", default="float32", choices=STATE_DTYPES, help="how checkpoints are stored")
+    parser.add_argument("--host", type=float, default=0.0, help="host memory behind it, in multiples of the budget")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's random numbers (default: 0)")
     parser.add_argument("--audit", action="store_true", help="audit the cache after every request (slow)")
     parser.add_argument("--reference", type=Path, help="a file of known figures: run all of its cells")

@@ -1,5 +1,7 @@
 #!/usr/bin/env python
-"""Host memory behind the cache: what a restored prefix costs, on the random model of `bench/prefix_reuse.py`, on a CPU.
+"""Host memory and disk behind the cache: what a restored prefix costs, on the random model of `bench/prefix_reuse.py`,
+on a CPU. What is read from disk is in the operating system's memory (a warm page cache). After a "restart" an engine
+with an empty cache of its own has opened the directory; loading weights does not count.
 
     python bench/tiers.py [--runs 5] [--threads 1] [--json]
 
@@ -27,30 +29,47 @@ def evict(engine: Engine) -> None:
     engine.cache.allocator.evict(engine.cache.tree.evict_all)
 
 
+def flush(engine: Engine) -> None:
+    """What waits for the disk would be had from memory."""
+    if engine.cache.tiers is not None and engine.cache.tiers.disk is not None:
+        assert engine.cache.tiers.disk.flush()
+
+
 class Tiers:
-    """Engines on one model: with host memory, and without.
+    """Engines on one model: with host memory, with a directory, and without.
 
     Args:
         sides: prompts, and the engine without.
+        folder: for the directory.
     """
 
-    def __init__(self, sides: Sides) -> None:
+    def __init__(self, sides: Sides, folder: Path) -> None:
         self.sides = sides
+        self._config = CacheConfig(memory="1GiB", disk="4GiB", directory=folder / "cache")
         self.device: Engine = sides.ours
         self.host: Engine = self.device.with_cache(CacheConfig(memory="1GiB", host="2GiB"))
+        self.disk: Engine = self.device.with_cache(self._config)
 
-    def restored(self, prefix: list[int]) -> float:
-        """Seconds to the first token after a prefix that comes from host memory."""
-        evict(self.host)
-        before = self.host.cache.stats().restored_tokens
-        seconds = self.sides.first_token(self.host, [*prefix, *self.sides.ids(NEW)])
-        assert self.host.cache.stats().restored_tokens == before + len(prefix), "it was not restored"
+    def restored(self, engine: Engine, prefix: list[int]) -> float:
+        """Seconds to the first token after a prefix that comes from a tier."""
+        evict(engine)
+        flush(engine)
+        before = engine.cache.stats().restored_tokens
+        seconds = self.sides.first_token(engine, [*prefix, *self.sides.ids(NEW)])
+        assert engine.cache.stats().restored_tokens == before + len(prefix), "it was not restored"
         return seconds
 
-    def asked(self, prefix: list[int]) -> float:
+    def restarted(self, prefix: list[int]) -> float:
+        """The same, the first request of an engine that finds the directory."""
+        self.disk.close()
+        self.disk = self.device.with_cache(self._config)
+        return self.restored(self.disk, prefix)
+
+    def asked(self, engine: Engine, prefix: list[int]) -> float:
         """The same where the engine decides whether to restore."""
-        evict(self.host)
-        return self.sides.first_token(self.host, [*prefix, *self.sides.ids(NEW)])
+        evict(engine)
+        flush(engine)
+        return self.sides.first_token(engine, [*prefix, *self.sides.ids(NEW)])
 
     def chats(self, engine: Engine) -> float:
         """Seconds of conversations that fit into the device."""
@@ -68,34 +87,45 @@ class Tiers:
 
 def measure(tiers: Tiers, runs: int) -> list[Line]:
     sides, document, few = tiers.sides, tiers.sides.ids(SHARED), max(2, runs // 2)
-    for engine in (tiers.device, tiers.host):
+    for engine in (tiers.device, tiers.host, tiers.disk):
         sides.first_token(engine, [*document, *sides.ids(NEW)])
     lines: list[Line] = []
     t = alternate(
         runs,
         device=lambda: sides.first_token(tiers.device, [*document, *sides.ids(NEW)]),
-        host=lambda: tiers.restored(document),
+        host=lambda: tiers.restored(tiers.host, document),
+        disk=lambda: tiers.restored(tiers.disk, document),
+        restarted=lambda: tiers.restarted(document),
     )
-    name = f"first token: {SHARED} + {NEW} restored from host memory, over a hit on the device"
-    lines += [ratio(name, t, "host", "device", 1.3, at_most=True)]
     t |= alternate(few, computed=lambda: sides.first_token(tiers.device, sides.ids(SHARED + NEW)))
-    lines += [ratio(f"first token: {SHARED} + {NEW} computed, over restored", t, "computed", "host", 8.0)]
-    for size in SIZES:
-        prefix = sides.ids(size)
-        sides.first_token(tiers.host, [*prefix, *sides.ids(NEW)])
-        t = alternate(
-            few,
-            computed=lambda size=size: sides.first_token(tiers.device, sides.ids(size + NEW)),
-            asked=lambda prefix=prefix: tiers.asked(prefix),
-        )
-        lines += [
-            ratio(f"a prefix of {size} from host memory, over computing it", t, "asked", "computed", 1.05, at_most=True)
-        ]
+    for where, what, most in (
+        ("host", "restored from host memory", 1.3),
+        ("disk", "restored from disk", 1.6),
+        ("restarted", "restored from disk after a restart", 1.8),
+    ):
+        name = f"first token: {SHARED} + {NEW} {what}, over a hit on the device"
+        lines += [ratio(name, t, where, "device", most, at_most=True)]
+        lines += [ratio(f"first token: {SHARED} + {NEW} computed, over {what}", t, "computed", where, 8.0)]
+    for where, kept in (("host memory", lambda: tiers.host), ("disk", lambda: tiers.disk)):
+        for size in SIZES:
+            prefix = sides.ids(size)
+            sides.first_token(kept(), [*prefix, *sides.ids(NEW)])
+            t = alternate(
+                few,
+                computed=lambda size=size: sides.first_token(tiers.device, sides.ids(size + NEW)),
+                asked=lambda prefix=prefix, kept=kept: tiers.asked(kept(), prefix),
+            )
+            name = f"a prefix of {size} from {where}, over computing it"
+            lines += [ratio(name, t, "asked", "computed", 1.05, at_most=True)]
+    t = alternate(few, off=lambda: tiers.chats(tiers.device), on=lambda: tiers.chats(tiers.disk))
+    lines += [ratio("a workload that fits into the device, with disk over without", t, "on", "off", 1.02, at_most=True)]
     t = alternate(few, off=lambda: tiers.chats(tiers.device), on=lambda: tiers.chats(tiers.host))
     lines += [
         ratio("a workload that fits into the device, with host memory over without", t, "on", "off", 1.02, at_most=True)
     ]
-    tiers.host.cache.audit()
+    for engine in (tiers.host, tiers.disk):
+        engine.cache.audit()
+    tiers.disk.close()
     return lines
 
 
@@ -104,7 +134,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         theirs = save_random_model(Path(folder))
-        lines = measure(Tiers(Sides(Path(folder), theirs)), args.runs)
+        lines = measure(Tiers(Sides(Path(folder), theirs), Path(folder)), args.runs)
     return finish(lines, machine(), args.json)
 
 

@@ -150,6 +150,7 @@ OPS: dict[str, Op] = {
         Op("paged_attention", "attention", _like(0), compiled=True),
         Op("rms_norm", "elementwise", _like(0), compiled=True),
         Op("route_experts", "experts", _fake_route_experts),
+        Op("shift_rows", "memory", _like(0), writes=("state",), compiled=True),
         Op("sigmoid_and_mul", "elementwise", _like(0), compiled=True),
         Op("silu_and_mul", "elementwise", _like(0), compiled=True),
         Op("sort_by_expert", "experts", _fake_sort_by_expert),
@@ -262,6 +263,7 @@ norm_rotate_store: Callable[..., Any] = _define("norm_rotate_store")
 paged_attention: Callable[..., Any] = _define("paged_attention")
 rms_norm: Callable[..., Any] = _define("rms_norm")
 route_experts: Callable[..., Any] = _define("route_experts")
+shift_rows: Callable[..., Any] = _define("shift_rows")
 sigmoid_and_mul: Callable[..., Any] = _define("sigmoid_and_mul")
 silu_and_mul: Callable[..., Any] = _define("silu_and_mul")
 sort_by_expert: Callable[..., Any] = _define("sort_by_expert")

@@ -171,13 +171,13 @@ class BambaForCausalLM(CausalLM):
     Args:
         config: a `BambaConfig` of transformers.
         chunk_size: chunk of the linear layers, in tokens.
-        num_predictors: must be 0; the family has no layers for multi-token prediction.
+        has_predictor: must be False; the family has no layer for multi-token prediction.
     """
 
     waits_for_device: bool = True  # the state space rule reads the slots on the host
 
-    def __init__(self, config: Any, chunk_size: int, num_predictors: int = 0) -> None:
-        assert num_predictors == 0
+    def __init__(self, config: Any, chunk_size: int, has_predictor: bool = False) -> None:
+        assert not has_predictor
         kinds = config.layers_block_type
         layers = (BambaLayer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps, offset=0.0)

@@ -19,6 +19,7 @@ from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import Products, linear
 from hybrid.models.layers import Chosen, Linear, Projections, RMSNorm, Rotary
 from hybrid.models.moe import Experts
+from hybrid.models.mtp import MultiTokenPredictor
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec
 
@@ -111,7 +112,7 @@ class CausalLM(nn.Module, ABC):
         layers: each is called with `(x, residual, batch, rotary, kv, state, chunk_size)`. Its input is `x + residual`
             (residual is None for the first layer), and it returns its output as two such terms.
         norm: the final norm.
-        predictor: the layers for multi-token prediction; None: the model has none, or they are not loaded.
+        predictor: drafts tokens; None: the model has none, or it is not loaded.
 
     Attributes:
         waits_for_device: a decode step reads a result of the device on the host, so that it cannot be captured.
@@ -131,7 +132,7 @@ class CausalLM(nn.Module, ABC):
         head_dim: int,
         layers: Iterable[nn.Module],
         norm: RMSNorm,
-        predictor: nn.Module | None = None,
+        predictor: MultiTokenPredictor | None = None,
     ) -> None:
         super().__init__()
         self.config: Any = config
@@ -140,7 +141,7 @@ class CausalLM(nn.Module, ABC):
         self.choosing_seconds: float = 0.0
         self.model: TextModel = TextModel(config, layers, norm)
         self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
-        self.mtp: nn.Module | None = predictor
+        self.mtp: MultiTokenPredictor | None = predictor
         if config.tie_word_embeddings:
             self.tie_head()
         self.inverse_frequencies: Tensor
@@ -172,6 +173,11 @@ class CausalLM(nn.Module, ABC):
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
 
+    def own_spec(self) -> HybridSpec:
+        """Those of this model, with what its predictor keeps."""
+        spec = self.spec(self.config, self.model.embed_tokens.weight.dtype)
+        return spec if self.mtp is None else self.mtp.extend(spec, self.config.hidden_size)
+
     @classmethod
     def unsupported(cls, config: Any) -> str | None:
         """What of a configuration is not computed here; None: all of it is."""
@@ -201,17 +207,27 @@ class CausalLM(nn.Module, ABC):
         Returns:
             `[S, vocab]` fp32 logits of the batch's `sample_rows`.
         """
-        x = self.embed(batch.token_ids)
+        embedded = self.embed(batch.token_ids)
         if batch.embedded is not None:
-            x[batch.embedded.rows] = batch.embedded.values.to(x.dtype)
-        residual: Tensor | None = None
+            embedded[batch.embedded.rows] = batch.embedded.values.to(embedded.dtype)
+        x, residual = embedded, None
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         rotary = self.rotary(positions, x.dtype)
+        layer: Any
         for layer in self.model.layers:
             x, residual = layer(x, residual, batch, rotary, kv, state, self.chunk_size)
         assert residual is not None
         rows = batch.sample_rows
-        x = self.model.norm.of_sum(x[rows], residual[rows])[1]
+        if self.mtp is None:
+            x = self.model.norm.of_sum(x[rows], residual[rows])[1]
+        else:
+            hidden = self.model.norm.of_sum(x, residual)[1]
+            self.mtp.keep(embedded, hidden, batch, rotary, kv, state)
+            x = hidden[rows]
+        return self._logits(x, batch)
+
+    def _logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """`[S, vocab]` fp32 of final hidden states, which are single rows."""
         blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
         return linear(x, self.lm_head.weight, blocks, self.lm_head.products, self.lm_head.scale).float()
 
@@ -219,6 +235,26 @@ class CausalLM(nn.Module, ABC):
         """The embeddings of tokens, `[T, hidden_size]`."""
         x: Tensor = self.model.embed_tokens(token_ids)
         return x
+
+    @torch.inference_mode()
+    def draft(self, batch: Batch, hidden: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the predictor on one token of each of R requests.
+
+        Args:
+            batch: the tokens, as ones that are decoded.
+            hidden: `[R, hidden_size]` the hidden states before them: of the model (`hybrid.models.mtp.HIDDEN` of the
+                state), or of the predictor.
+            kv: the pages; the predictor's keys and values are written at the batch's slots.
+
+        Returns:
+            `[R, vocab]` fp32 logits of the token after each, and the predictor's hidden states `[R, hidden_size]`.
+        """
+        assert self.mtp is not None
+        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
+        embedded = self.embed(batch.token_ids)
+        rotary = self.rotary(positions, embedded.dtype)
+        hidden = self.mtp(embedded, hidden, batch, rotary, kv, self.chunk_size)
+        return self._logits(hidden, batch), hidden
 
     @torch.inference_mode()
     def replay(
@@ -234,6 +270,7 @@ class CausalLM(nn.Module, ABC):
         """
         layers: Iterable[Any] = self.model.layers
         mixers = [layer.parts[1] for layer in layers if layer.is_linear]
+        mixers += [self.mtp.last_hidden] if self.mtp is not None else []
         for mixer, inputs in zip(mixers, log, strict=True):
             mixer.step(tuple(part[rows] for part in inputs), steps, state)
 

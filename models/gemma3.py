@@ -168,14 +168,14 @@ class Gemma3ForCausalLM(CausalLM):
     Args:
         config: a `Gemma3TextConfig` of transformers.
         chunk_size: prompts are computed in chunks of this many tokens.
-        num_predictors: must be 0; the family has no layers for multi-token prediction.
+        has_predictor: must be False; the family has no layer for multi-token prediction.
     """
 
     waits_for_device: bool = True  # the rings are read and written on the host's word
     rotary_layers: str | None = FULL
 
-    def __init__(self, config: Any, chunk_size: int, num_predictors: int = 0) -> None:
-        assert num_predictors == 0
+    def __init__(self, config: Any, chunk_size: int, has_predictor: bool = False) -> None:
+        assert not has_predictor
         kinds = config.layer_types
         layers = (Gemma3Layer(config, kind, kinds[:index].count(kind)) for index, kind in enumerate(kinds))
         super().__init__(config, chunk_size, config.head_dim, layers, RMSNorm(config.hidden_size, config.rms_norm_eps))

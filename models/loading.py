@@ -117,12 +117,13 @@ def load_model(
     Args:
         dtype, device: of the parameters.
         chunk_size: chunk of the linear layers, in tokens.
-        mtp: also load the layers for multi-token prediction, where the checkpoint has them, as `model.mtp`.
+        mtp: also load the predictor, where the checkpoint has one, as `model.mtp`: it drafts tokens.
         quantize: store the weights of matrix products, experts and their routers aside, as int8 (`can_quantize`).
         progress: show a progress bar; None: only on a terminal.
 
     Raises:
         CheckpointError: weights are missing, unexpected, truncated or of another shape.
+        UnsupportedModelError: it has several layers for multi-token prediction, and they are to be loaded.
     """
     tied = checkpoint.config.tie_word_embeddings
     tensors = {}
@@ -132,10 +133,15 @@ def load_model(
             tensors[name] = stored
     tensors = with_scales(tensors, getattr(checkpoint.whole, "quantization_config", None))
     family = ARCHITECTURES[checkpoint.model_type]
-    num_predictors = len({name.split(".")[2] for name in tensors if name.startswith(f"{MTP}layers.")})
+    predictors = {name.split(".")[2] for name in tensors if name.startswith(f"{MTP}layers.")}
+    if len(predictors) > 1:
+        raise UnsupportedModelError(
+            f"{checkpoint.path} has {len(predictors)} layers for multi-token prediction, of which "
+            "one is supported: leave mtp out"
+        )
     try:
         with torch.device("meta"):
-            model = family(checkpoint.config, chunk_size, num_predictors)
+            model = family(checkpoint.config, chunk_size, bool(predictors))
     except Exception as error:  # sizes that do not fit each other, or no tensor can have
         raise CheckpointError(f"{checkpoint.path / 'config.json'} does not describe a model: {error}") from error
     shapes = {name: tensor.shape for name, tensor in model.named_parameters() if not (tied and name == HEAD)}
@@ -164,6 +170,15 @@ def load_model(
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()
+
+
+def has_predictor(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint has the predictor that `load_model` loads with `mtp`.
+
+    Raises:
+        CheckpointError: its weights cannot be read.
+    """
+    return any(stored.name.startswith(MTP) for stored in stored_tensors(checkpoint.path).values())
 
 
 def can_quantize(dtype: torch.dtype, device: torch.device) -> bool:

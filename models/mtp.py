@@ -1,29 +1,109 @@
-"""The layers of Qwen's models for multi-token prediction: they predict the tokens after the next one.
+"""The predictor of Qwen's checkpoints (`mtp.`): it drafts the token after the next one.
 
-Their input is the norm of the last hidden state and the norm of the next token's embedding, concatenated and multiplied
-by `fc`; then follow layers of full attention, a norm, and the model's own head. Checkpoints store them under `mtp.`;
-they are loaded on request.
+Its input for a token is the norm of the token's embedding, and the norm of the model's last hidden state before it,
+concatenated and multiplied by `fc`; then follow one layer of full attention, a norm, and the model's own head. As
+published (Qwen3-Next and Qwen3.5 in vLLM and SGLang) a hidden state is the output of the model's final norm, and where
+drafts are chained it is the predictor's own output.
+
+What it keeps of a token depends on the tokens up to this one, as what every layer keeps: the keys and values of its
+layer are one more layer of the pages, and the last hidden state is part of a sequence's state. So hits bring both. The
+first token of a sequence has no hidden state before it: what is kept for it is not seen.
 """
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from hybrid.models.layers import Linear, RMSNorm
+from hybrid.batch import Batch, StateSteps
+from hybrid.kernels import ops as kernels
+from hybrid.models.layers import Linear, ResidualLayer, RMSNorm, Rotary, decode_linear
+from hybrid.spec import HybridSpec, StateTensor
+
+HIDDEN = "hidden"
+"""Name of the last hidden state in a sequence's state."""
+
+
+class _LastHidden(nn.Module):
+    """The hidden state before each token of a batch: a linear-attention layer whose state is the last input."""
+
+    def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor]) -> Tensor:
+        """The rows before those of `[T, hidden_size]`; reads and writes the state slots of the batch."""
+        slots, parts = state[HIDDEN], []
+        prompts, decodes = batch.prefills, batch.decodes
+        if prompts is not None:
+            rows, starts = x[prompts.rows], prompts.cu_seqlens
+            before = rows.roll(1, 0)
+            before[starts[:-1]] = slots[prompts.state_read]
+            requests, lengths, places = batch.checkpoints.unbind(1)
+            slots[places] = rows[starts[requests] + lengths - 1]
+            slots[prompts.state_write] = rows[starts[1:] - 1]
+            parts.append(before)
+        if decodes is not None:
+            parts.append(decode_linear(self, (x[decodes.rows],), decodes, batch, state))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def step(self, inputs: tuple[Tensor, ...], steps: StateSteps, state: dict[str, Tensor]) -> Tensor:
+        """The same for decoded tokens."""
+        (x,) = inputs
+        before: Tensor = kernels.shift_rows(x, state[HIDDEN], *steps)
+        return before
 
 
 class MultiTokenPredictor(nn.Module):
-    """The weights of these layers.
+    """The predictor. Its parts have the names of the checkpoint.
 
     Args:
-        layers: decoder layers of full attention.
+        config: of the model.
+        layer: a layer of full attention that leaves out the first token.
     """
 
-    def __init__(self, config: Any, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, config: Any, layer: ResidualLayer) -> None:
         super().__init__()
         self.pre_fc_norm_hidden: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_fc_norm_embedding: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.fc: Linear = Linear(2 * config.hidden_size, config.hidden_size)
-        self.layers: nn.ModuleList = nn.ModuleList(layers)
+        self.layers: nn.ModuleList = nn.ModuleList([layer])
         self.norm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.last_hidden: _LastHidden = _LastHidden()
+
+    @staticmethod
+    def extend(spec: HybridSpec, hidden_size: int) -> HybridSpec:
+        """What a model keeps, with what its predictor keeps."""
+        tokens = tuple(
+            replace(tensor, outer=(tensor.outer[0] + 1, *tensor.outer[1:])) if tensor.name == "kv" else tensor
+            for tensor in spec.tokens
+        )
+        dtype = next(tensor.dtype for tensor in spec.tokens if tensor.name == "kv")
+        return HybridSpec(tokens, (*spec.state, StateTensor(HIDDEN, (hidden_size,), dtype)))
+
+    def keep(
+        self, embedded: Tensor, hidden: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        """Keep what is needed of a step's tokens to draft those after them.
+
+        Args:
+            embedded: `[T, hidden_size]` their embeddings.
+            hidden: `[T, hidden_size]` the model's hidden states.
+            batch, rotary, kv, state: as for the layers of the model.
+        """
+        x = self._joined(embedded, self.last_hidden(hidden, batch, state), batch)
+        layer: Any = self.layers[0]
+        norm, attention, _, _ = layer.parts
+        attention.store(norm(x), batch, rotary, kv)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int
+    ) -> Tensor:
+        """`[T, hidden_size]`, of which the head makes the logits of the token after each; also kept as in `keep`.
+
+        Args:
+            hidden: `[T, hidden_size]` the hidden states before the tokens: of the model, or of this.
+        """
+        x, residual = self.layers[0](self._joined(embedded, hidden, batch), None, batch, rotary, kv, {}, chunk_size)
+        return self.norm.of_sum(x, residual)[1]
+
+    def _joined(self, embedded: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+        parts = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)
+        return self.fc(torch.cat(parts, dim=-1), batch)

@@ -102,11 +102,17 @@ class GatedDeltaNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """A full-attention layer with a gated output; keys and values are in pages."""
+    """A full-attention layer with a gated output; keys and values are in pages.
 
-    def __init__(self, config: Any, layer: int) -> None:
+    Args:
+        layer: its place in a page.
+        first: tokens of a sequence before this one are not seen.
+    """
+
+    def __init__(self, config: Any, layer: int, first: int = 0) -> None:
         super().__init__()
         self.layer = layer
+        self.first: int = first
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = config.head_dim
@@ -121,41 +127,52 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
-        q, k, v = self.inputs(x, batch)
-        q, gate = q.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
-        k, v = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in (k, v))
-        pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
-        q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
-        copy_keys_and_values(pages, batch.copies)
+        q, gate = self.store(x, batch, rotary, kv)
         # prompts and decoded tokens have different kernels: a tile of queries, or splits of the keys in parallel
         parts = [
             kernels.paged_attention(
                 q[part.rows],
-                pages,
+                kv[:, self.layer],
                 part.block_table,
                 part.cu_seqlens,
                 part.seq_lens,
                 self.head_dim**-0.5,
                 chunk_size,
                 part.num_splits,
+                None,
+                self.first,
             )
             for part in batch.groups
         ]
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(kernels.sigmoid_and_mul(y, gate).flatten(1), batch)
 
+    def store(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of `[T, hidden_size]`. Returns the queries, which are rotated, and the gates."""
+        q, k, v = self.inputs(x, batch)
+        q, gate = q.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in (k, v))
+        pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
+        q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
+        copy_keys_and_values(pages, batch.copies)
+        return q, gate
+
 
 class DecoderLayer(ResidualLayer):
-    """One layer. Its parts have the names of the checkpoint."""
+    """One layer. Its parts have the names of the checkpoint.
 
-    def __init__(self, config: Any, layer_type: str, index_of_type: int, mlp: nn.Module) -> None:
+    Args:
+        first: tokens of a sequence before this one are not seen by full attention.
+    """
+
+    def __init__(self, config: Any, layer_type: str, index_of_type: int, mlp: nn.Module, first: int = 0) -> None:
         super().__init__()
         self.is_linear: bool = layer_type == "linear_attention"
         if self.is_linear:
             mixer: nn.Module = GatedDeltaNet(config, index_of_type)
             self.linear_attn = mixer
         else:
-            mixer = Attention(config, index_of_type)
+            mixer = Attention(config, index_of_type, first)
             self.self_attn = mixer
         self.mlp = mlp
         self.input_layernorm: RMSNorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -174,33 +191,27 @@ class Qwen3_5ForCausalLM(CausalLM):  # noqa: N801 (the checkpoint's name)
     Args:
         config: a `Qwen3_5TextConfig` of transformers.
         chunk_size: chunk of the linear layers, in tokens.
-        num_predictors: layers for multi-token prediction. Their pages come after those of the model's own layers.
+        has_predictor: it has the layer for multi-token prediction, whose pages come after those of the model's layers.
     """
 
-    def __init__(self, config: Any, chunk_size: int, num_predictors: int = 0) -> None:
+    def __init__(self, config: Any, chunk_size: int, has_predictor: bool = False) -> None:
         kinds = config.layer_types
         layers = (
             DecoderLayer(config, kind, kinds[:index].count(kind), self.feed_forward(config, index))
             for index, kind in enumerate(kinds)
         )
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        predictor = self._predictor(config, num_predictors) if num_predictors else None
+        predictor = None
+        if has_predictor:
+            place, last = kinds.count("full_attention"), len(kinds) - 1
+            layer = DecoderLayer(config, "full_attention", place, self.feed_forward(config, last), first=1)
+            predictor = MultiTokenPredictor(config, layer)
         super().__init__(config, chunk_size, config.head_dim, layers, norm, predictor)
 
     @classmethod
     def feed_forward(cls, config: Any, layer: int) -> nn.Module:
         """The feed-forward part of a layer."""
         return MLP(config.hidden_size, config.intermediate_size)
-
-    @classmethod
-    def _predictor(cls, config: Any, num_layers: int) -> MultiTokenPredictor:
-        first = config.layer_types.count("full_attention")
-        last = len(config.layer_types) - 1
-        layers = (
-            DecoderLayer(config, "full_attention", first + index, cls.feed_forward(config, last))
-            for index in range(num_layers)
-        )
-        return MultiTokenPredictor(config, layers)
 
     @staticmethod
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:

@@ -15,7 +15,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):  # noqa: N801 (the checkpoint's
     Args:
         config: a `Qwen3_5MoeTextConfig` of transformers.
         chunk_size: chunk of the linear layers, in tokens.
-        num_predictors: layers for multi-token prediction.
+        has_predictor: it has the layer for multi-token prediction.
     """
 
     @classmethod

@@ -22,7 +22,7 @@ class Qwen3NextForCausalLM(Qwen3_5ForCausalLM):
     Args:
         config: a `Qwen3NextConfig` of transformers.
         chunk_size: chunk of the linear layers, in tokens.
-        num_predictors: layers for multi-token prediction.
+        has_predictor: it has the layer for multi-token prediction.
     """
 
     @classmethod

@@ -1,81 +1,25 @@
 """SGLang's hybrid radix cache (0.5.23, its Rust or its Python core) behind the interface of `operations.py`.
 
-    pip install torch==2.13.0 transformers==5.23.0 triton==3.7.1 flash-linear-attention==0.6.0 aiohttp apache-tvm-ffi \
-        dill ipython msgspec orjson pillow psutil pybase64 pydantic pyzmq requests starlette sortedcontainers typer
-    pip install --no-deps sglang==0.5.23
-
-Of SGLang only the tree runs here. Packages that its modules import besides, for other parts of it, are replaced by
-stubs where they are not installed. Chunks have 64 tokens, as ours.
+Of SGLang only the tree runs here, in the environment that `make sglang` makes. Packages that its modules import for
+other parts of it are imitated where they are not installed. Chunks have 64 tokens, as ours.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
 import math
 import sys
 from array import array
-from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 from allocators import TokenAllocator, state_allocator
 
 CHUNK = 64
-PACKAGES = """anthropic blobfile cachetools compressed_tensors cutlass cv2 datasets decord decord2 deep_gemm dill
-einops_exts fastapi flash_attn flashinfer gguf interegular kernels llguidance lmcache mistral_common modelscope mooncake
-multipart nixl numba openai openai_harmony outlines pandas partial_json_parser prometheus_client pyarrow pynvml
-python_multipart quack scipy sentencepiece setproctitle sgl_kernel sglang_kernel smg_grpc_servicer soundfile tiktoken
-timm torch_memory_saver torchao torchaudio torchcodec torchvision tvm uvicorn uvloop watchfiles xgrammar xxhash"""
-"""Packages that parts of SGLang import which do not run here."""
-
-MODULES = """sglang.srt.parser.reasoning_parser sglang.srt.entrypoints.openai.protocol
-sglang.srt.constrained.base_grammar_backend"""
-"""Modules of SGLang itself of that kind."""
-
-
-class Stub(MagicMock):
-    """Stands for a module."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__file__":
-            raise AttributeError(name)
-        if name == "StructuralTag":  # the type of a field in a model of pydantic
-            schema = classmethod(lambda *_: importlib.import_module("pydantic_core").core_schema.any_schema())
-            own = {"__init__": lambda *_, **__: None, "__get_pydantic_core_schema__": schema}
-            setattr(self, name, type(name, (), own))
-        return super().__getattr__(name) if name not in self.__dict__ else self.__dict__[name]
-
-
-def stub(name: str) -> Any:
-    module = Stub(name=name)
-    module.__name__, module.__spec__, module.__version__ = name, ModuleSpec(name, None), "0.0.0"
-    return module
-
-
-class Finder:
-    """Finds stubs of packages that are not installed."""
-
-    def __init__(self) -> None:
-        self._missing = {name for name in PACKAGES.split() if importlib.util.find_spec(name) is None}
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in self._missing else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module: ModuleType = stub(spec.name)
-        module.__spec__ = spec
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-sys.meta_path.append(Finder())  # type: ignore[arg-type]
-sys.modules.update({name: stub(name) for name in MODULES.split()})
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+importlib.import_module("support.sglang_absent").imitate()
 logging.disable(logging.WARNING)
 
 import sglang.srt.mem_cache.unified_cache.components.mamba as mamba  # noqa: E402

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -142,10 +143,30 @@ def _rows(contents: list[bytes]) -> Tensor:
     return torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).view(-1, num_bytes)
 
 
-def load(archive: Archive, here: Fingerprint, tree: Tree, restorer: Restorer, allocator: Allocator) -> Transfer:
+Keep = Callable[[Boundary, int], bool]
+"""Keeps copies of a boundary that the device has no memory for; the number is of the tokens that a hit saves."""
+
+
+def keep_nothing(boundary: Boundary, num_tokens: int) -> bool:
+    """Where there are no tiers."""
+    return False
+
+
+def load(
+    archive: Archive,
+    here: Fingerprint,
+    tree: Tree,
+    restorer: Restorer,
+    allocator: Allocator,
+    keep: Keep,
+) -> Transfer:
     """Bring the prefixes of an archive into the cache, each boundary whole or not at all.
 
-    What is loaded is not evicted for what is loaded after it: when the memory is full, the rest is skipped.
+    What is loaded is not evicted for what is loaded after it: when the memory is full, the rest goes to the tiers, or
+    is skipped.
+
+    Args:
+        keep: see `Keep`.
 
     Raises:
         CacheFileError: it was made by another model, or with other settings. Nothing was changed.
@@ -174,12 +195,27 @@ def load(archive: Archive, here: Fingerprint, tree: Tree, restorer: Restorer, al
                 done.num_bytes += len(boundary.checkpoint) + num_pages * archive.pages.shape[1]
             elif outcome is Outcome.PRESENT:
                 done.present += 1
+            elif outcome is Outcome.NO_MEMORY and _keep(archive, index, boundary, tree, keep):
+                done.copies += 1
             else:
                 done.skipped[outcome.value] += 1
     finally:
         for lock in locks:
             allocator.unlock(lock)
     return done
+
+
+def _keep(archive: Archive, index: int, boundary: Boundary, tree: Tree, keep: Keep) -> bool:
+    """Have copies of a boundary kept: of the pages that the device lacks, and of the checkpoint. False: they are not
+    all there."""
+    page_size = tree.page_size
+    num_known = min(tree.peek(boundary.key, boundary.num_tokens).num_page_tokens, boundary.num_tokens) // page_size
+    num_missing = boundary.num_tokens // page_size - num_known
+    if num_missing > len(boundary.pages):
+        return False
+    above = [archive.nodes[at].end for at in archive.path(index)[:-1] if archive.nodes[at].kind is not None]
+    pages = boundary.pages[len(boundary.pages) - num_missing :] if num_missing else []
+    return keep(replace(boundary, pages=pages), boundary.num_tokens - max(above, default=0))
 
 
 def _check_nodes(archive: Archive) -> None:

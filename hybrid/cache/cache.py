@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from hybrid.cache.allocator import Allocator
-from hybrid.cache.archives import collect, fingerprint_named, load, writer_of
+from hybrid.cache.archives import collect, fingerprint_named, keep_nothing, load, writer_of
 from hybrid.cache.audit import audit
 from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
@@ -431,18 +431,18 @@ class HybridCache:
 
     def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
         """Bring prefixes of a file, an archive, or its `to_bytes`, into the cache: each checkpoint with all pages
-        before it, or not at all. Evicts for them as a request does; when there is no memory left, the rest is skipped.
+        before it, or not at all. Evicts for them as a request does; what there is no memory for goes to the tiers.
 
         Raises:
-            CacheFileError: the file is damaged, or was saved under another name of the model, with other settings, or
-                by another version. Nothing was changed.
+            CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
             ArgumentError: the memory has no contents that can be written.
         """
         self._owner.claim()
         here = fingerprint_named(self.memory, self.config, model)
         archive = source if isinstance(source, Archive) else read_archive(source)
+        keep = self.tiers.keep if self.tiers is not None else keep_nothing
         with deferred_interrupts():
-            return load(archive, here, self.tree, self._restorer(), self.allocator)
+            return load(archive, here, self.tree, self._restorer(), self.allocator, keep)
 
     def _restorer(self) -> Restorer:
         return Restorer(self._opener, self._committer, self.allocator, writer_of(self.memory))
@@ -470,7 +470,7 @@ class HybridCache:
 
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""
-        return draw(take_snapshot(self.tree, self.stats()), path, decode, width=width)
+        return draw(take_snapshot(self.tree, self.stats(), self.tiers), path, decode, width=width)
 
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""

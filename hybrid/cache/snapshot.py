@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hybrid.cache.stats import CacheStats
+from hybrid.cache.tiers import Tiers
 from hybrid.key import TOKEN_BYTES, common_prefix
-from hybrid.observe.snapshot import MAX_IDS, Life, NodeView, Snapshot
+from hybrid.observe.snapshot import MAX_IDS, Life, NodeView, Snapshot, TierView
+from hybrid.tiers.tier import Tier
 from hybrid.tree.node import Node
 from hybrid.tree.tree import Tree
 
@@ -15,25 +17,41 @@ TOTALS = (
 )  # fmt: skip
 """Fields of `CacheStats` that a picture shows."""
 
+DEVICE = "device"
+"""Name of the first tier."""
 
-def take_snapshot(tree: Tree, stats: CacheStats) -> Snapshot:
-    """Take the picture's data. Nothing changes, recency included."""
+
+def take_snapshot(tree: Tree, stats: CacheStats, tiers: Tiers | None = None) -> Snapshot:
+    """Take the picture's data. Nothing changes, recency included.
+
+    Args:
+        tiers: with copies of what was evicted; None: there are none.
+    """
     places: dict[int, int] = {}
     nodes: list[NodeView] = []
     for namespace, node in tree.nodes():
         parent = node.parent
         assert parent is not None
         places[id(node)] = len(nodes)
-        nodes.append(_view(tree, node, places.get(id(parent), -1), namespace))
+        holders = () if tiers is None else tiers.holders(node)
+        nodes.append(_view(tree, node, places.get(id(parent), -1), namespace, holders))
+    page_bytes, checkpoint_bytes = stats.page_bytes, stats.checkpoint_bytes
+    num_bytes = stats.pages_cached * page_bytes + stats.checkpoints * checkpoint_bytes
+    device = TierView(DEVICE, stats.pages_cached, stats.checkpoints, num_bytes)
     return Snapshot(
         nodes=tuple(nodes),
         lives=tuple(Life(*life) for life in tree.evictor.recent),
         page_size=tree.page_size,
-        page_bytes=stats.page_bytes,
-        checkpoint_bytes=stats.checkpoint_bytes,
+        page_bytes=page_bytes,
+        checkpoint_bytes=checkpoint_bytes,
         now=tree.candidates.now,
         totals={name: getattr(stats, name) for name in TOTALS},
+        tiers=(device, *(() if tiers is None else map(_tier, tiers.places))),
     )
+
+
+def _tier(tier: Tier) -> TierView:
+    return TierView(tier.label, tier.num_pages, tier.num_checkpoints, tier.bytes_used)
 
 
 def _ids(node: Node) -> tuple[int, ...]:
@@ -45,7 +63,7 @@ def _ids(node: Node) -> tuple[int, ...]:
     return tuple(memoryview(node.edge).cast("i")[shared : shared + MAX_IDS].tolist())
 
 
-def _view(tree: Tree, node: Node, parent: int, namespace: str) -> NodeView:
+def _view(tree: Tree, node: Node, parent: int, namespace: str, holders: tuple[str, ...]) -> NodeView:
     usage = node.usage
     return NodeView(
         parent=parent,
@@ -62,5 +80,6 @@ def _view(tree: Tree, node: Node, parent: int, namespace: str) -> NodeView:
         value=tree.candidates.value(node),
         page_locks=node.page_locks,
         state_locks=node.state_locks,
+        tiers=holders if node.slot is None else (DEVICE, *holders),
         ids=_ids(node),
     )

@@ -204,6 +204,16 @@ class Tiers:
         checkpoint = Leaver((CHECKPOINT, names[end - 1]), len(boundary.checkpoint), num_tokens, group, note)
         return self._offer(checkpoint, partial(bytes, boundary.checkpoint))
 
+    @property
+    def places(self) -> tuple[Tier, ...]:
+        """The tiers, fastest first."""
+        return tuple(self._tiers)
+
+    def holders(self, node: Node) -> tuple[str, ...]:
+        """Labels of the tiers that have the checkpoint at a node's end, fastest first."""
+        name = CHECKPOINT, self._names(_path(node))[-1]
+        return tuple(tier.label for tier in self._tiers if name in tier)
+
     @contextmanager
     def discarding(self) -> Iterator[None]:
         """What is evicted meanwhile is not copied, and all copies are forgotten."""

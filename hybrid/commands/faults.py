@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,12 +22,16 @@ from hybrid.engine.results import Result
 from hybrid.errors import OwnershipError
 from hybrid.memory.arena import ArenaPool
 from hybrid.memory.pool import IndexPool
+from hybrid.tiers.rate import Rate
+from hybrid.tiers.store import DirectoryStore
+from hybrid.tiers.tier import Contents
 
 FAILING_ALLOCATIONS = 0.02
 FAILING_PASSES = 0.005
 FAILING_TOKENS = 0.0005
 NAN_PASSES = 0.001
 FAILING_TRANSFERS = 0.01
+FAILING_FILES = 0.1
 LONGEST_DELAY = 0.002
 """Seconds until a timer goes off, at most."""
 
@@ -52,7 +56,8 @@ class FaultCounts:
         failed_passes: passes that raised, or whose results never arrived.
         failed_tokens: tokens whose delivery raises.
         nan_passes: passes that computed NaN for a request.
-        failed_transfers: copies to host memory and back that raised (without a model only).
+        failed_transfers: copies to a tier and back that raised (without a model only).
+        failed_files: writes and reads of files of the disk that raised, or read a wrong bit.
         interrupts: calls that the handler of a timer interrupted.
         intrusions: calls from another thread that were refused.
     """
@@ -62,6 +67,7 @@ class FaultCounts:
     failed_tokens: int = 0
     nan_passes: int = 0
     failed_transfers: int = 0
+    failed_files: int = 0
     interrupts: int = 0
     intrusions: int = 0
 
@@ -116,6 +122,46 @@ def failing_allocations(faults: Faults) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in (IndexPool, ArenaPool):
             stack.enter_context(patch.object(kind, "allocate", failing(kind.allocate)))
+        yield
+
+
+@contextmanager
+def failing_files(faults: Faults, seed: int) -> Iterator[None]:
+    """Within this, files of the disk cannot be written or read at random, or are read with a wrong bit.
+
+    Args:
+        seed: threads of the disk have random numbers of their own, so that the others stay what they are.
+    """
+    rng = random.Random(seed)
+    write, read = DirectoryStore.put_from, DirectoryStore.get_into
+
+    def strike() -> bool:
+        strikes = faults.are_active and rng.random() < FAILING_FILES
+        faults.counts.failed_files += strikes
+        return strikes
+
+    def put_from(store: DirectoryStore, name: str, parts: Sequence[Contents]) -> None:
+        if strike():
+            raise OSError(5, "Input/output error")
+        write(store, name, parts)
+
+    def get_into(store: DirectoryStore, name: str, start: int, buffer: memoryview) -> None:
+        strikes = strike()
+        if strikes and rng.random() < 0.5:
+            raise OSError(5, "Input/output error")
+        read(store, name, start, buffer)
+        if strikes and buffer:
+            buffer[rng.randrange(len(buffer))] ^= 1 << rng.randrange(8)
+
+    with patch.object(DirectoryStore, "put_from", put_from), patch.object(DirectoryStore, "get_into", get_into):
+        yield
+
+
+@contextmanager
+def computing_as_assumed() -> Iterator[None]:
+    """Within this, tiers take computing to be as slow as they assume of a model: the toy model takes no time, and next
+    to it no restore would be worth it."""
+    with patch.object(Rate, "note", lambda *_: None):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hybrid.cache.config import CacheConfig
 from hybrid.engine.engine import Engine
@@ -40,9 +41,10 @@ class Judge:
     Args:
         engine: its weights are used; every scenario gets a cache of its own.
         seed: of the random prompts.
+        plain: runs what is cold, on the same weights; None: `engine`.
     """
 
-    def __init__(self, engine: Engine, seed: int = 0) -> None:
+    def __init__(self, engine: Engine, seed: int = 0, plain: Engine | None = None) -> None:
         self.engine: Engine = engine
         self._random = random.Random(seed)
         self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
@@ -51,7 +53,7 @@ class Judge:
         self._config = CacheConfig(
             page_size=config.page_size, chunk_size=config.chunk_size, kv_dtype=config.kv_dtype, deterministic=True
         )
-        self._cold = engine.with_cache(replace(self._config, enabled=False), size=(256, 16))
+        self._cold = (plain or engine).with_cache(replace(self._config, enabled=False), size=(256, 16))
 
     def ids(self, count: int) -> list[int]:
         """Random token ids."""
@@ -64,12 +66,15 @@ class Judge:
         speculation: SpeculationConfig | None = None,
         longest: int = 0,
         host: str | None = None,
+        directory: Path | None = None,
     ) -> Engine:
         """An engine with an empty cache of its own: one budget, the size of `pages` and `states`. Where no request of
         `longest` pages would fit into the pieces of that budget, because pages are small compared with a state, it has
         pools of these sizes."""
         page_bytes, state_bytes = self.engine.cache.unit_bytes
         config = replace(self._config, memory=pages * page_bytes + states * state_bytes, host=host)
+        if directory is not None:
+            config = replace(config, disk="1GiB", directory=directory)
         if longest and pages * page_bytes + states * state_bytes < smallest_memory(
             longest, page_bytes, state_bytes, None
         ):

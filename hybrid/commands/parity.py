@@ -21,9 +21,9 @@ from hybrid.cache.config import CacheConfig
 from hybrid.commands.arguments import integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.judge import ANSWER, Check, Judge
-from hybrid.commands.parity_drafts import drafts
+from hybrid.commands.parity_drafts import drafts, predictor
 from hybrid.commands.parity_files import files
-from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
+from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
@@ -31,7 +31,7 @@ from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.step import Part, Step
 from hybrid.kernels.batch_invariant import seconds_of
-from hybrid.models.loading import open_checkpoint
+from hybrid.models.loading import has_predictor, open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
 
 TOLERANCE = 1e-4
@@ -266,7 +266,12 @@ def run_parity(model: str | Path, seed: int = 0) -> Parity:
     preparation = prepared(judge, seconds)
     checks = against_transformers(engine, open_checkpoint(model).path, judge)
     checks += [judge.attempt(scenario) for scenario in SCENARIOS]
-    return Parity(checks + drafts(judge) + files(judge, model), product_costs(engine), preparation)
+    checks += drafts(judge) + files(judge, model)
+    if has_predictor(open_checkpoint(model)):
+        config = CacheConfig(memory="64MiB", deterministic=True)
+        predicting = Engine.from_pretrained(model, dtype="float32", cache=config, speculation="mtp")
+        checks += predictor(Judge(predicting, seed, plain=engine))
+    return Parity(checks, product_costs(engine), preparation)
 
 
 def prepared(judge: Judge, seconds: float) -> Preparation:
@@ -286,7 +291,10 @@ def run_all_families(seed: int = 0) -> dict[str, Parity]:
     results = {}
     with TemporaryDirectory() as folder:
         for at, name in enumerate(FAMILIES):
-            results[name] = run_parity(write_random_checkpoint(Path(folder) / str(at), name, seed), seed)
+            path = write_random_checkpoint(Path(folder) / str(at), name, seed)
+            if name.startswith("qwen"):  # the others have none
+                add_random_predictor(path)
+            results[name] = run_parity(path, seed)
     return results
 
 

@@ -87,9 +87,36 @@ def drafts(judge: Judge) -> list[Check]:
     return [*checks, regenerated(judge), under_pressure(judge)]
 
 
-def _check(judge: Judge, name: str, drafter: Drafter, prompts: list[list[int]], params: SamplingParams) -> Check:
+def predictor(judge: Judge) -> list[Check]:
+    """Drafts of the checkpoint's own predictor, alone and with others, where the judge's engine was loaded with it."""
+    prompts = [judge.ids(2 * judge.grid + 9), judge.ids(judge.grid // 2)]
+    checks = []
+    for mode, params in (("greedy", ANSWER), ("sampled", SAMPLED)):
+        answers = {tuple(prompt): judge.cold(prompt, params).token_ids for prompt in prompts}
+        tree = Known(answers, wrong_every=2, stride=2, as_tree=True)
+        checks += [
+            _check(judge, f"drafts of the predictor, {mode}", "mtp", prompts, params),
+            _check(judge, f"drafts of the predictor and trees, {mode}", tree, prompts, params, "mtp"),
+        ]
+    return [*checks, _next_turns(judge), under_pressure(judge, "mtp")]
+
+
+def _next_turns(judge: Judge) -> Check:
+    """Turns that continue answers, whose drafts are predicted from what a hit brings."""
+    warm = judge.warm(speculation=SpeculationConfig(drafters=("cache", "mtp"), adaptive=False))
+    outputs = warm.generate([judge.ids(judge.grid + 7), judge.ids(2 * judge.grid)], ANSWER, progress=False)
+    for _ in range(2):
+        turns = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2) for turn in outputs[-2:]]
+        outputs += warm.generate(turns, ANSWER, progress=False)
+    is_hit = all(output.usage.cached_tokens > 0 for output in outputs[2:])
+    return _judged(judge, "drafts of the predictor in later turns", outputs, ANSWER, ("a turn was no hit", is_hit))
+
+
+def _check(
+    judge: Judge, name: str, drafter: Drafter | str, prompts: list[list[int]], params: SamplingParams, *others: str
+) -> Check:
     """The same prompts twice: the second time as hits."""
-    warm = judge.warm(speculation=SpeculationConfig(drafters=(drafter,), adaptive=False))
+    warm = judge.warm(speculation=SpeculationConfig(drafters=(drafter, *others), adaptive=False))
     outputs = [output for _ in range(2) for output in warm.generate(prompts, params, progress=False)]
     return _judged(judge, name, outputs, params)
 
@@ -118,7 +145,7 @@ def regenerated(judge: Judge) -> Check:
     return _judged(judge, "answers again, drafts from the cache", outputs, params, ("few were accepted", share))
 
 
-def under_pressure(judge: Judge) -> Check:
+def under_pressure(judge: Judge, *others: str) -> Check:
     """Drafts in a memory that is too small: requests are retracted, and some aborted in the middle."""
     page_size = judge.engine.cache.config.page_size
     shared = judge.ids(4 * judge.grid)
@@ -128,14 +155,14 @@ def under_pressure(judge: Judge) -> Check:
     outputs: list[RequestOutput] = []
     retracted = False
     for percent in (300, 250, 225, 200, 175, 150, 125, 110):
-        own = SpeculationConfig(drafters=(Known(answers, wrong_every=5),), adaptive=False)
+        own = SpeculationConfig(drafters=(Known(answers, wrong_every=5), *others), adaptive=False)
         warm = judge.warm(pages=longest * percent // 100, states=5, speculation=own, longest=longest)
         aborted = warm.add_request(judge.ids(judge.grid), ANSWER)
         names = [warm.add_request(prompt, ANSWER) for prompt in prompts]
         outputs = []
         for step in range(10_000):
             outputs += [output for output in warm.step() if output.finish_reason == "length"]
-            if step == 6:
+            if step == 2:
                 warm.abort(aborted)
             if not warm.has_work:
                 break
@@ -146,4 +173,4 @@ def under_pressure(judge: Judge) -> Check:
             break
     complete = len(outputs) == len(prompts)
     conditions = (("no request was retracted", retracted), ("an answer is missing", complete))
-    return _judged(judge, "drafts under memory pressure", outputs, ANSWER, *conditions)
+    return _judged(judge, " and ".join(("drafts under memory pressure", *others)), outputs, ANSWER, *conditions)

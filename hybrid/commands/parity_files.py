@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hybrid.cache.config import CacheConfig
+from hybrid.cache.stats import CacheStats
 from hybrid.commands.judge import ANSWER, Check, Judge
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
@@ -22,6 +23,8 @@ def files(judge: Judge, model: str | Path) -> list[Check]:
         judge.attempt(prefilled_and_decoded),
         judge.attempt(in_a_second_process, model),
         judge.attempt(to_host_memory_and_back),
+        judge.attempt(to_disk_and_back),
+        judge.attempt(restarted, model),
     ]
 
 
@@ -75,18 +78,73 @@ def prefilled_and_decoded(judge: Judge) -> Check:
 
 def to_host_memory_and_back(judge: Judge) -> Check:
     """Prompts and their second turns in a memory that holds few of them; host memory holds the rest."""
-    warm = judge.warm(pages=14 * judge.grid // judge.engine.cache.config.page_size, states=5, host="64MiB")
+    warm = judge.warm(*_few(judge), host="64MiB")
+    return _evicted(judge, "evicted to host memory and back", warm)
+
+
+def to_disk_and_back(judge: Judge) -> Check:
+    """As `to_host_memory_and_back`, with a directory, from which the contents are read."""
+    with TemporaryDirectory() as folder:
+        warm = judge.warm(*_few(judge), directory=Path(folder) / "cache")
+        check = _evicted(judge, "evicted to disk and back", warm)
+        warm.close()
+    return check
+
+
+def restarted(judge: Judge, model: str | Path) -> Check:
+    """An engine answers, and is closed. A process that starts from nothing finds what it had in the directory, and
+    answers the prompts and their second turns."""
+    with TemporaryDirectory() as folder:
+        first = judge.warm(*_few(judge), host="1MiB", directory=Path(folder) / "cache")
+        prompts = [judge.ids(4 * judge.grid + 9 + number) for number in range(3)]
+        turns = [first.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
+        second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
+        first.close()
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            later = process.submit(generate_after_restart, str(model), first.cache.config, prompts + second)
+            outputs, stats = later.result()
+    hits = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
+    return judge.check(
+        "restarted: a second process with the directory",
+        outputs,
+        ("a prompt was not hit", hits),
+        *_sound(stats),
+    )
+
+
+def generate_after_restart(
+    model: str, config: CacheConfig, prompts: list[list[int]]
+) -> tuple[list[RequestOutput], CacheStats]:
+    """What the second process does."""
+    with Engine.from_pretrained(model, dtype="float32", cache=config) as engine:
+        outputs = [engine.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
+        engine.cache.audit()
+        return outputs, engine.cache.stats()
+
+
+def _few(judge: Judge) -> tuple[int, int]:
+    """Pages and states of a memory that holds few prompts."""
+    return 14 * judge.grid // judge.engine.cache.config.page_size, 5
+
+
+def _evicted(judge: Judge, name: str, warm: Engine) -> Check:
+    """Prompts and their second turns in an engine that cannot hold all of them."""
     prompts = [judge.ids(4 * judge.grid + 9 + number) for number in range(5)]
     turns = [warm.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
     second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
-    outputs = [warm.generate([prompt], ANSWER, progress=False)[0] for prompt in (*prompts, *second)]
+    outputs = []
+    for prompt in (*prompts, *second):
+        if warm.cache.tiers is not None and warm.cache.tiers.disk is not None:
+            warm.cache.tiers.disk.flush()  # what waits for the disk would be had from memory
+        outputs += warm.generate([prompt], ANSWER, progress=False)
     warm.cache.audit()
-    stats = warm.cache.stats()
-    return judge.check(
-        "evicted to host memory and back",
-        outputs,
+    return judge.check(name, outputs, *_sound(warm.cache.stats()))
+
+
+def _sound(stats: CacheStats) -> tuple[tuple[str, bool], ...]:
+    return (
         ("nothing was restored", stats.restored_checkpoints > 0),
-        ("a copy failed", stats.tier_failures == 0),
+        ("a copy failed", stats.tier_failures == 0 and stats.disk_failure is None),
     )
 
 

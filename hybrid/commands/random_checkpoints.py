@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,4 +210,28 @@ def write_random_checkpoint(path: Path, name: str, seed: int = 0) -> Path:
     family = FAMILIES[name]
     model = random_model(family, seed)
     model.save_pretrained(path, max_shard_size=family.max_shard_size, save_original_format=not family.fused)
+    return path
+
+
+def add_random_predictor(path: Path) -> Path:
+    """Add what published checkpoints keep under `mtp.` to a random one: a layer with the values of its layer of full
+    attention, and random norms and a random product before it."""
+    from safetensors.torch import load_file, save_file
+
+    files = sorted(path.glob("*.safetensors"))
+    stored: dict[str, torch.Tensor] = {}
+    for file in files:
+        stored |= load_file(file)
+    attention = next(name for name in stored if name.endswith("self_attn.q_proj.weight"))
+    layer = attention.removesuffix("self_attn.q_proj.weight")
+    own = {name.replace(layer, "mtp.layers.0."): stored[name].clone() for name in stored if name.startswith(layer)}
+    size = stored[attention].shape[1]
+    own["mtp.fc.weight"] = torch.randn(size, 2 * size)
+    own |= {f"mtp.{norm}.weight": torch.randn(size) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    save_file(load_file(files[-1]) | own, files[-1], {"format": "pt"})
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(own, files[-1].name)
+        index.write_text(json.dumps(content))
     return path

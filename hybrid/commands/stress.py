@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import torch
@@ -31,7 +32,9 @@ from hybrid.commands.faults import (
     Alarm,
     Faults,
     FaultyRunner,
+    computing_as_assumed,
     failing_allocations,
+    failing_files,
     nan_logits,
 )
 from hybrid.commands.liar import Liar, right_in_the_toy_model
@@ -50,18 +53,30 @@ PAGES = 112
 STATES = 28
 HOST = 20_000
 """Bytes of host memory: a few hundred of the toy model's pages, and dozens of its states."""
+
+DISK = 60_000
+"""Bytes on disk: a dozen segments, which have 4 kB at least."""
+
 LIMITS = EngineConfig(max_num_seqs=6, max_num_batched_tokens=5 * GRID, max_waiting=20)
 
 
-def cache_config(seed: int) -> CacheConfig:
+def cache_config(seed: int, folder: Path) -> CacheConfig:
     """The cache of a run. Even seeds run in deterministic mode, odd ones in the other; each policy has its turn, "lhd"
-    with seed 0. Of 32 seeds the last 16 keep copies in host memory, where pages and states share one budget."""
+    with seed 0. Of 64 seeds the second 16 keep copies in host memory, the third on disk, and the fourth in both, where
+    pages and states share one budget.
+
+    Args:
+        folder: for copies on disk.
+    """
+    host, disk = seed // 16 % 2 == 1 and is_elastic(seed), seed // 32 % 2 == 1 and is_elastic(seed)
     policy = list(POLICIES)[-1 - seed % len(POLICIES)]
     return CacheConfig(
         page_size=GRID,
         chunk_size=GRID,
         memory="2GiB",
-        host=HOST if seed // 16 % 2 == 1 and is_elastic(seed) else None,
+        host=HOST if host else None,
+        disk=DISK if disk else None,
+        directory=folder / "cache" if disk else None,
         deterministic=seed % 2 == 0,
         eviction=policy,
         seed=seed,
@@ -88,7 +103,7 @@ def speculation(
     return SpeculationConfig(drafters=("cache", Liar(seed, vocab_size, right or (lambda *_: []))), adaptive=False)
 
 
-def toy_engine(seed: int, faults: Faults) -> tuple[Engine, ToyRunner]:
+def toy_engine(seed: int, faults: Faults, folder: Path) -> tuple[Engine, ToyRunner]:
     """A tiny engine on the toy model."""
     toy = ToyRunner(GRID, faults.make_nan, faults.transfer)
     if is_elastic(seed):
@@ -96,19 +111,24 @@ def toy_engine(seed: int, faults: Faults) -> tuple[Engine, ToyRunner]:
     else:
         memory = CacheMemory.of_indices(PAGES, STATES)
     loaded = LoadedModel(model=SimpleNamespace(config=CONFIG), device=torch.device("cpu"), tokenizer=toy_tokenizer())
-    cache = HybridCache(memory, cache_config(seed))
+    cache = HybridCache(memory, cache_config(seed, folder), model="toy")
     drafts = speculation(seed, VOCAB_SIZE, right_in_the_toy_model)
     return Engine(loaded, cache, limits(seed), runner=FaultyRunner(toy, faults), speculation=drafts), toy
 
 
-def model_engine(model: str | Path, seed: int, faults: Faults) -> Engine:
+def model_engine(model: str | Path, seed: int, faults: Faults, folder: Path) -> Engine:
     """A tiny engine on a model, in fp32."""
-    config = cache_config(seed)
-    engine = Engine.from_pretrained(model, dtype="float32", cache=config, config=limits(seed))
+    config = cache_config(seed, folder)
+    without = replace(config, host=None, disk=None, directory=None)
+    engine = Engine.from_pretrained(model, dtype="float32", cache=without, config=limits(seed))
     if is_elastic(seed):
         page_bytes, state_bytes = engine.cache.unit_bytes
         memory = PAGES * page_bytes + STATES * state_bytes
-        engine = engine.with_cache(replace(config, memory=memory, host=memory if config.host else None))
+        engine = engine.with_cache(
+            replace(
+                config, memory=memory, host=memory if config.host else None, disk=4 * memory if config.disk else None
+            )
+        )
     else:
         engine = engine.with_cache(config, size=(PAGES, STATES))
     runner, drafts = FaultyRunner(engine.runner, faults), speculation(seed, engine.model.config.vocab_size)
@@ -140,13 +160,17 @@ def run_stress(
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of pins that are too large
-        log = logging.getLogger("hybrid.engine")
-        stack.callback(log.setLevel, log.level)
-        log.setLevel(logging.CRITICAL)  # requests that fail are expected
+        for name in ("hybrid.engine", "hybrid.tiers"):
+            log = logging.getLogger(name)
+            stack.callback(log.setLevel, log.level)
+            log.setLevel(logging.CRITICAL)  # requests that fail are expected, and files too
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        stack.enter_context(failing_files(faults, seed))
         if model is None:
-            engine, toy = toy_engine(seed, faults)
+            engine, toy = toy_engine(seed, faults, folder)
+            stack.enter_context(computing_as_assumed())
         else:
-            engine = model_engine(model, seed, faults)
+            engine = model_engine(model, seed, faults, folder)
             stack.callback(engine.model.register_forward_hook(nan_logits(faults)).remove)
         alarm = Alarm(faults) if signals else None
         run = Stress(engine, toy, faults, seed, audit_every, alarm)
@@ -176,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=integer(0),
         default=0,
         help="of requests and failures; it also selects mode (odd: not deterministic), memory, policy, overlap, drafts "
-        "(8 to 15) and host memory (16 to 31)",
+        "(8 to 15), host memory (16 to 31), disk (32 to 47) and both (48 to 63)",
     )
 
 

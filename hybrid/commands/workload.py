@@ -405,7 +405,7 @@ class Stress:
         report.moved_pages, report.restored_checkpoints = stats.moved_pages, stats.restored_checkpoints
         for pin in list(engine.cache.pins):
             engine.unpin(pin)
-        engine.cache.clear()
+        engine.cache.shutdown()
         self._audit()
         stats = engine.cache.stats()
         report.leaked = stats.pages_total - stats.pages_free + stats.states_total - stats.states_free

@@ -18,6 +18,7 @@ from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
 from hybrid.kernels.ops import uses_triton
@@ -75,6 +76,7 @@ def load(
     dtype: str | torch.dtype | None,
     chunk_size: int,
     load_dtype: str | None = None,
+    mtp: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint.
 
@@ -84,6 +86,7 @@ def load(
         dtype: None: the checkpoint's on a GPU, float32 on a CPU.
         chunk_size: of the linear layers.
         load_dtype: "int8": weights of matrix products are quantized, per row; None: they have the type of the model.
+        mtp: also load the checkpoint's predictor, if it has one.
 
     Raises:
         CheckpointError: there is no usable checkpoint.
@@ -101,7 +104,7 @@ def load(
             f"load_dtype='int8' needs a CPU with the extra numba, and dtype float32 or bfloat16; got {place} and "
             f"{resolved}: install hybrid-prefix-cache[numba], or leave load_dtype out"
         )
-    loaded = load_model(checkpoint, resolved, place, chunk_size, quantize=quantize)
+    loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)
     end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
     return LoadedModel(
         model=loaded,
@@ -199,7 +202,7 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         MemoryBudgetError: the memory does not suffice for one request.
     """
     model, device = loaded.model, loaded.device
-    spec = model.spec(model.config, model.model.embed_tokens.weight.dtype).with_kv_dtype(config.kv_dtype)
+    spec = model.own_spec().with_kv_dtype(config.kv_dtype)
     if size is not None:
         memory = CacheMemory.fixed(spec, config.page_size, *size, device)
         return make_cache(memory, config, _fingerprint(loaded, memory, config))
@@ -226,6 +229,8 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     model, device = loaded.model, loaded.device
     if deterministic:
         model.make_batch_invariant()
+    if device.type == "cuda":
+        warm_up(model, cache, config, deterministic)
     graphs = None
     can_be_recorded = model.decode_can_be_recorded
     if cache.config.kv_dtype != "auto" and not uses_triton(device):

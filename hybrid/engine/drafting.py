@@ -7,11 +7,14 @@ from collections.abc import Iterator, Sequence
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.paths import exchange, extend
 from hybrid.engine.branches import Branches
+from hybrid.engine.build import LoadedModel
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
+from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafts import Drafts
-from hybrid.speculation.speculator import DrafterStats, Speculator
+from hybrid.speculation.speculator import DrafterStats, Speculator, make_speculator
 from hybrid.units import ceil_div
 
 
@@ -23,10 +26,19 @@ class Drafting:
         cache: allocates their memory.
         config: limits of the engine.
         deterministic: decoded states are not shared.
+        mtp: the drafter that computes in the requests' memory, if there is one.
     """
 
-    def __init__(self, speculator: Speculator, cache: HybridCache, config: EngineConfig, deterministic: bool) -> None:
+    def __init__(
+        self,
+        speculator: Speculator,
+        cache: HybridCache,
+        config: EngineConfig,
+        deterministic: bool,
+        mtp: MtpDrafter | None = None,
+    ) -> None:
         self._speculator = speculator
+        self._mtp = mtp
         self._cache = cache
         self._deterministic = deterministic
         self._most = config.max_num_batched_tokens - config.max_num_seqs - cache.config.chunk_size
@@ -42,33 +54,46 @@ class Drafting:
         Yields:
             Parts whose drafts could not be made, with the exception.
         """
-        rows = len(decodes)
+        asked: list[tuple[Part, int]] = []
         for part in decodes:
-            if not part.is_alive or part.end != len(part.request.ids):
-                continue
+            if part.is_alive and part.end == len(part.request.ids):
+                part.num_pages = len(part.lease.block_table)
+                limit = min(self._limit(part), self._most)
+                asked += [(part, limit)] if limit > 0 else []
+        if self._mtp is not None:
+            self._mtp.begin(part for part, _ in asked)
+        proposed = self._speculator.propose_all([(part.request.history, limit) for part, limit in asked], len(decodes))
+        left = self._most
+        for (part, _), drafts in zip(asked, proposed, strict=True):
             try:
-                self._add(part, self._most - (rows - len(decodes)), rows)
+                self._add(part, drafts.first(left) if drafts is not None else None)
             except Exception as error:
                 yield part, error
-            rows += part.num_drafts
+            left -= part.num_drafts
 
-    def _add(self, part: Part, limit: int, rows: int) -> None:
-        """Add up to `limit` drafts to a part, and allocate their memory, in a pass that has `rows` rows already."""
-        request, lease, config = part.request, part.lease, self._cache.config
-        boundary = ceil_div(part.end, config.grid) * config.grid
-        limit = min(limit, request.num_left - 1, config.grid)
+    def _limit(self, part: Part) -> int:
+        """The most drafts that a part may have."""
+        request, grid = part.request, self._cache.config.grid
+        limit = min(request.num_left - 1, grid)
         if request.may_end_anywhere and not self._deterministic:
-            limit = min(limit, boundary - part.end)  # what comes after the end must not replace the back
-        drafts = self._speculator.propose(request.history, limit, rows) if limit > 0 else None
-        if drafts is None:
+            limit = min(
+                limit, ceil_div(part.end, grid) * grid - part.end
+            )  # what is after the end must not replace the back
+        return limit
+
+    def _add(self, part: Part, drafts: Drafts | None) -> None:
+        """Add drafts to a part, and allocate their memory."""
+        lease, config = part.lease, self._cache.config
+        boundary = ceil_div(part.end, config.grid) * config.grid
+        if drafts is None or not len(drafts):
+            self._cache.trim(lease, part.num_pages)  # pages in which a predictor has computed
             return
-        part.num_pages = len(lease.block_table)
         if not drafts.is_chain:
             part.branches = self._branches(part, drafts)
         if part.branches is None:
             drafts = drafts.first_path()
             if not self._cache.reserve(lease, part.end + len(drafts)):
-                drafts = drafts.first(part.num_pages * config.page_size - part.end)
+                drafts = drafts.first(len(lease.block_table) * config.page_size - part.end)
                 if not len(drafts):
                     return
         part.drafts = drafts
@@ -115,3 +140,22 @@ class Drafting:
     def end(self, request: Request) -> None:
         """A request has given its memory back."""
         self._speculator.end(request.history)
+
+
+def make_drafting(
+    speculation: SpeculationConfig | None,
+    loaded: LoadedModel,
+    cache: HybridCache,
+    config: EngineConfig,
+    deterministic: bool,
+) -> Drafting | None:
+    """The drafts of an engine; None: it has none.
+
+    Raises:
+        ArgumentError: two drafters have the same name, or there is no predictor.
+    """
+    asks_for_mtp = speculation is not None and "mtp" in speculation.drafters
+    has_predictor = asks_for_mtp and loaded.model.mtp is not None
+    mtp = MtpDrafter(loaded.model, cache, loaded.device) if has_predictor else None
+    speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp)
+    return Drafting(speculator, cache, config, deterministic, mtp) if speculator is not None else None

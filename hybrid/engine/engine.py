@@ -20,7 +20,7 @@ from hybrid.cache.pins import Pin
 from hybrid.engine.adapters import Adapters
 from hybrid.engine.build import LoadedModel, build_cache, check_settings, is_deterministic, load, model_runner
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.drafting import Drafting
+from hybrid.engine.drafting import make_drafting
 from hybrid.engine.files import Files
 from hybrid.engine.intake import Intake, check_request_id, params_of_each
 from hybrid.engine.model_runner import Runner
@@ -34,7 +34,8 @@ from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptErro
 from hybrid.interrupts import deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
-from hybrid.speculation.speculator import make_speculator
+from hybrid.tiers.archive import read_archive
+from hybrid.tiers.store import Store
 from hybrid.tiers.transfer import Transfer
 
 OTHER_THREAD = (
@@ -81,8 +82,7 @@ class Engine:
         self.config.require_chunk(cache.config.chunk_size)
         self.deterministic: bool = is_deterministic(cache.config, loaded.device)
         self.speculation: SpeculationConfig | None = SpeculationConfig.of(speculation)
-        speculator = make_speculator(self.speculation, cache, loaded.model.config.vocab_size)
-        drafting = Drafting(speculator, cache, self.config, self.deterministic) if speculator is not None else None
+        drafting = make_drafting(self.speculation, loaded, cache, self.config, self.deterministic)
         self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
         # without a device of its own, nothing is computed while the next step is scheduled
         overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
@@ -130,7 +130,8 @@ class Engine:
             cache: settings of the cache.
             config: settings of the engine.
             speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
-                next where it was cached), or a `SpeculationConfig`; None: nothing is drafted.
+                next where it was cached), "mtp" (the checkpoint's own predictor), "cache+mtp", or a
+                `SpeculationConfig`; None: nothing is drafted.
 
         Raises:
             CheckpointError: there is no usable checkpoint.
@@ -139,7 +140,8 @@ class Engine:
         """
         settings = cache if cache is not None else CacheConfig()
         check_settings(settings, config)
-        loaded = load(model, device, dtype, settings.chunk_size, load_dtype)
+        mtp = (drafts := SpeculationConfig.of(speculation)) is not None and "mtp" in drafts.drafters
+        loaded = load(model, device, dtype, settings.chunk_size, load_dtype, mtp)
         return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
 
     def with_cache(
@@ -156,10 +158,10 @@ class Engine:
             cache: its settings. `chunk_size` must be this engine's: the model was loaded with it.
             size: numbers of pages and of state slots of the cache, instead of `cache.memory`.
             config: settings of the engine; None: this engine's.
-            speculation: as in `from_pretrained`.
+            speculation: as in `from_pretrained`; "mtp" if this engine was loaded for it.
 
         Raises:
-            ArgumentError: another chunk size.
+            ArgumentError: another chunk size, or no predictor.
             MemoryBudgetError: the memory does not suffice.
         """
         check_settings(cache, config)
@@ -451,6 +453,7 @@ class Engine:
         *,
         namespace: str | None = None,
         adapter: str | None = None,
+        store: Store | None = None,
     ) -> Transfer:
         """Write what is cached of prompts to a file, which `load` of an engine with the same model reads. The file
         holds their token ids, and only its owner may read it. The first call reads all weights.
@@ -458,6 +461,7 @@ class Engine:
         Args:
             prompts: None: everything, or everything of `namespace` and `adapter`.
             namespace, adapter: of the prompts.
+            store: where `path` is a name, such as a `hybrid.tiers.remote.RedisStore`; None: it is a path.
 
         Raises:
             PromptError: nothing is cached of one of the prompts.
@@ -465,7 +469,7 @@ class Engine:
         """
         self._claim()
         archive = self._files.archive(prompts, namespace, adapter)
-        archive.write(path)
+        archive.write(path, store)
         return archive.transfer
 
     def dump(
@@ -485,11 +489,12 @@ class Engine:
         self._claim()
         return self._files.archive(prompts, namespace, adapter, after).to_bytes()
 
-    def load(self, source: str | Path | bytes) -> Transfer:
+    def load(self, source: str | Path | bytes, *, store: Store | None = None) -> Transfer:
         """Bring what `save` or `dump` has written into the cache, each checkpoint with all before it or not at all.
+        What the device has no memory for goes to host memory or disk, if there is one.
 
         Raises:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
         """
         self._claim()
-        return self.cache.load(source, model=self._files.fingerprint())
+        return self.cache.load(read_archive(source, store), model=self._files.fingerprint())

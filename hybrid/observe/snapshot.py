@@ -31,6 +31,7 @@ class NodeView:
         value: rank that the eviction policy gives to the checkpoint: the lowest is evicted first. None without a
             checkpoint, or where the policy has no rank for it.
         page_locks, state_locks: locks on its pages and on its checkpoint.
+        tiers: names of the tiers that have the checkpoint at its end, as in `Snapshot.tiers`.
         ids: token ids of the edge from where it differs from its siblings; from its beginning where it has none.
         text: their text, where it was decoded.
     """
@@ -49,6 +50,7 @@ class NodeView:
     value: float | None
     page_locks: int
     state_locks: int
+    tiers: tuple[str, ...]
     ids: tuple[int, ...]
     text: str = ""
 
@@ -74,6 +76,22 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True)
+class TierView:
+    """A place for pages and checkpoints.
+
+    Attributes:
+        name: "device", "host memory", "disk".
+        num_pages, num_checkpoints: that it holds, of the tree's nodes and of what has left the tree.
+        num_bytes: of these.
+    """
+
+    name: str
+    num_pages: int
+    num_checkpoints: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """A prefix tree at one moment.
 
@@ -84,6 +102,7 @@ class Snapshot:
         page_bytes, checkpoint_bytes: bytes of a page and of a checkpoint; 0 where the cache does not know them.
         now: number of requests so far.
         totals: pages and state slots by owner, by name.
+        tiers: fastest first; the first is the device.
     """
 
     nodes: tuple[NodeView, ...]
@@ -93,6 +112,7 @@ class Snapshot:
     checkpoint_bytes: int
     now: int
     totals: dict[str, int]
+    tiers: tuple[TierView, ...]
 
     def with_text(self, decode: Decode) -> Snapshot:
         """The same with the text of each node's beginning."""

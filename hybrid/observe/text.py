@@ -45,6 +45,10 @@ def draw_text(snapshot: Snapshot, *, width: int = 100, fold: bool = True) -> str
         f"states: {totals['checkpoints']} checkpoints, {totals['states_private']} private, "
         f"{totals['states_free']} free"
     )
+    lines += [
+        f"{tier.name}: {tier.num_pages} pages, {tier.num_checkpoints} checkpoints, {format_bytes(tier.num_bytes)}"
+        for tier in snapshot.tiers[1:]
+    ]
     return "\n".join(lines)
 
 
@@ -56,6 +60,8 @@ def _describe(chain: list[NodeView], snapshot: Snapshot, width: int) -> str:
     num_tombstones = len(chain) - num_checkpoints
     marks = [f"{count if len(chain) > 1 else ''}{mark}" for mark, count in _marks(num_checkpoints, num_tombstones)]
     parts = [f"{first.start}..{last.end}", f"{num_pages} page{'s' if num_pages != 1 else ''}", " ".join(marks)]
+    elsewhere = [node.tiers[0] for node in chain if node.tiers and not node.has_checkpoint]
+    parts += [f"{elsewhere.count(name)} in {name}" for name in dict.fromkeys(elsewhere)]
     size = num_pages * snapshot.page_bytes + num_checkpoints * snapshot.checkpoint_bytes
     if size:
         parts.append(format_bytes(size))

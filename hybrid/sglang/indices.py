@@ -6,36 +6,66 @@ from collections.abc import Iterable
 
 import torch
 
+from hybrid.tree.node import Node
 from hybrid.tree.pools import PageParts
+
+SMALL = 4
+"""A slice is copied when what it is a part of is more than this many times as long."""
 
 
 class IndexPages:
     """Indices of the tokens of consecutive pages, as a sequence of pages.
 
-    A slice is a copy, so that a node that keeps the end of a long prompt does not keep the tensor of all of it.
+    A slice that is a small part of a tensor is a copy, so that a node that keeps the end of a long prompt does not keep
+    the tensor of all of it. Larger ones share the memory, which is never written.
 
     Args:
         indices: `[tokens]`, int64; whole pages.
         page_size: tokens per page.
+        kept: number of pages whose indices are in memory for these; None: they have a memory of their own.
     """
 
-    def __init__(self, indices: torch.Tensor, page_size: int) -> None:
+    __slots__ = ("_indices", "_kept", "_num_pages", "_page_size")
+
+    def __init__(self, indices: torch.Tensor, page_size: int, kept: int | None = None) -> None:
         self._indices = indices
         self._page_size = page_size
+        self._num_pages = indices.numel() // page_size
+        self._kept = self._num_pages if kept is None else kept
 
     def __len__(self) -> int:
         """Number of pages."""
-        return self._indices.numel() // self._page_size
+        return self._num_pages
 
     def __getitem__(self, pages: slice) -> IndexPages:
-        start, end, _ = pages.indices(len(self))
+        start, end, _ = pages.indices(self._num_pages)
         size = self._page_size
-        return IndexPages(self._indices[start * size : end * size].clone(), size)
+        part = self._indices[start * size : end * size]
+        if SMALL * (end - start) < self._kept:
+            return IndexPages(part.clone(), size)
+        return IndexPages(part, size, self._kept)
+
+    def view(self, start: int, end: int) -> torch.Tensor:
+        """The indices of pages `[start, end)`, `[tokens]`, without a copy: to be read and not kept."""
+        size = self._page_size
+        return self._indices if end - start == self._num_pages else self._indices[start * size : end * size]
 
     @property
     def indices(self) -> torch.Tensor:
         """`[tokens]`."""
         return self._indices
+
+
+def between(start: int, node: Node | None, device: torch.device) -> torch.Tensor:
+    """The indices from a position on the path of a node, in tokens of the tree, to the node's end, `[tokens]`."""
+    tensors: list[torch.Tensor] = []
+    while node is not None and node.parent is not None and node.end > start:
+        run = node.run
+        first, size = run.start, run.page_size
+        overlaps = run.pages.overlaps((max(start, first) - first) // size, (node.end - first) // size)
+        tensors[:0] = [part.view(low, high) for part, low, high in overlaps]
+        node = run.nodes[0].parent
+    return joined(tensors, device)
 
 
 def joined(parts: PageParts | Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult, UnifiedTreeCoreInterface
 from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
 
-from hybrid.sglang.indices import IndexPages, joined
+from hybrid.sglang.indices import IndexPages, between, joined
 from hybrid.sglang.keys import WORDS, key_of
 from hybrid.sglang.order import dfs_weight_order
 from hybrid.sglang.policies import CLASSIC, Options, policy_named
@@ -32,6 +32,10 @@ from hybrid.tree.pools import PageParts, Pools
 from hybrid.tree.tree import Tree
 
 FULL, STATE = ComponentType.FULL, ComponentType.MAMBA
+
+
+MAX_GHOSTS = 1 << 16
+"""Prefixes that are remembered after their eviction, in blocks of the grid, where something learns from them."""
 
 
 class NoEvents:
@@ -107,12 +111,13 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             self._grid * WORDS,
             policy_named(self._policy_name),
             self._prices,
+            max_ghosts=MAX_GHOSTS if self._is_classic <= self.options.ghost_branches else 0,
             seed=self.options.seed,
             pools=pools,
         )
         self._handles = Handles(self.tree.locks, self._handles_from)
-        self._inserted: tuple[Any, Any] | None = None
-        self.visits: Visits = Visits(self.tree)
+        self._inserted: tuple[Any, int, int] | None = None
+        self.visits: Visits = Visits(self.tree, learns=not self._is_classic)
         root = self._handles.root
         self._empty = MatchResult(0, root, root, root, cache_actions=[])
 
@@ -128,7 +133,8 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         """
         inserted, self._inserted = self._inserted, None
         if inserted is not None and inserted[0] is params.key and params.req is not None and not params.cow_mamba:
-            return inserted[1]
+            _, handle, length = inserted
+            return MatchResult(length, handle, handle, handle, cache_actions=[])
         key = key_of(params.key, self.page_size)
         if not key.ids:
             return self._empty
@@ -174,11 +180,8 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
 
     def collect_full_device_indices(self, from_node_id: int, until_node_id: int) -> torch.Tensor:
         """The indices from the end of one node to the end of another below it, `[tokens]`."""
-        node, until = self._handles.node(from_node_id), self._handles.node(until_node_id)
-        pages = self.tree.pages(node, node.end if node is not None else 0)
-        if until is not None:
-            pages = pages[until.end // self.tree.page_size :]
-        return joined(pages, self.device)
+        until = self._handles.node(until_node_id)
+        return between(until.end if until is not None else 0, self._handles.node(from_node_id), self.device)
 
     # Inserting
 
@@ -201,21 +204,22 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             checkpoint = Checkpoint(slot, len(key), arrival.kind, params.priority or 0, arrival.turn)
         elif past is None:
             past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
-        pages = IndexPages(value[:length], self.page_size)
+        pages = IndexPages(value if len(value) == length else value[:length], self.page_size)
         inserted = self.tree.insert(key, len(key), pages, checkpoint, None, past)
         if not inserted.adopted and inserted.node.slot is not None:
             self.tree.renew(inserted.node)
         existing = inserted.num_existing // WORDS
-        duplicates = value[params.prev_prefix_len : existing]
+        duplicated = range(params.prev_prefix_len, existing)
         handle = self._handles.of(inserted.node)
-        self._inserted = params.key, MatchResult(length, handle, handle, handle, cache_actions=[])
+        self._inserted = params.key, handle, length
         result = InsertResult(
             prefix_len=existing,
             last_device_node=handle,
             mamba_exist=not inserted.adopted,
             adopted_ranges={FULL: [(existing, length)]} if params.track_adopted_ranges and existing < length else None,
         )
-        return InsertStepResult(actions=[FreeDeviceKV([duplicates])] if len(duplicates) else [], result=result)
+        actions = [FreeDeviceKV([value[duplicated.start : duplicated.stop]])] if duplicated else []
+        return InsertStepResult(actions=actions, result=result)
 
     def has_ongoing_insert(self) -> bool:
         """Whether an insert waits to be continued: never, they are one step."""

@@ -26,15 +26,21 @@ class Arrival(NamedTuple):
     past: NodeUsage | None
 
 
+PLAIN = Arrival(Kind.TURN_END, 0, None)
+
+
 class Visits:
     """The requests of a tree, by their ids.
 
     Args:
         tree: is matched, once per request so that it counts.
+        learns: the policy learns from why states are there and what has become of them. Where it does not, all states
+            are of one kind.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, learns: bool) -> None:
         self._tree = tree
+        self._learns = learns
         self._histories: dict[str, History] = {}
         self._expected: tuple[Any, Arrival] | None = None
 
@@ -56,6 +62,8 @@ class Visits:
 
     def describe(self, rid: str, num_tokens: int, kind: Kind) -> Arrival:
         """A state of a request at a position."""
+        if not self._learns:
+            return PLAIN
         history = self._histories.get(rid)
         if history is None:
             return Arrival(kind, 0, None)
@@ -70,6 +78,8 @@ class Visits:
         expected, self._expected = self._expected, None
         if expected is not None and expected[0] is params:
             return expected[1]
+        if not self._learns:
+            return PLAIN
         found = self._tree.peek(key, len(key))
         history = self._tree.recall(key, found, len(key))
         kind = Kind.BRANCH if found.num_page_tokens == len(key) else Kind.TURN_END

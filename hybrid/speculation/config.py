@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hybrid.errors import ArgumentError
 from hybrid.speculation.drafter import Drafter
 
-BY_NAME = ("cache",)
+BY_NAME = ("cache", "mtp")
 """The drafters that are known by name."""
 
 MAX_DRAFTS = 63
@@ -20,7 +20,7 @@ class SpeculationConfig:
     """Who drafts, and how much.
 
     Args:
-        drafters: each "cache" or a `Drafter`. The drafts of several form one tree; the most probable are computed.
+        drafters: each "cache", "mtp" or a `Drafter`. Drafts of several form one tree; the most probable are computed.
         max_drafts: number of drafts of one request in one pass, at most. A pass computes them in addition to one token.
         adaptive: compute as many drafts as pay, by measured acceptance and measured times of passes. Otherwise as many
             as the drafters propose, up to `max_drafts`.

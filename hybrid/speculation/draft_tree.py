@@ -27,8 +27,8 @@ class DraftTree:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the drafts are more than a chain of one drafter."""
-        return self._single is None or not self._single.is_chain
+        """Whether the drafts are more than a chain of one drafter that has one rate for all of them."""
+        return self._single is None or not self._single.is_chain or self._single.chances is not None
 
     @property
     def chances(self) -> list[float]:
@@ -41,7 +41,7 @@ class DraftTree:
         """Add what a drafter proposes.
 
         Args:
-            rate: how often its drafts are accepted.
+            rate: how often its drafts are accepted, if it does not say how probable each is.
         """
         self._single = drafts if not self._tokens else None
         self._chances = None
@@ -50,9 +50,11 @@ class DraftTree:
         taken: dict[int, float] = {}  # chance that a child of each draft is right which others have named
         for at, parent in enumerate(self._parents):
             taken[parent] = taken.get(parent, 0.0) + self._given[at]
-        for token, proposed, drafters in zip(drafts.tokens, drafts.parents, drafts.drafters, strict=True):
+        for at, (token, proposed, drafters) in enumerate(
+            zip(drafts.tokens, drafts.parents, drafts.drafters, strict=True)
+        ):
             parent = own[proposed] if proposed >= 0 else -1
-            chance = rate * (1 - rate) ** named.get(parent, 0)
+            chance = rate * (1 - rate) ** named.get(parent, 0) if drafts.chances is None else drafts.chances[at]
             named[parent] = named.get(parent, 0) + 1
             place = self._place.get((parent, token))
             if place is None:
@@ -68,7 +70,7 @@ class DraftTree:
 
     def best(self, count: int) -> Drafts:
         """The `count` most probable drafts."""
-        if self._single is not None and (self._single.is_chain or len(self._single) <= count):
+        if self._single is not None and (self._single.is_chain or len(self._single) <= count):  # as it was proposed
             return self._single.first(count)
         chances = self._accepted()
         order = sorted(range(len(self._tokens)), key=lambda at: -chances[at])[:count]  # parents come first

@@ -64,7 +64,9 @@ class Drafter(ABC):
         return 0.6
 
     @abstractmethod
-    def propose(self, history: History, limit: int) -> tuple[Sequence[int], Sequence[int]]:
+    def propose(
+        self, history: History, limit: int
+    ) -> tuple[Sequence[int], Sequence[int]] | tuple[Sequence[int], Sequence[int], Sequence[float]]:
         """Tokens that may come after a history, as a tree.
 
         Args:
@@ -73,8 +75,14 @@ class Drafter(ABC):
 
         Returns:
             The tokens, and for each of them the index of the token before it: -1 stands for the end of the history.
-            Both empty: there is no draft. Tokens with the same parent are alternatives, the most probable first.
+            Both empty: there is no draft. Tokens with the same parent are alternatives, the most probable first. A
+            drafter that knows how probable each token is after those before it returns that too, from 0 to 1; without
+            it the measured acceptance is expected.
         """
+
+    def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:  # noqa: B027 - nothing by default
+        """What `propose` will be asked for next: histories, each with its limit. A drafter that computes drafts of
+        several requests together does so here."""
 
     def end(self, history: History) -> None:  # noqa: B027 - nothing by default
         """A request has ended: nothing more is proposed for its history."""

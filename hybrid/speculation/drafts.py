@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 
 from hybrid.errors import ArgumentError
 
@@ -21,11 +21,13 @@ class Drafts:
         tokens: parents before their children.
         parents: index of the token before each; -1: it follows the last known token.
         drafters: names of who proposed each.
+        chances: the probability of each after those before it, as its drafter has it; None: it does not say.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     drafters: tuple[tuple[str, ...], ...]
+    chances: tuple[float, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -89,6 +91,7 @@ class Drafts:
             tuple(self.tokens[at] for at in kept),
             tuple(place[self.parents[at]] for at in kept),
             tuple(self.drafters[at] for at in kept),
+            tuple(self.chances[at] for at in kept) if self.chances is not None else None,
         )
 
     def first_path(self) -> Drafts:
@@ -97,29 +100,34 @@ class Drafts:
 
     def first(self, count: int) -> Drafts:
         """The first `count` tokens."""
-        return Drafts(self.tokens[:count], self.parents[:count], self.drafters[:count])
+        chances = self.chances[:count] if self.chances is not None else None
+        return Drafts(self.tokens[:count], self.parents[:count], self.drafters[:count], chances)
 
 
-def checked(tokens: object, parents: object, drafter: str, limit: int, vocab_size: int) -> Drafts:
+def checked(
+    tokens: object, parents: object, drafter: str, limit: int, vocab_size: int, chances: object = None
+) -> Drafts:
     """What a drafter has returned, as far as it can be computed.
 
     Tokens beyond `limit` are left out, and those that have a brother with the same token: children of both are its
     children.
 
     Args:
-        tokens, parents: as `Drafter.propose` returns them.
+        tokens, parents, chances: as `Drafter.propose` returns them.
         drafter: its name.
         limit: the most tokens.
         vocab_size: of the model.
 
     Raises:
         ArgumentError: they are not sequences of the same length, hold something else than integers, a token outside the
-            vocabulary, or a parent that does not come before its child.
+            vocabulary, a parent that does not come before its child, or a probability that is none.
     """
     if not isinstance(tokens, Sequence) or not isinstance(parents, Sequence) or len(tokens) != len(parents):
         raise ArgumentError(f"drafter {drafter}: propose must return two sequences of the same length")
+    known = _probabilities(chances, len(tokens), drafter) if chances is not None else None
     own: dict[tuple[int, int], int] = {}
     place: list[int] = []  # of each proposed token among those that are kept
+    kept: list[int] = []
     for at, pair in enumerate(zip(tokens, parents, strict=True)):
         if not all(isinstance(number, Integral) for number in pair):
             raise ArgumentError(
@@ -135,8 +143,24 @@ def checked(tokens: object, parents: object, drafter: str, limit: int, vocab_siz
             if len(own) == limit:
                 break
             own[edge] = len(own)
+            kept.append(at)
         place.append(own[edge])
-    return Drafts(tuple(token for _, token in own), tuple(parent for parent, _ in own), ((drafter,),) * len(own))
+    return Drafts(
+        tuple(token for _, token in own),
+        tuple(parent for parent, _ in own),
+        ((drafter,),) * len(own),
+        tuple(known[at] for at in kept) if known is not None else None,
+    )
+
+
+def _probabilities(chances: object, count: int, drafter: str) -> list[float]:
+    """Probabilities of `count` drafts."""
+    if not isinstance(chances, Sequence) or len(chances) != count:
+        raise ArgumentError(f"drafter {drafter}: propose must return a probability for each token, or none at all")
+    for chance in chances:
+        if not isinstance(chance, Real) or not 0 <= float(chance) <= 1:
+            raise ArgumentError(f"drafter {drafter}: a probability must be from 0 to 1, got {chance!r}")
+    return [float(chance) for chance in chances]
 
 
 def accepted(drafts: Drafts, sampled: Sequence[int], is_end: Callable[[int], bool]) -> list[int]:

@@ -14,11 +14,13 @@ GRAMS = (10, 4)
 FACTOR, MIXER = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 MASK = (1 << 64) - 1
 
-POWERS = {
-    length: (powers, sum(powers))
-    for length in GRAMS
-    if (powers := tuple(pow(FACTOR, exponent, 1 << 64) for exponent in reversed(range(length))))
-}
+
+def _powers(length: int) -> tuple[tuple[int, ...], int]:
+    powers = tuple(pow(FACTOR, exponent, 1 << 64) for exponent in reversed(range(length)))
+    return powers, sum(powers)
+
+
+POWERS: dict[int, tuple[tuple[int, ...], int]] = {length: _powers(length) for length in GRAMS}
 """For each length the powers of the factor, falling, and their sum: a hash is the sum of (token + 1) times power."""
 
 FIRST_SLOTS = 1 << 12

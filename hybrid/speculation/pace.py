@@ -42,6 +42,8 @@ class PassCost:
     def __init__(self) -> None:
         self.share: float = FIRST_SHARE
         """Cost of one more row, as a part of the cost of a pass without rows."""
+        self._empty_pass = 0.0
+        self._steps: dict[str, float] = {}
         self._fastest: dict[int, tuple[float, int]] = {}
         self._passes = 0
 
@@ -53,6 +55,16 @@ class PassCost:
         if count < 2 or self._passes % MAX_WEIGHT == 0:
             self.share = self._fitted()
 
+    def prepared(self, drafter: str, steps: int, seconds: float) -> None:
+        """A drafter has computed up to `steps` drafts for each of several requests in this time."""
+        each = seconds / steps
+        self._steps[drafter] = min(each, self._steps.get(drafter, each) * DRIFT)
+
+    def share_of(self, drafter: str) -> float:
+        """What a drafter takes to compute a draft for each of several requests, as a part of the cost of a pass without
+        rows. Before that is known it costs nothing, and is tried."""
+        return self._steps.get(drafter, 0.0) / self._empty_pass if self._empty_pass > 0 else 0.0
+
     def _fitted(self) -> float:
         """The share by weighted least squares; a number of rows of which there was one pass says nothing."""
         known = [(rows, seconds, count) for rows, (seconds, count) in self._fastest.items() if count > 1]
@@ -63,7 +75,7 @@ class PassCost:
         seconds = sum(count * seconds for _, seconds, count in known) / weight
         spread = sum(count * (own - rows) ** 2 for own, _, count in known)
         slope = sum(count * (own - rows) * (time - seconds) for own, time, count in known) / spread
-        base = seconds - slope * rows
+        base = self._empty_pass = seconds - slope * rows
         return 1.0 if base <= 0 else min(max(slope / base, MIN_SHARE), 1.0)
 
 
@@ -73,10 +85,11 @@ class Worth:
     Args:
         rows: rows of the pass without drafts of this request.
         share: cost of a row as a part of the cost of a pass without rows.
+        drafting: what it costs to have a draft for it, in the same unit.
     """
 
-    def __init__(self, rows: int, share: float) -> None:
-        self._share = share
+    def __init__(self, rows: int, share: float, drafting: float = 0.0) -> None:
+        self._share = share + drafting
         self._expected = float(rows)
         self._cost = 1.0 + share * rows
 
@@ -120,19 +133,19 @@ class Acceptance:
         self._trials = DECAY * self._trials + trials
         self._failures = 0 if accepted else self._failures + 1
 
-    def count(self, limit: int, rows: int, share: float) -> int:
+    def count(self, limit: int, rows: int, share: float, drafting: float = 0.0) -> int:
         """How many drafts to compute for one of several requests of a pass.
 
         Args:
             limit: the most.
             rows: rows of the pass without them.
-            share: cost of a row as a part of the cost of a pass without rows.
+            share, drafting: as for `Worth`.
         """
         if self._pause:
             self._pause -= 1
             return 0
         rate = self.rate
-        count = Worth(rows, share).take(rate**ahead for ahead in range(1, limit + 1))
+        count = Worth(rows, share, drafting).take(rate**ahead for ahead in range(1, limit + 1))
         if not count and limit:
             self._is_due = not self._is_due
             if not self._is_due:

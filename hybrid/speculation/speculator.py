@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
@@ -33,6 +34,26 @@ class DrafterStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0
+
+
+@dataclass(eq=False)
+class _Joined:
+    """The drafts of one request.
+
+    Attributes:
+        limit: the most.
+        tree: what was proposed.
+        left: the chance that none of the drafters asked is right.
+        least: drafts that are computed in any case: one, unless each says that it is improbable.
+        count: drafts that are expected to be computed.
+    """
+
+    history: History
+    limit: int
+    tree: DraftTree = field(default_factory=DraftTree)
+    left: float = 1.0
+    least: int = 0
+    count: int = 0
 
 
 class Speculator:
@@ -70,34 +91,69 @@ class Speculator:
             limit: the most drafts.
             rows: rows of the pass without them.
         """
-        own = self._own.get(history)
-        if own is None:
-            own = {name: Acceptance(expected.rate) for name, expected in self._expected.items()}
-            self._own[history] = own
-        limit, share, joined, left = min(limit, self._config.max_drafts), self._cost.share, DraftTree(), 1.0
-        for drafter in self._drafters:
-            count, rate = limit, own[drafter.name].rate
-            if self._config.adaptive:
-                if len(joined) and not self._pays(joined, left * rate, limit, Worth(rows, share)):
-                    continue
-                count = own[drafter.name].count(limit, rows, share)
-            drafts = self._ask(drafter, history, count) if count > 0 else None
-            if drafts is not None:
-                joined.add(drafts, rate)
-                left *= 1 - rate
-        if not len(joined):
-            return None
-        most = limit
-        if self._config.adaptive and joined.is_mixed:
-            most = max(1, Worth(rows, share).take(joined.chances[:limit]))
-        return joined.best(most)
+        return self.propose_all([(history, limit)], rows)[0]
 
-    @staticmethod
-    def _pays(joined: DraftTree, chance: float, limit: int, worth: Worth) -> bool:
-        """Whether another draft with this chance would be computed in addition to these, or in place of one."""
-        chances = joined.chances
-        worth.take(chances)
-        return worth.pays(chance) and (len(chances) < limit or chance > chances[limit - 1])
+    def propose_all(self, asked: Sequence[tuple[History, int]], rows: int) -> list[Drafts | None]:
+        """Drafts for the requests of a pass; None for a request that has none, or whose drafts would not pay.
+
+        Args:
+            asked: histories, each with the most drafts that it may have.
+            rows: rows of the pass without drafts.
+        """
+        trees = [_Joined(history, min(limit, self._config.max_drafts)) for history, limit in asked]
+        for joined in trees:
+            if joined.history not in self._own:
+                own = {name: Acceptance(expected.rate) for name, expected in self._expected.items()}
+                self._own[joined.history] = own
+        for drafter in self._drafters:
+            self._join(drafter, trees, rows)
+        found: list[Drafts | None] = []
+        for joined in trees:
+            most = joined.limit
+            if self._config.adaptive and len(joined.tree) and joined.tree.is_mixed:
+                worth = Worth(_rows_besides(joined, trees, rows), self._cost.share)
+                most = max(joined.least, worth.take(joined.tree.chances[:most]))
+            joined.count = min(most, len(joined.tree))
+            found.append(joined.tree.best(most) if joined.count else None)
+        return found
+
+    def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
+        """Add what a drafter proposes, where it is worth asking."""
+        share, wanted = self._cost.share, []
+        drafting = self._cost.share_of(drafter.name) / max(1, len(trees))
+        for joined in trees:
+            own, count = self._own[joined.history][drafter.name], joined.limit
+            if self._config.adaptive and count > 0:
+                besides = _rows_besides(joined, trees, rows)
+                if len(joined.tree) and not _pays(joined, own.rate, Worth(besides, share, drafting)):
+                    continue
+                count = own.count(count, besides, share, drafting)
+            if count > 0:
+                wanted.append((joined, own, count))
+                joined.count = max(joined.count, count)
+        if not wanted or not self._prepare(drafter, [(joined.history, count) for joined, _, count in wanted]):
+            return
+        for joined, own, count in wanted:
+            drafts = self._ask(drafter, joined.history, count, joined.limit)
+            if drafts is not None:
+                joined.tree.add(drafts, own.rate)
+                joined.left *= 1 - own.rate
+                joined.least = max(joined.least, drafts.chances is None)
+            joined.count = min(joined.limit, len(joined.tree))
+
+    def _prepare(self, drafter: Drafter, wanted: Sequence[tuple[History, int]]) -> bool:
+        """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
+        started = time.perf_counter()
+        try:
+            drafter.prepare(wanted)
+        except Exception as error:
+            self._refuse(drafter, error)
+            for history, _ in wanted:
+                self._own[history][drafter.name].observe(1, 0)
+            return False
+        if type(drafter).prepare is not Drafter.prepare:
+            self._cost.prepared(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
+        return True
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""
@@ -121,35 +177,73 @@ class Speculator:
             for drafter in self._drafters:
                 drafter.end(history)
 
-    def _ask(self, drafter: Drafter, history: History, count: int) -> Drafts | None:
-        """What a drafter proposes. If that fails, it is as if it had proposed nothing."""
-        stats = self._stats[drafter.name]
+    def _ask(self, drafter: Drafter, history: History, count: int, limit: int) -> Drafts | None:
+        """What a drafter proposes. If that fails, it is as if it had proposed nothing.
+
+        Args:
+            count: how many tokens are wanted; of a drafter that says how probable they are, `limit` may be chosen from.
+        """
         try:
             proposed = drafter.propose(history, count)
-            if not isinstance(proposed, tuple) or len(proposed) != 2:
+            if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
                 raise ArgumentError(f"drafter {drafter.name}: propose must return (tokens, parents), got {proposed!r}")
-            drafts = checked(*proposed, drafter.name, count, self._vocab_size)
+            tokens, parents, *chances = proposed
+            most = limit if chances else count
+            drafts = checked(tokens, parents, drafter.name, most, self._vocab_size, *chances)
         except Exception as error:
-            if not stats.refused:
-                log.warning("drafts are refused: %s: %s", type(error).__name__, error)
-            stats.refused += 1
+            self._refuse(drafter, error)
             self._own[history][drafter.name].observe(1, 0)
             return None
         return drafts if len(drafts) else None
 
+    def _refuse(self, drafter: Drafter, error: Exception) -> None:
+        stats = self._stats[drafter.name]
+        if not stats.refused:
+            log.warning("drafts are refused: %s: %s", type(error).__name__, error)
+        stats.refused += 1
 
-def make_speculator(config: SpeculationConfig | None, cache: HybridCache, vocab_size: int) -> Speculator | None:
+
+def _rows_besides(joined: _Joined, trees: Sequence[_Joined], rows: int) -> int:
+    """Rows of a pass without the drafts of one request, as far as the others are known."""
+    return rows + sum(other.count for other in trees) - joined.count
+
+
+def _pays(joined: _Joined, rate: float, worth: Worth) -> bool:
+    """Whether a draft that is right where the others are not would be computed in addition to these, or in place of
+    one."""
+    chances, chance = joined.tree.chances, joined.left * rate
+    worth.take(chances)
+    return worth.pays(chance) and (len(chances) < joined.limit or chance > chances[joined.limit - 1])
+
+
+def make_speculator(
+    config: SpeculationConfig | None, cache: HybridCache, vocab_size: int, mtp: Drafter | None = None
+) -> Speculator | None:
     """The drafts that a configuration asks for; None: it asks for none.
 
+    Args:
+        mtp: drafts with the model's own predictor; None: it has none here. It is asked after the others, which cost
+            less.
+
     Raises:
-        ArgumentError: two drafters have the same name.
+        ArgumentError: two drafters have the same name, or there is no predictor.
     """
     if config is None:
         return None
     drafters: list[Drafter] = []
     for drafter in config.drafters:
-        drafters += (ContinuationDrafter(cache.tree), GramDrafter()) if isinstance(drafter, str) else (drafter,)
+        if isinstance(drafter, Drafter):
+            drafters.append(drafter)
+        elif drafter == "cache":
+            drafters += (ContinuationDrafter(cache.tree), GramDrafter())
+        elif mtp is None:
+            raise ArgumentError(
+                "speculation 'mtp' needs the predictor of a checkpoint: this one has none (tensors mtp.*), or it was "
+                "not loaded, which Engine.from_pretrained(..., speculation='mtp') does; else use speculation='cache'"
+            )
+        else:
+            drafters.append(mtp)
     names = [drafter.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ArgumentError(f"SpeculationConfig: drafters must have different names, got {names}")
-    return Speculator(config, drafters, vocab_size)
+    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size)

@@ -28,10 +28,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from hybrid.errors import CacheFileError
+from hybrid.errors import ArgumentError, CacheFileError
 from hybrid.key import TOKEN_BYTES
 from hybrid.tiers.fingerprint import DIGEST_BYTES, FORMAT, Fingerprint, digest, fingerprint_of_json
+from hybrid.tiers.store import Store, sync_directory
 from hybrid.tiers.transfer import Transfer
+
+MAX_HEADER_BYTES = 100_000_000
+"""The longest header that safetensors reads."""
 
 SHAPES = {
     "ids": (torch.int32, 1),
@@ -151,12 +155,22 @@ class Archive:
         data: bytes = safetensors.torch.save(tensors, metadata)
         return data
 
-    def write(self, path: str | Path) -> None:
+    def write(self, path: str | Path, store: Store | None = None) -> None:
         """Write a file, which only its owner may read. One that is there is replaced once all of it is on the disk.
+
+        Args:
+            store: where `path` is a name; None: it is a path.
 
         Raises:
             CacheFileError: it cannot be written. What was there is as it was.
+            ArgumentError: it is no name of a store.
         """
+        if store is not None:
+            try:
+                store.put_from(str(path), [self.to_bytes()])
+            except OSError as error:
+                raise CacheFileError(f"{path} cannot be written to the store: {error}") from error
+            return
         path = Path(path)
         tensors, metadata = self._content()
         try:
@@ -168,7 +182,7 @@ class Archive:
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
-            _sync(path.parent)
+            sync_directory(path.parent)
         except (OSError, safetensors.SafetensorError) as error:
             raise CacheFileError(f"{path} cannot be written: {error}") from error
 
@@ -191,12 +205,18 @@ class Archive:
         return tensors, {"hybrid": manifest, "seal": _seal(manifest, tensors).hex()}
 
 
-def read_archive(source: str | Path | bytes | bytearray | memoryview) -> Archive:
+def read_archive(source: str | Path | bytes | bytearray | memoryview, store: Store | None = None) -> Archive:
     """Read an archive, and check every bit of it. A file is mapped, not copied.
+
+    Args:
+        store: where `source` is a name; None: it is a path, or the archive itself.
 
     Raises:
         CacheFileError: it is none, it is damaged, or of another version of the format.
+        ArgumentError: it is no name of a store.
     """
+    if store is not None and isinstance(source, str | Path):
+        source = _stored(str(source), store)
     name = "the archive" if isinstance(source, bytes | bytearray | memoryview) else str(source)
     try:
         metadata, tensors = _read(source)
@@ -216,6 +236,30 @@ def read_archive(source: str | Path | bytes | bytearray | memoryview) -> Archive
         raise CacheFileError(f"{name} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, safetensors.SafetensorError) as error:
         raise CacheFileError(f"{name} is not a usable file of cached prefixes: {error!s:.300}") from error
+
+
+def _stored(name: str, store: Store) -> bytearray:
+    """All that a store has under a name. Its length follows from the header of the safetensors file."""
+    try:
+        head = bytearray(8)
+        store.get_into(name, 0, memoryview(head))
+        length = int.from_bytes(head, "little")
+        if length > MAX_HEADER_BYTES:
+            raise CacheFileError(f"{name} in the store is not a usable file of cached prefixes: it has another header")
+        head = bytearray(8 + length)
+        store.get_into(name, 0, memoryview(head))
+        header = json.loads(head[8:])
+        ends = [value["data_offsets"][1] for key, value in header.items() if key != "__metadata__"]
+        whole = bytearray(len(head) + max(ends, default=0))
+        whole[: len(head)] = head
+        store.get_into(name, len(head), memoryview(whole)[len(head) :])
+        return whole
+    except (OSError, EOFError) as error:
+        raise CacheFileError(f"{name} cannot be read from the store: {error}") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, MemoryError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise CacheFileError(f"{name} in the store is not a usable file of cached prefixes: {error!s:.300}") from error
 
 
 def _read(source: str | Path | bytes | bytearray | memoryview) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -27,6 +27,7 @@ from hybrid.tiers.manifest import DamagedError
 from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
 from hybrid.tiers.reading import Wanted, WrongCopyError, read_copies
+from hybrid.tiers.segment import DATA_ALIGNMENT
 from hybrid.tiers.session import Origin, Pending, Session
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note, Offer, UnavailableError
@@ -46,6 +47,9 @@ WRITTEN_AFTER = 2.0
 
 MIN_WAIT = 0.05
 """Seconds that a request waits for the disk at least."""
+
+GROWN_AFTER = 60.0
+"""Seconds after which a disk that was full is tried with more again."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -99,6 +103,8 @@ class DiskTier:
         self._epoch = 0
         self._health = Health()
         self._patient_until = 0.0
+        self._max_bytes = num_bytes
+        self._grows_at = 0.0
         self._is_closed = False
         self._late: Future[list[Contents]] | None = None
         self._session: Session | None = None  # used by the writer's thread, once it runs
@@ -388,12 +394,21 @@ class DiskTier:
             self._leave()
         elif isinstance(error, OSError) and error.errno in FULL:
             with self._lock:  # there is less than was asked for: from now on something must go for what comes
-                ranking = self._index.ranking
-                ranking.limit(min(ranking.num_bytes, max(ranking.bytes_used, self._segment_bytes)))
+                self._index.ranking.limit(self._index.ranking.bytes_used)
+                self._grows_at = time.monotonic() + GROWN_AFTER
+
+    def _grow(self) -> None:
+        """A disk that was full may have more by now: it is used little by little."""
+        if self.num_bytes < self._max_bytes and time.monotonic() >= self._grows_at:
+            with self._lock:
+                more = 2 * self.num_bytes + MAX_PENDING_SEGMENTS * (self._segment_bytes + DATA_ALIGNMENT)
+                self._index.ranking.limit(min(self._max_bytes, more))
+                self._grows_at = time.monotonic() + GROWN_AFTER
 
     def _idle(self) -> None:
         """Nothing was offered for a while."""
         if not self._health.is_paused:
+            self._grow()
             self._change(lambda session: None)
             with self._lock:
                 names, self._batch, self._batch_bytes = self._batch, [], 0

@@ -77,7 +77,7 @@ class Ranking(Generic[KeyT]):
         return self._entries.keys()
 
     def limit(self, num_bytes: int) -> None:
-        """Have room for less from now on. What is there stays until something takes its place."""
+        """Have room for so much from now on. What is there stays until something takes its place."""
         self.num_bytes = num_bytes
 
     def rank(self, num_bytes: int, worths: Iterable[Worth]) -> float:

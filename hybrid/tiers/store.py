@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from hybrid.errors import ArgumentError
 from hybrid.tiers.tier import Contents
 
 MAX_PARTS = 512
@@ -59,10 +60,10 @@ def checked(name: str) -> str:
     """A name that every store can hold.
 
     Raises:
-        ValueError: it is another.
+        ArgumentError: it is another.
     """
-    if not NAME.fullmatch(name) or name.endswith(PART):
-        raise ValueError(f"not a name of stored contents: {name!r:.200}; it must match {NAME.pattern}")
+    if not isinstance(name, str) or not NAME.fullmatch(name) or name.endswith(PART):
+        raise ArgumentError(f"a name in a store must match {NAME.pattern}, and not end in {PART!r}; got {name!r:.200}")
     return name
 
 

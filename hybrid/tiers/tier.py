@@ -92,6 +92,11 @@ class Tier(Protocol):
         ...
 
     @property
+    def bytes_used(self) -> int:
+        """Bytes of its copies."""
+        ...
+
+    @property
     def is_empty(self) -> bool:
         """Whether it has nothing to restore, and nothing to say about that."""
         ...

@@ -36,7 +36,7 @@ class Ghosts:
 
     Args:
         grid: tokens per block.
-        limit: maximum number of ghosts; the older half is forgotten when there would be more.
+        limit: maximum number of ghosts; the older half is forgotten when there would be more. 0: nothing is remembered.
     """
 
     def __init__(self, grid: int, limit: int) -> None:
@@ -57,6 +57,8 @@ class Ghosts:
     def remember(self, leaf: Node, num_kept: int) -> None:
         """Remember the blocks of a leaf's edge after its first `num_kept` tokens, which are about to be evicted, and
         the usage of its lost checkpoint."""
+        if not self.limit:
+            return
         grid, run = self._grid, leaf.run
         block = (leaf.start + num_kept) // grid  # the first that is evicted
         if leaf.end // grid == block:
@@ -88,7 +90,7 @@ class Ghosts:
         """
         ids, block, known = key.ids, self._block, num_tokens
         start, end = num_tokens - num_tokens % self._grid, min(limit * TOKEN_BYTES, len(ids))
-        if start * TOKEN_BYTES + block > end:
+        if not self.limit or start * TOKEN_BYTES + block > end:
             return num_tokens, []
         self._hash()
         young, old = self._young, self._old

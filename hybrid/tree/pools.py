@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -66,6 +66,15 @@ class PageParts:
         if start:
             found[0] = found[0][start:]
         return PageParts(found)
+
+    def overlaps(self, start: int, end: int) -> Iterator[tuple[Any, int, int]]:
+        """The parts that pages `[start, end)` are in, each with the range of its own pages that is meant."""
+        ends = self._ends
+        at = bisect_right(ends, start)
+        first = ends[at - 1] if at else 0
+        while first < end:
+            yield self.parts[at], max(0, start - first), min(end, ends[at]) - first
+            first, at = ends[at], at + 1
 
     def __delitem__(self, where: slice) -> None:
         start, end, _ = where.indices(len(self))

@@ -26,6 +26,10 @@ LARGE_SAMPLE = 256
 """The same where a sample is ranked at once: the lowest is among the lowest 1.2 % in 19 of 20 cases."""
 
 
+ALL_PLACES = np.arange(LARGE_SAMPLE)
+"""The places of all candidates, while they are few."""
+
+
 class Queue(Protocol):
     """Candidates of one kind."""
 
@@ -286,7 +290,7 @@ class AgingQueue:
     def _sample(self, size: int) -> Ints:
         """Places of a sample; all of them while they are few."""
         if size <= LARGE_SAMPLE:
-            return np.arange(size)
+            return ALL_PLACES[:size]
         start, self._num_rolled = self._num_rolled, self._num_rolled + LARGE_SAMPLE
         if self._num_rolled > len(self._rolled):
             self._rolled, start, self._num_rolled = self._dice.random(64 * LARGE_SAMPLE), 0, LARGE_SAMPLE
@@ -295,16 +299,18 @@ class AgingQueue:
     def _lowest(self, places: Ints) -> tuple[float, Node] | None:
         """The lowest of a sample. Nodes that are not candidates any more are removed from the queue."""
         gone: dict[int, Node] = {}
-        stale = places[self._stale[places]]
-        self._turn = (self._turn + 1) % len(self._nodes)
-        weighed = set(stale.tolist() if len(stale) else [self._turn])
+        size = len(self._nodes)
+        within = slice(size) if len(places) == size <= LARGE_SAMPLE else places  # of all there is nothing to pick
+        stale = places[self._stale[within]].tolist()
+        self._turn = (self._turn + 1) % size
+        weighed = set(stale or [self._turn])
         for place in weighed:
             node = self._nodes[place]
             if self._is_candidate(node):
                 self._renew(place, node)
             else:
                 gone[place] = node
-        ranks = self._ranks(self._groups[places], self._weights[places], self._used[places])
+        ranks = self._ranks(self._groups[within], self._weights[within], self._used[within])
         found: tuple[float, Node] | None = None
         while found is None:
             at = int(ranks.argmin())

@@ -32,7 +32,7 @@ from hybrid.kernels.reference.elementwise import (
 )
 from hybrid.kernels.reference.experts import combine_experts, expert_linear, route_experts, sort_by_expert
 from hybrid.kernels.reference.matmul import batch_invariant_linear
-from hybrid.kernels.reference.memory import copy_states, fill_in_tokens, store_kv
+from hybrid.kernels.reference.memory import copy_states, fill_in_tokens, shift_rows, store_kv
 
 __all__ = [
     "add_rms_norm",
@@ -54,6 +54,7 @@ __all__ = [
     "rms_norm",
     "rotate",
     "route_experts",
+    "shift_rows",
     "sigmoid",
     "sigmoid_and_mul",
     "silu",

@@ -38,6 +38,29 @@ def copy_states(rows: Tensor, source: Tensor, target: Tensor) -> None:
     rows[target] = rows[source]
 
 
+def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
+    """The row before each decoded token: a convolution whose window is one row, and whose only tap is on that.
+
+    A slot that a token writes may be read by later ones of the same request, and by no other.
+
+    Args:
+        x: `[T, size]`; tokens of a request come in order, parents first.
+        state: the last row of sequences, `[slots, size]`; written.
+        cu_seqlens: `[R + 1]` where each request's tokens begin.
+        state_read: `[T]` the slot that a token continues from; -1: from the token before it.
+        state_write: `[T]` the slot that holds what is after it; -1: it is not kept.
+
+    Returns:
+        `[T, size]`.
+    """
+    output = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for row, (read, write) in enumerate(zip(state_read.tolist(), state_write.tolist(), strict=True)):
+        output[row] = state[read] if read >= 0 else x[row - 1]
+        if write >= 0:
+            state[write] = x[row]
+    return output
+
+
 def fill_in_tokens(numbers: Tensor, tokens: Tensor, links: Tensor) -> None:
     """Write tokens that only the device knows into the numbers of a pass that continues from them.
 

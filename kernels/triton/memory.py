@@ -15,6 +15,10 @@ from hybrid.kernels.triton.common.packed_kv import store_packed
 _COPY_BLOCK = 2048
 """Words that one program of `copy_states` moves: enough loads in flight, and programs enough for one row alone."""
 _COPY_WARPS = 4
+_SHIFT_BLOCK = 1024
+"""Elements of a row that one program of `shift_rows` moves."""
+
+
 _LINKS = 32
 """Links that one program of `fill_in_tokens` follows: one per thread of a warp."""
 
@@ -68,6 +72,29 @@ def copy_states(rows: Tensor, source: Tensor, target: Tensor) -> None:
         BLOCK=_COPY_BLOCK,
         num_warps=_COPY_WARPS,
     )
+
+
+def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
+    """The row before each decoded token. Arguments as for the twin in `hybrid.kernels.reference`; the innermost
+    dimensions of `x` and `state` are contiguous."""
+    num_tokens, size = x.shape
+    output = x.new_empty(num_tokens, size)
+    num_requests = len(cu_seqlens) - 1
+    if num_requests > 0:
+        _shift_rows[(num_requests, triton.cdiv(size, _SHIFT_BLOCK))](
+            x,
+            state,
+            output,
+            cu_seqlens,
+            state_read,
+            state_write,
+            size,
+            x.stride(0),
+            state.stride(0),
+            BLOCK=_SHIFT_BLOCK,
+            num_warps=_COPY_WARPS,
+        )
+    return output
 
 
 def fill_in_tokens(numbers: Tensor, tokens: Tensor, links: Tensor) -> None:
@@ -133,6 +160,31 @@ def _copy_rows(rows, source, target, num_words, row_stride, blocks, BLOCK: tl.co
     read = rows + tl.load(source + move).to(tl.int64) * row_stride
     write = rows + tl.load(target + move).to(tl.int64) * row_stride
     tl.store(write + at, tl.load(read + at, mask=exists), mask=exists)
+
+
+@triton.jit
+def _shift_rows(
+    x, state, output, cu_seqlens, state_read, state_write, size, x_stride, state_stride, BLOCK: tl.constexpr
+):
+    request = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < size
+    before = tl.zeros((BLOCK,), x.dtype.element_ty)
+    first, end = tl.load(cu_seqlens + request), tl.load(cu_seqlens + request + 1)
+    x += first.to(tl.int64) * x_stride
+    output += first.to(tl.int64) * size
+    for token in range(first, end):
+        row = tl.load(x + at, mask=exists)
+        read = tl.load(state_read + token).to(tl.int64)
+        write = tl.load(state_write + token).to(tl.int64)
+        if read >= 0:  # what an earlier token wrote was written by the same threads
+            before = tl.load(state + read * state_stride + at, mask=exists)
+        tl.store(output + at, before, mask=exists)
+        if write >= 0:
+            tl.store(state + write * state_stride + at, row, mask=exists)
+        before = row
+        x += x_stride
+        output += size
 
 
 @triton.jit(do_not_specialize=["num_links"])

@@ -36,7 +36,7 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     status, result = run_json(capsys, "parity")
     assert status == 0
     assert result["passed"]
-    assert len(result["checks"]) == 29
+    assert len(result["checks"]) == 31
     assert all(check["hit_tokens"] for check in result["checks"][3:])
 
 
@@ -104,6 +104,14 @@ def test_stress_leaks_nothing_and_the_same_seed_makes_the_same_run(capsys: pytes
     ):
         assert report[happened] > 0, happened
     assert run_json(capsys, *STRESS, "--seed", "5")[1] != report
+
+
+@pytest.mark.parametrize("seed", [36, 52])
+def test_stress_with_copies_on_disk_and_files_that_fail(seed: int) -> None:
+    report = stress.run_stress(None, seed, 0, 2500, progress=False, audit_every=50)
+    assert report.passed, report
+    assert report.restored_checkpoints > 0
+    assert report.faults.failed_transfers > 0
 
 
 def test_stress_survives_signals(untraced: None) -> None:

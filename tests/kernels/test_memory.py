@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels import reference
+from hybrid.kernels.cpu import memory as cpu_memory
 from hybrid.kernels.triton import memory
-from support.tensors import ints, poisoned_pages, same_bits
+from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -120,6 +121,30 @@ def test_rows_beyond_two_to_the_31_elements_are_reached() -> None:
     memory.copy_states(rows, ints([0]).to(DEVICE), ints([5]).to(DEVICE))
     assert rows[5].eq(7).all()
     assert rows[1:5].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [7, 1100])
+def test_shift_rows_gives_the_row_before_each_token(size: int, dtype: torch.dtype) -> None:
+    """A chain, two paths that continue from what the first token left, one that keeps nothing, and a padding row."""
+    read = [3, -1, -1, 4, -1, 5, -1, 2, 0]
+    write = [3, -1, 6, 5, -1, -1, -1, -1, -1]
+    starts, reads, writes = starts_of([3, 4, 1, 1]), ints(read), ints(write)
+    x = torch.randn(9, 2 * size).to(dtype)[:, :size]
+    slots = torch.full((8, 3, size), float("nan"), dtype=dtype)
+    slots[:6] = torch.randn(6, 3, size).to(dtype)
+    expected, state = torch.empty(9, size, dtype=dtype), slots[:, 1].clone()
+    for row, (source, target) in enumerate(zip(read, write, strict=True)):
+        expected[row] = state[source] if source >= 0 else x[row - 1]
+        if target >= 0:
+            state[target] = x[row]
+    for module in (reference, cpu_memory, memory):
+        place = DEVICE if module is memory else "cpu"
+        pool = slots.to(place, copy=True)
+        own = module.shift_rows(x.to(place), pool[:, 1], *(each.to(place) for each in (starts, reads, writes)))
+        assert same_bits(own.cpu(), expected)
+        assert same_bits(pool[:, 1].cpu(), state)
+        assert same_bits(pool[:, ::2].cpu(), slots[:, ::2])
 
 
 @pytest.mark.parametrize("count", [1, 5, 32, 70])

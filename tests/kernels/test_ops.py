@@ -107,6 +107,7 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         torch.ones(TOKENS, 3, dtype=torch.bool),
     ),
     "rms_norm": lambda: (torch.randn(5, 2, 24), torch.rand(24), 1e-6),
+    "shift_rows": lambda: (torch.randn(3, 24), torch.randn(6, 24), ints([0, 2, 3]), ints([1, -1, 2]), ints([-1, 1, 3])),
     "sigmoid_and_mul": lambda: (torch.randn(5, 2, 24), torch.randn(5, 2, 48)[..., 24:]),
     "silu_and_mul": lambda: (torch.randn(5, 24), torch.randn(5, 24)),
     "store_kv": lambda: (torch.randn(3, KV_HEADS, DIM), torch.randn(3, KV_HEADS, DIM), pages(), ints([0, -1, 9])),

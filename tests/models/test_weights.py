@@ -11,11 +11,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hybrid import CheckpointError
-from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
+from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
 from hybrid.commands.random_checkpoints import random_model as random_of
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.loading import load_model, open_checkpoint
-from support.checkpoints import WEIGHTS, edit_weights, layers, random_model, shard, text_config, write_checkpoint
+from support.checkpoints import (
+    WEIGHTS,
+    edit_weights,
+    layers,
+    random_model,
+    shard,
+    text_config,
+    write_checkpoint,
+)
 from support.tensors import CPU, same_bits
 
 MOE = "qwen3_5_moe_text"
@@ -152,22 +160,11 @@ def test_weights_that_are_quantised_are_refused_with_what_to_do(own: Path) -> No
 # Layers that predict further ahead
 
 
-def add_mtp(tensors: dict[str, Tensor]) -> None:
-    """What published checkpoints keep under `mtp.`: here the values of the last full-attention layer."""
-    layer, size = "model.layers.1.", 64
-    for name in list(tensors):
-        if name.startswith(layer):
-            tensors[name.replace(layer, "mtp.layers.0.")] = tensors[name].clone()
-    tensors["mtp.fc.weight"] = torch.randn(size, 2 * size)
-    for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        tensors[f"mtp.{norm}.weight"] = torch.randn(size)
-
-
 @pytest.mark.parametrize("name", ["qwen3_5_text", MOE])
 def test_layers_that_predict_further_ahead_are_loaded_when_asked_for(name: str, tmp_path: Path) -> None:
     path = write_random_checkpoint(tmp_path, name)
     assert load(path, mtp=True).mtp is None
-    edit_weights(path, add_mtp)
+    add_random_predictor(path)
     assert load(path).mtp is None
     model, tensors = load(path, mtp=True), load_file(path / WEIGHTS)
     assert model.mtp is not None

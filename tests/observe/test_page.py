@@ -5,11 +5,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybrid import Key
-from support.pictures import cache_with, decode, serve, snapshot_of
+from support.pictures import cache_with, decode, serve, snapshot_of, tiered_cache
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -34,6 +35,33 @@ found.lives = document.querySelectorAll("#lives g").length;
 document.body.replaceChildren(JSON.stringify(found));
 </script>"""
 
+TIERS = """<script>
+const chosen = document.getElementById("colour");
+chosen.value = "tier"; chosen.dispatchEvent(new Event("change"));
+const bars = [...document.querySelectorAll(".node")].filter(node => node.querySelector("rect.bar"));
+const fill = node => node.querySelector("rect").getAttribute("fill");
+const colour = has => [...new Set(bars.filter(node => has(nodes[+node.dataset.place])).map(fill))];
+bars[0].dispatchEvent(new MouseEvent("click", {bubbles: true}));
+const found = {
+  here: colour(node => node.has_checkpoint), elsewhere: colour(node => !node.has_checkpoint),
+  scale: document.getElementById("scale").textContent, chips: document.querySelectorAll("#scale .chip").length,
+  facts: document.getElementById("facts").textContent, totals: document.getElementById("totals").textContent,
+};
+document.body.replaceChildren(JSON.stringify(found));
+</script>"""
+
+
+def shown_by_a_browser(page: str, path: Path) -> dict[str, Any]:
+    """What a page with a script at its end leaves as its body: a JSON object."""
+    assert BROWSER is not None
+    path.write_text(page, encoding="utf-8")
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", path.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    body = re.search(r"<body>\s*(\{.*\})\s*</body>", shown, re.DOTALL)
+    assert body is not None, shown[-500:]
+    found: dict[str, Any] = json.loads(body[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    return found
+
 
 def test_a_page_loads_nothing_and_holds_the_snapshot(tmp_path: Path) -> None:
     cache = cache_with("abcdef", "abcdxx")
@@ -56,7 +84,6 @@ def test_text_of_a_prompt_is_never_markup() -> None:
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 def test_a_browser_shows_folds_colours_and_zooms(tmp_path: Path) -> None:
-    assert BROWSER is not None
     cache = cache_with("abcdefgh", "abcdxx", "abcdxxyy", "abcdef<b>bold")
     for text in ("abcdef", "mnop"):
         serve(cache, text)
@@ -64,15 +91,23 @@ def test_a_browser_shows_folds_colours_and_zooms(tmp_path: Path) -> None:
     assert cache.open(evicted, 3, 4) is not None
     path = tmp_path / "tree.html"
     page = cache.draw(path, decode=decode)
-    path.write_text(page.replace("</html>", ACTIONS + "</html>"), encoding="utf-8")
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", path.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    body = re.search(r"<body>\s*(\{.*\})\s*</body>", shown, re.DOTALL)
-    assert body is not None, shown[-500:]
-    found = json.loads(body[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    found = shown_by_a_browser(page.replace("</html>", ACTIONS + "</html>"), path)
     assert found["nodes"] == len(snapshot_of(cache).nodes) == found["opened"]
     assert found["folded"] < found["nodes"]
     assert found["title"].startswith("Node 0..")
     assert "pages" in found["facts"]
     assert found["recoloured"]
     assert found["zoomed"]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
+def test_a_browser_colours_checkpoints_by_tier(tmp_path: Path) -> None:
+    path = tmp_path / "tree.html"
+    page = tiered_cache().draw(path, decode=decode)
+    found = shown_by_a_browser(page.replace("</html>", TIERS + "</html>"), path)
+    assert len(found["here"]) == len(found["elsewhere"]) == 1
+    assert found["here"] != found["elsewhere"]
+    assert found["scale"] == "device host memory nowhere"
+    assert found["chips"] == 3
+    assert "also inhost memory" in found["facts"]
+    assert "host memory: 3 pages and 3 checkpoints" in found["totals"]

@@ -5,7 +5,7 @@ import pytest
 from hybrid import Key
 from hybrid.observe.snapshot import Snapshot
 from hybrid.observe.text import draw_text
-from support.pictures import cache_with, decode, serve, snapshot_of
+from support.pictures import cache_with, decode, serve, snapshot_of, tiered_cache
 
 
 def test_an_empty_cache() -> None:
@@ -53,6 +53,19 @@ def test_no_line_is_wider_than_asked(width: int) -> None:
     lines = cache.draw(decode=lambda ids: "long [text] \n" * 20, width=width).splitlines()
     assert max(len(line) for line in lines[:-1]) <= width
     assert len(lines) == 2 + 4
+
+
+def test_what_is_in_another_tier_is_named() -> None:
+    cache = tiered_cache()
+    drawn = cache.draw()
+    assert "1 in host memory" in drawn
+    assert drawn.splitlines()[-1].startswith("host memory: ")
+    snapshot = snapshot_of(cache)
+    assert [tier.name for tier in snapshot.tiers] == ["device", "host memory"]
+    assert snapshot.tiers[1].num_checkpoints == 3
+    assert {node.tiers for node in snapshot.nodes} == {("device",), ("host memory",)}
+    assert all(node.has_checkpoint == ("device" in node.tiers) for node in snapshot.nodes)
+    assert [tier.name for tier in snapshot_of(cache_with("ab")).tiers] == ["device"]
 
 
 def test_drawing_changes_nothing() -> None:

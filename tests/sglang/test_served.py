@@ -44,14 +44,18 @@ def conversations(seed: int, number: int) -> list[Request]:
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("page_size", "extra_buffer"), [(64, True), (1, True), (1, False)])
+@pytest.mark.parametrize(
+    ("page_size", "extra_buffer", "part"),
+    [(64, True, 1 << 20), (64, True, 256), (1, True, 1 << 20), (1, False, 1 << 20)],
+)
 def test_with_lru_every_hit_is_that_of_sglangs_rust_core(
-    page_size: int, extra_buffer: bool, sizes: tuple[int, int]
+    page_size: int, extra_buffer: bool, part: int, sizes: tuple[int, int]
 ) -> None:
+    """Also where a prompt is computed in parts, and leaves a state after each."""
     hits = []
     for backend in ("rust", "hybrid"):
         served = Served(Setting(backend, "lru", *sizes, page_size, extra_buffer))
-        hits.append([served.serve(*request) for request in conversations(1, 150)])
+        hits.append([served.serve(*request, part) for request in conversations(1, 150)])
         assert served.books() == []
         served.cache.sanity_check()
     assert sum(hits[0]) > 0

@@ -18,14 +18,14 @@ import torch
 from hybrid.errors import ArgumentError, UnsupportedModelError
 from hybrid.key import Key
 from hybrid.sglang import plugin
-from hybrid.sglang.indices import IndexPages, joined
+from hybrid.sglang.indices import IndexPages, between, joined
 from hybrid.sglang.keys import WORDS, key_of_ids, namespace_of
 from hybrid.sglang.order import dfs_weight_order
 from hybrid.sglang.policies import CLASSIC, DEFAULT, NAMES, Options, policy_named
 from hybrid.sglang.refusals import refusals, refuse
-from hybrid.tree.node import Node
+from hybrid.tree.node import Checkpoint, Node
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.pools import PageParts
+from hybrid.tree.pools import PageParts, Pools
 from hybrid.tree.tree import Tree
 
 ROOT = Path(__file__).parent.parent.parent
@@ -99,13 +99,30 @@ def test_no_two_pairs_of_extra_key_and_salt_share_a_namespace() -> None:
 # Indices
 
 
-def test_a_slice_of_indices_is_a_copy_of_whole_pages() -> None:
-    indices = torch.arange(12)
-    pages = IndexPages(indices, 4)
-    part = pages[1:3]
-    indices[:] = -1
-    assert len(pages) == 3
-    assert part.indices.tolist() == [*range(4, 12)]
+def test_a_small_part_of_indices_does_not_keep_the_memory_of_all() -> None:
+    pages = IndexPages(torch.arange(80), 4)
+    large = pages[5:15]
+    assert (len(pages), len(large)) == (20, 10)
+    assert large.indices.tolist() == [*range(20, 60)]
+    assert large.indices.untyped_storage().nbytes() == 80 * 8
+    small = large[7:]  # three of ten pages, and of twenty that are in memory
+    assert small.indices.tolist() == [*range(48, 60)]
+    assert small.indices.untyped_storage().nbytes() == 12 * 8
+
+
+def test_the_indices_on_a_path_are_those_that_were_inserted() -> None:
+    """Over several nodes, from any node above, with edges that were split."""
+    tree = Tree(2, 2, LeastRecentlyUsed(), pools=Pools(opaque=True))
+    for ids in ("abcdef", "abcdefghij", "abcdxy"):
+        key, first = Key.of([*map(ord, ids)]), 100 * len(ids)
+        pages = IndexPages(torch.arange(first, first + len(ids)), 2)
+        deepest = tree.insert(key, len(ids), pages, Checkpoint(ids, len(ids))).node
+        path = [node for _, node in tree.nodes() if ids.startswith("abcdefghij"[: node.end]) or node is deepest]
+        kept = torch.cat([part.indices for part in tree.pages(deepest, len(ids)).parts]).tolist()
+        for start in {0, *(node.end for node in path if node.end <= len(ids))}:
+            assert between(start, deepest, torch.device("cpu")).tolist() == kept[start:]
+    assert kept[:4] == [600, 601, 602, 603]
+    assert between(0, None, torch.device("cpu")).shape == (0,)
 
 
 def test_parts_are_joined_in_order() -> None:

@@ -3,6 +3,7 @@
 from hybrid import CacheConfig, CacheMemory, HybridCache, Key
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.observe.snapshot import Snapshot
+from support.caches import AuditedCache, Contents
 
 
 def cache_with(*texts: str, namespace: str = "") -> HybridCache:
@@ -26,9 +27,21 @@ def serve(cache: HybridCache, text: str, namespace: str = "") -> None:
     cache.close(lease)
 
 
+def tiered_cache() -> AuditedCache:
+    """A cache in pages of 2 with host memory, to which two of its four checkpoints have gone, and a whole branch."""
+    memory = CacheMemory.of_bytes(100 * 64, 64, 128, mover=Contents())
+    cache = AuditedCache(memory, CacheConfig(host=100_000, page_size=2, chunk_size=2, eviction="lru"))
+    for text in ("mnopqr", "abcd", "abcdefgh", "abcdxxyy", "abcdefghij"):
+        serve(cache, text)
+    cache.evict_pages(3)
+    serve(cache, "abcdxxyy")
+    cache.evict_checkpoints(2)
+    return cache
+
+
 def decode(ids: list[int]) -> str:
     return "".join(map(chr, ids))
 
 
 def snapshot_of(cache: HybridCache) -> Snapshot:
-    return take_snapshot(cache.tree, cache.stats())
+    return take_snapshot(cache.tree, cache.stats(), cache.tiers)

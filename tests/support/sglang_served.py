@@ -188,14 +188,15 @@ class Served:
         release_kv_cache(req, self.cache, checkpoint=False)
         req.reset_for_retract()
 
-    def serve(self, ids: Sequence[int], num_prompt: int) -> int:
-        """One request from its prompt to its last token. Returns its hit."""
+    def serve(self, ids: Sequence[int], num_prompt: int, part: int = 1 << 20) -> int:
+        """One request from its prompt, up to `part` tokens at a time, to its last token. Returns its hit."""
         req = self.arrive(ids[:num_prompt])
         if not self.start(req):
             self.prompt_tokens += num_prompt
             return 0
         hit: int = req.prefix_len
-        self.prefill(req)
+        for end in (*range(hit + part, num_prompt, part), num_prompt):
+            self.prefill(req, end)
         self.decode(req, ids[num_prompt:])
         self.finish(req)
         return hit

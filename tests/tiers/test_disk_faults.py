@@ -296,6 +296,26 @@ def test_a_path_that_is_no_directory_is_not_used(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_disk_that_was_full_is_used_again_when_there_is_more(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid.tiers.disk.GROWN_AFTER", 0.0)
+    monkeypatch.setattr("hybrid.tiers.disk.WRITTEN_AFTER", 0.02)
+    store = FaultyStore()
+    store.errors["put_from"] = OSError(errno.ENOSPC, "No space left on device")
+    tier = tier_at(tmp_path, open_store=store)
+    offer(tier, 1)
+    tier.flush()
+    assert tier.num_bytes == 0
+    del store.errors["put_from"]
+    end = time.monotonic() + 10
+    while not offer(tier, 2) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert tier.flush()
+    assert fetched(tier, 2) == contents_of(2)
+    works(tier)
+
+
 # A slow disk
 
 

@@ -168,6 +168,14 @@ def test_ghosts_are_bounded_and_the_newest_are_kept() -> None:
     assert case.tree.ghosts.follow(oldest, None, 0, 4)[0] < 4
 
 
+def test_without_ghosts_nothing_is_remembered() -> None:
+    case = TreeCase(max_ghosts=0)
+    case.put("abcd")
+    case.tree.evict_pages(4)
+    assert len(case.tree.ghosts) == 0
+    assert not case.tree.was_evicted(case.key("abcd"), case.tree.peek(case.key("abcd"), 4))
+
+
 def test_a_cache_bounds_its_ghosts() -> None:
     cache = audited_cache(num_pages=8, num_states=4)
     bound = cache.tree.ghosts.limit

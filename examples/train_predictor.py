@@ -1,0 +1,172 @@
+"""Train the predictor of the small checkpoint (`models/tiny/`): the layer `mtp` that drafts the token after the next.
+
+    python examples/train_predictor.py --checkpoint models/tiny --minutes 40
+
+The text is that of `train_tiny.py`. The model itself is frozen: its tensors keep their bits. The predictor learns what
+the model says, rather than the text, since a draft is right if the model says it: from the hidden state of a token and
+the embedding of the next one, and again from its own output in place of the hidden state, as where drafts are chained.
+How often it names the model's most likely token, on held-out text, is printed and written to the checkpoint's README.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from train_tiny import documents, held_out, optimizers
+
+from hybrid.hf.torch_functions import use_torch_functions
+
+PREFIX = "mtp."
+"""Of its tensors in the checkpoint."""
+
+START = "\nIts predictor"
+"""Begins the part of the README that is about it."""
+
+
+class Predictor(nn.Module):
+    """Norms of embedding and hidden state, their product with `fc`, a layer of full attention, a norm.
+
+    Args:
+        model: whose last layer and norm it starts from.
+    """
+
+    def __init__(self, model: Any) -> None:
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm
+
+        super().__init__()
+        config, size = model.config, model.config.hidden_size
+        last = max(at for at, kind in enumerate(config.layer_types) if kind == "full_attention")
+        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(size, eps=config.rms_norm_eps)
+        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(size, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([Qwen3_5DecoderLayer(config, last)])
+        self.norm = Qwen3_5RMSNorm(size, eps=config.rms_norm_eps)
+        self.layers[0].load_state_dict(model.model.layers[last].state_dict())
+        self.norm.load_state_dict(model.model.norm.state_dict())
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.cat((torch.eye(size), torch.eye(size)), 1))
+
+    def forward(self, embedded: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Its hidden states `[B, L, H]`, from embeddings of tokens and the hidden states of those before them."""
+        both = torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)), -1)
+        output: Tensor = self.norm(self.layers[0](self.fc(both), position_embeddings=angles))
+        return output
+
+
+def passes(model: Any, predictor: Predictor, ids: Tensor, depth: int) -> tuple[Tensor, list[Tensor]]:
+    """The model's logits `[B, L, V]`, and those of 1 to `depth` chained drafts, for the last tokens of them."""
+    with torch.no_grad():
+        hidden = model.model(input_ids=ids).last_hidden_state
+        logits = model.lm_head(hidden)
+        embedded = model.model.embed_tokens(ids)
+        angles = model.model.rotary_emb(hidden, torch.arange(ids.shape[1]).expand(3, len(ids), -1))
+    drafts: list[Tensor] = []
+    for ahead in range(1, depth + 1):
+        count = ids.shape[1] - ahead
+        cos, sin = (part[:, :count] for part in angles)
+        hidden = predictor(embedded[:, ahead:], hidden[:, :count], (cos, sin))
+        drafts.append(F.linear(hidden, model.lm_head.weight))
+    return logits, drafts
+
+
+def agreement(model: Any, predictor: Predictor, ids: Tensor, length: int = 1024) -> list[float]:
+    """How often the most likely tokens are the same, for the first and the second draft of a chain."""
+    rows = ids[: ids.numel() // length * length].view(-1, length)
+    same, total = [0, 0], [0, 0]
+    with torch.inference_mode():
+        for batch in rows.split(4):
+            logits, drafts = passes(model, predictor, batch, 2)
+            for at, own in enumerate(drafts):
+                same[at] += int((own.argmax(-1) == logits[:, at + 1 :].argmax(-1)).sum())
+                total[at] += own[..., 0].numel()
+    return [count / of for count, of in zip(same, total, strict=True)]
+
+
+def train(model: Any, predictor: Predictor, ids: dict[str, Tensor], minutes: float, tokens_per_step: int = 4096) -> int:
+    """Train for a span of wall time; returns the steps. The learning rate rises for 3 % of the time, and falls over
+    the last 70 %."""
+    rng = torch.Generator().manual_seed(2)
+    steps = optimizers(predictor)
+    base = [group["lr"] for optimizer in steps for group in optimizer.param_groups]
+    start, step, mean = time.monotonic(), 0, 0.0
+    while (done := (time.monotonic() - start) / (60 * minutes)) < 1:
+        factor = min(1.0, done / 0.03 + 0.02, (1 - done) / 0.7 + 0.01)
+        for optimizer, rate in zip(steps, base, strict=True):
+            optimizer.param_groups[0]["lr"] = 0.5 * rate * factor
+        length = 512 if done < 0.8 else 2048
+        rows = []
+        for row in range(tokens_per_step // length):
+            part = ids["source" if row % 2 else "prose"]
+            first = int(torch.randint(0, part.numel() - length, (1,), generator=rng))
+            rows.append(part[first : first + length])
+        logits, drafts = passes(model, predictor, torch.stack(rows), 1 if done < 0.3 else 2)
+        loss = torch.zeros(())
+        for at, own in enumerate(drafts):
+            said = logits[:, at + 1 :].softmax(-1).flatten(0, 1)
+            loss = loss + (1.0, 0.5)[at] * F.cross_entropy(own.flatten(0, 1), said)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(predictor.parameters(), 1.0)
+        for optimizer in steps:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        same = float((drafts[0].argmax(-1) == logits[:, 1:].argmax(-1)).float().mean())
+        mean = same if step == 0 else 0.95 * mean + 0.05 * same
+        step += 1
+        if step % 25 == 0:
+            print(f"step {step}  {100 * done:.0f}%  loss {loss.item():.3f}  agreement {mean:.3f}", flush=True)
+    return step
+
+
+def save(folder: Path, predictor: Predictor, facts: str) -> None:
+    """Add the predictor to a checkpoint, in bfloat16, in place of one that it has. The others keep their bits."""
+    weights = folder / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(weights).items() if not name.startswith(PREFIX)}
+    own = {f"{PREFIX}{name}": tensor.to(torch.bfloat16) for name, tensor in predictor.state_dict().items()}
+    save_file(tensors | own, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors writes 0600
+    config = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    readme = (folder / "README.md").read_text()
+    (folder / "README.md").write_text(readme.partition(START)[0].rstrip("\n") + "\n" + START + facts)
+
+
+def main() -> None:
+    from transformers import Qwen3_5ForCausalLM
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=Path("models/tiny"), help="folder (default: models/tiny)")
+    parser.add_argument("--minutes", type=float, default=40.0, help="wall time to train for (default: 40)")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    texts: dict[tuple[str, bool], list[str]] = {}
+    for kind, name, text in documents():
+        texts.setdefault((kind, held_out(name)), []).append(text)
+    tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
+    ids = {key: torch.tensor(tokenizer.encode("<|endoftext|>".join(parts)).ids) for key, parts in texts.items()}
+    model = Qwen3_5ForCausalLM.from_pretrained(args.checkpoint, dtype=torch.float32).eval().requires_grad_(False)
+    use_torch_functions(model)
+    predictor = Predictor(model).requires_grad_(True)
+    steps = train(model, predictor, {kind: ids[kind, False] for kind in ("prose", "source")}, args.minutes)
+    predictor.to(torch.bfloat16).float().requires_grad_(False)  # the agreement of what is stored
+    measured = {kind: agreement(model, predictor, ids[kind, True][:200_000]) for kind in ("prose", "source")}
+    size = sum(parameter.numel() for parameter in predictor.parameters())
+    shown = "; ".join(f"{100 * one:.0f} and {100 * two:.0f} % on {kind}" for kind, (one, two) in measured.items())
+    save(
+        args.checkpoint,
+        predictor,
+        f" (`mtp`, {size:,} parameters more) drafts the token after the next one. Its first and second draft are what "
+        f"the\nmodel says for {shown}, held out. Made with `python examples/train_predictor.py`: {steps} steps\n"
+        f"of 4096 tokens, {args.minutes:.0f} minutes on {torch.get_num_threads()} CPU core(s), the model frozen.\n",
+    )
+    print(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The row before each decoded token, over state slots."""
+
+import torch
+from torch import Tensor
+
+from hybrid.kernels.cpu.tasks import run
+from hybrid.kernels.cpu.vectors import INDEX, KINDS, at, compiled, numbers
+from hybrid.kernels.reference import memory as twins
+
+MIN_SHARED = 1 << 16
+"""Elements that are worth a thread."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@compiled
+def _shift(args, kind, first, last):  # type: ignore[no-untyped-def]
+    """Columns `[first, last)` of all tokens."""
+    a = numbers(args, INDEX)
+    x, state, output = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind)
+    reads, writes = numbers(a[3], INDEX), numbers(a[4], INDEX)
+    of_row, of_slot, tokens, size = a[5], a[6], a[7], a[8]
+    for token in range(tokens):
+        row, read, write = at(x, token * of_row), reads[token], writes[token]
+        before, target = at(x, (token - 1) * of_row), at(output, token * size)
+        if read >= 0:
+            before = at(state, read * of_slot)
+        for column in range(first, last):
+            target[column] = before[column]
+        if write >= 0:
+            slot = at(state, write * of_slot)
+            for column in range(first, last):
+                slot[column] = row[column]
+
+
+def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
+    """`reference.shift_rows`."""
+    tokens, size = x.shape
+    lies_right = x.stride(-1) == 1 and state.stride(-1) == 1
+    if x.dtype not in DTYPES or state.dtype != x.dtype or not lies_right:
+        return twins.shift_rows(x, state, cu_seqlens, state_read, state_write)
+    output = torch.empty(x.shape, dtype=x.dtype)
+    state_read, state_write = state_read.contiguous(), state_write.contiguous()
+    addresses = tuple(tensor.data_ptr() for tensor in (x, state, output, state_read, state_write))
+    args = (*addresses, x.stride(0), state.stride(0), tokens, size)
+    run(_shift, KINDS[x.dtype], args, size, 16, x.numel() // MIN_SHARED)
+    return output
