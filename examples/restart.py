@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""What was cached survives a restart: one process answers and saves, another one loads and continues.
+"""What was cached survives a restart: what one process computed is a hit in the next one.
 
-    python examples/restart.py [--model FOLDER_OR_HUB_ID] [--file FILE]
+    python examples/restart.py [--model FOLDER_OR_HUB_ID] [--directory DIRECTORY]
 
-The first run answers, and saves to the file; each later run finds it and loads it. Without `--file` both happen here.
+The first run answers; what it has cached is in the directory when it ends, and each later run finds it there. Without
+`--directory` both happen here.
 """
 
 import argparse
@@ -16,30 +17,26 @@ MANUAL = "The with statement is used to wrap the execution of a block with metho
 PARAMS = hybrid.SamplingParams(max_new_tokens=16)
 
 
-def run(model: str, file: Path) -> None:
-    """One life of a server: load what an earlier one has saved, answer, save."""
-    with hybrid.Engine.from_pretrained(model, cache=hybrid.CacheConfig(memory="64MiB")) as engine:
-        if file.is_file():
-            try:
-                print(f"loaded {engine.load(file)}")
-            except hybrid.CacheFileError as error:  # of another model or version: everything is computed again
-                print(f"not loaded: {error}")
+def run(model: str, directory: Path) -> None:
+    """One life of a server: answer, and leave what is cached on disk."""
+    cache = hybrid.CacheConfig(memory="64MiB", disk="1GiB", directory=directory)
+    with hybrid.Engine.from_pretrained(model, cache=cache) as engine:
         output = engine.generate(MANUAL + "The with", PARAMS)[0]
         print(f"{output.text!r}: {output.usage.cached_tokens} of {output.usage.prompt_tokens} tokens cached")
-        print(f"saved {engine.save(file)}")
+        print(output.explain)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny", help="folder or hub id (default: the model inside the package)")
-    parser.add_argument("--file", type=Path, help="where prefixes are kept (default: a temporary file, and two lives)")
+    parser.add_argument("--directory", type=Path, help="where copies are (default: a temporary one, and two lives)")
     args = parser.parse_args()
-    if args.file is not None:
-        run(args.model, args.file)
+    if args.directory is not None:
+        run(args.model, args.directory)
         return
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2):
-            run(args.model, Path(folder) / "prefixes.hybrid")
+            run(args.model, Path(folder) / "cache")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""`hybrid cache`: what a file of cached prefixes holds, and whether the model computes the same."""
+"""`hybrid cache`: what a file or a directory of cached prefixes holds, and whether the model computes the same."""
 
 from __future__ import annotations
 
 import argparse
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -17,9 +19,12 @@ from hybrid.engine.adapters import MARK
 from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.errors import PromptError
+from hybrid.errors import CacheFileError, PromptError
 from hybrid.key import Key
 from hybrid.tiers.archive import Archive, read_archive
+from hybrid.tiers.directory import MANIFEST
+from hybrid.tiers.manifest import DamagedError, Manifest, VersionError
+from hybrid.tiers.tier import CHECKPOINT
 
 TOLERANCE = 1e-4
 """Largest difference allowed where contents are not bitwise those of cold runs, as a fraction of the largest value."""
@@ -130,6 +135,38 @@ def show(archive: Archive, console: Console) -> Outcome:
     return Outcome(True, result)
 
 
+def show_directory(path: Path, console: Console) -> Outcome:
+    """Print what a directory of copies holds. Changes nothing, and takes part in nothing.
+
+    Raises:
+        CacheFileError: its manifest cannot be read.
+    """
+    found: list[dict[str, object]] = []
+    prefixes = Table("namespace", "tokens", "first ids")
+    try:
+        manifest = Manifest(path / MANIFEST, read_only=True)
+        segments, fingerprints = manifest.segments(), manifest.fingerprints()
+        for number, text in fingerprints.items():
+            own = [segment for segment in segments if segment.fingerprint == number]
+            copies = [copy for segment in own for copy in manifest.copies(segment.id)]
+            num_checkpoints = sum(copy.kind == CHECKPOINT for copy in copies)
+            counts = {"checkpoints": num_checkpoints, "pages": len(copies) - num_checkpoints, "files": len(own)}
+            found.append({"fingerprint": text, **counts, "bytes": sum(segment.num_bytes for segment in own)})
+            for copy in copies:
+                if copy.ids:
+                    ids = memoryview(copy.ids).cast("i").tolist()
+                    prefixes.add_row(repr(copy.namespace), str(len(ids)), str(ids[:SHOWN_IDS]))
+        manifest.close()
+    except (sqlite3.Error, OSError, DamagedError, VersionError, ValueError, TypeError) as error:
+        raise CacheFileError(f"{path} is not a usable directory of cached prefixes: {error}") from error
+    for origin in found:
+        for name, value in origin.items():
+            console.print(f"{name:>14}: {value}", markup=False, soft_wrap=True)
+    if prefixes.row_count:
+        console.print(prefixes)
+    return Outcome(True, {"contents": found})
+
+
 def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outcome:
     """Compute an archive again, and print what differs."""
     made_with = archive.fingerprint
@@ -157,13 +194,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid cache`."""
     add = parser.add_argument
     add("action", choices=("show", "check"), help="list what the file holds, or compute it again and compare")
-    add("file", metavar="FILE", help="a file that engine.save has written")
+    add("file", metavar="FILE", help="a file that engine.save has written; for show also a directory of copies")
     add("--model", default="tiny", help=MODEL_HELP)
     add("--dtype", choices=[*DTYPES], default=None, help="the model's type when the file was saved, for check")
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Read the file, and list or check it."""
+    if args.action == "show" and (Path(args.file) / MANIFEST).is_file():
+        return show_directory(Path(args.file), console)
     archive = read_archive(args.file)
     if args.action == "show":
         return show(archive, console)

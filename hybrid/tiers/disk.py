@@ -310,8 +310,9 @@ class DiskTier:
             pending = self._pending.pop(name, None)
             if pending is not None:
                 self._pending_bytes -= len(pending.contents)
-            if name in self._batch:
-                self._batch.remove(name)
+                if name in self._batch:
+                    self._batch.remove(name)
+                    self._batch_bytes -= len(pending.contents)
         self._forget([name])
 
     def _forget(self, names: list[Name]) -> None:
@@ -338,13 +339,19 @@ class DiskTier:
             self._writer.submit(partial(self._change, lambda session: session.remove(gone)))
 
     def close(self, seconds: float = 60.0) -> None:
-        """Write what waits, and end the threads. Another `close` does nothing."""
+        """Write what waits, and end the threads. Another `close` does nothing.
+
+        Args:
+            seconds: that it may take, in which what `be_patient` was given counts.
+        """
         if self._is_closed:
             return
-        self.flush(seconds)
+        now = time.monotonic()
+        end = self._patient_until if self._patient_until > now else now + seconds
+        self.flush(end - now)
         self._is_closed = True
         self._writer.submit(self._leave)
-        self._writer.close(seconds)
+        self._writer.close(max(1.0, end - time.monotonic()))
         self._reader.close(0.0)
 
     # The writer's thread

@@ -375,6 +375,32 @@ def test_a_file_is_listed(saved: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "'tenant'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("readable", [False, True])
+def test_a_directory_is_listed(
+    tiny: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str], readable: bool
+) -> None:
+    path = tmp_path / "cache"
+    config = CacheConfig(
+        page_size=16, chunk_size=16, memory="16MiB", disk="16MiB", directory=path, directory_readable=readable
+    )
+    with tiny.with_cache(config) as engine:
+        answer(engine, [*range(3, 80)], greedy(20))
+        engine.generate([[*range(200, 260)]], greedy(2), namespace="tenant", progress=False)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    status, result = run_json(capsys, "cache", "show", str(path))
+    assert status == 0
+    [found] = result["contents"]
+    assert found["checkpoints"] > 2
+    assert found["pages"] == 6 + 3  # answers too
+    assert found["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".safetensors"))
+    assert main(["cache", "show", str(path)]) == 0
+    assert ("'tenant'" in capsys.readouterr().out) == readable
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    (path / "manifest.sqlite").write_bytes(b"nothing")
+    assert main(["cache", "show", str(path)]) == 2
+    assert "is not a usable directory of cached prefixes" in capsys.readouterr().err
+
+
 def test_a_file_is_computed_again_and_compared(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, result = run_json(capsys, "cache", "check", str(saved))
     assert (status, result["wrong"], result["unchecked"]) == (0, [], [])
