@@ -29,6 +29,10 @@ from hybrid.speculation.grams import common_length
 PROMPT, NEW, NEW_OF_EIGHT, CHANGED, MODES = 200, 128, 64, 0.04, {"deterministic": True, "fast": False}
 
 
+MODULES = ("textwrap", "queue", "heapq", "shlex", "calendar", "csv", "fnmatch", "json/decoder")
+"""Whose beginnings the tiny model continues."""
+
+
 class Wrong(Drafter):
     """Drafts other tokens than those that come next."""
 
@@ -67,6 +71,11 @@ def decode(engine: Engine, prompts: list[list[int]], params: SamplingParams, usa
     return spent / (sum(len(output.token_ids) for output in outputs.values()) - before)
 
 
+def apart(engine: Engine, prompts: list[list[int]], params: SamplingParams, usage: Counter[str]) -> float:
+    """The mean of `decode` for one prompt at a time."""
+    return sum(decode(engine, [prompt], params, usage) for prompt in prompts) / len(prompts)
+
+
 class Mode:
     """The lines of one mode."""
 
@@ -74,6 +83,9 @@ class Mode:
         self.lines: list[Line] = []
         self.config = CacheConfig(memory="256MiB", deterministic=MODES[name])
         self.plain = Engine.from_pretrained(path, dtype="float32", cache=self.config)
+        self.loaded = {"cache": self.plain}
+        if path == "tiny":
+            self.loaded["mtp"] = Engine.from_pretrained(path, dtype="float32", cache=self.config, speculation="mtp")
         self._name, self._runs = name, runs
 
     def compare(
@@ -82,13 +94,14 @@ class Mode:
         """The line of decoding with drafts, times as fast as without; for wrong ones times as slow. Answers are cached
         where they are regenerated, and in other lines each run has a new engine."""
         usage: Counter[str] = Counter()
-        new = partial(self.plain.with_cache, self.config, speculation=SpeculationConfig(drafters=drafters))
+        engine, run = self.loaded["mtp" if "mtp" in drafters else "cache"], apart if "apart" in name else decode
+        new = partial(engine.with_cache, self.config, speculation=SpeculationConfig(drafters=drafters))
         warm, is_slower, is_again = new(), "slow" in name, name == "regenerate"
-        decode(warm, prompts, params, Counter())
+        run(warm, prompts, params, Counter())
         t = alternate(
             self._runs,
-            none=lambda: decode(self.plain, prompts, params, Counter()),
-            drafts=lambda: decode(warm if is_again else new(), prompts, params, usage),
+            none=lambda: run(self.plain, prompts, params, Counter()),
+            drafts=lambda: run(warm if is_again else new(), prompts, params, usage),
         )
         sides = ("drafts", "none") if is_slower else ("none", "drafts")
         name = f"{name}, {len(prompts)} ({usage['accepted']} of {usage['drafted']} accepted)"
@@ -109,7 +122,16 @@ class Mode:
     def tiny_model(self) -> None:
         text = Path(sysconfig.get_paths()["stdlib"], "bisect.py").read_text(encoding="utf-8")[:900]
         quoting = self.plain.tokenizer(text + "\n\n" + text[:90]).input_ids
-        self.compare("tiny, free running", [quoting], SamplingParams(max_new_tokens=NEW, ignore_eos=True), 1.5, "cache")
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+        self.compare("tiny, free running", [quoting], params, 1.5, "cache")
+        sources = [Path(sysconfig.get_paths()["stdlib"], f"{name}.py").read_text(encoding="utf-8") for name in MODULES]
+        prompts = [self.plain.tokenizer(source[:700]).input_ids for source in sources]
+        self.compare("tiny, mtp, apart", prompts, params, 1.3, "mtp")
+        self.compare("tiny, mtp", prompts, params, 1.0, "mtp")
+        first, usage = SpeculationConfig(drafters=("mtp",), max_drafts=1, adaptive=False), Counter[str]()
+        decode(self.loaded["mtp"].with_cache(self.config, speculation=first), prompts, params, usage)
+        share = usage["accepted"] / usage["drafted"]
+        self.lines.append(Line("tiny, mtp, share of first drafts accepted", share, 0.6, part=self._name))
 
 
 def of_drafting() -> list[Line]:

@@ -55,6 +55,20 @@ class PassCost:
         if count < 2 or self._passes % MAX_WEIGHT == 0:
             self.share = self._fitted()
 
+    def is_slower(self, rows: int, drafts: int, expected: float) -> bool:
+        """Whether passes with drafts were so much slower than those without that `expected` more tokens are fewer per
+        second: also where passes without drafts are captured, and those with drafts are launched.
+
+        Args:
+            rows: rows without drafts, each of which yields a token.
+            drafts: rows of drafts.
+        """
+        known = {own: seconds for own, (seconds, count) in self._fastest.items() if count > 1}
+        nearest = max((own for own in known if rows < own <= rows + drafts), default=None)
+        if nearest is None or rows not in known:
+            return False
+        return (rows + expected) * known[rows] < rows * known[nearest]
+
     def prepared(self, drafter: str, steps: int, seconds: float) -> None:
         """A drafter has computed up to `steps` drafts for each of several requests in this time."""
         each = seconds / steps
@@ -112,13 +126,19 @@ class Acceptance:
 
     Args:
         prior: what is expected before there was any.
+        unpaid: how often in a row drafts of other requests were tried though they did not pay.
+
+    Attributes:
+        unpaid: the same of this one.
     """
 
-    def __init__(self, prior: float) -> None:
+    def __init__(self, prior: float, unpaid: int = 0) -> None:
+        self.unpaid: int = unpaid
         self._hits = PRIOR * prior
         self._trials = PRIOR
         self._failures = 0
-        self._pause = 0
+        self._unused = 0
+        self._pause = min(4**unpaid, MAX_PAUSE) // 2 if unpaid else 0
         self._is_due = False  # the pause is over: one draft is tried, whether it pays or not
 
     @property
@@ -132,6 +152,12 @@ class Acceptance:
         self._hits = DECAY * self._hits + accepted
         self._trials = DECAY * self._trials + trials
         self._failures = 0 if accepted else self._failures + 1
+        self._unused = 0
+
+    def unused(self) -> None:
+        """Drafts were computed, of which none was probable enough."""
+        self._unused = min(self._unused + 1, 3)
+        self._pause = 4**self._unused
 
     def count(self, limit: int, rows: int, share: float, drafting: float = 0.0) -> int:
         """How many drafts to compute for one of several requests of a pass.
@@ -146,9 +172,12 @@ class Acceptance:
             return 0
         rate = self.rate
         count = Worth(rows, share, drafting).take(rate**ahead for ahead in range(1, limit + 1))
-        if not count and limit:
+        if count:
+            self.unpaid = 0
+        elif limit:
             self._is_due = not self._is_due
             if not self._is_due:
+                self.unpaid = min(self.unpaid + 1, 5)
                 return 1 if rows < 1 / share else 0
-            self._pause = min(4 ** min(self._failures, 5), MAX_PAUSE)
+            self._pause = min(4 ** max(min(self._failures, 5), self.unpaid), MAX_PAUSE)
         return count

@@ -46,6 +46,7 @@ class _Joined:
         left: the chance that none of the drafters asked is right.
         least: drafts that are computed in any case: one, unless each says that it is improbable.
         count: drafts that are expected to be computed.
+        predicted: of the drafter that says how probable its drafts are, if they are in the tree.
     """
 
     history: History
@@ -54,6 +55,7 @@ class _Joined:
     left: float = 1.0
     least: int = 0
     count: int = 0
+    predicted: Acceptance | None = None
 
 
 class Speculator:
@@ -71,6 +73,10 @@ class Speculator:
         self._vocab_size = vocab_size
         self._stats = {drafter.name: DrafterStats() for drafter in self._drafters}
         self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in self._drafters}
+        self._pause = 0
+        self._slower = 0
+        self._is_probe = False
+        self._unpaid = dict.fromkeys(self._stats, 0)
         self._own: dict[History, dict[str, Acceptance]] = {}
         self._cost = PassCost()
 
@@ -100,11 +106,15 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
+        if self._pause and all(history in self._own for history, _ in asked):
+            self._pause -= 1
+            return [None] * len(asked)
         trees = [_Joined(history, min(limit, self._config.max_drafts)) for history, limit in asked]
         for joined in trees:
             if joined.history not in self._own:
-                own = {name: Acceptance(expected.rate) for name, expected in self._expected.items()}
-                self._own[joined.history] = own
+                self._own[joined.history] = {
+                    name: Acceptance(expected.rate, self._unpaid[name]) for name, expected in self._expected.items()
+                }
         for drafter in self._drafters:
             self._join(drafter, trees, rows)
         found: list[Drafts | None] = []
@@ -114,8 +124,25 @@ class Speculator:
                 worth = Worth(_rows_besides(joined, trees, rows), self._cost.share)
                 most = max(joined.least, worth.take(joined.tree.chances[:most]))
             joined.count = min(most, len(joined.tree))
+            if joined.predicted is not None and not joined.count:
+                joined.predicted.unused()
             found.append(joined.tree.best(most) if joined.count else None)
-        return found
+        return found if self._is_faster(trees, rows) else [None] * len(asked)
+
+    def _is_faster(self, trees: Sequence[_Joined], rows: int) -> bool:
+        """Whether a pass with these drafts yields more tokens per second than one without, as far as is known. After
+        one that does not, the next ones have none, and nothing is computed for drafts."""
+        drafts = sum(joined.count for joined in trees)
+        if not self._config.adaptive or not drafts:
+            return True
+        expected = sum(sum(joined.tree.chances[: joined.count]) for joined in trees)
+        if self._is_probe or not self._cost.is_slower(rows, drafts, expected):
+            self._slower, self._is_probe = (self._slower, False) if self._is_probe else (0, False)
+            return True
+        self._slower = min(self._slower + 1, 3)
+        self._pause = 4**self._slower
+        self._is_probe = self._slower == 3  # what a pass with drafts takes is measured now and then
+        return False
 
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
@@ -128,6 +155,7 @@ class Speculator:
                 if len(joined.tree) and not _pays(joined, own.rate, Worth(besides, share, drafting)):
                     continue
                 count = own.count(count, besides, share, drafting)
+                self._unpaid[drafter.name] = own.unpaid
             if count > 0:
                 wanted.append((joined, own, count))
                 joined.count = max(joined.count, count)
@@ -139,6 +167,7 @@ class Speculator:
                 joined.tree.add(drafts, own.rate)
                 joined.left *= 1 - own.rate
                 joined.least = max(joined.least, drafts.chances is None)
+                joined.predicted = own if drafts.chances is not None else joined.predicted
             joined.count = min(joined.limit, len(joined.tree))
 
     def _prepare(self, drafter: Drafter, wanted: Sequence[tuple[History, int]]) -> bool:

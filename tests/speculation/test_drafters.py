@@ -77,6 +77,28 @@ def test_a_draft_pays_where_it_raises_the_tokens_per_second() -> None:
     assert Worth(1, 1.0).take([0.4]) == 0
 
 
+def test_drafts_that_are_right_and_do_not_pay_are_tried_less_and_less() -> None:
+    measured, tried = Acceptance(0.6), []
+    for at in range(200):
+        if measured.count(7, 1, 0.9):
+            tried.append(at)
+            measured.observe(1, at % 2)
+    assert tried[0] < 3 and tried[-1] - tried[-2] > 60
+    assert not any(Acceptance(0.6, measured.unpaid).count(7, 1, 0.9) for _ in range(3))
+    measured.unused()
+    assert measured.count(7, 1, 0.01) == 0
+
+
+def test_drafts_end_where_passes_with_them_yield_fewer_tokens_per_second() -> None:
+    cost = PassCost()
+    for rows, seconds in ((1, 1.0), (2, 3.0), (4, 3.1)):
+        for _ in range(3):
+            cost.observe(rows, seconds)
+    assert cost.is_slower(1, 1, 0.9)
+    assert not cost.is_slower(1, 4, 3.5)
+    assert not cost.is_slower(3, 1, 0.1)  # not known
+
+
 def test_a_request_whose_drafts_fail_pauses_longer_and_longer() -> None:
     measured = Acceptance(0.6)
     tries = []
