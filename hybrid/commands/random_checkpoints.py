@@ -215,7 +215,7 @@ def write_random_checkpoint(path: Path, name: str, seed: int = 0) -> Path:
 
 def add_random_predictor(path: Path) -> Path:
     """Add what published checkpoints keep under `mtp.` to a random one: a layer with the values of its layer of full
-    attention, and random norms and a random product before it."""
+    attention (and the experts of the last layer), and random norms and a random product before it."""
     from safetensors.torch import load_file, save_file
 
     files = sorted(path.glob("*.safetensors"))
@@ -225,6 +225,10 @@ def add_random_predictor(path: Path) -> Path:
     attention = next(name for name in stored if name.endswith("self_attn.q_proj.weight"))
     layer = attention.removesuffix("self_attn.q_proj.weight")
     own = {name.replace(layer, "mtp.layers.0."): stored[name].clone() for name in stored if name.startswith(layer)}
+    last = f"model.layers.{max(int(name.split('.')[2]) for name in stored if name.startswith('model.layers.'))}.mlp."
+    parts = {name.replace(last, "mtp.layers.0.mlp."): stored[name] for name in stored if name.startswith(last)}
+    if not parts.keys() <= own.keys():  # the layer of full attention has no experts, and the last one has
+        own = {name: tensor for name, tensor in own.items() if ".mlp." not in name} | parts
     size = stored[attention].shape[1]
     own["mtp.fc.weight"] = torch.randn(size, 2 * size)
     own |= {f"mtp.{norm}.weight": torch.randn(size) for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +44,7 @@ from hybrid.engine.build import LoadedModel
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.memory.memory import CacheMemory
+from hybrid.models.loading import has_predictor, open_checkpoint
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import History
 from hybrid.tree.policies import POLICIES
@@ -94,13 +95,14 @@ def limits(seed: int) -> EngineConfig:
 
 
 def speculation(
-    seed: int, vocab_size: int, right: Callable[[History, int], list[int]] | None = None
+    seed: int, vocab_size: int, right: Callable[[History, int], list[int]] | None = None, own: Sequence[str] = ()
 ) -> SpeculationConfig | None:
     """The drafters of a run. Of sixteen seeds the last eight draft: what was cached, and lies; right tokens where they
-    are known."""
+    are known; and what the model's `own` drafter says, if it has one."""
     if seed // 8 % 2 == 0:
         return None
-    return SpeculationConfig(drafters=("cache", Liar(seed, vocab_size, right or (lambda *_: []))), adaptive=False)
+    liar = Liar(seed, vocab_size, right or (lambda *_: []))
+    return SpeculationConfig(drafters=("cache", liar, *own), adaptive=False)
 
 
 def toy_engine(seed: int, faults: Faults, folder: Path) -> tuple[Engine, ToyRunner]:
@@ -120,7 +122,9 @@ def model_engine(model: str | Path, seed: int, faults: Faults, folder: Path) -> 
     """A tiny engine on a model, in fp32."""
     config = cache_config(seed, folder)
     without = replace(config, host=None, disk=None, directory=None)
-    engine = Engine.from_pretrained(model, dtype="float32", cache=without, config=limits(seed))
+    own = ("mtp",) if has_predictor(open_checkpoint(model)) and seed // 8 % 2 else ()
+    predicting = SpeculationConfig(drafters=own) if own else None
+    engine = Engine.from_pretrained(model, dtype="float32", cache=without, config=limits(seed), speculation=predicting)
     if is_elastic(seed):
         page_bytes, state_bytes = engine.cache.unit_bytes
         memory = PAGES * page_bytes + STATES * state_bytes
@@ -131,7 +135,8 @@ def model_engine(model: str | Path, seed: int, faults: Faults, folder: Path) -> 
         )
     else:
         engine = engine.with_cache(config, size=(PAGES, STATES))
-    runner, drafts = FaultyRunner(engine.runner, faults), speculation(seed, engine.model.config.vocab_size)
+    drafts = speculation(seed, engine.model.config.vocab_size, own=own)
+    runner = FaultyRunner(engine.runner, faults)
     return Engine(engine.loaded, engine.cache, engine.config, runner=runner, speculation=drafts)
 
 

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from hybrid.cache.lease import Lease
 from hybrid.errors import NonFiniteError, RequestError
 from hybrid.hf.follow import finite_logits
 from hybrid.hf.keys import KeySpace, key_of, last_image_end
-from hybrid.hf.layers import fill, stack_left_padded, states_of
+from hybrid.hf.layers import fill, stack_left_padded, states_of, token_tensor
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
@@ -184,7 +185,8 @@ class Prefiller:
         if num_tokens % self.grid or self._layout.has_windows or num_tokens > self._model.max_tokens:
             return before
         is_chunk = before is not None and before.num_tokens == num_tokens - num_new and num_new == self.grid
-        if self._cache.config.deterministic and not is_chunk:
+        is_alone = len(token_tensor(layers, self._layout.tokens[0])) == 1  # bits may depend on the rows of a batch
+        if self._cache.config.deterministic and not (is_chunk and is_alone):
             return before
         if self.grid == 1:  # every pass ends at one, and the last one's states are those of the layers
             return Boundary(num_tokens)
@@ -289,6 +291,7 @@ class Prefiller:
 
     def _forward(self, work: Prefill, end: int, past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
         """One forward pass over the tokens `[start, end)`. Only here may signal handlers interrupt."""
+        began = time.perf_counter()
         with interrupts.opened():
             is_finite = finite_logits(self._model.forward(work.ids[start:end], past, start, work.media))
         if not is_finite:
@@ -296,6 +299,7 @@ class Prefiller:
                 f"the model gave logits with NaN or infinity for tokens {start} to {end} of the prompt; nothing of "
                 "this pass is cached"
             )
+        self._cache.note_pass(end - start, time.perf_counter() - began)
 
     def _checkpoints(self, lease: Lease, work: Prefill, last: int) -> dict[int, Kind]:
         """The positions up to `last` at which checkpoints are captured, with their kinds."""

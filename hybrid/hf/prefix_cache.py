@@ -83,8 +83,10 @@ class PrefixCache:
         chunk_size: prefills are cut, and checkpoints captured, at multiples of this many tokens. The tokens after the
             last multiple are computed again. Smaller passes are slower. None: 128 in deterministic mode; otherwise 1
             on a CPU and 16 on a GPU.
-        page_size: tokens per page. None: `chunk_size`. In deterministic mode at least `chunk_size`: with mixtures of
-            experts the bits of a token depend on all tokens of its pass, so a chunk is shared as a whole or not at all.
+            A chunk is a page too: with mixtures of experts the bits of a token depend on all tokens of its pass, so in
+            deterministic mode a chunk is shared as a whole or not at all.
+        host: memory of the host for copies of what is evicted, as in `hybrid.CacheConfig`. None: what is evicted is
+            computed again.
         eviction: as in `hybrid.CacheConfig`.
         placement: as in `hybrid.CacheConfig`. Without "turn_end" the answers of `generate` and of sessions are not
             cached. In deterministic mode each answer is computed again in whole chunks when it is cached, since
@@ -97,7 +99,7 @@ class PrefixCache:
 
     Raises:
         UnsupportedModelError: the model's cache cannot be saved; the message says why.
-        MemoryBudgetError: the memory does not suffice, or is not free.
+        MemoryBudgetError: the memory does not suffice, or is not free, on the device or the host.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class PrefixCache:
         device: str | torch.device | None = None,
         deterministic: bool | None = None,
         chunk_size: int | None = None,
-        page_size: int | None = None,
+        host: int | str | None = None,
         eviction: str | Policy = "lhd",
         placement: Sequence[str] = PLACEMENTS,
     ) -> None:
@@ -120,11 +122,10 @@ class PrefixCache:
         if chunk_size is None:
             fast_chunk_size = CPU_CHUNK_SIZE if on_cpu else GPU_CHUNK_SIZE
             chunk_size = DETERMINISTIC_CHUNK_SIZE if deterministic else fast_chunk_size
-        if deterministic:
-            page_size = max(page_size or 0, chunk_size)
         self._config = CacheConfig(
             memory=memory,
-            page_size=page_size or chunk_size,
+            host=host,
+            page_size=chunk_size,
             chunk_size=chunk_size,
             eviction=eviction,
             placement=placement,

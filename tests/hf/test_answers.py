@@ -251,3 +251,22 @@ def test_a_long_turn_and_a_new_prompt_are_cached_up_to_their_last_boundary_at_on
     turn = torch.cat([ids(70), ids(200, 1)], 1)
     with cache.session(turn):
         assert cache.explain(turn).usable_hit == 256
+
+
+def test_a_chunk_that_several_beams_computed_together_is_computed_again_alone() -> None:
+    """The bits of a token may depend on all rows of its pass, in mixtures of experts above all."""
+    model = tiny_model("granitemoehybrid")
+    shapes: list[tuple[int, int]] = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    cache, prompt = cache_on(model), ids(32)
+    shapes.clear()
+    cache.generate(prompt, max_new_tokens=2, num_beams=3)
+    hook.remove()
+    assert shapes == [(1, 16), (3, 16), (3, 1), (1, 16)]
+    turn = torch.cat([prompt, ids(30, 1)], 1)
+    hit = cache.generate(turn, **greedy())
+    assert cache.explanations[0].usable_hit == 32
+    assert_same(hit, cache_on(model).generate(turn, **greedy()))
+    assert_nothing_held(cache)

@@ -275,8 +275,8 @@ def image_prompt(*parts: int | tuple[int, int, int]) -> dict[str, Tensor]:
 
 
 def cache_on(model: Any, memory: int | str = "4MiB", **options: Any) -> PrefixCache:
-    """A cache with chunks and pages of 16 tokens."""
-    return PrefixCache(model, memory, chunk_size=GRID, page_size=GRID, **options)
+    """A cache with chunks of 16 tokens."""
+    return PrefixCache(model, memory, chunk_size=GRID, **options)
 
 
 def ids(count: int, seed: int = 0, rows: int = 1) -> Tensor:
