@@ -57,7 +57,6 @@ SGLANG_REPOSITORY ?= https://github.com/sgl-project/sglang
 	@.venv-sglang/bin/python -m pip install --quiet "torch==2.13.0+cpu" >/dev/null 2>&1 || true
 	.venv-sglang/bin/python -m pip install --quiet --constraint constraints.txt torch transformers triton numpy pillow psutil pytest \
 		aiohttp apache-tvm-ffi dill ipython msgspec orjson pybase64 pydantic pyzmq requests sortedcontainers starlette typer setuptools
-	.venv-sglang/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
 # SGLang's own unit tests are in no wheel: one file of its repository, at the commit that tests/support/sglang_own.py reads.
@@ -67,7 +66,9 @@ SGLANG_REPOSITORY ?= https://github.com/sgl-project/sglang
 		git -C $@ fetch --quiet --depth 1 --filter=blob:none origin $$commit && git -C $@ checkout --quiet $$commit -- $$file \
 		|| { rm -rf $@; echo "$(SGLANG_REPOSITORY) cannot be reached: SGLang's own tests are not run"; }
 
+# This package is installed as a wheel, beside SGLang: that is what SGLang's loader is to find.
 sglang: .venv-sglang/.installed .venv-sglang/source  ## the backend inside SGLang, on its own pools and tests, for every version
+	@.venv-sglang/bin/python -m pip install --quiet --no-deps --no-build-isolation --force-reinstall .
 	@for version in $(SGLANG); do echo "SGLang $$version" \
 		&& .venv-sglang/bin/python -m pip install --quiet --no-deps "sglang==$$version" \
 		&& SGLANG_SOURCE=.venv-sglang/source .venv-sglang/bin/python -m pytest -q -rs -p no:cacheprovider tests/sglang \

@@ -22,6 +22,8 @@ if __name__ == "__main__":  # not this folder: what is found as `kernels` is tak
     sys.path[0] = str(ROOT / "bench")
 
 import os
+import time
+from types import SimpleNamespace
 
 import torch
 from common import Line, arguments, finish, machine, timed
@@ -30,6 +32,7 @@ from gpu.sizes import FULL, TOY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.batch import Batch, Group
 from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.kernels.ops import OPS
@@ -37,7 +40,7 @@ from hybrid.memory.tensors import CacheTensors
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 
 PAGE, PRODUCTS, MEMORY = 64, ("linear", "mm", "addmm"), ("empty", "new_empty", "empty_like", "empty_strided")
-RUNS = 15
+RUNS, STEPS = 15, 60
 
 
 class Operations(TorchDispatchMode):
@@ -105,6 +108,51 @@ def measured(name: str, run: Callable[[], Tensor]) -> list[Line]:
     return [launches, Line(f"{name}, ms of the host", 1000 * seconds)]
 
 
+def engine_steps(requests: int) -> list[Line]:
+    """The host's time for a step of an engine whose model takes none, and of it what passes while nothing is under way:
+    a device that has computed a step waits for the next launch."""
+    from triton.runtime.jit import JITFunction
+
+    limits = EngineConfig(max_num_seqs=requests, overlap=True, enforce_eager=True)
+    engine = Engine.from_pretrained("tiny", cache=CacheConfig(memory="256MiB", deterministic=False), config=limits)
+    runner: Any = engine.runner
+    logits, launch = torch.randn(requests, engine.model.config.vocab_size), runner.launch
+    arrived, under_way, idle = [0.0], [0], list[float]()
+
+    def timed_launch(plan: Any) -> SimpleNamespace:
+        pending = launch(plan)
+        idle.append(0.0 if under_way[0] else time.process_time() - arrived[0])
+        under_way[0] += 1
+
+        def wait() -> Any:
+            under_way[0] -= 1
+            arrived[0] = time.process_time()
+            return pending.wait()
+
+        return SimpleNamespace(wait=wait)
+
+    with (
+        patch.object(JITFunction, "run", lambda kernel, *_, **__: None),
+        patch.object(runner, "model", lambda batch, *_: logits[: len(batch.sample_rows)]),
+        patch.object(runner, "launch", timed_launch),
+    ):
+        for number in range(requests):
+            engine.add_request([1 + number, *range(3, 40)], SamplingParams(max_new_tokens=STEPS + 8, ignore_eos=True))
+        for _ in range(4):
+            engine.step()
+        idle.clear()
+        began = time.process_time()
+        for _ in range(STEPS):
+            engine.step()
+        spent = (time.process_time() - began) / STEPS
+    engine.close()
+    name = f"engine step of {requests}"
+    return [
+        Line(f"{name}, ms of the host", 1000 * spent),
+        Line(f"{name}, ms with nothing under way", 1000 * statistics.median(idle)),
+    ]
+
+
 def main() -> int:
     args = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
@@ -129,6 +177,8 @@ def main() -> int:
             for what, tokens, is_prefill in (("decode step", 2048, False), ("prefill of 64", 64, True)):
                 step = batch(tokens, is_prefill, deterministic)
                 lines += measured(f"{what}, {mode}", lambda step=step: model(step, tensors.kv, tensors.state))
+    for requests in (1, 32):
+        lines += engine_steps(requests)
     return finish(lines, machine(), args.json)
 
 

@@ -34,19 +34,20 @@ class Arriving:
     then the device, go on with other work.
 
     Args:
-        tensors: on one device.
+        tensors: at least one, on one device.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: Sequence[Tensor] = tensors
         self._copied: torch.cuda.Event | None = None
-        if any(tensor.device.type == "cuda" for tensor in tensors):
+        device = tensors[0].device
+        if device.type == "cuda":
             self._tensors = [
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
                 for tensor in tensors
             ]
             self._copied = torch.cuda.Event()
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(device))
 
     def wait(self) -> list[list[Any]]:
         """The tensors as lists, once they are there."""

@@ -14,7 +14,8 @@ from hybrid.tree.node import Kind
 class StateComponent(MambaComponent):
     """As SGLang's, but a state is offered to the tree only if it is worth more than what would be evicted for it.
 
-    The pages up to it are inserted all the same: they show where later requests branch.
+    The pages up to it are inserted all the same: they show where later requests branch. A request that has ended gives
+    a slot of its own, for which nothing is evicted: such a state is kept until memory is needed.
     """
 
     def prepare_for_caching_req(
@@ -24,7 +25,7 @@ class StateComponent(MambaComponent):
         kept."""
         position = self._position(req, token_ids_len, is_finished)
         if position:
-            arrival, is_admitted = self.admit(req, position, self._kind(req, position, is_finished))
+            arrival, is_admitted = self.admit(req, position, self._kind(req, position, is_finished), is_finished)
             self.tree_core.visits.expect(insert_params, arrival)
             if not is_admitted:
                 return position
@@ -58,13 +59,13 @@ class StateComponent(MambaComponent):
             return Kind.TURN_END
         return Kind.PROMPT_END if position > prompt - self.mamba_checkpoint_grid else Kind.INTERVAL
 
-    def admit(self, req: Any, position: int, kind: Kind) -> tuple[Arrival, bool]:
+    def admit(self, req: Any, position: int, kind: Kind, is_finished: bool) -> tuple[Arrival, bool]:
         """What the state of a request at a position is, and whether it is worth more than one that is evicted for
-        it. While slots are free, every state is."""
+        it. Where none has to be, every state is."""
         core, pool = self.tree_core, self.cache.req_to_token_pool
         end = position // core.page_size * core.page_size * WORDS
         arrival = core.visits.describe(req.rid, end, kind)
-        if not core.is_choosy or pool.mamba_allocator.schedulable_available_size() > 0:
+        if is_finished or not core.is_choosy or pool.mamba_allocator.schedulable_available_size() > 0:
             return arrival, True
         key = key_of_ids(req.full_untruncated_fill_ids, position, core.page_size, req.extra_key, req.cache_salt)
         tree = core.tree
