@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid.engine.planner import BATCH_INVARIANT_SPLITS
 from hybrid.kernels import reference
+from hybrid.kernels.packed_kv import KV_DTYPES, row_size
 
 Contiguous = tuple[Tensor, Tensor, Tensor]
 """q `[R, heads, tokens, head_dim]`, k and v `[R, kv_heads, keys, head_dim]`, each in one piece."""
@@ -79,12 +80,20 @@ class Attention:
         self.starts = bench.ints([*range(0, requests * new + 1, new)])
         self.lengths = bench.ints([length] * requests)
 
-    def ours(self, num_splits: int | None) -> list[Call]:
+    def ours(self, num_splits: int | None, sets: Sequence[tuple[Tensor, ...]] | None = None) -> list[Call]:
         def call(query: Tensor, cache: Tensor, table: Tensor) -> Tensor:
             where = (self.starts, self.lengths, self.scale, self.bench.sizes.page_size)
             return self.bench.ops.paged_attention(query, cache, table, *where, num_splits)
 
-        return each_with(call, self.sets)
+        return each_with(call, sets or self.sets)
+
+    def packed(self, kv_dtype: str, num_splits: int | None) -> list[Call]:
+        """Keys and values in a byte per element."""
+        head_dim, kept = self.sets[0][0].shape[-1], KV_DTYPES[kv_dtype]
+        shape = (*self.sets[0][1].shape[:-1], row_size(head_dim))
+        codes = torch.zeros(shape, dtype=torch.uint8, device=self.starts.device).view(kept)
+        sets = [(query, codes, table) for query, _, table in self.sets]
+        return self.ours(num_splits, sets)
 
     @cached_property
     def contiguous(self) -> list[Contiguous]:
@@ -143,7 +152,10 @@ def decode_attention(bench: Bench) -> Iterator[Planned]:
             partial(work.checks, name, None, BATCH_INVARIANT_SPLITS),
             num_bytes=moved,
             target=0.85 if work.kv_bytes > 1e9 else None,
-            variants={"batch-invariant": work.ours(BATCH_INVARIANT_SPLITS)},
+            variants={
+                "batch-invariant": work.ours(BATCH_INVARIANT_SPLITS),
+                **{f"kv {kind}": work.packed(kind, None) for kind in KV_DTYPES},
+            },
             peers=sdpa,
             peer_target=1.05,
             error=work.error,
@@ -164,7 +176,7 @@ def extend_attention(bench: Bench) -> Iterator[Planned]:
             work.ours(None),
             partial(work.checks, name, None, 1),
             operations=4 * s.heads[0] * s.heads[2] * pairs,
-            variants={"batch-invariant": work.ours(1)},
+            variants={"batch-invariant": work.ours(1), **{f"kv {kind}": work.packed(kind, 1) for kind in KV_DTYPES}},
             peers={"sdpa, flash": lambda: sdpa_extend(work.contiguous, work.scale)},
             peer_target=round(1 / 0.6, 3),  # at least 60 % of its speed
             error=work.error,

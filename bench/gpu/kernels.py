@@ -12,6 +12,7 @@ from common import Line
 from gpu.harness import Bench, Call, Case, Planned, each_with, plan
 from torch import Tensor
 
+from hybrid.kernels.packed_kv import KV_DTYPES, row_size
 from hybrid.kernels.reference import sigmoid, softplus
 
 EPS = 1e-6
@@ -235,7 +236,12 @@ def _store(name: str, bench: Bench, rows: int) -> Case:
     ]
 
     checks = partial(bench.twins, name, "norm_rotate_store", *inputs[0])
-    variants = {"store_kv alone": each_with(bench.ops.store_kv, [(k, v, *rest[-2:]) for _, k, v, *rest in inputs])}
+    stored = [(k, v, *rest[-2:]) for _, k, v, *rest in inputs]
+    variants = {"store_kv alone": each_with(bench.ops.store_kv, stored)}
+    for kind, kept in KV_DTYPES.items():
+        rows_of = torch.zeros((*cache.shape[:-1], row_size(head_dim)), dtype=torch.uint8, device=cache.device)
+        packed = [(k, v, rows_of.view(kept), chosen) for k, v, _, chosen in stored]
+        variants[f"store_kv, kv {kind}"] = each_with(bench.ops.store_kv, packed)
     return Case(each_with(bench.ops.norm_rotate_store, inputs), checks, num_bytes=moved, variants=variants)
 
 

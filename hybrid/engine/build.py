@@ -197,14 +197,9 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         size: numbers of pages and of state slots, instead of `config.memory`.
 
     Raises:
-        ArgumentError: `config.kv_dtype` does not run on the device.
         MemoryBudgetError: the memory does not suffice for one request.
     """
     model, device = loaded.model, loaded.device
-    if config.kv_dtype != "auto" and uses_triton(device):
-        raise ArgumentError(
-            f"CacheConfig: kv_dtype={config.kv_dtype!r} has no GPU kernel; use kv_dtype='auto', or a CPU"
-        )
     spec = model.own_spec().with_kv_dtype(config.kv_dtype)
     if size is not None:
         memory = CacheMemory.fixed(spec, config.page_size, *size, device)
@@ -235,7 +230,9 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     if device.type == "cuda":
         warm_up(model, cache, config, deterministic)
     graphs = None
-    can_be_recorded = model.decode_can_be_recorded and cache.config.kv_dtype == "auto"  # torch unpacks rows
+    can_be_recorded = model.decode_can_be_recorded
+    if cache.config.kv_dtype != "auto" and not uses_triton(device):
+        can_be_recorded = False  # torch unpacks rows there
     if not config.enforce_eager and can_be_recorded:
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)

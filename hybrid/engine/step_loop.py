@@ -31,7 +31,7 @@ NO_TOKEN_LEFT = "no token can be chosen: the parameters exclude all, or a logits
 NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
 
 
-NO_REQUESTS: frozenset[Request] = frozenset()
+NO_ONE: frozenset[Request] = frozenset()
 
 
 @dataclass
@@ -240,9 +240,7 @@ class StepLoop:
 
     def _launch(self, guard: StepGuard, before: Launched | None = None) -> Launched | None:
         """Schedule a step, and launch it after the one that is under way. None: there is nothing to compute now."""
-        expected = (
-            frozenset(part.request for part in before.parts if part.samples) if before is not None else NO_REQUESTS
-        )
+        expected = frozenset(part.request for part in before.parts if part.samples) if before is not None else NO_ONE
         step = self._scheduler.schedule(self._suspects.group, expected)
         if not step.parts:
             return None

@@ -31,7 +31,7 @@ def on_device(numbers: Tensor, device: torch.device) -> Tensor:
 
 class Arriving:
     """Tensors on their way to the host: copied after the work that their device was given before, while the host, and
-    then the device, go on with other work.
+    then the device, do other work.
 
     Args:
         tensors: at least one, on one device.

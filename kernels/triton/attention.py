@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid.kernels.packed_kv import is_packed, row_size
 from hybrid.kernels.triton.common.attention_tiles import (
     HOPPER_SHARED_MEMORY,
     MAX_DRAFTS,
@@ -24,7 +25,9 @@ from hybrid.kernels.triton.common.attention_tiles import (
     MIN_PIECE,
     choose_splits,
     choose_tile,
+    packed_tile,
 )
+from hybrid.kernels.triton.common.packed_kv import KINDS, unpack_rows
 from hybrid.kernels.triton.common.ragged import find_tile, max_tiles, padded_batch
 
 MAX_VISIBLE = 64
@@ -70,6 +73,10 @@ def paged_attention(
         return output
     group = heads // kv_heads
     tile = choose_tile(num_tokens, num_requests, group, head_dim, query.dtype, num_splits, _shared_memory(query.device))
+    packed, codes, scales = 0, cache, cache
+    if is_packed(cache):
+        packed, codes, scales = KINDS[cache.dtype], cache.view(torch.uint8), cache.view(torch.float32)
+        tile = packed_tile(tile, head_dim, query.dtype)
     single = num_tokens == num_requests and group <= tile.rows
     tiles = num_requests if single else max_tiles(num_tokens * group, num_requests, tile.rows)
     splits = num_splits or choose_splits(
@@ -85,7 +92,8 @@ def paged_attention(
     tree = (visible.view(torch.uint8), visible.stride(0), visible.shape[1]) if visible is not None else (seq_lens, 0, 0)
     _attention[(kv_heads, splits, tiles)](
         query,
-        cache,
+        codes,
+        scales,
         block_table,
         cu_seqlens,
         seq_lens,
@@ -115,6 +123,8 @@ def paged_attention(
         SINGLE=single,
         SPLIT=splits > 1,
         TREE=MAX_VISIBLE if visible is not None else 0,
+        PACKED=packed,
+        LAST=cache.shape[4] // 4 - 1,
         FIRST=first,
         PRECISION="ieee" if query.dtype == torch.float32 else None,
         num_warps=tile.warps,
@@ -141,10 +151,12 @@ def _shared_memory(device: torch.device) -> int:
 
 def _check(query: Tensor, cache: Tensor, scale: float, num_splits: int | None, visible: Tensor | None) -> None:
     heads, head_dim = query.shape[1:]
-    if cache.shape[4] != head_dim or head_dim > 256 or heads % cache.shape[3] or cache.dtype != query.dtype:
+    width, kept = (row_size(head_dim), cache.dtype) if is_packed(cache) else (head_dim, query.dtype)
+    if cache.shape[4] != width or head_dim > 256 or heads % cache.shape[3] or cache.dtype != kept:
         raise ValueError(
             f"query [T, heads, head_dim] is {tuple(query.shape)} {query.dtype} and cache {tuple(cache.shape)} "
-            f"{cache.dtype}: head_dim and dtype must be equal, head_dim at most 256, and heads a multiple of kv_heads"
+            f"{cache.dtype}: head_dim and dtype must be equal, or the rows packed, head_dim at most 256, and heads a "
+            "multiple of kv_heads"
         )
     if query.stride(2) != 1 or cache.stride(4) != 1 or cache.shape[2] * cache.stride(2) >= 2**31:
         raise ValueError(
@@ -202,6 +214,7 @@ def _place_of(row, first_token, count, kv_head, GROUP: tl.constexpr):
 def _attention(
     query,
     cache,
+    scales,
     block_table,
     cu_seqlens,
     seq_lens,
@@ -234,6 +247,8 @@ def _attention(
     SPLIT: tl.constexpr,
     TREE: tl.constexpr,  # new tokens that `visible` may tell apart; 0: a row sees those up to its own
     FIRST: tl.constexpr,  # keys before this one are not seen
+    PACKED: tl.constexpr,  # kind of codes; 0: keys and values are as they are computed with
+    LAST: tl.constexpr,  # which of the 4-byte words of a packed row is its scale
     PRECISION: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -282,6 +297,8 @@ def _attention(
     last = tl.minimum(prefix + row // GROUP, length - 1)  # the last key that a row sees
     table = block_table + request.to(tl.int64) * table_stride
     cache += kv_head.to(tl.int64) * head_stride
+    if PACKED > 0:
+        scales += kv_head.to(tl.int64) * head_stride // 4 + LAST
     at = tl.arange(0, KEYS)
     highest = tl.full((ROWS,), -1e30, tl.float32)  # not -inf: a row that sees nothing must not meet inf - inf
     total = tl.zeros((ROWS,), tl.float32)
@@ -298,6 +315,11 @@ def _attention(
             places = cache + (page * page_stride + keys % PAGE_SIZE * TOKEN_STRIDE)[:, None] + d[None, :]
         k = tl.load(places, mask=filled, other=0.0)
         v = tl.load(places + value_offset, mask=filled, other=0.0)
+        if PACKED > 0:
+            rows = (page * page_stride + keys % PAGE_SIZE * TOKEN_STRIDE) // 4
+            k = unpack_rows(k, tl.load(scales + rows, mask=keys < length, other=0.0), PACKED).to(q.dtype)
+            v = unpack_rows(v, tl.load(scales + rows + value_offset // 4, mask=keys < length, other=0.0), PACKED)
+            v = v.to(q.dtype)
         page = _page_of(table, start + KEYS, length, PAGE_SIZE, KEYS)  # in time for the block after this one
 
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)

@@ -11,6 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid.kernels.packed_kv import is_packed
+from hybrid.kernels.reference.elementwise import rotate
+from hybrid.kernels.triton.common.packed_kv import store_packed
+
 ELEMENTS = 2048
 """Elements of a program where it is free to choose: two 16-byte reads per thread."""
 
@@ -119,6 +123,9 @@ def norm_rotate_store(
 
     Arguments as for the twin in `hybrid.kernels.reference`; `q_scale` and `k_scale` are contiguous.
     """
+    if is_packed(cache):
+        store_packed(rotate(rms_norm(k, k_scale, eps), cos, sin), v, cache, slot_mapping)
+        return rotate(rms_norm(q, q_scale, eps), cos, sin)
     num_tokens, heads, head_dim = q.shape
     kv_heads, rotary_dim = k.shape[1], cos.shape[1]
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)

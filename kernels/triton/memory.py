@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hybrid.kernels.packed_kv import is_packed
+from hybrid.kernels.triton.common.packed_kv import store_packed
+
 _COPY_BLOCK = 2048
 """Words that one program of `copy_states` moves: enough loads in flight, and programs enough for one row alone."""
 _COPY_WARPS = 4
@@ -25,6 +28,9 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slot_mapping: Tensor) ->
 
     Arguments as for the twin in `hybrid.kernels.reference`; `key` and `value` may have any strides.
     """
+    if is_packed(cache):
+        store_packed(key, value, cache, slot_mapping)
+        return
     num_tokens, kv_heads, head_dim = key.shape
     if num_tokens == 0:
         return

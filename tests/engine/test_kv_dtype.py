@@ -1,12 +1,15 @@
 """Keys and values kept in a byte per element: hits are cold runs bit by bit, errors are those that docs/eviction.md
 states, and what cannot be done is refused."""
 
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hybrid import ArgumentError, CacheConfig, CacheFileError, Engine
+from hybrid import ArgumentError, CacheConfig, CacheFileError, Engine, RequestOutput
 from hybrid.commands import parity
 from hybrid.commands.judge import Judge
 from hybrid.commands.parity_drafts import Known
@@ -96,13 +99,28 @@ def test_another_type_is_refused(value: Any) -> None:
         CacheConfig(kv_dtype=value)
 
 
-@pytest.mark.parametrize("kv_dtype", KEPT)
-def test_where_there_is_no_kernel_it_is_refused_at_construction(
-    tiny: Engine, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HYBRID_KERNELS", "triton")
-    with pytest.raises(ArgumentError, match=f"kv_dtype='{kv_dtype}' has no GPU kernel; use kv_dtype='auto'"):
-        engine_on(tiny, kv_dtype=kv_dtype)
+def answers(checkpoint: Path, kv_dtype: str) -> list[RequestOutput]:
+    """To a prompt, asked twice."""
+    config = CacheConfig(page_size=16, chunk_size=16, memory="8MiB", kv_dtype=kv_dtype)
+    engine = Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config)
+    return [answer(engine, list(range(5, 22)), greedy(2, logprobs=1)) for _ in range(2)]
+
+
+def test_the_gpu_kernels_give_the_same_answers(checkpoint: Path) -> None:
+    """Interpreted, in a process whose kernels are chosen anew."""
+    with ProcessPoolExecutor(1, get_context("spawn"), set_triton) as process:
+        interpreted = process.submit(answers, checkpoint, "fp8").result()
+    for found, expected in zip(interpreted, answers(checkpoint, "fp8"), strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.usage.cached_tokens == expected.usage.cached_tokens
+        for one, other in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+            assert one == pytest.approx(other, abs=2e-3)
+    assert interpreted[1].usage.cached_tokens == 16
+    assert interpreted[1].logprobs == interpreted[0].logprobs
+
+
+def set_triton() -> None:
+    os.environ["HYBRID_KERNELS"] = "triton"
 
 
 def test_saved_prefixes_go_to_engines_that_keep_the_same_type(tiny: Engine) -> None:

@@ -74,4 +74,4 @@ def test_a_missing_file_and_other_settings_are_refused(model: Any, tmp_path: Pat
     other = cache_on(model)
     other.generate(ids(50), **greedy())
     with pytest.raises(CacheFileError, match="page_size is 16 there and 32 here"):
-        type(other)(model, "4MiB", chunk_size=16, page_size=32).load(other.dump())
+        type(other)(model, "4MiB", chunk_size=32).load(other.dump())

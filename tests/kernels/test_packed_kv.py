@@ -1,11 +1,16 @@
 """Rows of keys and values in a byte per element: errors, bits, and attention over them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from hybrid.kernels import reference
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from hybrid.kernels.reference import paged_attention, store_kv
+from hybrid.kernels.triton import attention, elementwise, memory
 from hybrid.models.layers import copy_keys_and_values
 from support.tensors import ints, same_bits, starts_of
 
@@ -107,3 +112,96 @@ def test_copies_of_slots_are_not_rounded_again(name: str) -> None:
     rows = pages.view(torch.uint8)
     assert torch.equal(rows[6, :, 4], rows[1, :, 4])
     assert torch.equal(rows[2, :, 5], rows[1, :, 5])
+
+
+# The Triton kernels, interpreted where there is no GPU
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = torch.float16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("head_dim", [8, 26, 64])
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_the_kernel_packs_the_same_bytes(name: str, head_dim: int, dtype: torch.dtype) -> None:
+    """Halves between two codes, denormals, signed zeros and the largest numbers among them."""
+    k, v = (values_of(12, 2, head_dim, seed=seed).to(dtype) for seed in (1, 2))
+    k[0], k[1, 0], k[2, 0, :4] = 0, -0.0, 1e-7
+    steps = torch.tensor([0.5, 1.5, -2.5, 127.0, 0.25, -126.5, 3.5, 1.0])
+    k[3, 1, :8], v[3, 1, :8] = steps, 448 / 127 * steps
+    k[3, 1, 8:], v[3, 1, 8:] = 0, 0
+    found, expected = (pages_of(name, 2, head_dim).to(DEVICE) for _ in range(2))
+    slots = torch.randperm(9 * 16, generator=torch.Generator().manual_seed(4))[:12]
+    slots[5] = -1
+    places = (slots.to(DEVICE),)
+    memory.store_kv(k.to(DEVICE), v.to(DEVICE), found, *places)
+    store_kv(k.to(DEVICE), v.to(DEVICE), expected, *places)
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_the_kernel_keeps_what_is_not_finite(name: str) -> None:
+    k, pages = values_of(2, 2, 8), pages_of(name, 2, 8).to(DEVICE)
+    k[0, 0, 3], k[1, 1, 5] = float("nan"), float("inf")
+    memory.store_kv(k.to(DEVICE), k.to(DEVICE), pages, ints([3, 4]).to(DEVICE))
+    rows = pages.view(torch.uint8)[0, 0, [3, 4]]
+    found = unpack(rows, 8, pages.dtype, torch.float32)
+    assert found[0, 0, 3].isnan()
+    assert not found[1, 1, 5].isfinite()
+    assert found[0, 1].isfinite().all()
+    assert found[1, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_the_kernel_stores_what_was_normed_and_rotated(name: str) -> None:
+    q, k, v = values_of(5, 4, 32), values_of(5, 2, 32, seed=1), values_of(5, 2, 32, seed=2)
+    q, k, v = (part.to(DEVICE) for part in (q, k, v))
+    scales, angles = (torch.rand(32, device=DEVICE) for _ in range(2)), torch.rand(5, 16, device=DEVICE)
+    arguments = (q, k, v, *scales, 1e-6, angles.cos(), angles.sin())
+    found, expected = (pages_of(name, 2, 32).to(DEVICE) for _ in range(2))
+    slots = ints([3, 70, -1, 20, 21]).to(DEVICE)
+    y = elementwise.norm_rotate_store(*arguments, found, slots)
+    torch.testing.assert_close(y, reference.norm_rotate_store(*arguments, expected, slots), rtol=1e-5, atol=1e-5)
+    both = [
+        unpack(pages.view(torch.uint8)[[0, 4, 1, 1], :, [3, 6, 4, 5]], 32, pages.dtype, torch.float32)
+        for pages in (found, expected)
+    ]
+    torch.testing.assert_close(*both, rtol=0.08, atol=0.02)  # a code may differ where a norm's last bit does
+
+
+PATHS: dict[str, tuple[list[tuple[int, int]], int | None]] = {
+    "decode": ([(0, 1), (14, 1), (15, 1), (16, 1), (70, 1)], 1),
+    "decode in pieces": ([(5, 1), (100, 1)], 16),
+    "prompts": ([(0, 15), (0, 17), (16, 1), (37, 28)], 1),
+}
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_the_kernel_attends_to_what_was_kept(name: str, path: str, dtype: torch.dtype, page_size: int) -> None:
+    """As the kernel attends to unpacked pages, bit by bit where its tiles are the same, and close to the twin."""
+    requests, splits = PATHS[path]
+    heads, kv_heads, head_dim = 4, 2, 26
+    lengths, counts = [sum(request) for request in requests], [new for _, new in requests]
+    width = -(-max(lengths) // page_size)
+    table = torch.arange(len(requests) * width).view(-1, width)
+    shape = (table.numel(), 2, page_size, kv_heads)
+    values = values_of(*shape, head_dim).clamp(-3, 3).to(dtype)
+    kept = KV_DTYPES[name]
+    packed = pack(values, kept).view(kept)
+    plain = restored(values, name, dtype)
+    query = torch.randn(sum(counts), heads, head_dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    where = (table, starts_of(counts), ints(lengths))
+
+    def attend(function: Callable[..., Any], pages: Tensor) -> Tensor:
+        arguments = (tensor.to(DEVICE) for tensor in (query, pages, *where))
+        y: Tensor = function(*arguments, head_dim**-0.5, 16, splits)
+        return y
+
+    y = attend(attention.paged_attention, packed)
+    if dtype == torch.float32:
+        assert same_bits(y, attend(attention.paged_attention, plain))
+    tolerance = {torch.float32: 1e-5, HALF: 4e-3}[dtype]
+    torch.testing.assert_close(y, attend(reference.paged_attention, packed), rtol=tolerance, atol=tolerance)

@@ -62,6 +62,15 @@ def choose_tile(
     return _extend_tile(few, head_dim, dtype.itemsize, shared_memory)
 
 
+def packed_tile(tile: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile where keys and values are packed rows: they are unpacked in registers, which hold fewer of them."""
+    if dtype.itemsize == 4:
+        return tile
+    if tile.rows <= 32:
+        return tile._replace(keys=max(16, tile.keys // 2))
+    return tile if head_dim <= 128 else Tile(64, 16, 8, 2, 1)
+
+
 def _decode_tile(group: int, head_dim: int, size: int) -> Tile:
     """Few rows: the time goes into reading keys and values, so enough bytes must be on their way at any time."""
     rows = max(16, triton.next_power_of_2(group))
