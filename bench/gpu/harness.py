@@ -29,7 +29,7 @@ STATE_TOLERANCE = 1e-3
 """The same for states, which are fp32: what may differ is whether a few q, k, v fall on the other side when rounded."""
 
 MOVED = {("causal_conv1d", "state"), ("copy_states", "rows"), ("gated_delta_step", "conv")}
-MOVED |= {("fill_in_tokens", "numbers")}
+MOVED |= {("fill_in_tokens", "numbers"), ("shift_rows", "state")}
 """Arguments that get values of others as they are: the twin's bits."""
 
 OTHER_RESULT = 0.1

@@ -147,7 +147,7 @@ def convolution(bench: Bench) -> Iterator[Planned]:
 
 
 def state_copies(bench: Bench) -> Iterator[Planned]:
-    """Copies of whole states, all layers of them, from slots to slots; sampled tokens to where the next pass reads."""
+    """Copies of whole states, all layers of them, from slots to slots; tokens to where a pass reads; rows before."""
     s = bench.sizes
     size = s.config["num_hidden_layers"] * 3 // 4 * (s.state_bytes + s.window_bytes)
 
@@ -165,9 +165,17 @@ def state_copies(bench: Bench) -> Iterator[Planned]:
         checks = partial(bench.twins, name, "fill_in_tokens", numbers, tokens, places)
         return Case([partial(bench.ops.fill_in_tokens, numbers, tokens, places)], checks)
 
+    def shifts(name: str, count: int) -> Case:
+        x, state = bench.normal(3 * count, s.config["hidden_size"]), bench.normal(2 * count, s.config["hidden_size"])
+        reads, writes = bench.ints([-1] * 3 * count), bench.ints([-1] * 3 * count)
+        reads[::3], writes[2::3] = bench.shuffled(count), bench.shuffled(count) + count
+        inputs = x, state, bench.ints([*range(0, 3 * count + 1, 3)]), reads, writes
+        return Case([partial(bench.ops.shift_rows, *inputs)], partial(bench.twins, name, "shift_rows", *inputs))
+
     for count in s.copies:
         yield plan(f"copy of {count} states", 8, copy, count)
     yield plan("tokens of 48 requests", 1, links, 48)
+    yield plan("rows before three drafts of 48 requests", 1, shifts, 48)
 
 
 # Row by row

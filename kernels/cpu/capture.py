@@ -117,8 +117,9 @@ def _run(program, count, kind, kinds, progress, threads):  # type: ignore[no-unt
     """Run `count` tasks together with other threads that do the same; those of the second type are products: `kinds`
     are of weight and output.
 
-    A thread takes shares of a task until none is left, and turns to the next task when all are computed. It waits for a share that
-    another one computes, and never for a thread: one that the system lets wait holds up nothing, and catches up.
+    A thread takes shares of a task until none is left, and turns to the next task when all are computed. It waits for
+    a share that another one computes, and never for a thread: one that the system lets wait holds up nothing, and
+    catches up.
     """
     program, progress = numbers(program, INDEX), numbers(progress, INDEX)
     for index in range(count):

@@ -62,7 +62,7 @@ def test_host_memory_against_the_device(
     tiers = importlib.import_module("tiers")
     monkeypatch.setattr(tiers, "SIZES", (128,))
     sides = prefix_reuse.Sides(tmp_path, prefix_reuse.save_random_model(tmp_path))
-    assert_every_line_is_measured(tiers.measure(tiers.Tiers(sides), 1), 4)
+    assert_every_line_is_measured(tiers.measure(tiers.Tiers(sides, tmp_path), 1), 10)
 
 
 def test_the_cache_inside_transformers(
