@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 from hybrid.engine.request import Request
 from hybrid.engine.step import Step
@@ -44,13 +43,9 @@ class StepGuard:
         """The results of this step are there: from now on it is not undone."""
         self.steps.remove(step)
 
-    @contextmanager
-    def failing(self, request: Request) -> Iterator[None]:
-        """What raises in here is the failure of this request. It is not entered for one that has ended."""
-        try:
-            yield
-        except BaseException as error:
-            self.failures.append((request, error))
+    def failed(self, request: Request, error: BaseException) -> None:
+        """What was raised is the failure of this request, which has not ended."""
+        self.failures.append((request, error))
 
     def raise_pending(self) -> None:
         """Raise the first failure that is not an `Exception`: it was meant for the process."""

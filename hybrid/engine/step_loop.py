@@ -223,9 +223,11 @@ class StepLoop:
             for part in launched.parts:
                 if part.request.status is Status.FINISHED:  # it failed while the next step was scheduled, or ended
                     continue
-                with guard.failing(part.request):
+                try:
                     self._take(part, results[id(part)])
                     self._deliver(part, results[id(part)])
+                except BaseException as error:
+                    guard.failed(part.request, error)
             self._suspects.passed(launched.parts)
             if failure is not None:
                 raise failure
