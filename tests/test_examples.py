@@ -42,9 +42,8 @@ SHOWN = {
         r"0 adapters of 0 bytes",
     ],
     "restart": [
-        r": 0 of \d+ tokens cached\nsaved [1-9]\d* checkpoints",
-        r"loaded [1-9]\d* checkpoints and [1-9]\d* pages, \d+ bytes\n",
-        r"[1-9]\d+ of \d+ tokens cached",
+        r": 0 of \d+ tokens cached\n",
+        r": [1-9]\d+ of \d+ tokens cached\n.*[1-9]\d+ tokens restored from disk",
     ],
     "structured": [
         r"cold schema: '\{.*\}'",
