@@ -10,7 +10,7 @@ from hybrid.cache.disabled import make_cache
 from hybrid.errors import ArgumentError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from support.caches import AuditedCache, Contents, Memory, RandomWorkload, key_of, release
+from support.caches import AuditedCache, Contents, Memory, RandomWorkload, compute, contents_of, evict, key_of, release
 
 PAGE_BYTES, STATE_BYTES = 64, 128
 
@@ -26,36 +26,12 @@ def cache_on(
     return cache
 
 
-def contents_of(cache: AuditedCache) -> Contents:
-    assert isinstance(cache.memory.mover, Contents)
-    return cache.memory.mover
-
-
 def next_life(cache: AuditedCache, path: Path, **config: Any) -> AuditedCache:
     """Another process, whose contents have the same names."""
     cache.shutdown()
     contents = Contents()
     contents.seen += contents_of(cache).seen
     return cache_on(path, contents, **config)
-
-
-def compute(cache: AuditedCache, text: str, namespace: str = "") -> Key:
-    """A request that computes its text, with a checkpoint at its end."""
-    key, memory = key_of(cache, text, namespace, extra=1), Memory(cache)
-    lease = cache.open(key, len(key) - 1, len(key))
-    assert lease is not None
-    if len(key) - 1 > lease.front_tokens:
-        cache.capture(lease, len(key) - 1)
-    memory.forward(lease, key, len(key), lease.front)
-    cache.advance(lease, len(key))
-    cache.commit(lease, key, len(key) - 1)
-    cache.close(lease)
-    return key
-
-
-def evict(cache: AuditedCache) -> None:
-    cache.evict_checkpoints(1000)
-    cache.evict_pages(1000)
 
 
 def flush(cache: AuditedCache) -> None:

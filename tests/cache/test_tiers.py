@@ -9,7 +9,7 @@ from hybrid.cache.disabled import make_cache
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from support.caches import AuditedCache, Contents, Memory, RandomWorkload, key_of, release
+from support.caches import AuditedCache, Contents, Memory, RandomWorkload, compute, contents_of, evict, key_of, release
 
 PAGE_BYTES, STATE_BYTES = 64, 128
 
@@ -22,33 +22,6 @@ def cache_on(num_pages: int = 12, host: int = 100_000, stored_bytes: int = 0, **
     )
     settings = {"page_size": 2, "chunk_size": 2, "eviction": "lru", **config}
     return AuditedCache(memory, CacheConfig(host=host, **settings))
-
-
-def contents_of(cache: AuditedCache) -> Contents:
-    assert isinstance(cache.memory.mover, Contents)
-    return cache.memory.mover
-
-
-def compute(cache: AuditedCache, text: str, namespace: str = "") -> Key:
-    """A request that computes its text, with a checkpoint at its end."""
-    key, memory = key_of(cache, text, namespace, extra=1), Memory(cache)
-    lease = cache.open(key, len(key) - 1, len(key))
-    assert lease is not None
-    if len(key) - 1 > lease.front_tokens:
-        cache.capture(lease, len(key) - 1)
-    memory.forward(lease, key, len(key), lease.front)
-    cache.advance(lease, len(key))
-    cache.commit(lease, key, len(key) - 1)
-    cache.close(lease)
-    memory.check()
-    return key
-
-
-def evict(cache: AuditedCache) -> None:
-    """Everything leaves the device."""
-    cache.evict_checkpoints(1000)
-    cache.evict_pages(1000)
-    assert [*cache.tree.nodes()] == []
 
 
 def ask(cache: AuditedCache, key: Key) -> str:

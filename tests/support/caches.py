@@ -413,3 +413,30 @@ class RandomWorkload:
     def end(self, request: Running) -> None:
         self.running.remove(request)
         self.cache.close(request.lease)
+
+
+def contents_of(cache: HybridCache) -> Contents:
+    """The contents of a cache whose memory has some."""
+    assert isinstance(cache.memory.mover, Contents)
+    return cache.memory.mover
+
+
+def compute(cache: HybridCache, text: str, namespace: str = "") -> Key:
+    """A request that computes its text, with a checkpoint at its end."""
+    key, memory = key_of(cache, text, namespace, extra=1), Memory(cache)
+    lease = cache.open(key, len(key) - 1, len(key))
+    assert lease is not None
+    if len(key) - 1 > lease.front_tokens:
+        cache.capture(lease, len(key) - 1)
+    memory.forward(lease, key, len(key), lease.front)
+    cache.advance(lease, len(key))
+    cache.commit(lease, key, len(key) - 1)
+    cache.close(lease)
+    memory.check()
+    return key
+
+
+def evict(cache: AuditedCache) -> None:
+    """Everything leaves the device."""
+    cache.evict_checkpoints(1000)
+    cache.evict_pages(1000)
