@@ -154,8 +154,7 @@ def make_drafting(
     Raises:
         ArgumentError: two drafters have the same name, or there is no predictor.
     """
-    asks_for_mtp = speculation is not None and "mtp" in speculation.drafters
-    has_predictor = asks_for_mtp and loaded.model.mtp is not None
+    has_predictor = speculation is not None and speculation.uses_predictor and loaded.model.mtp is not None
     mtp = MtpDrafter(loaded.model, cache, loaded.device) if has_predictor else None
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp)
     return Drafting(speculator, cache, config, deterministic, mtp) if speculator is not None else None

@@ -140,9 +140,9 @@ class Engine:
         """
         settings = cache if cache is not None else CacheConfig()
         check_settings(settings, config)
-        mtp = (drafts := SpeculationConfig.of(speculation)) is not None and "mtp" in drafts.drafters
+        mtp = (drafts := SpeculationConfig.of(speculation)) is not None and drafts.uses_predictor
         loaded = load(model, device, dtype, settings.chunk_size, load_dtype, mtp)
-        return cls(loaded, build_cache(loaded, settings), config, speculation=speculation)
+        return cls(loaded, build_cache(loaded, settings), config, speculation=drafts)
 
     def with_cache(
         self,

@@ -246,13 +246,13 @@ def plan(
     adapted = _add_adapted(pieces, parts, starts, chunk_size if deterministic else None)
     _add_sampling(pieces, parts, sampled, filler)
     _add_links(pieces, parts, starts, sources)
-    blocks = RowBlocks([*pairwise(starts[: num_prefills + 1])], starts[num_prefills], num_tokens, chunk_size)
+    prompts = [*pairwise(starts[: num_prefills + 1])]
     return Plan(
         pieces.numbers().pin_memory() if pin else pieces.numbers(),
         pieces.layout,
         splits,
         starts[num_prefills],
-        blocks if deterministic else None,
+        RowBlocks(prompts, starts[num_prefills], num_tokens, chunk_size) if deterministic else None,
         embeddings,
         parts=tuple(parts),
         sampled=sampled,

@@ -48,6 +48,11 @@ class SpeculationConfig:
         if not 1 <= self.max_drafts <= MAX_DRAFTS:
             raise ArgumentError(f"SpeculationConfig: max_drafts must be from 1 to {MAX_DRAFTS}, got {self.max_drafts}")
 
+    @property
+    def uses_predictor(self) -> bool:
+        """Whether the checkpoint's own predictor drafts."""
+        return "mtp" in self.drafters
+
     @classmethod
     def of(cls, speculation: SpeculationConfig | str | None) -> SpeculationConfig | None:
         """What an engine was given: a configuration, or the names of drafters joined by "+".
