@@ -9,7 +9,6 @@ reach. Exit status 1 when a target is missed.
 """
 
 import copy
-import itertools
 import sys
 import tempfile
 import time
@@ -30,8 +29,8 @@ from hybrid.hf.prefix_cache import PrefixCache
 TURN, ANSWER, FEW = 1301, 64, 16
 """Tokens of each of three turns, of the answers between them (a chat of 4k tokens), and of those to the last turn."""
 
-SHORT = 64
-"""Tokens of a short last turn."""
+SHORT, OPENING, END = 64, 4, 2
+"""Tokens of a short last turn, those after its end with which an answer begins, and the token that ends turns."""
 
 CHUNK = 128
 """Tokens of a chunk in deterministic mode."""
@@ -59,6 +58,7 @@ class Sides:
 
     def __init__(self, model: Any) -> None:
         self.model = model
+        model.generation_config.eos_token_id = END
         self.ours = PrefixCache(model, "512MiB")
         self.fine = PrefixCache(model, "512MiB", deterministic=False)
         self._generator = torch.Generator().manual_seed(1)
@@ -73,24 +73,26 @@ class Sides:
 
     def answered(self, generate: Callable[..., Any], prompt: Tensor) -> float:
         start = time.process_time()
-        generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
+        generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False, forced_eos_token_id=END)
         return time.process_time() - start
+
+    def turn(self, count: int) -> Tensor:
+        return torch.cat([self.ids(count - OPENING - 1), torch.tensor([[END]]), self.ids(OPENING)], 1)
 
     @torch.no_grad()
     def carried(self, chat: Tensor) -> DynamicCache:
-        """A cache of transformers as a user carries it after a chat: with all tokens but the last one."""
+        """A cache of transformers that holds these tokens."""
         past = DynamicCache(config=self.model.config)
-        self.model(input_ids=chat[:, :-1], past_key_values=past, logits_to_keep=1)
+        self.model(input_ids=chat, past_key_values=past, logits_to_keep=1)
         return past
 
     def two_turns(self) -> Tensor:
-        """A chat of two turns, answered through one cache. The other one keeps what it would have of its own answer,
-        which is the same within rounding: all tokens but the last one."""
-        chat = self.ids(TURN)
+        """A chat of two turns, answered through one cache. The other one keeps the same."""
+        chat, options = self.turn(TURN), {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
         for _ in range(2):
-            chat = self.ours.generate(chat, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False)
-            self.fine.keep(chat[0, :-1].tolist())
-            chat = torch.cat([chat, self.ids(TURN)], 1)
+            chat = self.ours.generate(chat, forced_eos_token_id=END, **options)
+            self.fine.keep(chat[0].tolist())
+            chat = torch.cat([chat, self.turn(TURN)], 1)
         return chat[:, :-TURN]
 
     def over_a_chunk(self, count: int, runs: int, **generates: Callable[..., Any]) -> Medians:
@@ -118,13 +120,8 @@ def measure(sides: Sides, runs: int) -> list[Line]:
         third_fine=lambda: sides.first_token(fine, torch.cat([chat, sides.ids(TURN)], 1)),
         alone=lambda: sides.first_token(model, sides.ids(TURN)),
     )
-    both(
-        f"first token of a third turn of {TURN} tokens after {chat.shape[1]}, over the turn alone",
-        t,
-        "third",
-        "alone",
-        1.3,
-    )
+    name = f"first token of a third turn of {TURN} tokens after {chat.shape[1]}, over the turn alone"
+    both(name, t, "third", "alone", 1.3)
     lines += measure_short_turn(sides, chat, runs)
     for count in COLD:
         t = sides.over_a_chunk(count, runs, plain=model, cold=ours, cold_fine=fine)
@@ -136,30 +133,29 @@ def measure(sides: Sides, runs: int) -> list[Line]:
 
 
 def measure_short_turn(sides: Sides, chat: Tensor, runs: int) -> list[Line]:
-    """The deterministic side continues the chat cut at several places of a chunk: its tokens since the last boundary
-    are computed again. The other one finds all but the last token, or after `keep` between the turns that too."""
-    past, cuts = sides.carried(chat), itertools.cycle(range(0, CHUNK, -(-CHUNK // runs)))
+    """`generate` leaves a cache carried by hand with all tokens but the last one; of another one that is there too."""
+    left, whole = sides.carried(chat[:, :-1]), sides.carried(chat)
+    cut = chat[:, : -ANSWER // 2]  # the last answer was cut off: no token ends it
 
     def short(generate: Callable[..., Any], before: Tensor, past: DynamicCache | None = None) -> float:
-        return sides.first_token(generate, torch.cat([before, sides.ids(SHORT)], 1), copy.deepcopy(past))
+        return sides.first_token(generate, torch.cat([before, sides.turn(SHORT)], 1), copy.deepcopy(past))
 
-    def measured(**more: Callable[[], float]) -> Medians:
-        carried = partial(short, sides.model.generate, chat, past)
-        return alternate(runs, **more, carried=carried, alone=partial(short, sides.model.generate, chat[:, :0]))
-
-    def third() -> float:
-        return short(sides.ours.generate, chat[:, : chat.shape[1] - next(cuts)])
-
-    fine = partial(short, sides.fine.generate, chat)
-    t = measured(third=third, fine=fine)
-    sides.fine.keep(chat[0].tolist())
-    kept = measured(fine=fine)
+    t = alternate(
+        runs,
+        third=partial(short, sides.ours.generate, chat),
+        cut=partial(short, sides.ours.generate, cut),
+        fine=partial(short, sides.fine.generate, chat),
+        carried=partial(short, sides.model.generate, chat, left),
+        whole=partial(short, sides.model.generate, chat, whole),
+        alone=partial(short, sides.model.generate, chat[:, :0]),
+    )
     name, alone = f"first token of a third turn of {SHORT} tokens after {chat.shape[1]}", "over the turn alone"
     return [
         ratio(f"{name}, {alone}", t, "third", "alone", 1.3, at_most=True, part="deterministic"),
+        ratio(f"{name}, {alone}", t, "cut", "alone", part="deterministic, answer cut off"),
         ratio(f"{name}, {alone}", t, "fine", "alone", 1.2, at_most=True, part="not deterministic"),
-        ratio(f"{name}, {alone}", kept, "fine", "alone", 1.2, at_most=True, part="not deterministic, kept"),
         ratio(f"{name}, {alone}", t, "carried", "alone", part="a DynamicCache carried by hand"),
+        ratio(f"{name}, {alone}", t, "whole", "alone", part="a DynamicCache carried by hand, last token computed"),
         ratio(f"{name}, over a DynamicCache carried by hand", t, "third", "carried", part="deterministic"),
         ratio(f"{name}, over a DynamicCache carried by hand", t, "fine", "carried", part="not deterministic"),
     ]

@@ -54,7 +54,7 @@ class Key:
         """
         check_namespace(namespace)
         ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
-        return cls(ids.tobytes(), namespace, _joined(units))
+        return cls(ids.tobytes(), namespace, joined(units))
 
     @classmethod
     def of_pairs(cls, ids: Sequence[int], namespace: str = "", units: Iterable[tuple[int, int]] = ()) -> "Key":
@@ -77,7 +77,7 @@ class Key:
             raise ArgumentError("a key of pairs needs at least one token")
         spans = ((max(start - 1, 0), end - 1) for start, end in units if end > 1)
         # exact, with 4 bytes a position: the pairs of a sequence are its first token, and then each later one
-        return cls(ids[1:].tobytes(), f"{PAIRS}{ids[0]} {namespace}", _joined(spans))
+        return cls(ids[1:].tobytes(), f"{PAIRS}{ids[0]} {namespace}", joined(spans))
 
     def whole(self, num_tokens: int, step: int) -> int:
         """The largest multiple of `step`, up to `num_tokens`, that is not inside a unit."""
@@ -166,7 +166,7 @@ class PagedUnits:
 
     def __init__(self, prompt: Sequence[int], units: Iterable[Unit], page_size: int) -> None:
         units = sorted(units, key=lambda unit: (unit.start, unit.end))
-        self.spans: tuple[tuple[int, int], ...] = _joined((unit.start, unit.end) for unit in units)
+        self.spans: tuple[tuple[int, int], ...] = joined((unit.start, unit.end) for unit in units)
         if units and page_size < MIN_UNIT_PAGE:
             self.spans = ((units[0].start, UNSHARED),)
         self._page_size = page_size
@@ -210,7 +210,7 @@ class PagedUnits:
             digest.update(b"%d %d %d " % (unit.start - start, unit.end - start, len(unit.content)) + unit.content)
         digest.update(own.tobytes())
         state = digest.digest()
-        words = _negative(hashlib.shake_256(state).digest(len(own) * TOKEN_BYTES))
+        words = hash_ids(state, len(own))
         rest, state = _chain(state, ids[last:end])
         words += rest
         if self._runs and self._runs[-1][0] + len(self._runs[-1][1]) // TOKEN_BYTES == start:
@@ -221,15 +221,20 @@ class PagedUnits:
             self._last = end, state
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Spans in order; those that overlap are one."""
-    joined: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        if joined and start < joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        if found and start < found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            joined.append((start, end))
-    return tuple(joined)
+            found.append((start, end))
+    return tuple(found)
+
+
+def hash_ids(content: bytes, count: int) -> bytes:
+    """The bytes of `count` ids that stand for a content: a hash of 31 bits each. No text has such ids."""
+    return _negative(hashlib.shake_256(content).digest(count * TOKEN_BYTES))
 
 
 def _chain(state: bytes, ids: "array[int]") -> tuple[bytes, bytes]:

@@ -62,6 +62,9 @@ def _reason(tree: Tree, key: Key, limit: int, match: Match) -> str:
         if tree.was_evicted(key, match):
             return f"the tokens after {pages} were evicted"
         return f"the tokens after {pages} are new" if pages else "this prompt is new"
+    if grid == 1:
+        rest = len(key) - usable
+        return f"all but the last {f'{rest} tokens' if rest > 1 else 'token'}, which every run computes"
     if len(key) % grid == 0 and usable == len(key) - grid:
         return f"capped at {usable}, the last multiple of {grid} that leaves a token to compute"
     return f"all up to the last multiple of {grid}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hybrid.cache import placement
 from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError
@@ -41,27 +43,39 @@ class Beginnings:
         Args:
             max_new_tokens: tokens of the answer, at most; None: not known.
         """
-        grid = self._prefiller.grid
-        ends = [len(row) - 1 for row in prompts.rows]
-        is_alone, max_rest = len(prompts.rows) == 1 and not prompts.is_padded, 0
-        if is_alone:
-            max_rest = self._max_rest(max_new_tokens)
-            grid_end = placement.prompt_end(len(prompts.rows[0]), grid)
-            if max_rest and grid_end < MIN_PREFILL:
-                grid_end = 0
-            ends = [max(grid_end, last_image_end(keys.media[0]))]  # `generate` computes the rest, and knows no images
-        works = (
-            Prefill(row, end, keys.namespace, media, max_rest)
-            for row, end, media in zip(prompts.rows, ends, keys.media, strict=True)
-        )
+        is_alone = len(prompts.rows) == 1 and not prompts.is_padded
+        works = [self._alone(prompts.rows[0], keys, max_new_tokens)] if is_alone else self._batch(prompts, keys)
         done = [self._prefiller.prefill(work) for work in works]
         layers = done[0].layers if is_alone else self._prefiller.stack([one.layers for one in done], prompts.width - 1)
         rows = [row[: one.num_tokens] for row, one in zip(prompts.rows, done, strict=True)]
-        origins = [Origin(one.explanation, one.num_tokens) for one in done]
-        on_grid = is_alone and done[0].num_tokens % grid == 0
+        origins = [
+            Origin(one.explanation, min(one.num_tokens, work.limit)) for work, one in zip(works, done, strict=True)
+        ]
+        on_grid = is_alone and works[0].key.whole(done[0].num_tokens, self._prefiller.grid) == done[0].num_tokens
         boundaries = [Boundary(done[0].num_tokens)] if on_grid else [None] * len(rows)
         self._model.rope_deltas.set(keys.shifts, self._model.device)
         return Past(self._prefiller, layers, rows, prompts.pads, keys, origins, boundaries)
+
+    def _batch(self, prompts: Prompts, keys: KeySpace) -> list[Prefill]:
+        """The prompts of a batch, each computed up to its last token."""
+        works = []
+        for at, row in enumerate(prompts.rows):
+            key, end = keys.key(at, row), len(row) - 1
+            limit = end if keys.segments is None else keys.segments.prompt_end(row, key)
+            works.append(Prefill(row, end, key, limit, keys.media[at]))
+        return works
+
+    def _alone(self, row: Sequence[int], keys: KeySpace, max_new_tokens: int | None) -> Prefill:
+        """A single prompt, up to its last boundary; to the end of its last image, since `generate` knows no images."""
+        key, media, limit = keys.key(0, row), keys.media[0], len(row) - 1
+        if keys.segments is not None:
+            limit = keys.segments.prompt_end(row, key)
+            return Prefill(row, max(limit, last_image_end(media)), key, limit, media)
+        max_rest = self._max_rest(max_new_tokens)
+        end = placement.prompt_end(len(row), self._prefiller.grid)
+        if max_rest and end < MIN_PREFILL:
+            end = 0
+        return Prefill(row, max(end, last_image_end(media)), key, limit, media, max_rest)
 
     def resume(self, past: Past, prompts: Prompts, keys: KeySpace) -> None:
         """Begin again with a past that was given back, for prompts that continue it.

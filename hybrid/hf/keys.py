@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybrid.hf.segments import Segments
 from hybrid.key import Key
 from hybrid.prompts.images import Media
-
-
-def key_of(ids: Sequence[int], namespace: str, media: Media | None) -> Key:
-    """The key of tokens, with the images among them; None: there are none."""
-    return Key.of(ids, namespace) if media is None else media.key(ids, namespace)
 
 
 def last_image_end(media: Media | None) -> int:
@@ -26,18 +22,23 @@ class KeySpace:
     Attributes:
         namespace: of the tree.
         media: per sequence its images; None: it has none.
+        segments: how sequences are cut in deterministic mode; None: otherwise.
     """
 
     namespace: str
     media: tuple[Media | None, ...]
+    segments: Segments | None
 
     def key(self, row: int, ids: Sequence[int]) -> Key:
         """The key of the first tokens of a sequence."""
-        return key_of(ids, self.namespace, self.media[row])
+        media = self.media[row]
+        if self.segments is not None:
+            return self.segments.key(ids, self.namespace, media)
+        return Key.of(ids, self.namespace) if media is None else media.key(ids, self.namespace)
 
     def of_rows(self, order: Sequence[int]) -> KeySpace:
         """That of these sequences."""
-        return KeySpace(self.namespace, tuple(self.media[index] for index in order))
+        return KeySpace(self.namespace, tuple(self.media[index] for index in order), self.segments)
 
     @property
     def shifts(self) -> list[int] | None:

@@ -76,7 +76,7 @@ class PastBackend(Protocol):
         ...
 
     def next_boundary(
-        self, before: Boundary | None, layers: Sequence[Any], row: int, num_tokens: int, num_new: int
+        self, before: Boundary | None, layers: Sequence[Any], row: int, ids: Sequence[int], num_new: int, keys: KeySpace
     ) -> Boundary | None:
         """The last boundary of a sequence after one more pass."""
         ...
@@ -313,7 +313,7 @@ class Past(DynamicCache):
             row = self.rows[at]
             row.extend(ids)
             self._boundaries[at] = self._backend.next_boundary(
-                self._boundaries[at], self.layers, at, len(row), len(ids)
+                self._boundaries[at], self.layers, at, row, len(ids), self.keys
             )
 
     def forget_tokens(self) -> None:

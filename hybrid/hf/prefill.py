@@ -2,11 +2,11 @@
 
 Invariants:
 
-* A prefill is cut only at multiples of the grid, in deterministic mode at every one of them, whether it starts at a hit
-  or at zero. A hit is then bitwise equal to the run that computes everything.
+* In deterministic mode each segment (`hybrid.hf.segments`) is a pass, whether a prefill starts at a hit or at zero. A
+  hit is then bitwise equal to the run that computes everything. Otherwise a prefill is cut at multiples of the grid.
 * What the model computed outside of a prefill (a pass of `generate`, a session) is committed as it is only where that
-  cannot change results: whole chunks in deterministic mode, anything that ends on the grid otherwise. The rest is
-  computed again, in chunks.
+  cannot change results: whole segments in deterministic mode, anything that ends on the grid otherwise. The rest is
+  computed again.
 * A lease is held only while a prefill runs: transformers' cache holds copies.
 * Signal handlers run between the steps of a prefill only inside of the model's passes, where nothing is half changed.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,11 +29,12 @@ from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.errors import NonFiniteError, RequestError
 from hybrid.hf.follow import finite_logits
-from hybrid.hf.keys import KeySpace, key_of, last_image_end
+from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.layers import fill, stack_left_padded, states_of, token_tensor
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
+from hybrid.hf.segments import MIN_SEGMENT
 from hybrid.interrupts import DeferredInterrupts, deferred_interrupts
 from hybrid.key import Key
 from hybrid.prompts.images import Media
@@ -46,7 +48,8 @@ class Prefill:
     Attributes:
         ids: its token ids.
         end: tokens to compute; at most `len(ids)`.
-        namespace: its key space.
+        key: its key in the tree.
+        limit: tokens that may be taken from the cache, and given to it.
         media: its images; None: it has none.
         max_rest: where a part of it is cached and no more than this many tokens are not, only that part is restored.
         is_replay: it was computed before, and is computed again to be committed or restored; otherwise it is a prompt.
@@ -54,15 +57,11 @@ class Prefill:
 
     ids: Sequence[int]
     end: int
-    namespace: str
+    key: Key
+    limit: int
     media: Media | None = None
     max_rest: int = 0
     is_replay: bool = False
-
-    @property
-    def key(self) -> Key:
-        """The key in the tree."""
-        return key_of(self.ids, self.namespace, self.media)
 
     def is_left_after(self, num_hit_tokens: int) -> bool:
         """Whether only this hit is to be restored."""
@@ -92,20 +91,29 @@ class Prefiller:
         memory: the tensors of pages and state slots.
         cache: the bookkeeping of the same memory.
         lock: held while a prompt is computed, and while the bookkeeping is read or changed.
+        turn_ends: ids of the tokens that end a turn.
     """
 
-    def __init__(self, model: PassModel, memory: PageMemory, cache: HybridCache, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        model: PassModel,
+        memory: PageMemory,
+        cache: HybridCache,
+        lock: threading.RLock,
+        turn_ends: frozenset[int],
+    ) -> None:
         self._model = model
         self._layout = memory.layout
         self._memory = memory
         self._cache = cache
         self._lock = lock
-        config = cache.config
-        self._max_pass_tokens = config.grid if config.deterministic else self._layout.max_pass_tokens(config.grid)
+        self._turn_ends = turn_ends
+        self._is_in_segments = cache.config.deterministic is True
+        self._max_pass_tokens = self._layout.max_pass_tokens(cache.config.grid)
 
     @property
     def grid(self) -> int:
-        """Prefills are cut at multiples of this many tokens."""
+        """Prefills are cut at some multiples of this many tokens; 1 in deterministic mode, where segments say where."""
         return self._cache.config.grid
 
     @property
@@ -127,9 +135,9 @@ class Prefiller:
 
     @torch.no_grad()
     def prefill(self, work: Prefill) -> Computed:
-        """Compute a sequence, cut on the grid, and commit its whole chunks.
+        """Compute a sequence in passes, and commit those up to its limit.
 
-        If no memory can be allocated for a chunk, that chunk and those after it are computed but not committed.
+        If no memory can be allocated for a pass, that one and those after it are computed but not committed.
 
         Raises:
             NonFiniteError: the model computed NaN or infinity. The pass was not committed; those before it may be.
@@ -137,12 +145,13 @@ class Prefiller:
         with self._lock, deferred_interrupts() as interrupts:
             self._cache.adopt()
             past = self._model.empty_cache()
-            position, explanation = self._prefill_chunks(past, work, interrupts)
+            position, explanation = self._prefill_committed(past, work, interrupts)
             if not work.is_replay:
                 self._cache.record(explanation)
             while position < work.end and not work.is_left_after(explanation.usable_hit):
-                start = position
-                position = min(work.end, (start + self._max_pass_tokens) // self.grid * self.grid)
+                start, position = position, work.end
+                if not self._is_in_segments:
+                    position = min(position, (start + self._max_pass_tokens) // self.grid * self.grid)
                 self._forward(work, position, past, start, interrupts)
             return Computed(past.layers, position, explanation)
 
@@ -152,12 +161,14 @@ class Prefiller:
         Raises:
             RequestError: the model has changed since the namespace was found for it.
         """
-        namespace = keys.namespace
-        if not self._model.versions.current().owns(namespace):
+        if not self._model.versions.current().owns(keys.namespace):
             raise RequestError("the model has changed since this past was made; start a session again")
-        pairs = zip(rows, keys.media, strict=True)
-        works = (Prefill(row, len(row), namespace, media, is_replay=True) for row, media in pairs)
-        done = [self.prefill(work).layers for work in works]
+        done = [
+            self.prefill(
+                Prefill(row, len(row), keys.key(at, row), len(row), keys.media[at], is_replay=True),
+            ).layers
+            for at, row in enumerate(rows)
+        ]
         return done[0] if len(rows) == 1 and not pads[0] else self.stack(done, len(rows[0]) + pads[0])
 
     def stack(self, done: Sequence[Sequence[Any]], length: int) -> list[Any]:
@@ -171,7 +182,7 @@ class Prefiller:
     # Committing what was computed outside of a prefill
 
     def next_boundary(
-        self, before: Boundary | None, layers: Sequence[Any], row: int, num_tokens: int, num_new: int
+        self, before: Boundary | None, layers: Sequence[Any], row: int, ids: Sequence[int], num_new: int, keys: KeySpace
     ) -> Boundary | None:
         """The last boundary of a sequence after one more pass.
 
@@ -179,41 +190,51 @@ class Prefiller:
             before: its last boundary before the pass.
             layers: the layers of the batch after the pass.
             row: index of the sequence in the batch.
-            num_tokens: tokens that the layers hold of it.
+            ids: the tokens that the layers hold of it.
             num_new: how many of them were computed by the pass.
+            keys: how the sequences of the batch are keyed.
         """
+        num_tokens = len(ids)
         if num_tokens % self.grid or self._layout.has_windows or num_tokens > self._model.max_tokens:
             return before
-        is_chunk = before is not None and before.num_tokens == num_tokens - num_new and num_new == self.grid
-        is_alone = len(token_tensor(layers, self._layout.tokens[0])) == 1  # bits may depend on the rows of a batch
-        if self._cache.config.deterministic and not (is_chunk and is_alone):
-            return before
-        if self.grid == 1:  # every pass ends at one, and the last one's states are those of the layers
+        if self._is_in_segments:
+            start = num_tokens - num_new
+            is_alone = len(token_tensor(layers, self._layout.tokens[0])) == 1  # bits may depend on the rows of a batch
+            if num_new < MIN_SEGMENT or not is_alone or before is None or before.num_tokens != start:
+                return before
+            if (start, num_tokens) not in keys.key(row, ids).units:
+                return before
+        elif self.grid == 1:  # every pass ends at one, and the last one's states are those of the layers
             return Boundary(num_tokens)
         return Boundary(num_tokens, tuple(state.clone() for state in states_of(layers, self._layout, row)))
 
-    def keep(self, token_ids: Sequence[int], namespace: str, media: Media | None = None) -> None:
-        """Compute the whole chunks of these tokens that are not cached, and commit them."""
-        whole = key_of(token_ids, namespace, media)
+    def keep(self, token_ids: Sequence[int], keys: KeySpace, row: int = 0) -> None:
+        """Compute these tokens up to the last place where prefills may be cut, if they are not cached, and commit them.
+
+        Args:
+            token_ids: of one sequence.
+            keys: how the sequences of a batch are keyed.
+            row: index of the sequence among them.
+        """
+        whole = keys.key(row, token_ids)
         end = whole.whole(min(len(token_ids), self._model.max_tokens), self.grid)
-        work = Prefill(token_ids[:end], end, namespace, media, is_replay=True)
+        key = keys.key(row, token_ids[:end])
         with self._lock:
             self._cache.adopt()
-            if end and self._cache.tree.peek(work.key, end).num_tokens < end:
-                self.prefill(work)
+            if end and self._cache.tree.peek(key, end).num_tokens < end:
+                self.prefill(Prefill(token_ids[:end], end, key, end, keys.media[row], is_replay=True))
 
     def keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
         """Commit a turn, unless its prompt could not be committed: all of it would be computed again for nothing.
 
         Args:
             token_ids: the prompt and its answer.
-            num_prompt: tokens of the prompt that were looked up.
+            num_prompt: tokens of the prompt that were committed, if there was memory.
             past: the cache in which the model computed them, as one of the sequences `rows` of the batch.
             rows: indices of sequences in `past`.
         """
         rows = list(rows)
-        namespace, media = past.keys.namespace, past.keys.media[rows[0]]
-        key = key_of(token_ids, namespace, media)
+        key = past.keys.key(rows[0], token_ids)
         num_prompt = key.whole(num_prompt, self.grid)
         with self._lock:
             if self._cache.tree.peek(key, num_prompt).num_page_tokens < num_prompt:
@@ -222,10 +243,10 @@ class Prefiller:
                 boundary = past.boundary_of(row, token_ids)
                 if boundary is not None:
                     self._commit_computed(past, row, boundary)
-                    if not self._cache.config.deterministic:  # the last token alone does not justify a chunk
-                        token_ids = token_ids[: past.num_seen(row)]
+                    if not self._is_in_segments and not (len(past.pads) == 1 and token_ids[-1] in self._turn_ends):
+                        token_ids = token_ids[: past.num_seen(row)]  # the last token alone is not worth a pass
                     break
-            self.keep(token_ids, namespace, media)
+            self.keep(token_ids, past.keys, rows[0])
 
     @torch.no_grad()
     def _commit_computed(self, past: Past, row: int, boundary: Boundary) -> None:
@@ -236,6 +257,8 @@ class Prefiller:
         if len(states) < len(self._layout.states):
             return  # the tree had them, and has lost them since
         key = past.keys.key(row, past.rows[row][:end])
+        if self._end_of_own(key, end) < end:
+            return
         cache.adopt()
         with deferred_interrupts():
             lease = cache.open_whole(key)
@@ -254,19 +277,19 @@ class Prefiller:
             finally:
                 cache.close(lease)
 
-    # The chunks of a prefill
+    # The passes of a prefill
 
-    def _prefill_chunks(
+    def _prefill_committed(
         self, past: DynamicCache, work: Prefill, interrupts: DeferredInterrupts
     ) -> tuple[int, Explanation]:
-        """Restore the hit, then compute and commit every whole chunk before `work.end`. Returns the position reached,
-        and why the hit was as long as it was."""
+        """Restore the hit, then compute and commit everything up to the limit. Returns the position reached, and why
+        the hit was as long as it was."""
         cache, key = self._cache, work.key
-        lease = cache.open_whole(key) if work.is_replay else cache.open(key, len(key) - 1, 0)
+        lease = cache.open_whole(key) if work.is_replay else cache.open(key, work.limit, 0)
         if lease is None:
             return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
         try:
-            position, last = lease.num_hit_tokens, work.end // self.grid * self.grid
+            position, last = lease.num_hit_tokens, key.whole(min(work.end, work.limit), self.grid)
             if work.is_left_after(position):
                 last = position
             page_size = cache.config.page_size
@@ -276,11 +299,11 @@ class Prefiller:
                 self._memory.restore(past.layers, pages, lease.read_slot, position)
             cache.advance(lease, position)
             is_kept = True
-            while position < last:
-                start = position
-                position = min([*(cut for cut in wanted if cut > start), start + self._max_pass_tokens, last])
+            keep_end = self._end_of_own(key, last)
+            for end in self._cuts(key, position, last, wanted):
+                start, position = position, end
                 self._forward(work, position, past, start, interrupts)
-                is_kept = is_kept and self._keep_chunk(past, lease, start, position, wanted)
+                is_kept = is_kept and position <= keep_end and self._keep_pass(past, lease, start, position, wanted)
                 if is_kept:
                     cache.advance(lease, position)
                     if lease.captured or (position == last and lease.num_shared < last // page_size):
@@ -288,6 +311,26 @@ class Prefiller:
             return position, lease.explanation
         finally:
             cache.close(lease)
+
+    def _cuts(self, key: Key, start: int, last: int, wanted: dict[int, Kind]) -> list[int]:
+        """The ends of the passes over the tokens `[start, last)`."""
+        if self._is_in_segments:
+            return [end for _, end in key.units if start < end <= last]
+        cuts: list[int] = []
+        while start < last:
+            start = min([*(cut for cut in wanted if cut > start), start + self._max_pass_tokens, last])
+            cuts.append(start)
+        return cuts
+
+    def _end_of_own(self, key: Key, last: int) -> int:
+        """Tokens of a key, up to `last`, before a segment that begins with an id of another one in the tree: it has 31
+        bits, and what has some of these ids in common shares pages. All ids that stand for a segment are never equal.
+        """
+        if not self._is_in_segments:
+            return last
+        found = self._cache.tree.peek(Key(key.ids, key.namespace), last).num_page_tokens
+        whole = key.whole(found, self.grid)
+        return whole if whole < found < whole + MIN_SEGMENT else last
 
     def _forward(self, work: Prefill, end: int, past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
         """One forward pass over the tokens `[start, end)`. Only here may signal handlers interrupt."""
@@ -306,8 +349,11 @@ class Prefiller:
         cache = self._cache
         names, start = cache.config.placement, lease.num_hit_tokens
         spare: Iterable[int] = ()
-        if not self.has_states:
-            spare = range(start, last + 1, self._max_pass_tokens)  # they take no memory
+        ends = [end for _, end in work.key.units if end <= last] if self._is_in_segments else []
+        if not self.has_states:  # they take no memory
+            spare = ends or range(start, last + 1, self._max_pass_tokens)
+        elif "geometric" in names and self._is_in_segments:
+            spare = (ends[n - 1] for n in placement.spare(bisect_right(ends, start), len(ends), 1, cache.spare_share))
         elif "geometric" in names:
             if self._max_pass_tokens == self.grid:
                 spare = placement.spare(start, last, self.grid, cache.spare_share)
@@ -316,7 +362,7 @@ class Prefiller:
         wanted = dict.fromkeys(spare, Kind.INTERVAL)
         wanted |= placement.of_prompt(
             {*names, "turn_end"},  # a replay is run to cache its end
-            len(work.ids),
+            work.limit if work.is_replay else work.limit + 1,
             self.grid,
             branching_len=lease.branching_len,
             shared=(),
@@ -326,8 +372,8 @@ class Prefiller:
         )
         return wanted
 
-    def _keep_chunk(self, past: DynamicCache, lease: Lease, start: int, end: int, wanted: dict[int, Kind]) -> bool:
-        """Copy the chunk `[start, end)` into pages, and the state into a slot where a checkpoint is wanted. False when
+    def _keep_pass(self, past: DynamicCache, lease: Lease, start: int, end: int, wanted: dict[int, Kind]) -> bool:
+        """Copy the tokens `[start, end)` into pages, and the state into a slot where a checkpoint is wanted. False when
         no page can be allocated."""
         cache, page_size = self._cache, self._cache.config.page_size
         if not cache.reserve(lease, end):

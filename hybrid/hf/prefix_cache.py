@@ -46,6 +46,7 @@ from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
 from hybrid.hf.prefill import Prefiller
 from hybrid.hf.probe import layout_of_model, probe
+from hybrid.hf.segments import Segments
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
@@ -77,14 +78,13 @@ class PrefixCache:
             its weights, adapters or settings change, prefixes computed before are not used for prompts after that.
         memory: memory for pages and states: bytes, a text such as "512MiB", or a fraction of the free memory.
         device: device of that memory. None: the model's device.
-        deterministic: cut every prefill at every multiple of `chunk_size`, so that a hit is bitwise equal to a cold
-            run. Otherwise a prefill is cut only where a checkpoint is captured, and results agree within rounding.
-            None: on for CPU, off for GPU.
-        chunk_size: prefills are cut, and checkpoints captured, at multiples of this many tokens. The tokens after the
-            last multiple are computed again. Smaller passes are slower. None: 128 in deterministic mode; otherwise 1
-            on a CPU and 16 on a GPU.
-            A chunk is a page too: with mixtures of experts the bits of a token depend on all tokens of its pass, so in
-            deterministic mode a chunk is shared as a whole or not at all.
+        deterministic: cut every prefill where a turn ends (after an end-of-sequence token of the model's generation
+            config), and every `chunk_size` tokens after that, so that a hit is bitwise equal to a cold run. Otherwise a
+            prefill is cut only where a checkpoint is captured, and results agree within rounding. None: on for CPU,
+            off for GPU.
+        chunk_size: in deterministic mode the tokens of a pass at most, from 8 on; None: 128. Otherwise prefills are
+            cut, and checkpoints captured, at multiples of this many tokens; None: 1 on a CPU, and 16 on a GPU. The
+            tokens after the last cut are computed again. Smaller passes are slower.
         host: memory of the host for copies of what is evicted, as in `hybrid.CacheConfig`. None: what is evicted is
             computed again.
         eviction: as in `hybrid.CacheConfig`.
@@ -122,11 +122,15 @@ class PrefixCache:
         if chunk_size is None:
             fast_chunk_size = CPU_CHUNK_SIZE if on_cpu else GPU_CHUNK_SIZE
             chunk_size = DETERMINISTIC_CHUNK_SIZE if deterministic else fast_chunk_size
+        self._turn_ends = token_option(model, {}, "eos_token_id")
+        self._segments = Segments(chunk_size, self._turn_ends) if deterministic else None
+        self._chunk_size = chunk_size
+        grid = chunk_size if self._segments is None else 1  # segments end anywhere
         self._config = CacheConfig(
             memory=memory,
             host=host,
-            page_size=chunk_size,
-            chunk_size=chunk_size,
+            page_size=grid,
+            chunk_size=grid,
             eviction=eviction,
             placement=placement,
             deterministic=deterministic,
@@ -158,7 +162,7 @@ class PrefixCache:
             self._num_bytes, spec.page_bytes(page_size), spec.state_bytes, mover=weakref.proxy(self.memory.tensors)
         )
         self.cache: HybridCache = HybridCache(pools, self._config)
-        self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock)
+        self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock, self._turn_ends)
         self._beginnings = Beginnings(self._model, self._prefiller, self._config)
         self._drafting = Drafting(self._model, self.cache, self._lock)
 
@@ -319,7 +323,7 @@ class PrefixCache:
         """
         with self._bookkeeping():
             key_space = self._key_space(namespace)
-        self._prefiller.keep(token_ids, key_space)
+        self._prefiller.keep(token_ids, KeySpace(key_space, (None,), self._segments))
 
     # Files
 
@@ -354,31 +358,29 @@ class PrefixCache:
     def _archive(self, input_ids: Tensor | None, namespace: str) -> Archive:
         with self._bookkeeping():
             key_space = self._key_space(namespace)
-            keys = None
-            if input_ids is not None:
-                keys = [Key.of(parse_prompts(input_ids, None, None, frozenset()).rows[0], key_space)]
+            keys = None if input_ids is None else [self._key(input_ids, key_space)[1]]
             made = self.cache.archive(keys, namespace=key_space, model=self._fingerprint())
             return made.renamed(self._version.namespace)
 
     def _fingerprint(self) -> Fingerprint:
         """What is cached now is made with: the model as it is."""
         model = digest_of(self._model.outer, self._model.inner.config.to_dict())
-        return fingerprint_of(self.cache.memory, self._config, model, self._config.deterministic is True)
+        made = fingerprint_of(self.cache.memory, self._config, model, self._segments is not None)
+        return replace(made, chunk_size=self._chunk_size)
 
     # Bookkeeping
 
     def explain(self, input_ids: Tensor, namespace: str = "") -> Explanation:
         """The hit that a prompt, `[1, tokens]`, would have now, and why it would not be longer. Changes nothing."""
-        ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
         with self._bookkeeping():
-            key, limit, tree = Key.of(ids, self._key_space(namespace)), len(ids) - 1, self.cache.tree
-            return explain(tree, key, limit, tree.peek(key, limit))
+            ids, key = self._key(input_ids, self._key_space(namespace))
+            limit = len(ids) - 1 if self._segments is None else self._segments.prompt_end(ids, key)
+            return explain(self.cache.tree, key, limit, self.cache.tree.peek(key, limit))
 
     def pin(self, input_ids: Tensor, ttl: float = float("inf"), namespace: str = "") -> Pin | None:
         """Protect the usable prefix of a prompt, `[1, tokens]`, from eviction; see `HybridCache.pin`."""
-        ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
         with self._bookkeeping():
-            return self.cache.pin(Key.of(ids, self._key_space(namespace)), ttl)
+            return self.cache.pin(self._key(input_ids, self._key_space(namespace))[1], ttl)
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin."""
@@ -468,4 +470,9 @@ class PrefixCache:
         if images is not None:
             media = self._images.read(images, prompts.rows, prompts.pads, self._config.page_size)
         with self._bookkeeping():
-            return KeySpace(self._key_space(namespace), media)
+            return KeySpace(self._key_space(namespace), media, self._segments)
+
+    def _key(self, input_ids: Tensor, key_space: str) -> tuple[list[int], Key]:
+        """A prompt, `[1, tokens]`, and its key."""
+        ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
+        return ids, KeySpace(key_space, (None,), self._segments).key(0, ids)

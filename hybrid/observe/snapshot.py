@@ -115,8 +115,12 @@ class Snapshot:
     tiers: tuple[TierView, ...]
 
     def with_text(self, decode: Decode) -> Snapshot:
-        """The same with the text of each node's beginning."""
-        return replace(self, nodes=tuple(replace(node, text=decode(list(node.ids))) for node in self.nodes))
+        """The same with the text of each node's beginning. Ids that are no tokens, those of images and of the
+        beginnings of segments (`hybrid.hf`), are left out."""
+        texts = (decode([token for token in node.ids if token >= 0]) for node in self.nodes)
+        return replace(
+            self, nodes=tuple(replace(node, text=text) for node, text in zip(self.nodes, texts, strict=True))
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Everything, in types of JSON."""

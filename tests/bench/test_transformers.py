@@ -72,7 +72,7 @@ def test_the_cache_inside_transformers(
     for name, value in {"TURN": 300, "ANSWER": 3, "SHORT": 8, "COLD": (64,)}.items():
         monkeypatch.setattr(hf, name, value)
     sides = hf.Sides(prefix_reuse.save_random_model(tmp_path))
-    assert_every_line_is_measured(hf.measure(sides, 2), 10)
+    assert_every_line_is_measured(hf.measure(sides, 2), 11)
 
 
 def test_the_engine_against_llama_cpp_without_it(

@@ -32,7 +32,7 @@ def test_what_one_cache_has_saved_is_a_hit_of_another(kind: str, tmp_path: Path)
     saved = first.save(tmp_path / "a", prompt)
     loaded = second.load(tmp_path / "a")
     assert (loaded.checkpoints, loaded.pages) == (saved.checkpoints, saved.pages)
-    assert saved.pages == 6
+    assert saved.pages == 96
     assert_same(second.generate(prompt, **greedy()), warm)
     assert second.explanations[0].usable_hit == 96
     assert_nothing_held(second)
@@ -73,5 +73,5 @@ def test_a_missing_file_and_other_settings_are_refused(model: Any, tmp_path: Pat
         cache_on(model).load(tmp_path / "nothing")
     other = cache_on(model)
     other.generate(ids(50), **greedy())
-    with pytest.raises(CacheFileError, match="page_size is 16 there and 32 here"):
+    with pytest.raises(CacheFileError, match="chunk_size is 16 there and 32 here"):
         type(other)(model, "4MiB", chunk_size=32).load(other.dump())

@@ -71,7 +71,8 @@ class Life:
     # Prompts
 
     def tokens(self, most: int) -> list[int]:
-        return [self.rng.randrange(3, VOCAB) for _ in range(self.rng.randint(1, most))]
+        """New ones, some of which end turns."""
+        return [self.rng.choice([2, *range(3, VOCAB)] + [2] * 4) for _ in range(self.rng.randint(1, most - 1))] + [9]
 
     def prompt(self) -> list[int]:
         """A new one, or one that continues, repeats or leaves what was seen."""
