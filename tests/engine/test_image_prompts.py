@@ -1,12 +1,14 @@
 """Prompts with images in an engine: cut over several steps at every position, shared, pinned, and refused."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, PromptError, SamplingParams
+from hybrid.commands.random_checkpoints import write_random_checkpoint
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids
 
 SIZE = 256
@@ -53,6 +55,24 @@ def test_an_image_that_ends_between_two_commits_is_shared_when_it_is_complete(co
     other = answer(engine, of_image(1, 2 * GRID - 1, count, after=2 * GRID))
     assert other.usage.page_tokens == GRID  # the text before the page in which the image begins
     engine.cache.audit()
+
+
+@pytest.mark.parametrize("family", ["bamba", "gemma3_text", "qwen3_next"])
+def test_an_image_with_the_embeddings_of_a_text_is_answered_as_the_text(family: str, tmp_path: Path) -> None:
+    """In families without a vision tower, too: windows have rotary angles of their own, and every pass raised."""
+    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB")
+    path = write_random_checkpoint(tmp_path, family)
+    engine = Engine.from_pretrained(path, device="cpu", dtype="float32", cache=config)
+    text = [token % 300 for token in ids(3 * GRID)]
+    begin, end = GRID - 3, 2 * GRID + 5
+    image = Image(begin, engine.model.embed(torch.tensor(text[begin:end])))
+    prompt = ImagePrompt([*text[:begin], *[9] * (end - begin), *text[end:]], [image])
+    expected = answer(engine, text, PARAMS)
+    for cached in (0, 2 * GRID):
+        found = answer(engine, prompt, PARAMS)
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+        assert found.usage.cached_tokens >= cached
+    assert_nothing_held(engine)
 
 
 def test_many_images_of_one_position_get_their_own_answers(tiny: Engine) -> None:
