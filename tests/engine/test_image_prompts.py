@@ -9,7 +9,7 @@ import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, PromptError, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
-from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids
+from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
 
 SIZE = 256
 """Of the embeddings of the model inside the package."""
@@ -73,6 +73,20 @@ def test_an_image_with_the_embeddings_of_a_text_is_answered_as_the_text(family: 
         assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
         assert found.usage.cached_tokens >= cached
     assert_nothing_held(engine)
+
+
+def test_tensors_of_a_prompt_may_be_written_to_once_it_is_added(tiny: Engine) -> None:
+    """A caller's buffer for the next image: what was cached under the first image's digest was computed from the second
+    one, and given to all who asked for the first."""
+    engine, prompt = engine_on(tiny), of_image(0, GRID, GRID, after=GRID)
+    prompt = ImagePrompt(prompt.token_ids, prompt.images, torch.arange(3 * GRID).expand(3, -1).contiguous())
+    expected = answer(engine_on(tiny, enabled=False), prompt, PARAMS)
+    name = engine.add_request(prompt, PARAMS)
+    prompt.images[0].embeddings.neg_()
+    prompt.positions.zero_()  # type: ignore[union-attr]
+    assert run_to_end(engine)[name].logprobs == expected.logprobs
+    again = answer(engine, of_image(0, GRID, GRID, after=GRID), PARAMS)
+    assert (again.logprobs, again.usage.cached_tokens) == (expected.logprobs, 2 * GRID)
 
 
 def test_many_images_of_one_position_get_their_own_answers(tiny: Engine) -> None:
