@@ -353,7 +353,7 @@ class RandomWorkload:
                 self.finish(request)
             elif self.random.random() < 0.03:
                 self.end(request)
-            elif self.random.random() < 0.1:
+            elif self.random.random() < 0.05:
                 self.fork(request)
             else:
                 self.step(request)
