@@ -63,12 +63,12 @@ def test_an_image_with_the_embeddings_of_a_text_is_answered_as_the_text(family: 
     config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB")
     path = write_random_checkpoint(tmp_path, family)
     engine = Engine.from_pretrained(path, device="cpu", dtype="float32", cache=config)
-    text = [token % 300 for token in ids(3 * GRID)]
+    text = [token % 300 for token in ids(4 * GRID + 3)]
     begin, end = GRID - 3, 2 * GRID + 5
     image = Image(begin, engine.model.embed(torch.tensor(text[begin:end])))
     prompt = ImagePrompt([*text[:begin], *[9] * (end - begin), *text[end:]], [image])
     expected = answer(engine, text, PARAMS)
-    for cached in (0, 2 * GRID):
+    for cached in (0, 4 * GRID):
         found = answer(engine, prompt, PARAMS)
         assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
         assert found.usage.cached_tokens >= cached
