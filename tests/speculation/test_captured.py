@@ -59,9 +59,7 @@ def prompts_of(model: Engine, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("params", [greedy(40, logprobs=2), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
-def test_answers_are_those_of_launched_passes(
-    model: Engine, params: SamplingParams, deterministic: bool
-) -> None:
+def test_answers_are_those_of_launched_passes(model: Engine, params: SamplingParams, deterministic: bool) -> None:
     prompts = prompts_of(model, 4)
     plain = engine_of(model, eager=True, deterministic=deterministic).generate(prompts, params, progress=False)
     known = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
