@@ -248,7 +248,6 @@ def plan(
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         _add_decodes(pieces, decodes, positions[num_prefills:], filler, width)
     adapted = _add_adapted(pieces, parts, starts, chunk_size if deterministic else None)
-    _add_run_starts(pieces, decodes)
     _add_sampling(pieces, parts, sampled, filler)
     _add_links(pieces, parts, starts, sources)
     prompts = [*pairwise(starts[: num_prefills + 1])]
@@ -326,7 +325,12 @@ def _add_media(
 
 
 def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
-    """How the token of every row of logits is chosen, unless all are the most likely ones."""
+    """Where the steps of each part start, where there are drafts; how the token of every row of logits is chosen,
+    unless all are the most likely ones."""
+    decodes = [part for part in parts if not part.is_prefill]
+    if any(part.num_drafts for part in decodes):
+        starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in decodes)]
+        pieces.add(RUN_STARTS, starts, (len(starts),))
     rows: list[SampleRow | None] = [
         request.sample_row(path, num_unknown) if request is not None else None
         for request, path, num_unknown in tokens_of(parts, sampled)
@@ -414,13 +418,6 @@ def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | No
         for path in paths[1:]:
             read += [known, *[-1] * (len(path) - 1)]
     return read, write
-
-
-def _add_run_starts(pieces: Pieces, parts: list[Part]) -> None:
-    """Where the steps of each part start, where there are drafts."""
-    if any(part.num_drafts for part in parts):
-        starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in parts)]
-        pieces.add(RUN_STARTS, starts, (len(starts),))
 
 
 def _block_table(parts: list[Part], filler: int, width: int) -> np.ndarray:
