@@ -87,11 +87,6 @@ class Step:
 
     parts: list[Part]
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether the number of tokens that the step yields is not known before it has run."""
-        return any(part.drafts is not None for part in self.parts)
-
     def alive(self) -> Step:
         """The parts whose requests did not end, and were not retracted, since the step was scheduled."""
         return Step([part for part in self.parts if part.is_alive])
