@@ -237,10 +237,10 @@ def plan(
     pieces, num_tokens = Pieces(), starts[-1] + filler
     checkpoints = _add_tokens(pieces, parts, positions, page_size, filler, sources)
     sampled = tuple(map(SampledRows.of, parts))
-    rows = rows_of(sampled, starts[1:])
-    pieces.add("sample_rows", rows + [0] * filler, (len(rows) + filler,))
-    has_media = [part for part in parts if part.request.media is not None] != []
-    embeddings = _add_media(pieces, parts, starts, positions) if has_media else ()
+    rows = rows_of(sampled, starts[1:]) + [0] * filler
+    pieces.add("sample_rows", rows, (len(rows),))
+    with_media = [part for part in parts if part.request.media is not None]
+    embeddings = _add_media(pieces, parts, starts, positions) if with_media else ()
     splits: dict[str, int | None] = {}
     if prefills:
         splits["prefills"] = 1 if deterministic else None
