@@ -239,8 +239,7 @@ def plan(
     sampled = tuple(map(SampledRows.of, parts))
     rows = rows_of(sampled, starts[1:]) + [0] * filler
     pieces.add("sample_rows", rows, (len(rows),))
-    with_media = [part for part in parts if part.request.media is not None]
-    embeddings = _add_media(pieces, parts, starts, positions) if with_media else ()
+    embeddings = _add_media(pieces, parts, starts, positions)
     splits: dict[str, int | None] = {}
     if prefills:
         splits["prefills"] = 1 if deterministic else None
@@ -308,7 +307,9 @@ def _add_tokens(
 def _add_media(
     pieces: Pieces, parts: list[Part], starts: list[int], positions: list[Sequence[int]]
 ) -> tuple[Tensor, ...]:
-    """Rotary positions of a step with images in it, and the rows of images. Returns their embeddings."""
+    """In a step with images, rotary positions and the rows of images. Returns their embeddings."""
+    if not [part for part in parts if part.request.media is not None]:
+        return ()
     rotary = np.tile(np.array([*chain.from_iterable(positions)], np.int64), (3, 1))
     rows: list[int] = []
     embeddings: list[Tensor] = []
