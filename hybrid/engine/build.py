@@ -20,7 +20,6 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
-from hybrid.kernels.ops import uses_triton
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
@@ -230,10 +229,7 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     if device.type == "cuda":
         warm_up(model, cache, config, deterministic)
     graphs = None
-    can_be_recorded = model.decode_can_be_recorded
-    if cache.config.kv_dtype != "auto" and not uses_triton(device):
-        can_be_recorded = False  # torch unpacks rows there
-    if not config.enforce_eager and can_be_recorded:
+    if not config.enforce_eager and model.decode_can_be_recorded:
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
 
