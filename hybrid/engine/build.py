@@ -221,6 +221,11 @@ def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) 
     return fingerprint_of(memory, config, loaded.digest(), is_deterministic(config, loaded.device))
 
 
+def is_captured(loaded: LoadedModel, config: EngineConfig) -> bool:
+    """Whether decode steps are captured."""
+    return not config.enforce_eager and loaded.model.decode_can_be_recorded
+
+
 def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, deterministic: bool) -> ModelRunner:
     """What computes the steps of an engine on its model."""
     model, device = loaded.model, loaded.device
@@ -229,7 +234,7 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     if device.type == "cuda":
         warm_up(model, cache, config, deterministic)
     graphs = None
-    if not config.enforce_eager and model.decode_can_be_recorded:
+    if is_captured(loaded, config):
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
 
