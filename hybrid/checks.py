@@ -3,11 +3,61 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Callable
+from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hybrid.errors import ArgumentError
+from hybrid.errors import ArgumentError, KeywordError
+
+Settings = TypeVar("Settings", bound=type)
+
+SETTINGS_ELSEWHERE = {
+    "max_tokens": "max_new_tokens",
+    "min_new_tokens": "min_tokens",
+    "do_sample": "temperature",
+    "num_return_sequences": "n",
+    "lora_request": "adapter",
+    "guided_json": "structured",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "block_size": "page_size",
+    "gpu_memory_utilization": "memory",
+    "mem_fraction_static": "memory",
+    "kv_cache_dtype": "kv_dtype",
+    "enable_prefix_caching": "enabled",
+    "max_running_requests": "max_num_seqs",
+    "context_length": "max_model_len",
+}
+"""Names of vLLM, SGLang and transformers, and what they are called here (docs/migrating.md)."""
+
+
+def known_names(settings: Settings) -> Settings:
+    """Make a dataclass of settings refuse a keyword that it does not have with an error that names the one meant.
+
+    Raises:
+        KeywordError: by its constructor.
+    """
+    make: Callable[..., None] = settings.__init__
+    names = [field.name for field in fields(settings)]
+
+    @wraps(make)
+    def checked(self: Any, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in names:
+                meant = [SETTINGS_ELSEWHERE[name]] if SETTINGS_ELSEWHERE.get(name) in names else []
+                meant = meant or get_close_matches(name, names, n=1)
+                remedy = f"; did you mean {meant[0]}?" if meant else f"; there are: {', '.join(names)}"
+                raise KeywordError(f"{settings.__name__} has no {shown(name)}{remedy}")
+        make(self, *args, **given)
+
+    settings.__init__ = checked
+    return settings
+
 
 MAX_INT = 2**63 - 1
 

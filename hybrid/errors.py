@@ -3,6 +3,7 @@
 HybridError
 ├── ArgumentError (also a ValueError)     an argument is wrong; nothing was changed
 │   ├── PromptError                       an empty prompt, ids outside the vocabulary, a prompt that is too long
+│   ├── KeywordError (also a TypeError)   settings have no field of that name; the message names those that are meant
 │   ├── SamplingError                     sampling parameters that contradict each other or are out of range
 │   ├── MemoryBudgetError                 the memory is too small; the message names the smallest that suffices
 │   ├── CacheFileError                    a file of cached prefixes that is damaged, of another model, or cannot be
@@ -31,6 +32,10 @@ class ArgumentError(HybridError, ValueError):
 
 class PromptError(ArgumentError):
     """A prompt cannot be run: it is empty, too long, or holds ids outside the vocabulary."""
+
+
+class KeywordError(ArgumentError, TypeError):
+    """Settings have no field of a name that was given."""
 
 
 class SamplingError(ArgumentError):

@@ -211,7 +211,9 @@ def _locate(name: str | Path) -> Path:
     path = TINY if name == "tiny" and not Path(name).exists() else Path(name)
     if path.is_dir():
         if not is_file(path / "config.json"):
-            raise CheckpointError(f"{path} is not a checkpoint: it has no config.json")
+            raise CheckpointError(
+                f"{path} is not a checkpoint: it has no config.json; give the folder that has it and *.safetensors"
+            )
         return path
     if path.exists() or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
         raise CheckpointError(
@@ -224,5 +226,6 @@ def _locate(name: str | Path) -> Path:
         return Path(snapshot_download(str(name), allow_patterns=FILES))
     except Exception as error:  # the hub's client raises many kinds: no network, no such repository, no access
         raise CheckpointError(
-            f"{name} is not a folder here, and cannot be downloaded from the hub: {type(error).__name__}: {error}"
+            f"there is no folder {name} here, and it cannot be downloaded from the hub: give a folder with config.json "
+            f"and *.safetensors, a hub id as 'Qwen/Qwen3.5-0.8B', or 'tiny' ({type(error).__name__}: {error})"
         ) from error

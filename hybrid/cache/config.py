@@ -28,6 +28,7 @@ STATE_DTYPES = ("float32", "bfloat16", "int8")
 """How checkpoints can be stored."""
 
 
+@checks.known_names
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """Settings of the prefix cache.

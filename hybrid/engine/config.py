@@ -9,6 +9,7 @@ from hybrid.errors import ArgumentError
 from hybrid.units import parse_memory
 
 
+@checks.known_names
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How an engine schedules requests and launches steps.

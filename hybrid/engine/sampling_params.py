@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from hybrid import checks
 from hybrid.errors import SamplingError
 
 LogitsProcessor = Callable[..., Tensor]
@@ -59,6 +60,7 @@ MAX_BIAS = 100.0
 """Entries of `logit_bias` are between minus this and this."""
 
 
+@checks.known_names
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to continue a prompt. The default is greedy.

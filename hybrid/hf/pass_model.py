@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
+from hybrid.checks import shown
+from hybrid.errors import ArgumentError
 from hybrid.hf.model_version import ModelVersions
 from hybrid.hf.positions import RopeDeltas, rope_limit
 from hybrid.prompts.images import Media
@@ -36,9 +38,17 @@ class PassModel:
         versions: reports whether the model has changed.
         rope_deltas: positions that the model remembers outside of its cache.
         max_tokens: tokens up to which its rotary frequencies do not change.
+
+    Raises:
+        ArgumentError: it is no model of transformers.
     """
 
     def __init__(self, model: Any) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(inner_model(model), GenerationMixin):
+            raise ArgumentError(
+                "PrefixCache: model must be a loaded model of transformers that has generate, as from "
+                f"AutoModelForCausalLM.from_pretrained(...); got {type(model).__name__} {shown(model)}"
+            )
         self.outer = model
         self.generate: Callable[..., Any] = model.generate
         self.inner: Any = inner_model(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hybrid import checks
 from hybrid.errors import ArgumentError
 from hybrid.speculation.drafter import Drafter
 
@@ -15,6 +16,7 @@ MAX_DRAFTS = 63
 """The largest `max_drafts`."""
 
 
+@checks.known_names
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """Who drafts, and how much.

@@ -1,9 +1,11 @@
 """The settings of the cache: what is accepted, what is refused, and what the refusal says."""
 
+import re
 from typing import Any
 
 import pytest
 
+import hybrid
 from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError, HybridError, MemoryBudgetError
 from hybrid.units import format_bytes, parse_memory
@@ -103,6 +105,23 @@ def test_texts_of_amounts_are_read(text: str, amount: float) -> None:
 )
 def test_counts_of_bytes_are_written_for_people(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "meant"),
+    [
+        (CacheConfig, "block_size", "CacheConfig has no 'block_size'; did you mean page_size?"),
+        (CacheConfig, "evicton", "did you mean eviction?"),
+        (hybrid.SamplingParams, "max_tokens", "did you mean max_new_tokens?"),
+        (hybrid.EngineConfig, "max_running_requests", "did you mean max_num_seqs?"),
+        (hybrid.SpeculationConfig, "zzz", "there are: drafters, max_drafts, adaptive"),
+    ],
+)
+def test_a_setting_that_is_not_there_is_refused_with_the_one_that_is_meant(
+    settings: type, given: str, meant: str
+) -> None:
+    with pytest.raises(hybrid.KeywordError, match=re.escape(meant)):
+        settings(**{given: 1})
 
 
 def test_settings_are_given_by_name_and_do_not_change() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import suppress
@@ -217,6 +218,25 @@ def test_the_demo_fits_into_a_terminal(story: list[demo.Act], width: int, verbos
     if not verbose:  # answers and explanations may be longer than a line
         assert max(map(len, lines)) <= width
         assert len(lines) < 60
+
+
+def test_the_transcript_in_the_documents_is_what_the_demo_prints(story: list[demo.Act]) -> None:
+    """But for times, bars, and how many times as fast."""
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    narrator = demo.Narrator(console, False)
+    for act in story:
+        narrator.tell(act)
+    narrator.conclude(demo.judge(story))
+    assert isinstance(console.file, io.StringIO)
+    page = (TINY.parent.parent / "docs" / "demo.md").read_text(encoding="utf-8")
+    transcript = page.split("```")[1]
+
+    def lasting(text: str) -> list[str]:
+        text = re.sub(r"[█▏▎▍▌▋▊▉ ]*\d+ ms", " T", re.sub(r"[╭╮╰╯│─]", " ", text))
+        text = re.sub(r"^ +\d+\.\d ", " x ", text, flags=re.MULTILINE)
+        return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+    assert lasting(transcript) == lasting(console.file.getvalue())
 
 
 def test_the_demo_runs_without_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
