@@ -42,7 +42,7 @@ def known_names(settings: Settings) -> Settings:
     Raises:
         KeywordError: by its constructor.
     """
-    make: Callable[..., None] = settings.__init__
+    make: Callable[..., None] = vars(settings)["__init__"]
     names = [field.name for field in fields(settings)]
 
     @wraps(make)
@@ -55,7 +55,7 @@ def known_names(settings: Settings) -> Settings:
                 raise KeywordError(f"{settings.__name__} has no {shown(name)}{remedy}")
         make(self, *args, **given)
 
-    settings.__init__ = checked
+    type.__setattr__(settings, "__init__", checked)
     return settings
 
 

@@ -44,7 +44,7 @@ class PassModel:
     """
 
     def __init__(self, model: Any) -> None:
-        if not isinstance(model, nn.Module) or not isinstance(inner_model(model), GenerationMixin):
+        if not isinstance(inner_model(model), GenerationMixin):
             raise ArgumentError(
                 "PrefixCache: model must be a loaded model of transformers that has generate, as from "
                 f"AutoModelForCausalLM.from_pretrained(...); got {type(model).__name__} {shown(model)}"
