@@ -68,5 +68,14 @@ def test_the_words_are_those_of_the_field() -> None:
             assert not found, f"{path.relative_to(ROOT)}:{number}: {line}"
 
 
+def test_the_table_of_models_has_every_model_type_that_is_tested() -> None:
+    """`tests/models/test_families.py` compares each with transformers, and its hits in three dtypes."""
+    from hybrid.models.loading import ARCHITECTURES
+
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.+?`) \| .* \| tested, fp32 \| tested, all three dtypes \|", page, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(ARCHITECTURES)
+
+
 def test_the_map_stays_short() -> None:
     assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").splitlines()) < 180
