@@ -89,8 +89,8 @@ class PrefixCache:
             computed again.
         eviction: as in `hybrid.CacheConfig`.
         placement: as in `hybrid.CacheConfig`. Without "turn_end" the answers of `generate` and of sessions are not
-            cached. In deterministic mode each answer is computed again in whole chunks when it is cached, since
-            decoding is not bitwise equal to a prefill.
+            cached. In deterministic mode each answer is computed again when it is cached, since decoding is not bitwise
+            equal to a prefill.
 
     Attributes:
         cache: the bookkeeping: the tree, the pools, pins and statistics.
@@ -315,7 +315,8 @@ class PrefixCache:
                 past.end_session()
 
     def keep(self, token_ids: Sequence[int], namespace: str = "") -> None:
-        """Compute the whole chunks of these tokens that are not cached, and cache them: for instance between requests.
+        """Compute these tokens up to the last place where a prefill may be cut, if they are not cached, and cache them:
+        for instance between requests.
 
         Args:
             token_ids: the tokens of one sequence.
