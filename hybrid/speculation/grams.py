@@ -154,7 +154,7 @@ class GramIndex:
     def _make_table(self, slots: int) -> None:
         self._table = np.zeros(slots, np.int64)
         self._num_slots = slots
-        self._slots = memoryview(self._table)  # reads single numbers several times as fast
+        self._slots: memoryview[int] = self._table.data  # reads single numbers several times as fast
 
     def _grow(self) -> None:
         slots = len(self._table)
