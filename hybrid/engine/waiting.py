@@ -19,7 +19,7 @@ MAX_OVERTAKING = 256
 """A request starts after those that waited when it came, and at most this many others."""
 
 MAX_SERVED = 4096
-"""Namespaces of which nothing waits, and of which it is known what they were served: this many, or up to twice as many."""
+"""Namespaces of which nothing waits, and of which what they were served is known: at least this many, at most twice."""
 
 
 class WaitingQueue:
