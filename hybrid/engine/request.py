@@ -284,6 +284,17 @@ class Request:
             self.prompt_len + self.text.num_kept if self.text is not None and self.text.stopped else len(self.ids)
         )
 
+    def add_prompt_logprobs(self, logprobs: Sequence[dict[int, float]], end: int) -> None:
+        """Add the log-probabilities of tokens of the prompt that are not known yet: a request that starts again may
+        compute some twice.
+
+        Args:
+            logprobs: of tokens one after the other, up to the one at `end` or the last one of the prompt.
+            end: of the part that computed them.
+        """
+        missing = min(end, self.prompt_len - 1) + 1 - len(self.prompt_logprobs)
+        self.prompt_logprobs += logprobs[max(0, len(logprobs) - missing) :]
+
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """The answers up to now; what `previous` does not have of the first is its delta."""
         return self.own_output(previous) if self.completions is None else self.completions.output(previous)
