@@ -21,7 +21,6 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
-from hybrid.kernels.ops import uses_triton
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
@@ -224,10 +223,8 @@ def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) 
     return fingerprint_of(memory, config, loaded.digest(), is_deterministic(config, loaded.device))
 
 
-def is_captured(loaded: LoadedModel, cache: HybridCache, config: EngineConfig) -> bool:
+def is_captured(loaded: LoadedModel, config: EngineConfig) -> bool:
     """Whether decode steps are captured."""
-    if cache.config.kv_dtype != "auto" and not uses_triton(loaded.device):
-        return False  # torch unpacks rows there
     return not config.enforce_eager and loaded.model.decode_can_be_recorded
 
 
@@ -245,7 +242,7 @@ def model_runner(
     if device.type == "cuda":
         warm_up(model, cache, config, deterministic, speculation)
     graphs = None
-    if is_captured(loaded, cache, config):
+    if is_captured(loaded, config):
         longest = MAX_PROMPT_TOKENS if model.prompts_can_be_recorded else 0
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device, max_prompt_tokens=longest)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
