@@ -135,8 +135,6 @@ class Departures:
             reader, size, end, pages = writer_of(self._memory), self._page_size, node.end, node.pages
             for page in reversed(pages[num_kept:]):
                 name, path = (PAGE, name_at(node, end)), partial(names_upward, node, end - size)
-                if end - size <= node.run.start:
-                    path = partial(names_upward, node.run.nodes[0].parent, end - size)
                 self._offer(Leaver(name, self._sizes.page, partial(reader.read_page, page), path))
                 end -= size
         except Exception:  # they are evicted without a copy
