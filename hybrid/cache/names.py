@@ -23,7 +23,7 @@ def name_at(node: Node, num_tokens: int) -> bytes:
 
 
 def names_upward(node: Node, num_tokens: int) -> Iterator[bytes]:
-    """The names of the pages of the first `num_tokens` tokens, the last first, as far as they are asked for. They end in
+    """The names of the pages of the first `num_tokens` tokens, the last first, as far as they are wanted. They end in
     the node's run, or where it begins."""
     while num_tokens:
         if num_tokens == node.run.start:
