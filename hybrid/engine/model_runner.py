@@ -82,13 +82,17 @@ class ModelRunner:
     def plan(self, step: Step) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
         padding, on_gpu = None, self._device.type == "cuda"
-        needs_launches = (step.has_drafts and on_gpu) or any(
-            part.is_prefill or part.request.media or part.request.adapter or part.branches for part in step.parts
-        )
-        rows = sum(part.num_rows for part in step.parts)
+        drafts = [len(part.drafts) for part in step.parts if part.drafts is not None]
+        unlike_decodes = [
+            part
+            for part in step.parts
+            if part.is_prefill or part.request.media or part.request.adapter or part.branches
+        ]
+        needs_launches = unlike_decodes or (drafts and on_gpu)
+        rows = len(step.parts) + sum(drafts)
         most = MAX_CAPTURED_ROWS if not on_gpu else rows
         if self.graphs is not None and not needs_launches and rows <= most and not self.graphs.is_hooked:
-            padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
+            padding = Padding.of(len(step.parts), max([len(part.lease.block_table) for part in step.parts]))
             if not on_gpu:
                 padding = padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
         config, sources = self._cache.config, self._latest.sources if self._latest is not None else {}

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
 from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
 from hybrid.engine.request import Request
-from hybrid.engine.sampled_rows import SampledRows, targets_of, tokens_of
+from hybrid.engine.sampled_rows import SampledRows, rows_of, targets_of, tokens_of
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
@@ -111,7 +111,7 @@ class Plan:
     @property
     def shape(self) -> Layout:
         """The layout without what no layer reads."""
-        return tuple((name, place) for name, place in self.layout.items() if name not in NOT_READ)
+        return tuple([place for place in self.layout.items() if place[0] not in NOT_READ])
 
     def on(self, device: torch.device, tokens: Tensor | None = None) -> tuple[Batch, SamplingRows | None]:
         """The plan's tensors on a device, in one copy.
@@ -236,10 +236,10 @@ def plan(
     starts = [0, *accumulate(map(len, positions))]
     pieces, num_tokens = Pieces(), starts[-1] + filler
     checkpoints = _add_tokens(pieces, parts, positions, page_size, filler, sources)
-    sampled = tuple(SampledRows.of(part) for part in parts)
-    rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in own.rows(end)]
-    pieces.add("sample_rows", rows + [0] * filler, (len(rows) + filler,))
-    embeddings = _add_media(pieces, parts, starts, positions) if any(part.request.media for part in parts) else ()
+    sampled = tuple(map(SampledRows.of, parts))
+    rows = rows_of(sampled, starts[1:]) + [0] * filler
+    pieces.add("sample_rows", rows, (len(rows),))
+    embeddings = _add_media(pieces, parts, starts, positions)
     splits: dict[str, int | None] = {}
     if prefills:
         splits["prefills"] = 1 if deterministic else None
@@ -307,7 +307,9 @@ def _add_tokens(
 def _add_media(
     pieces: Pieces, parts: list[Part], starts: list[int], positions: list[Sequence[int]]
 ) -> tuple[Tensor, ...]:
-    """Rotary positions of a step with images in it, and the rows of images. Returns their embeddings."""
+    """In a step with images, rotary positions and the rows of images. Returns their embeddings."""
+    if not [part for part in parts if part.request.media is not None]:
+        return ()
     rotary = np.tile(np.array([*chain.from_iterable(positions)], np.int64), (3, 1))
     rows: list[int] = []
     embeddings: list[Tensor] = []
@@ -327,30 +329,29 @@ def _add_media(
 def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
     """Where the steps of each part start, where there are drafts; how the token of every row of logits is chosen,
     unless all are the most likely ones."""
-    decodes = [part for part in parts if not part.is_prefill]
-    if any(part.num_drafts for part in decodes):
-        starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in decodes)]
+    if [part for part in parts if part.drafts is not None]:
+        starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in parts if not part.is_prefill)]
         pieces.add(RUN_STARTS, starts, (len(starts),))
+    tokens = tokens_of(parts, sampled)
+    if not [request for request, *_ in tokens if request is not None and request.params.temperature]:
+        return
     rows: list[SampleRow | None] = [
-        request.sample_row(path, num_unknown) if request is not None else None
-        for request, path, num_unknown in tokens_of(parts, sampled)
+        request.sample_row(path, num_unknown) if request is not None else None for request, path, num_unknown in tokens
     ]
-    numbers = sampling_numbers(rows + [None] * filler)
-    if numbers is not None:
-        pieces.add_array(SAMPLING, np.array(numbers, np.float64))
+    pieces.add_array(SAMPLING, np.array(sampling_numbers(rows + [None] * filler), np.float64))
 
 
 def _add_links(pieces: Pieces, parts: list[Part], starts: list[int], sources: Mapping[Request, int]) -> None:
     """Where the device fills in the tokens that the pass before samples."""
-    if not any(part.num_unknown for part in parts):
+    unknown = [(part, row) for part, row in zip(parts, starts, strict=False) if part.num_unknown]
+    if not unknown:
         return
     num_prompt = sum(part.num_rows for part in parts if part.is_prefill)
     first = [pieces.layout[name][0] for name in ("token_ids", "slot_mapping")]
     first += [pieces.layout[name][0] - num_prompt for name in ("decodes.seq_lens", "decodes.state_write")]
     links: list[int] = []
-    for part, row in zip(parts, starts, strict=False):
-        if part.num_unknown:
-            links += (sources[part.request], *(start + row for start in first))
+    for part, row in unknown:
+        links += (sources[part.request], *(start + row for start in first))
     pieces.add(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
 
 

@@ -21,6 +21,7 @@ class Part:
         is_prefill: the tokens are computed as prompt.
         samples: the token after the part is not known yet, and wanted.
         swaps: the pass reads the front and writes the back, so that the state before it is kept.
+        num_unknown: number of its tokens that the host does not know: 1 when the pass before it samples its last token.
         drafts: computed after the tokens, for the case that they are what comes next.
         boundary: a position on the grid among the drafts: if they are accepted beyond it, its state is kept in the
             back. None: there is none.
@@ -35,6 +36,7 @@ class Part:
     is_prefill: bool
     samples: bool = False
     swaps: bool = False
+    num_unknown: int = 0
     drafts: Drafts | None = None
     boundary: int | None = None
     num_pages: int = 0
@@ -78,22 +80,12 @@ class Part:
         """Whether the request still runs on the memory that the part was scheduled for."""
         return self.request.lease is self.lease
 
-    @property
-    def num_unknown(self) -> int:
-        """Number of its tokens that the host does not know: 1 when the pass before it samples its last token."""
-        return max(0, self.end - len(self.request.ids))
-
 
 @dataclass(slots=True)
 class Step:
     """What one forward pass computes: prompt parts first, then single tokens with their drafts."""
 
     parts: list[Part]
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether the number of tokens that the step yields is not known before it has run."""
-        return any(part.drafts is not None for part in self.parts)
 
     def alive(self) -> Step:
         """The parts whose requests did not end, and were not retracted, since the step was scheduled."""

@@ -228,6 +228,7 @@ class StepLoop:
                     self._deliver(part, results[id(part)])
                 except BaseException as error:
                     guard.failed(part.request, error)
+            self.meter.stepped()
             self._suspects.passed(launched.parts)
             if failure is not None:
                 raise failure

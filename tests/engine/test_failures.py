@@ -32,9 +32,11 @@ def assert_others_are_right(tiny: Engine, engine: Engine, outputs: dict[str, Req
 
 
 def add_some(engine: Engine, **special: Any) -> tuple[str, list[str]]:
-    """Six requests in two namespaces; the third one has special parameters."""
+    """Six requests in two namespaces; the third one has special parameters, and decodes into a new page at once."""
     names = [
-        engine.add_request(ids(20 + 7 * n, seed=n), greedy(6, **(special if n == 2 else {})), namespace="ab"[n % 2])
+        engine.add_request(
+            ids(2 * GRID + 7 * (n - 2), seed=n), greedy(6, **(special if n == 2 else {})), namespace="ab"[n % 2]
+        )
         for n in range(6)
     ]
     return names[2], names
