@@ -10,6 +10,7 @@ from hybrid.cache.lease import Lease
 from hybrid.engine.branches import Branches
 from hybrid.engine.request import Request
 from hybrid.speculation.drafts import Drafts
+from hybrid.tree.node import Checkpoint
 
 
 @dataclass(slots=True)
@@ -74,6 +75,11 @@ class Part:
         """The page ids that a draft sees."""
         table, branches = self.lease.block_table, self.branches
         return table if branches is None else branches.table(branches.home[draft], table)
+
+    @property
+    def captured(self) -> list[Checkpoint]:
+        """The checkpoints that the pass writes."""
+        return [each for each in self.lease.captured if self.start < each.num_tokens <= self.end]
 
     @property
     def is_alive(self) -> bool:

@@ -159,8 +159,9 @@ def _rule(args, kind, first, last):  # type: ignore[no-untyped-def]
                         target = at(state, captures[3 * i + 2] * of_slot + head * matrix)
                         for j in range(matrix):
                             put(target, j, get(current, j))
-            for i in range(matrix):
-                put(after, head * matrix + i, get(current, i))
+            if writes[request] >= 0:
+                for i in range(matrix):
+                    put(after, head * matrix + i, get(current, i))
     keep(scratch)
 
 
