@@ -163,7 +163,8 @@ class DraftedDecoding:
                 if not is_first:
                     self._source.timed(num_rows, time.perf_counter() - start)
                 if saved is not None:
-                    self._source.verified(history, drafts, range(num_drawn - 1))
+                    is_right = num_drawn <= len(drafts) and tokens[-1] == drafts.tokens[num_drawn - 1]  # and ends it
+                    self._source.verified(history, drafts, range(num_drawn - 1 + is_right))
                     self._past.take_back(saved, len(drafts) + 1 - num_drawn)
                 model_kwargs, is_first = _extended(model, model_kwargs, num_drawn), False
                 drafts = self._propose(history, generation_config.max_length - answer.ids.shape[1] - 1)
