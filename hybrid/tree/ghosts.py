@@ -5,30 +5,70 @@ seen: the position where a request leaves it is then known as a branching point 
 are there or not, and a miss is known to be an eviction and not a first sight. Where a checkpoint was, the ghost keeps
 its usage, so that a policy that learns gets to know of the hits that the eviction prevented.
 
-The hash of a prefix is a chain of BLAKE2b digests over blocks of the grid: the same in every process. Evicted blocks
-are hashed when the ghosts are next looked up, so that eviction itself does not wait for it. A run of nodes keeps the
-digests of the blocks that end inside it once they have been needed.
+The hash of a prefix is a polynomial in the hashes of its blocks of the grid, which are sums of products, computed for
+many blocks at once: a fixed function, the same in every process. It tells prefixes apart that nobody has made to be
+confused; what is cached is found by comparing tokens. Evicted blocks are hashed when the ghosts are next looked up, so
+that eviction itself does not wait for it. A run of nodes keeps the hashes of the blocks that end inside it once they
+have been needed.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from itertools import islice
+
+import numpy as np
 
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.tree.node import DIGEST_BYTES, Node, NodeUsage, Root, Run
+from hybrid.tree.node import Node, NodeUsage, Root, Run
 
 MAX_UNHASHED = 1 << 23
 """Bytes of evicted token ids that may wait to be hashed."""
 
+MASK = (1 << 64) - 1
 
-def of_namespace(namespace: str) -> bytes:
-    """The digest of the empty prefix of a namespace."""
-    return blake2b(namespace.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+STEP = 0x9E3779B97F4A7C15
+"""What the hash of a prefix is multiplied with for each block that follows."""
+
+AT_ONCE = 16
+"""Blocks of a prompt that are hashed to find out whether more of it was ever known."""
 
 
-def of_block(before: bytes, ids: bytes) -> bytes:
-    """The digest of a prefix whose last block is `ids`, after a prefix whose digest is `before`."""
-    return blake2b(ids, digest_size=DIGEST_BYTES, salt=before).digest()
+def of_namespace(namespace: str) -> int:
+    """The hash of the empty prefix of a namespace."""
+    return int.from_bytes(blake2b(namespace.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+
+
+class BlockHash:
+    """Hashes of blocks of token ids.
+
+    Args:
+        block: bytes of a block.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._type = np.dtype(np.uint32 if block % 8 else np.uint64)
+        lanes = block // self._type.itemsize
+        drawn = b"".join(blake2b(at.to_bytes(8, "little")).digest() for at in range(lanes // 8 + 1))
+        self._factors = np.frombuffer(drawn, "<u8")[:lanes] | np.uint64(1)
+
+    def of(self, ids: bytes) -> list[int]:
+        """The hash of each block; less than a block at the end is left out."""
+        count, width = len(ids) // self._block, len(self._factors)
+        lanes = np.frombuffer(ids, self._type, count * width).reshape(count, width)
+        values: list[int] = (lanes.astype(np.uint64, copy=False) @ self._factors).tolist()
+        return values
+
+
+def chain(before: int, blocks: Iterable[int]) -> Iterator[int]:
+    """The hashes of prefixes that go on, after a prefix with the hash `before`, with the first of some blocks, the first
+    two, and so on."""
+    for block in blocks:
+        before = (before * STEP + block + 1) & MASK
+        yield before
 
 
 class Ghosts:
@@ -43,11 +83,12 @@ class Ghosts:
         self.limit: int = limit
         self._grid = grid
         self._block = grid * TOKEN_BYTES
+        self._hash_of = BlockHash(self._block).of
         self._half = max(1, limit // 2)
-        self._young: dict[bytes, NodeUsage | None] = {}
-        self._old: dict[bytes, NodeUsage | None] = {}
-        # The digest before the first block and ids, or None and digests; the usage of a checkpoint lost at the end.
-        self._evicted: list[tuple[bytes | None, bytes, NodeUsage | None]] = []
+        self._young: dict[int, NodeUsage | None] = {}
+        self._old: dict[int, NodeUsage | None] = {}
+        # The hash before the first block and ids, or hashes; the usage of a checkpoint lost at the end.
+        self._evicted: list[tuple[int, bytes | array[int], NodeUsage | None]] = []
         self._num_unhashed = 0
 
     def __len__(self) -> int:
@@ -64,10 +105,10 @@ class Ghosts:
         if leaf.end // grid == block:
             return  # no block ends there
         lost = leaf.usage if leaf.lost_checkpoint and not leaf.end % grid else None
-        kept = (block - run.start // grid) * DIGEST_BYTES  # digests of the run that stay
+        kept = block - run.start // grid  # hashes of the run that stay
         if len(run.digests) > kept:
             self._digest(run, leaf.end)
-            self._evicted.append((None, bytes(run.digests[kept:]), lost))
+            self._evicted.append((0, run.digests[kept:], lost))
         else:
             ids = ids_between(run, block * grid, leaf.end)
             self._evicted.append((self._digest(run, block * grid), ids, lost))
@@ -93,58 +134,60 @@ class Ghosts:
         if not self.limit or start * TOKEN_BYTES + block > end:
             return num_tokens, []
         self._hash()
-        young, old = self._young, self._old
-        if not young and not old:
+        if not self._young and not self._old:
             return num_tokens, []
         digest = self._digest(node.run, start) if node is not None else of_namespace(key.namespace)
-        start *= TOKEN_BYTES
         gone: list[tuple[NodeUsage, int]] = []
-        while start + block <= end:
-            digest = of_block(digest, ids[start : start + block])
-            if digest not in young and digest not in old:
-                break
-            start += block
-            known = start // TOKEN_BYTES
-            usage = young[digest] if digest in young else old[digest]
+        for usage in self._known(digest, ids[start * TOKEN_BYTES : end]):
+            start += self._grid
+            known = start
             if usage is not None:
                 gone.append((usage, known))
         return known, gone
+
+    def _known(self, before: int, ids: bytes) -> Iterator[NodeUsage | None]:
+        """What is remembered of each block of `ids`, after a prefix with a hash, up to the first that is not known."""
+        young, old, start, stop = self._young, self._old, 0, AT_ONCE * self._block
+        while start < len(ids):
+            for digest in chain(before, self._hash_of(ids[start:stop])):
+                before = digest
+                if digest in young:
+                    yield young[digest]
+                elif digest in old:
+                    yield old[digest]
+                else:
+                    return
+            start, stop = stop, len(ids)
 
     def _hash(self) -> None:
         """Enter what was evicted since the last call."""
         if not self._evicted:
             return
         evicted, self._evicted, self._num_unhashed = self._evicted, [], 0
+        whole = [ids[: len(ids) - len(ids) % self._block] for _, ids, _ in evicted if not isinstance(ids, array)]
+        blocks = iter(self._hash_of(b"".join(whole)))
         for before, ids, lost in evicted:
-            digests = ids if before is None else self._digests_after(before, ids)
-            for end in range(DIGEST_BYTES, len(digests) + 1, DIGEST_BYTES):
-                self._young[digests[end - DIGEST_BYTES : end]] = None
+            digest, count = before, len(ids) // self._block
+            for digest in ids if isinstance(ids, array) else chain(before, islice(blocks, count)):
+                self._young[digest] = None
                 if len(self._young) > self._half:
                     self._old, self._young = self._young, {}
             if lost is not None:
-                self._young[digests[-DIGEST_BYTES:]] = lost
+                self._young[digest] = lost
 
-    def _digests_after(self, digest: bytes, ids: bytes) -> bytes:
-        """The digests at the end of each block of `ids`, which follow a prefix whose digest is given."""
-        block, digests = self._block, []
-        for start in range(0, len(ids) - block + 1, block):
-            digest = of_block(digest, ids[start : start + block])
-            digests.append(digest)
-        return b"".join(digests)
-
-    def _digest(self, run: Run, num_tokens: int) -> bytes:
-        """The digest of the first `num_tokens` tokens, a multiple of the grid, of the path to a run and in it. The runs
-        keep the digests on the way."""
+    def _digest(self, run: Run, num_tokens: int) -> int:
+        """The hash of the first `num_tokens` tokens, a multiple of the grid, of the path to a run and in it. The runs
+        keep the hashes on the way."""
         incomplete = []
         while True:
-            wanted = (num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES
+            wanted = num_tokens // self._grid - run.start // self._grid
             if wanted > 0:
                 if wanted <= len(run.digests):
-                    digest = bytes(run.digests[wanted - DIGEST_BYTES : wanted])
+                    digest = run.digests[wanted - 1]
                     break
                 incomplete.append((run, wanted))
                 if run.digests:
-                    digest = bytes(run.digests[-DIGEST_BYTES:])
+                    digest = run.digests[-1]
                     break
             if num_tokens > run.start:
                 num_tokens = run.start
@@ -156,10 +199,9 @@ class Ghosts:
             run = above.run
         for run, wanted in reversed(incomplete):
             first = run.start // self._grid
-            start, end = first + len(run.digests) // DIGEST_BYTES, first + wanted // DIGEST_BYTES
-            ids = ids_between(run, start * self._grid, end * self._grid)
-            run.digests += self._digests_after(digest, ids)
-            digest = bytes(run.digests[-DIGEST_BYTES:])
+            ids = ids_between(run, (first + len(run.digests)) * self._grid, (first + wanted) * self._grid)
+            run.digests.extend(chain(digest, self._hash_of(ids)))
+            digest = run.digests[-1]
         return digest
 
 

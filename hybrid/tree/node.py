@@ -77,10 +77,6 @@ class NodeUsage:
             self.priorities.highest = max(self.priorities.highest, priority)
 
 
-DIGEST_BYTES = 8
-"""Size of the hash of a prefix."""
-
-
 class Run:
     """Consecutive nodes, each but the first the child of the one before, with the ids and pages of all their edges.
 
@@ -108,7 +104,7 @@ class Run:
         self.pages: PageValues = pages
         self.nodes: list[Node] = []
         self.stored: list[Node] = []
-        self.digests: bytearray = bytearray()
+        self.digests: array[int] = array("Q")
         self.joined: Run | None = None
 
     def append(self, ids: bytes | bytearray, pages: PageValues) -> None:
@@ -125,7 +121,7 @@ class Run:
         """Append the run that continues this one's last node; its nodes are this one's from now on."""
         num_digests = len(self.digests)
         try:
-            if num_digests == (below.start // grid - self.start // grid) * DIGEST_BYTES:
+            if num_digests == below.start // grid - self.start // grid:
                 self.digests += below.digests
             self.append(below.ids, below.pages)
         except BaseException:

@@ -17,7 +17,13 @@ class Case:
         self.weights = {id(node): float(tick * 7919 % 1009) for tick, node in enumerate(self.nodes)}
         self.locked: set[Node] = set()
         self.num_weighed = 0
-        self.queue = AgingQueue(self.weigh, lambda _, weights, __: weights.copy(), self.is_candidate, Random(3))
+        self.queue = AgingQueue(
+            self.weigh,
+            lambda _, weights, __: weights.copy(),
+            lambda _, weight, __: weight,
+            self.is_candidate,
+            Random(3),
+        )
         for node in self.nodes:
             self.queue.push(node, renewed=False)
 
