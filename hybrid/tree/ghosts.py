@@ -64,8 +64,8 @@ class BlockHash:
 
 
 def chain(before: int, blocks: Iterable[int]) -> Iterator[int]:
-    """The hashes of prefixes that go on, after a prefix with the hash `before`, with the first of some blocks, the first
-    two, and so on."""
+    """The hashes of the prefixes that go on with the first of some blocks, the first two, and so on, after one with the
+    hash `before`."""
     for block in blocks:
         before = (before * STEP + block + 1) & MASK
         yield before
