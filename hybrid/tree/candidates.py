@@ -77,8 +77,8 @@ class Candidates:
     def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool]) -> Queue:
         policy = self._policy
         if isinstance(policy, AgingPolicy):
-            weigh, ranks, rank = (partial(method, policy) for method in (self._weigh, self._ranks, self._rank_at))
-            return AgingQueue(weigh, ranks, rank, is_candidate, self._rng)
+            weigh, ranks = partial(self._weigh, policy), partial(self._ranks, policy)
+            return AgingQueue(weigh, ranks, partial(self._rank_at, policy), is_candidate, self._rng)
         if order is None:
             return SampledQueue(self._rank, is_candidate, self._rng)
         return OrderedQueue(self._rank_of(policy), is_candidate, falls=order == "any")
