@@ -95,6 +95,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         self._is_classic = self._policy_name in CLASSIC
         self.is_choosy: bool = self.options.admission and not self._is_classic
         self._prices = prices_of(params)
+        self._is_apart = params.token_to_kv_pool_allocator.mamba_full_cache_donor() is None
         self._grid: int = mamba_checkpoint_grid(self.page_size)
         self._handles_from = count(1)
         self.reset()
@@ -105,6 +106,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             opaque=True,
             checkpoint_step=self.page_size * WORDS,
             whole_edges=self._is_classic,
+            apart=self._is_apart,
         )
         self.tree: Tree = Tree(
             self.page_size * WORDS,

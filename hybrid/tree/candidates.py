@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -40,16 +41,25 @@ class Candidates:
     first, oldest first. A policy that raises, or whose rank is not a number, is dismissed: a `PolicyWarning` says why,
     and LRU takes over.
 
+    Args:
+        policy: ranks the candidates.
+        prices: bytes of a page and of a checkpoint.
+        seed: of the random samples.
+        apart: pages and checkpoints are in memories of their own. Then what is evicted of one memory is ranked by what
+            it would free of that memory; what it would free of the other does not count.
+
     Attributes:
         failure: why the policy was dismissed; None while it is in use.
         now: number of requests so far.
         follows_changes: `changed` does something.
     """
 
-    def __init__(self, policy: Policy, prices: Prices, seed: int) -> None:
+    def __init__(self, policy: Policy, prices: Prices, seed: int, apart: bool = False) -> None:
         self.failure: str | None = None
         self.now: int = 0
         self._prices = prices
+        self._checkpoint_prices = replace(prices, page=0) if apart else prices
+        self._leaf_prices = replace(prices, checkpoint=0) if apart else prices
         self._rng = Random(seed)
         self._install(policy)
 
@@ -65,8 +75,8 @@ class Candidates:
         self._entered = overridden(policy.entered, Policy.entered)
         self._changed = overridden(policy.changed, Policy.changed)
         order = policy.order
-        self._checkpoints = self._queue(order, is_evictable_checkpoint)
-        self._leaves = self._queue(order, is_evictable_leaf)
+        self._checkpoints = self._queue(order, is_evictable_checkpoint, self._checkpoint_prices)
+        self._leaves = self._queue(order, is_evictable_leaf, self._leaf_prices)
         self._samples = order is None
         self._rises = order == "rising"
         self._weighs = isinstance(policy, AgingPolicy)
@@ -74,17 +84,17 @@ class Candidates:
         rank = recency if self._samples else self._rank_of(policy)
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
-    def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool]) -> Queue:
+    def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool], prices: Prices) -> Queue:
         policy = self._policy
         if isinstance(policy, AgingPolicy):
-            weigh, ranks = partial(self._weigh, policy), partial(self._ranks, policy)
+            weigh, ranks = partial(self._weigh, policy, prices), partial(self._ranks, policy)
             return AgingQueue(weigh, ranks, partial(self._rank_at, policy), is_candidate, self._rng)
         if order is None:
-            return SampledQueue(self._rank, is_candidate, self._rng)
+            return SampledQueue(partial(self._rank, prices), is_candidate, self._rng)
         return OrderedQueue(self._rank_of(policy), is_candidate, falls=order == "any")
 
     def _rank_of(self, policy: Policy) -> Callable[[Node], float]:
-        return recency if type(policy) is LeastRecentlyUsed else self._rank
+        return recency if type(policy) is LeastRecentlyUsed else partial(self._rank, self._prices)
 
     @property
     def num_entries(self) -> tuple[int, int, int]:
@@ -243,14 +253,14 @@ class Candidates:
         least = self._checkpoints.peek()
         if least is None:
             return True
-        freed = self._prices.checkpoint + num_pages * self._prices.page
+        freed = self._checkpoint_prices.checkpoint + num_pages * self._checkpoint_prices.page
         facts = Facts.without_node(usage, self.now, num_tokens, tokens_saved, freed, has_below=num_pages == 0)
         if self._changed is not None:
             self._report("changed", self._changed, facts)
         return self._value(facts) >= least[0]
 
-    def _rank(self, node: Node) -> float:
-        return self._value(Facts(node, self.now, self._prices))
+    def _rank(self, prices: Prices, node: Node) -> float:
+        return self._value(Facts(node, self.now, prices))
 
     def _value(self, facts: Facts) -> float:
         if self.failure is not None:
@@ -265,10 +275,10 @@ class Candidates:
         self._dismiss(reason)
         return facts.last_used
 
-    def _weigh(self, policy: AgingPolicy, node: Node) -> tuple[int, float]:
+    def _weigh(self, policy: AgingPolicy, prices: Prices, node: Node) -> tuple[int, float]:
         if self.failure is None:
             try:
-                group, weight = policy.weigh(Facts(node, self.now, self._prices))
+                group, weight = policy.weigh(Facts(node, self.now, prices))
                 if not math.isnan(weight):
                     return group, weight
                 reason = "a weight is NaN"

@@ -92,7 +92,7 @@ class Tree:
         self.page_size = page_size
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
-        self.candidates: Candidates = Candidates(policy, prices, seed)
+        self.candidates: Candidates = Candidates(policy, prices, seed, pools.apart)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self._priority_cap = priority_cap
