@@ -148,13 +148,9 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             branching_len = known if self.options.ghost_branches else None
         else:
             found, branching_len = self.tree.peek(key, limit), None
-        if self._is_classic and found.deepest is not None and found.num_page_tokens < found.deepest.end:
-            self._split(found)
+        if self._is_classic:
+            self.tree.cut_match(found)  # as SGLang does
         return self._result(found, branching_len)
-
-    def _split(self, found: Match) -> None:
-        """Cut the edge in which a match ends, as SGLang does: each part is evicted as a whole."""
-        self.tree.unlock(self.tree.lock_match(found))
 
     def _result(self, found: Match, known: int | None) -> Any:
         handle = self._handles.of(found.checkpoint)

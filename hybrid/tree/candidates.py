@@ -21,6 +21,7 @@ import numpy as np
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
+from hybrid.tree.pools import INTEGERS, Pools
 from hybrid.tree.queues import AgingQueue, OrderedQueue, Queue, SampledQueue
 from hybrid.units import Prices
 
@@ -31,6 +32,12 @@ Hook = Callable[[Facts], None]
 
 recency: Callable[[Node], float] = attrgetter("usage.last_used")
 """The rank of a node for LRU, without the facts about it."""
+
+
+def page_recency(node: Node) -> float:
+    """The same for pages that are evicted as a whole edge: what was below them counts too, though it has gone."""
+    usage = node.usage
+    return max(usage.last_used, usage.pages_used, usage.cut_at)
 
 
 class Candidates:
@@ -45,8 +52,8 @@ class Candidates:
         policy: ranks the candidates.
         prices: bytes of a page and of a checkpoint.
         seed: of the random samples.
-        apart: pages and checkpoints are in memories of their own. Then what is evicted of one memory is ranked by what
-            it would free of that memory; what it would free of the other does not count.
+        pools: whether pages and checkpoints are in memories of their own: then what is evicted of one is ranked by what
+            it would free of that one; and whether edges are evicted as a whole.
 
     Attributes:
         failure: why the policy was dismissed; None while it is in use.
@@ -54,13 +61,14 @@ class Candidates:
         follows_changes: `changed` does something.
     """
 
-    def __init__(self, policy: Policy, prices: Prices, seed: int, apart: bool = False) -> None:
+    def __init__(self, policy: Policy, prices: Prices, seed: int, pools: Pools = INTEGERS) -> None:
         self.failure: str | None = None
         self.now: int = 0
         self._prices = prices
-        self._checkpoint_prices = replace(prices, page=0) if apart else prices
-        self._leaf_prices = replace(prices, checkpoint=0) if apart else prices
+        self._checkpoint_prices = replace(prices, page=0) if pools.apart else prices
+        self._leaf_prices = replace(prices, checkpoint=0) if pools.apart else prices
         self._rng = Random(seed)
+        self._recency_of_pages = page_recency if pools.whole_edges else recency
         self._install(policy)
 
     def _install(self, policy: Policy) -> None:
@@ -81,7 +89,7 @@ class Candidates:
         self._rises = order == "rising"
         self._weighs = isinstance(policy, AgingPolicy)
         self.follows_changes: bool = self._weighs or self._changed is not None
-        rank = recency if self._samples else self._rank_of(policy)
+        rank = recency if self._samples else self._rank_of(policy, is_evictable_tail)
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
     def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool], prices: Prices) -> Queue:
@@ -91,10 +99,12 @@ class Candidates:
             return AgingQueue(weigh, ranks, partial(self._rank_at, policy), is_candidate, self._rng)
         if order is None:
             return SampledQueue(partial(self._rank, prices), is_candidate, self._rng)
-        return OrderedQueue(self._rank_of(policy), is_candidate, falls=order == "any")
+        return OrderedQueue(self._rank_of(policy, is_candidate), is_candidate, falls=order == "any")
 
-    def _rank_of(self, policy: Policy) -> Callable[[Node], float]:
-        return recency if type(policy) is LeastRecentlyUsed else partial(self._rank, self._prices)
+    def _rank_of(self, policy: Policy, is_candidate: Callable[[Node], bool]) -> Callable[[Node], float]:
+        if type(policy) is not LeastRecentlyUsed:
+            return partial(self._rank, self._prices)
+        return recency if is_candidate is is_evictable_checkpoint else self._recency_of_pages
 
     @property
     def num_entries(self) -> tuple[int, int, int]:

@@ -198,4 +198,4 @@ class Forest:
 
 def pages_usage(usage: NodeUsage) -> NodeUsage:
     """The usage of a part of a node that has no checkpoint of its own."""
-    return NodeUsage(usage.created, usage.last_used, 0, Kind.PAGES, usage.used_at)
+    return NodeUsage(usage.created, usage.last_used, 0, Kind.PAGES, usage.used_at, pages_used=usage.pages_used)

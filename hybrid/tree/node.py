@@ -57,6 +57,9 @@ class NodeUsage:
         priorities: those of its namespace; None: it is compared with no other.
         turn: number of turn ends before it on its path.
         notes: the policy's own data.
+        pages_used: tick of the last use of a node below it that has gone, and with which its pages were used too; 0 if
+            there was none. Kept where edges are evicted as a whole, as `cut_at` is.
+        cut_at: tick at which its edge was cut; 0 if it was not.
     """
 
     created: int
@@ -69,6 +72,8 @@ class NodeUsage:
     turn: int = 0
     notes: Any = None
     priorities: Priorities | None = None
+    pages_used: int = 0
+    cut_at: int = 0
 
     def raise_priority(self, priority: int) -> None:
         """A request gives the checkpoint a priority."""
