@@ -15,9 +15,7 @@ have been needed.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from itertools import islice
 
 import numpy as np
 
@@ -27,13 +25,14 @@ from hybrid.tree.node import Node, NodeUsage, Root, Run
 MAX_UNHASHED = 1 << 23
 """Bytes of evicted token ids that may wait to be hashed."""
 
-MASK = (1 << 64) - 1
-
 STEP = 0x9E3779B97F4A7C15
-"""What the hash of a prefix is multiplied with for each block that follows."""
+"""What the hash of a prefix is multiplied with for each block that follows: odd."""
 
 AT_ONCE = 16
 """Blocks of a prompt that are hashed to find out whether more of it was ever known."""
+
+
+Hashes = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
 def of_namespace(namespace: str) -> int:
@@ -42,7 +41,7 @@ def of_namespace(namespace: str) -> int:
 
 
 class BlockHash:
-    """Hashes of blocks of token ids.
+    """Hashes of prefixes, from their blocks of token ids.
 
     Args:
         block: bytes of a block.
@@ -54,21 +53,32 @@ class BlockHash:
         lanes = block // self._type.itemsize
         drawn = b"".join(blake2b(at.to_bytes(8, "little")).digest() for at in range(lanes // 8 + 1))
         self._factors = np.frombuffer(drawn, "<u8")[:lanes] | np.uint64(1)
+        self._powers = self._inverses = np.zeros(0, np.uint64)  # of STEP, from the first on
 
-    def of(self, ids: bytes) -> list[int]:
-        """The hash of each block; less than a block at the end is left out."""
+    def blocks(self, ids: bytes) -> Hashes:
+        """The hash of each block by itself; less than a block at the end is left out."""
         count, width = len(ids) // self._block, len(self._factors)
         lanes = np.frombuffer(ids, self._type, count * width).reshape(count, width)
-        values: list[int] = (lanes.astype(np.uint64, copy=False) @ self._factors).tolist()
-        return values
+        hashes: Hashes = lanes.astype(np.uint64, copy=False) @ self._factors
+        return hashes
+
+    def chain(self, before: int, blocks: Hashes) -> list[int]:
+        """The hashes of the prefixes that go on with the first of some blocks, the first two, and so on, after one with
+        the hash `before`.
+
+        Each is `STEP` times the one before, plus the block's own and 1: here for all of them in sums.
+        """
+        count = len(blocks)
+        if count > len(self._powers):
+            self._powers, self._inverses = powers(STEP, 2 * count), powers(pow(STEP, -1, 1 << 64), 2 * count)
+        sums = np.cumsum((blocks + np.uint64(1)) * self._inverses[:count]) + np.uint64(before)
+        hashes: list[int] = (sums * self._powers[:count]).tolist()
+        return hashes
 
 
-def chain(before: int, blocks: Iterable[int]) -> Iterator[int]:
-    """The hashes of the prefixes that go on with the first of some blocks, the first two, and so on, after one with the
-    hash `before`."""
-    for block in blocks:
-        before = (before * STEP + block + 1) & MASK
-        yield before
+def powers(of: int, count: int) -> Hashes:
+    """The first powers of a number, modulo 2**64."""
+    return np.cumprod(np.full(count, of, np.uint64), dtype=np.uint64)
 
 
 class Ghosts:
@@ -83,7 +93,7 @@ class Ghosts:
         self.limit: int = limit
         self._grid = grid
         self._block = grid * TOKEN_BYTES
-        self._hash_of = BlockHash(self._block).of
+        self._hashes = BlockHash(self._block)
         self._half = max(1, limit // 2)
         self._young: dict[int, NodeUsage | None] = {}
         self._old: dict[int, NodeUsage | None] = {}
@@ -145,19 +155,22 @@ class Ghosts:
                 gone.append((usage, known))
         return known, gone
 
-    def _known(self, before: int, ids: bytes) -> Iterator[NodeUsage | None]:
+    def _known(self, before: int, ids: bytes) -> list[NodeUsage | None]:
         """What is remembered of each block of `ids`, after a prefix with a hash, up to the first that is not known."""
-        young, old, start, stop = self._young, self._old, 0, AT_ONCE * self._block
-        while start < len(ids):
-            for digest in chain(before, self._hash_of(ids[start:stop])):
-                before = digest
+        young, old, known, start = self._young, self._old, list[NodeUsage | None](), 0
+        for stop in (AT_ONCE * self._block, len(ids)):
+            hashes = self._hashes.chain(before, self._hashes.blocks(ids[start:stop]))
+            for digest in hashes:
                 if digest in young:
-                    yield young[digest]
+                    known.append(young[digest])
                 elif digest in old:
-                    yield old[digest]
+                    known.append(old[digest])
                 else:
-                    return
-            start, stop = stop, len(ids)
+                    return known
+            if stop >= len(ids):
+                break
+            before, start = hashes[-1], stop
+        return known
 
     def _hash(self) -> None:
         """Enter what was evicted since the last call."""
@@ -165,15 +178,19 @@ class Ghosts:
             return
         evicted, self._evicted, self._num_unhashed = self._evicted, [], 0
         whole = [ids[: len(ids) - len(ids) % self._block] for _, ids, _ in evicted if not isinstance(ids, array)]
-        blocks = iter(self._hash_of(b"".join(whole)))
+        blocks, start = self._hashes.blocks(b"".join(whole)), 0
         for before, ids, lost in evicted:
-            digest, count = before, len(ids) // self._block
-            for digest in ids if isinstance(ids, array) else chain(before, islice(blocks, count)):
-                self._young[digest] = None
+            if isinstance(ids, array):
+                digests = ids.tolist()
+            else:
+                stop = start + len(ids) // self._block
+                digests, start = self._hashes.chain(before, blocks[start:stop]), stop
+            for first in range(0, len(digests), self._half):
+                self._young.update(dict.fromkeys(digests[first : first + self._half]))
                 if len(self._young) > self._half:
                     self._old, self._young = self._young, {}
             if lost is not None:
-                self._young[digest] = lost
+                self._young[digests[-1]] = lost
 
     def _digest(self, run: Run, num_tokens: int) -> int:
         """The hash of the first `num_tokens` tokens, a multiple of the grid, of the path to a run and in it. The runs
@@ -200,7 +217,7 @@ class Ghosts:
         for run, wanted in reversed(incomplete):
             first = run.start // self._grid
             ids = ids_between(run, (first + len(run.digests)) * self._grid, (first + wanted) * self._grid)
-            run.digests.extend(chain(digest, self._hash_of(ids)))
+            run.digests.extend(self._hashes.chain(digest, self._hashes.blocks(ids)))
             digest = run.digests[-1]
         return digest
 

@@ -26,7 +26,13 @@ LARGE_SAMPLE = 256
 """The same where a sample is ranked at once: the lowest is among the lowest 1.2 % in 19 of 20 cases."""
 
 VICTIMS = 8
-"""As many of a sample are evicted one after the other before the next is ranked, while no request comes."""
+"""As many of a sample may be evicted one after the other before the next is ranked."""
+
+LASTS = 4
+"""Requests for which a ranked sample lasts."""
+
+IN_TURN = 4
+"""Candidates that are weighed again with each sample, one after the other of all."""
 
 ALL_PLACES = np.arange(LARGE_SAMPLE)
 """The places of all candidates, while they are few."""
@@ -223,10 +229,10 @@ class AgingQueue:
     """Candidates in no order, each with what its rank needs beside its age: the lowest of a random sample is evicted
     first.
 
-    A sample is ranked once per request, at its first `peek`, and gives the next few victims: the others have ranks of
-    `_bound` at least, and ranks change only with the number of requests and where the queue is notified. What is
-    kept of a candidate may be out of date all the same, where something next to it has changed. So one that is found is
-    weighed again, and so are those of a sample that were notified of a change, or else one of all in turn.
+    A sample that was ranked gives the next few victims, for a few requests: the others had ranks of `_bound` at least,
+    and ranks change little meanwhile, except where the queue is notified. What is kept of a candidate may be out of
+    date all the same, where something next to it has changed. So one that is found is weighed again, and so are those
+    of a sample that were notified of a change, and a few of all in turn.
 
     Args:
         weigh: returns the group and the weight of a candidate.
@@ -256,6 +262,7 @@ class AgingQueue:
         self._found: tuple[float, Node] | None = None  # until something in the queue changes
         self._lowest: list[tuple[float, int, Node]] = []  # of the last sample: a heap
         self._bound = math.inf
+        self._age = 0  # requests since the last sample was ranked
         self._changed: list[Node] = []  # since the last sample was ranked
         self._order = count()
         self.settled: Container[int] = ()  # a push has a candidate weighed again
@@ -284,8 +291,13 @@ class AgingQueue:
     changed = used
 
     def aged(self) -> None:
-        """Ranks may have changed: a request has come."""
         self._found = None
+        self._age += 1
+        if self._age >= LASTS:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Rank another sample next."""
         self._lowest.clear()
         self._changed.clear()
 
@@ -300,7 +312,7 @@ class AgingQueue:
             return self._found
         self._found = None
         if len(self._changed) > LARGE_SAMPLE:
-            self.aged()
+            self._forget()
         while self._nodes and self._found is None:
             if not self._lowest:
                 self._rank_sample(self._sample(len(self._nodes)))
@@ -332,9 +344,10 @@ class AgingQueue:
         the queue."""
         size = len(self._nodes)
         within = slice(size) if len(places) == size <= LARGE_SAMPLE else places  # of all there is nothing to pick
-        self._turn = (self._turn + 1) % size
+        in_turn = [(self._turn + step) % size for step in range(min(size, IN_TURN))]
+        self._turn = (in_turn[-1] + 1) % size
         gone: dict[int, Node] = {}
-        for place in set(places[self._stale[within]].tolist() or [self._turn]):
+        for place in {*places[self._stale[within]].tolist(), *in_turn}:
             node = self._nodes[place]
             if self._is_candidate(node):
                 self._renew(place, node)
@@ -352,6 +365,7 @@ class AgingQueue:
             (rank, next(self._order), self._nodes[place]) for place, rank in sorted(found.items()) if place not in gone
         )
         self._changed.clear()
+        self._age = 0
         for node in gone.values():
             self.pop(node)
 
