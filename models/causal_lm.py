@@ -258,13 +258,13 @@ class CausalLM(nn.Module, ABC):
 
     @torch.inference_mode()
     def replay(
-        self, log: Sequence[tuple[Tensor, ...]], rows: Tensor, steps: StateSteps, state: dict[str, Tensor]
+        self, log: Sequence[tuple[Tensor, ...]], rows: Tensor | None, steps: StateSteps, state: dict[str, Tensor]
     ) -> None:
         """Compute the states of some decoded tokens of a pass once more, and keep them.
 
         Args:
             log: the pass's `Batch.log`.
-            rows: `[N]` the tokens, among the decoded ones of the pass.
+            rows: `[N]` the tokens, among the decoded ones of the pass; None: all of them.
             steps: where their states are read and written.
             state: the state pool's tensors by name; written.
         """
@@ -272,7 +272,7 @@ class CausalLM(nn.Module, ABC):
         mixers = [layer.parts[1] for layer in layers if layer.is_linear]
         mixers += [self.mtp.last_hidden] if self.mtp is not None else []
         for mixer, inputs in zip(mixers, log, strict=True):
-            mixer.step(tuple(part[rows] for part in inputs), steps, state)
+            mixer.step(inputs if rows is None else tuple(part[rows] for part in inputs), steps, state)
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """The angles of a step's tokens.

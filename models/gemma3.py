@@ -206,10 +206,12 @@ class Gemma3ForCausalLM(CausalLM):
         return x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device=x.device)
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> TwoRotaries:
-        """The angles of a step's tokens, at positions `[T]`."""
+        """The angles of a step's tokens, at positions `[T]`, or `[3, T]` with images: the family has one position for
+        each token, so that the rows are equal."""
         self.window_frequencies = self.window_frequencies.to(positions.device)
         full = super().rotary(positions, dtype)
-        windows = angles(positions.unsqueeze(-1), self.window_frequencies, self.window_rotary_scale, dtype)
+        own = positions if positions.dim() == 1 else positions[0]
+        windows = angles(own.unsqueeze(-1), self.window_frequencies, self.window_rotary_scale, dtype)
         return TwoRotaries(full.cos, full.sin, windows)
 
     @staticmethod

@@ -100,19 +100,19 @@ class HybridCache:
         config = config if config is not None else CacheConfig()
         self.config: CacheConfig = config
         self.memory: CacheMemory = memory
-        max_ghosts = max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity)
-        policy = policy_of(config.eviction)
         self.tiers: Tiers | None = make_tiers(memory, config, model)
         self.tree: Tree = Tree(
             config.page_size,
             config.grid,
-            policy,
+            policy_of(config.eviction),
             memory.prices,
-            max_ghosts=max_ghosts,
+            max_ghosts=max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity),
             seed=config.seed,
             priority_cap=config.priority_cap,
-            pools=Pools(leaving=self.tiers),
+            pools=Pools(leaving=self.tiers.departures if self.tiers is not None else None),
         )
+        if self.tiers is not None:
+            self.tiers.departures.follow(self.tree)
         self._digests = memory.digests() if config.verify_contents else None
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)
         self._opener = Opener(self.tree, memory, self.allocator)
@@ -440,7 +440,7 @@ class HybridCache:
         self._owner.claim()
         here = fingerprint_named(self.memory, self.config, model)
         archive = source if isinstance(source, Archive) else read_archive(source)
-        keep = self.tiers.keep if self.tiers is not None else keep_nothing
+        keep = self.tiers.departures.keep if self.tiers is not None else keep_nothing
         with deferred_interrupts():
             return load(archive, here, self.tree, self._restorer(), self.allocator, keep)
 

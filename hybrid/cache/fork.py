@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.lease import Lease
 from hybrid.memory.pool import EMPTY_STATE
@@ -33,7 +31,7 @@ def fork(cache: HybridCache, lease: Lease) -> Lease | None:
         num_hit_tokens=num_tokens,
         branching_len=None,
         explanation=lease.explanation,
-        block_table=array("i", [*lease.block_table[:num_shared], *pages]),
+        block_table=lease.block_table[:num_shared],
         num_shared=num_shared,
         page_lock=None,
         state_lock=None,
@@ -41,9 +39,11 @@ def fork(cache: HybridCache, lease: Lease) -> Lease | None:
         turn=lease.turn,
     )
     cache.leases.add(copy)
+    cache.allocator.give_pages(copy, pages)
     try:
         if lease.page_lock is not None and lease.page_lock.node is not None:
             copy.page_lock = cache.tree.lock_pages(lease.page_lock.node, num_shared * cache.config.page_size)
+            cache.allocator.share(copy)
         if cache.memory.mover is not None:
             own = lease.block_table[num_shared : num_shared + num_private]
             if own:

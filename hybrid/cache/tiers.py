@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,26 +14,26 @@ import torch
 
 from hybrid.cache.archives import fingerprint_named, writer_of
 from hybrid.cache.config import CacheConfig
+from hybrid.cache.departures import Departures
 from hybrid.cache.explain import explain
 from hybrid.cache.lease import Lease
+from hybrid.cache.names import name_at
 from hybrid.cache.opener import Opener
 from hybrid.cache.restorer import Boundary, Outcome, Restorer
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.device import free_memory
-from hybrid.memory.digests import ContentWriter
 from hybrid.memory.memory import CacheMemory, UnitSizes
 from hybrid.tiers.chain import chain
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.fingerprint import Fingerprint, fingerprint_of_json
-from hybrid.tiers.host import Copy, HostTier
-from hybrid.tiers.ranking import Worth
+from hybrid.tiers.host import HostTier
 from hybrid.tiers.rate import Rate
 from hybrid.tiers.restored import Restored
 from hybrid.tiers.session import Origin
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, UnavailableError
-from hybrid.tree.node import Kind, Node, Root
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Tier, UnavailableError
+from hybrid.tree.node import Kind, Node
 from hybrid.tree.tree import Tree
 from hybrid.units import format_bytes
 
@@ -43,24 +42,6 @@ COMPUTE = 1e-4
 
 SHUTDOWN_SECONDS = 60.0
 """How long a cache that ends waits for the disk."""
-
-
-class Leaver(NamedTuple):
-    """What leaves the device, or a tier: what must be known to offer it to a tier.
-
-    Attributes:
-        name: of its copy.
-        num_bytes: of its contents.
-        num_tokens: tokens that a hit saves.
-        group: see `Worth`.
-        note: of a checkpoint.
-    """
-
-    name: Name
-    num_bytes: int
-    num_tokens: int
-    group: str
-    note: Note | None = None
 
 
 class Candidate(NamedTuple):
@@ -90,8 +71,7 @@ class Candidate(NamedTuple):
 
 
 class Tiers:
-    """Copies to tiers what the tree evicts (`Leaving` of the tree), and restores it. What host memory drops is offered
-    to the disk.
+    """Copies to tiers what the tree evicts, and restores it.
 
     Args:
         host: copies in host memory; None: there are none.
@@ -102,9 +82,10 @@ class Tiers:
 
     Attributes:
         host, disk: as given.
+        departures: sees what the tree evicts.
         compute: seconds per token that is computed.
         restored_checkpoints, restored_tokens, restored_bytes: by requests.
-        num_failures: copies and restores that raised; requests compute then.
+        num_failures: restores that raised; requests compute then.
     """
 
     def __init__(
@@ -117,92 +98,12 @@ class Tiers:
         self.restored_tokens: int = 0
         self.restored_bytes: int = 0
         self.num_failures: int = 0
+        self.departures: Departures = Departures(host, disk, self.compute, memory, sizes, config.page_size)
         self._tiers: list[Tier] = [tier for tier in (host, disk) if tier is not None]
-        self._wants_ids = any(tier.wants_ids for tier in self._tiers)
         self._sizes = sizes
-        self._memory = memory
         self._page_size = config.page_size
         self._grid = config.grid
-        self._is_discarding = False
         self._latest: tuple[Key | None, list[bytes]] = (None, [])
-
-    # What leaves the device
-
-    def checkpoint(self, node: Node) -> None:
-        """The checkpoint of a node is about to be evicted."""
-        if self._is_discarding or node.slot is None:
-            return
-        try:
-            above, slot, usage = node.checkpoint_above(), node.slot, node.usage
-            num_tokens = node.end - (above.end if above is not None else 0)
-            path = _path(node)
-            note = Note(usage.kind.value, usage.turn, usage.priority, num_tokens, usage)
-            if self._wants_ids:
-                note = replace(note, namespace=path.namespace, ids=path.ids)
-            group = f"checkpoint {usage.kind.value} {min(usage.hits, 2)} {usage.last_used == 0}"
-            leaver = Leaver((CHECKPOINT, self._names(path)[-1]), self._sizes.checkpoint, num_tokens, group, note)
-            self._offer(leaver, partial(self._reader().read_checkpoint, slot))
-        except Exception:  # it is evicted without a copy
-            self.num_failures += 1
-
-    def pages(self, node: Node, num_kept: int) -> None:
-        """The pages of a node after the first `num_kept` are about to be evicted."""
-        if self._is_discarding:
-            return
-        try:
-            names, pages, usage = self._names(_path(node)), node.pages, node.usage
-            group, reader = f"page {usage.kind.value} {min(usage.hits, 2)}", self._reader()
-            first = len(names) - len(pages)
-            for index in range(num_kept, len(pages)):
-                leaver = Leaver((PAGE, names[first + index]), self._sizes.page, self._page_size, group)
-                self._offer(leaver, partial(reader.read_page, pages[index]))
-        except Exception:  # they are evicted without a copy
-            self.num_failures += 1
-
-    def _offer(self, leaver: Leaver, read: Callable[[], Contents]) -> bool:
-        """Offer what leaves the device to the tiers, until one has it."""
-        kept = any(tier.offer(self._for(tier, leaver, read)) for tier in self._tiers)
-        self._pass_on()
-        return kept
-
-    def _for(self, tier: Tier, leaver: Leaver, read: Callable[[], Contents]) -> Offer:
-        seconds = leaver.num_bytes * tier.cost.per_byte
-        if leaver.name[0] == CHECKPOINT:  # each restore has one
-            seconds += tier.cost.latency
-        worth = Worth(leaver.group, self._gain(leaver.num_tokens, seconds, tier))
-        return Offer(leaver.name, leaver.num_bytes, read, worth, leaver.note)
-
-    def _pass_on(self) -> None:
-        """What host memory dropped is offered to the disk."""
-        if self.host is not None and self.disk is not None:
-            for name, copy in self.host.take_dropped():
-                self._to_disk(self.disk, name, copy)
-
-    def _to_disk(self, disk: DiskTier, name: Name, copy: Copy) -> None:
-        num_tokens = copy.note.num_tokens if copy.note is not None else self._page_size
-        leaver = Leaver(name, len(copy.contents), num_tokens, copy.worth.group, copy.note)
-        disk.offer(self._for(disk, leaver, lambda: copy.contents))
-
-    def keep(self, boundary: Boundary, num_tokens: int) -> bool:
-        """Keep copies of a boundary that the device has no memory for. False: not all of it is kept.
-
-        Args:
-            num_tokens: tokens that a hit saves.
-        """
-        names = chain(boundary.key.ids, boundary.key.namespace, self._page_size * TOKEN_BYTES)
-        end = boundary.num_tokens // self._page_size
-        first = end - len(boundary.pages)
-        group = f"page {boundary.kind.value} 0"
-        for name, contents in zip(names[first:end], boundary.pages, strict=True):
-            page = Leaver((PAGE, name), len(contents), self._page_size, group)
-            if not self._offer(page, partial(bytes, contents)):
-                return False
-        note = Note(boundary.kind.value, boundary.turn, boundary.priority, num_tokens)
-        if self._wants_ids:
-            note = replace(note, namespace=boundary.key.namespace, ids=boundary.key.ids)
-        group = f"checkpoint {boundary.kind.value} 0 False"
-        checkpoint = Leaver((CHECKPOINT, names[end - 1]), len(boundary.checkpoint), num_tokens, group, note)
-        return self._offer(checkpoint, partial(bytes, boundary.checkpoint))
 
     @property
     def places(self) -> tuple[Tier, ...]:
@@ -211,17 +112,17 @@ class Tiers:
 
     def holders(self, node: Node) -> tuple[str, ...]:
         """Labels of the tiers that have the checkpoint at a node's end, fastest first."""
-        name = CHECKPOINT, self._names(_path(node))[-1]
+        name = CHECKPOINT, name_at(node, node.end)
         return tuple(tier.label for tier in self._tiers if name in tier)
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
         """What is evicted meanwhile is not copied, and all copies are forgotten."""
-        self._is_discarding = True
+        self.departures.discard(True)
         try:
             yield
         finally:
-            self._is_discarding = False
+            self.departures.discard(False)
             for tier in self._tiers:
                 tier.clear()
 
@@ -235,11 +136,7 @@ class Tiers:
         """Write to disk what host memory holds and is worth it, and leave the disk."""
         if self.disk is None:
             return
-        if self.host is not None:
-            for name in [*self.host.names()]:
-                copy = self.host.get(name)
-                if copy is not None:
-                    self._to_disk(self.disk, name, copy)
+        self.departures.let_all_go()
         self.disk.close(SHUTDOWN_SECONDS)
 
     def count(self, stats: CacheStats) -> None:
@@ -259,31 +156,12 @@ class Tiers:
 
     def _failures(self) -> int:
         counts = self.disk.counts if self.disk is not None else None
-        return self.num_failures + (counts.num_failures + counts.num_damaged if counts is not None else 0)
+        of_disk = counts.num_failures + counts.num_damaged if counts is not None else 0
+        return self.num_failures + self.departures.num_failures + of_disk
 
     def violations(self) -> list[str]:
         """What is wrong with their bookkeeping, for the audit."""
         return [line for tier in self._tiers for line in tier.violations()]
-
-    def _reader(self) -> ContentWriter:
-        return writer_of(self._memory)
-
-    def _gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
-        """Seconds that restoring saves over computing.
-
-        Args:
-            seconds: that restoring takes.
-            tiers: from which.
-        """
-        gain = num_tokens * self.compute.value - seconds
-        if gain <= 0:
-            for tier in tiers:
-                tier.cost.fade()
-        return gain
-
-    def _names(self, key: Key) -> list[bytes]:
-        """The digests of the prefixes up to the end of each page of a key."""
-        return chain(key.ids, key.namespace, self._page_size * TOKEN_BYTES)
 
     # What comes back
 
@@ -316,7 +194,7 @@ class Tiers:
         refused = self._why_missing(names, hit, limit)
         for candidate in self._candidates(key, names, page_hit, hit, limit):
             position, saved = candidate.num_tokens, candidate.num_tokens - hit
-            if self._gain(saved, candidate.seconds, *candidate.names) <= 0:
+            if self.departures.gain(saved, candidate.seconds, *candidate.names) <= 0:
                 refused = refused or candidate.refusal("computing is faster")
                 continue
             start = time.perf_counter()
@@ -341,7 +219,7 @@ class Tiers:
         """The digests of a key, kept for the next call: a request that waits asks again and again."""
         latest, names = self._latest
         if latest is not key:
-            names = self._names(key)
+            names = chain(key.ids, key.namespace, self._page_size * TOKEN_BYTES)
             self._latest = key, names
         return names
 
@@ -438,16 +316,6 @@ class Tiers:
         self.restored_bytes += candidate.num_bytes
 
 
-def _path(node: Node) -> Key:
-    """The key of all tokens from the root to a node's end."""
-    edges, above = [], node
-    while above.parent is not None:
-        edges.append(above.edge)
-        above = above.parent
-    assert isinstance(above, Root)
-    return Key(b"".join(reversed(edges)), above.namespace)
-
-
 def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint | None) -> Tiers | None:
     """The tiers that a configuration asks for; None: none.
 
@@ -471,7 +339,7 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
             raise MemoryBudgetError(
                 f"CacheConfig: host={format_bytes(config.host)}, but only {format_bytes(free)} is free; choose less"
             )
-        host = HostTier(config.host, passes_on=config.disk is not None)
+        host = HostTier(config.host, memory.sizes.page, passes_on=config.disk is not None)
     if config.disk is not None:
         assert isinstance(config.disk, int) and isinstance(config.directory, Path)
         if model is None:

@@ -222,6 +222,13 @@ def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) 
     return fingerprint_of(memory, config, loaded.digest(), is_deterministic(config, loaded.device))
 
 
+def is_captured(loaded: LoadedModel, cache: HybridCache, config: EngineConfig) -> bool:
+    """Whether decode steps are captured."""
+    if cache.config.kv_dtype != "auto" and not uses_triton(loaded.device):
+        return False  # torch unpacks rows there
+    return not config.enforce_eager and loaded.model.decode_can_be_recorded
+
+
 def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, deterministic: bool) -> ModelRunner:
     """What computes the steps of an engine on its model."""
     model, device = loaded.model, loaded.device
@@ -230,10 +237,7 @@ def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, 
     if device.type == "cuda":
         warm_up(model, cache, config, deterministic)
     graphs = None
-    can_be_recorded = model.decode_can_be_recorded
-    if cache.config.kv_dtype != "auto" and not uses_triton(device):
-        can_be_recorded = False  # torch unpacks rows there
-    if not config.enforce_eager and can_be_recorded:
+    if is_captured(loaded, cache, config):
         graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
 

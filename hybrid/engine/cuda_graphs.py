@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hybrid.batch import Batch
 from hybrid.engine.pieces import Layout
 from hybrid.engine.planner import Plan
+from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
 from hybrid.engine.sampler import SamplingRows
 from hybrid.kernels.ops import compiled_module
 
@@ -28,6 +31,9 @@ Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 WARM_UPS = 2
 """Runs before a capture, in which kernels are compiled and buffers allocated."""
 
+MAX_GRAPHS = 256
+"""Graphs that are kept, at most; the oldest goes."""
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -37,11 +43,45 @@ class Graph:
         numbers: the plan's numbers, on the device.
         replay: runs the pass.
         logits: `[rows, vocab]`, written by each run.
+        after_drafts: computes the states after accepted drafts; None: the pass has no log.
     """
 
     numbers: Tensor
     replay: Callable[[], None]
     logits: Tensor
+    after_drafts: ReplayOfAll | None
+
+
+class Ran(NamedTuple):
+    """What a pass has computed: valid until the next one.
+
+    Attributes:
+        logits: `[rows, vocab]`.
+        sampling: how tokens are chosen from them; None: every row takes its most likely one.
+        keep: keeps the states after accepted drafts; None: the pass has no log.
+    """
+
+    logits: Tensor
+    sampling: SamplingRows | None
+    keep: Callable[[Replay], None] | None
+
+
+class CapturedModel:
+    """What captured passes need of a model: its weights stay where they are, since graphs know addresses alone.
+
+    Args:
+        model: a module; anything else has neither weights nor hooks.
+    """
+
+    def __init__(self, model: Any) -> None:
+        modules = tuple(model.modules()) if isinstance(model, nn.Module) else ()
+        self._weights = tuple(parameter for module in modules for parameter in module.parameters(recurse=False))
+        self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a module has a hook, which a graph would not call."""
+        return any(self._hooks)
 
 
 class DecodeGraphs:
@@ -62,61 +102,110 @@ class DecodeGraphs:
         self._kv, self._state = kv, state
         self._device = device
         self._capture: Capture = capture or capture_for(device)
+        self._capture_replay: Capture = capture or capture_for(device)  # while it runs it needs the log of the pass
         self._graphs: dict[Layout, Graph] = {}
         self._captures = True
-        modules = model.modules() if isinstance(model, nn.Module) else ()
-        self._weights = tuple(model.parameters()) if isinstance(model, nn.Module) else ()  # graphs know addresses alone
-        self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+        self._captured_model = CapturedModel(model)
 
     @property
     def is_hooked(self) -> bool:
         """Whether a module of the model has a hook, which a graph would not call: steps are launched then."""
-        return any(self._hooks)
+        return self._captured_model.is_hooked
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
         """The graphs captured so far, oldest first."""
         return tuple(self._graphs.values())
 
-    def run(self, plan: Plan, tokens: Tensor | None = None) -> tuple[Tensor, SamplingRows | None]:
-        """The logits of a padded plan without prompt parts, `[rows, vocab]`: valid until the next run.
+    def run(self, plan: Plan, tokens: Tensor | None = None) -> Ran:
+        """Run a padded plan without prompt parts.
 
         Args:
             tokens: those of the pass before, if this one continues from them.
         """
-        graph = self._graphs.get(plan.shape) or self._capture_plan(plan)
+        graph = self._graphs.get(plan.shape)
+        if graph is None and self._captures:
+            if self._graphs and self._device.type == "cpu":
+                return self._result(plan, self._capture_and_run(plan, tokens))
+            graph = self._capture_idle(plan)
         if graph is None:
             batch, sampling = plan.on(self._device, tokens)
-            return self._model(batch, self._kv, self._state), sampling
-        graph.numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
-        plan.fill_in(graph.numbers, tokens)
+            logits = self._model(batch, self._kv, self._state)
+            return Ran(logits, sampling, partial(self._replay, batch.log) if batch.log is not None else None)
+        self._fill(graph.numbers, plan, tokens)
         graph.replay()
-        return graph.logits, plan.sampling(graph.numbers)
+        return self._result(plan, graph)
 
-    def _capture_plan(self, plan: Plan) -> Graph | None:
+    def _fill(self, numbers: Tensor, plan: Plan, tokens: Tensor | None) -> None:
+        """Write what a pass reads."""
+        numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
+        plan.fill_in(numbers, tokens)
+
+    def _result(self, plan: Plan, graph: Graph) -> Ran:
+        """What a graph has computed for a plan."""
+        keep = graph.after_drafts.keep if graph.after_drafts is not None else None
+        return Ran(graph.logits, plan.sampling(graph.numbers), keep)
+
+    def _replay(self, log: Log, replay: Replay) -> None:
+        replay_states(self._model, log, replay, self._state, self._device)
+
+    def _capture_and_run(self, plan: Plan, tokens: Tensor | None) -> Graph:
+        """The graph of a plan on a CPU, where a pass is captured while it is computed. Others were captured before, so
+        that none is expected to fail; one that does fails the step."""
+        numbers = self._numbers(plan)
+        self._fill(numbers, plan, tokens)
+        try:
+            return self._capture_plan(plan, numbers)
+        except Exception as error:
+            self._give_up(plan, error)
+            raise
+
+    def _capture_idle(self, plan: Plan) -> Graph | None:
         """The graph of a plan; None if none can be captured. What is wrong with the pass itself is raised when it is
         launched kernel by kernel."""
-        if not self._captures:
+        try:
+            numbers, idle = self._numbers(plan), plan.idle()
+            numbers[: idle.numel()].copy_(idle)
+            return self._capture_plan(plan, numbers)
+        except Exception as error:
+            self._give_up(plan, error)
             return None
+
+    def _numbers(self, plan: Plan) -> Tensor:
+        return torch.zeros(plan.max_numbers, dtype=torch.int64, device=self._device)
+
+    def _give_up(self, plan: Plan, error: Exception) -> None:
+        """No further graph is captured."""
+        self._captures = False
+        log.warning(
+            "capturing a graph for %d rows failed (%s: %s); steps without a graph are launched kernel by kernel",
+            plan.layout["decodes.block_table"][1][0],
+            type(error).__name__,
+            error,
+        )
+
+    def _capture_plan(self, plan: Plan, numbers: Tensor) -> Graph:
+        """Capture a pass over numbers of a plan's layout."""
         rows, width = plan.layout["decodes.block_table"][1]
         log.info("capturing a graph for %d rows and block tables of %d pages", rows, width)
-        try:
-            numbers = torch.zeros(plan.max_numbers, dtype=torch.int64, device=self._device)
-            idle = plan.idle()
-            numbers[: idle.numel()].copy_(idle)
-            batch = plan.batch(numbers)
-            replay, logits = self._capture(lambda: self._model(batch, self._kv, self._state))
-        except Exception as error:
-            self._captures = False
-            log.warning(
-                "capturing a graph for %d rows failed (%s: %s); steps without a graph are launched kernel by kernel",
-                rows,
-                type(error).__name__,
-                error,
-            )
-            return None
-        self._graphs[plan.shape] = Graph(numbers, replay, logits)
-        return self._graphs[plan.shape]
+        batch = plan.batch(numbers)
+        if self._device.type == "cpu":  # a step without drafts and one with them are the same pass
+            batch = replace(batch, log=[])
+        run, logits = self._capture(partial(self._run_pass, batch))
+        after_drafts = None
+        if batch.log is not None:
+            replay_all = partial(self._model.replay, batch.log, None, state=self._state)
+            after_drafts = ReplayOfAll(rows, replay_all, self._capture_replay)
+        if len(self._graphs) == MAX_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        graph = self._graphs[plan.shape] = Graph(numbers, run, logits, after_drafts)
+        return graph
+
+    def _run_pass(self, batch: Batch) -> Tensor:
+        if batch.log is not None:
+            batch.log.clear()  # of the run before
+        logits: Tensor = self._model(batch, self._kv, self._state)
+        return logits
 
 
 def capture_for(device: torch.device) -> Capture:

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.paths import exchange, extend
 from hybrid.engine.branches import Branches
-from hybrid.engine.build import LoadedModel
+from hybrid.engine.build import LoadedModel, is_captured
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.cuda_graphs import capture_for
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
@@ -155,6 +156,10 @@ def make_drafting(
         ArgumentError: two drafters have the same name, or there is no predictor.
     """
     has_predictor = speculation is not None and speculation.uses_predictor and loaded.model.mtp is not None
-    mtp = MtpDrafter(loaded.model, cache, loaded.device) if has_predictor else None
+    mtp = None
+    if has_predictor:
+        on_cpu = loaded.device.type == "cpu"
+        capture = capture_for(loaded.device) if on_cpu and is_captured(loaded, cache, config) else None
+        mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp)
     return Drafting(speculator, cache, config, deterministic, mtp) if speculator is not None else None

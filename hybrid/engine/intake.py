@@ -165,7 +165,10 @@ class Intake:
         if params.bad_words and tokenizer is None:
             raise PromptError("bad_words need a tokenizer, and this checkpoint has none; use logit_bias")
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._loaded.end_tokens)}
-        words = [ids for word in params.bad_words for ids in spellings(tokenizer, word)]
+        try:
+            words = [ids for word in params.bad_words for ids in spellings(tokenizer, word)]
+        except PromptError as error:
+            raise PromptError(f"bad_words: {error}") from None
         matcher = None
         if params.structured is not None:
             if self._grammars is None:

@@ -12,17 +12,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybrid.batch import StateSteps
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.planner import Padding, Plan, plan
+from hybrid.engine.replay import Log, Replay, replay_states
 from hybrid.engine.results import Computed, PendingTokens, Result
 from hybrid.engine.step import Step
-from hybrid.engine.verification import Replay, Verification
-from hybrid.memory.device import on_device
+from hybrid.engine.verification import Verification
 
-MAX_CAPTURED_ROWS = 32
-"""Rows of a decode step on a CPU from which on its launches do not matter."""
+MAX_CAPTURED_ROWS = 64
+"""Rows of a pass on a CPU from which on its launches do not matter: decoded tokens, and drafts."""
 
 
 class Pending(Protocol):
@@ -82,11 +81,12 @@ class ModelRunner:
     def plan(self, step: Step) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
         padding, on_gpu = None, self._device.type == "cuda"
-        needs_launches = step.has_drafts or any(
-            part.is_prefill or part.request.media or part.request.adapter for part in step.parts
+        needs_launches = (step.has_drafts and on_gpu) or any(
+            part.is_prefill or part.request.media or part.request.adapter or part.branches for part in step.parts
         )
-        most = MAX_CAPTURED_ROWS if not on_gpu else len(step.parts)
-        if self.graphs is not None and not needs_launches and len(step.parts) <= most and not self.graphs.is_hooked:
+        rows = sum(part.num_rows for part in step.parts)
+        most = MAX_CAPTURED_ROWS if not on_gpu else rows
+        if self.graphs is not None and not needs_launches and rows <= most and not self.graphs.is_hooked:
             padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
             if not on_gpu:
                 padding = padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
@@ -99,21 +99,20 @@ class ModelRunner:
         before, self._latest = self._latest, None
         tokens = before.choose() if before is not None else None  # before this pass writes the same logits
         if self.graphs is not None and plan.is_padded:
-            logits, sampling = self.graphs.run(plan, tokens)
+            logits, sampling, keep = self.graphs.run(plan, tokens)
         else:
             batch, sampling = plan.on(self._device, tokens)
             logits = self.model(batch, self._cache.kv, self._cache.state_tensors)
-            if batch.log is not None:
-                verification = Verification(plan.parts, self._end_tokens, partial(self._replay, batch.log))
+            keep = partial(self._replay, batch.log) if batch.log is not None else None
+        if plan.has_drafts and keep is not None:
+            verification = Verification(plan.parts, self._end_tokens, keep)
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
         self._latest = PendingTokens(plan, Computed(logits, sampling, plan.is_padded, finite), verification)
         return self._latest
 
-    def _replay(self, log: list[tuple[Tensor, ...]], replay: Replay) -> None:
-        """Keep the states after drafts that were accepted."""
-        rows, *steps = (on_device(torch.tensor(numbers), self._device) for numbers in replay)
-        self.model.replay(log, rows, StateSteps(*steps), self._cache.state_tensors)
+    def _replay(self, log: Log, replay: Replay) -> None:
+        replay_states(self.model, log, replay, self._cache.state_tensors, self._device)
 
     def _are_finite(self, slots: list[int]) -> Tensor:
         """`[C]` whether the states in these slots are finite."""

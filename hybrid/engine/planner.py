@@ -41,8 +41,12 @@ SAMPLING = "sampling"
 LINKS = "links"
 """The piece of a layout, where there is one, that says which tokens the device fills in: as `fill_in_tokens` has it."""
 
-NOT_READ = (SAMPLING, LINKS)
-"""The last pieces of a layout, which no layer reads."""
+RUN_STARTS = "decodes.run_starts"
+"""The piece of a layout, where there are drafts, with `Group.run_starts`."""
+
+NOT_READ = (RUN_STARTS, SAMPLING, LINKS)
+"""The last pieces of a layout, which no captured pass reads: with drafts passes are captured on a CPU alone, where the
+compiled operations know by `state_read` which token continues from the one before it."""
 
 LINK_FIELDS = 5
 """Numbers of a link."""
@@ -128,7 +132,7 @@ class Plan:
     @property
     def has_drafts(self) -> bool:
         """Whether the pass computes drafts."""
-        return "decodes.run_starts" in self.layout
+        return RUN_STARTS in self.layout
 
     def batch(self, numbers: Tensor) -> Batch:
         """The batch as views of numbers of this layout."""
@@ -149,7 +153,7 @@ class Plan:
                 state_read=view(f"{kind}.state_read"),
                 state_write=view(f"{kind}.state_write"),
                 num_splits=self.splits[kind],
-                run_starts=view(f"{kind}.run_starts") if f"{kind}.run_starts" in self.layout else None,
+                run_starts=view(RUN_STARTS) if kind == "decodes" and self.has_drafts else None,
                 unrolled=Unrolled(view(STEPS), view(f"{STEPS}.places")) if is_tree and kind == "decodes" else None,
             )
 
@@ -190,11 +194,11 @@ class Plan:
 
     @property
     def max_numbers(self) -> int:
-        """Numbers of a plan of this shape in which every row is sampled at random, and continues from the pass
-        before."""
+        """Numbers of a plan of this shape in which every row is a draft or another request, is sampled at random, and
+        continues from the pass before."""
         rows = self.layout["token_ids"][1][0]
         start = min((self.layout[name][0] for name in NOT_READ if name in self.layout), default=self.numbers.numel())
-        return start + (len(SamplingRows._fields) + LINK_FIELDS) * rows + len(NOT_READ) * ALIGNMENT
+        return start + (1 + len(SamplingRows._fields) + LINK_FIELDS) * rows + 1 + len(NOT_READ) * ALIGNMENT
 
     def _view(self, numbers: Tensor, name: str) -> Tensor:
         start, shape = self.layout[name]
@@ -321,7 +325,12 @@ def _add_media(
 
 
 def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
-    """How the token of every row of logits is chosen, unless all are the most likely ones."""
+    """Where the steps of each part start, where there are drafts; how the token of every row of logits is chosen,
+    unless all are the most likely ones."""
+    decodes = [part for part in parts if not part.is_prefill]
+    if any(part.num_drafts for part in decodes):
+        starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in decodes)]
+        pieces.add(RUN_STARTS, starts, (len(starts),))
     rows: list[SampleRow | None] = [
         request.sample_row(path, num_unknown) if request is not None else None
         for request, path, num_unknown in tokens_of(parts, sampled)
@@ -380,8 +389,7 @@ def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int
         read: list[int | None] = [part.lease.read_slot for part in parts]
         write = [_write_slot(part) for part in parts]
     else:
-        read, write, run_starts = _steps_of_drafts(parts)
-        pieces.add("decodes.run_starts", run_starts, (len(run_starts),))
+        read, write = _steps_of_drafts(parts)
         table = np.repeat(table, [*map(len, positions), *[1] * filler], axis=0)
         for row, pages in tables_of_drafts(parts):
             table[row, : len(pages)] = pages
@@ -399,19 +407,17 @@ def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int
         pieces.add_array("copies", np.array(copies, np.int64))
 
 
-def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None], list[int]]:
-    """The state slots that each step of the linear layers reads and writes, and where the steps of each part start."""
+def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None]]:
+    """The state slots that each step of the linear layers reads and writes."""
     read: list[int | None] = []
     write: list[int | None] = []
-    run_starts = [0]
     for part in parts:
-        paths = part.paths
+        paths, known = part.paths, _write_slot(part)
         read += [part.lease.read_slot, *[-1] * len(paths[0])]
-        write += [_write_slot(part), *[-1] * sum(map(len, paths))]
+        write += [known, *[-1] * sum(map(len, paths))]
         for path in paths[1:]:
-            read += [write[run_starts[-1]], *[-1] * (len(path) - 1)]
-        run_starts.append(len(read))
-    return read, write, run_starts
+            read += [known, *[-1] * (len(path) - 1)]
+    return read, write
 
 
 def _block_table(parts: list[Part], filler: int, width: int) -> np.ndarray:

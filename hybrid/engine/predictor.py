@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid.batch import Batch, Group
 from hybrid.cache.cache import HybridCache
+from hybrid.engine.cuda_graphs import Capture
+from hybrid.engine.predictor_passes import PredictorInputs, PredictorPasses
 from hybrid.engine.step import Part
 from hybrid.memory.device import on_device
 from hybrid.models.mtp import HIDDEN
@@ -55,22 +56,11 @@ class _Rows(NamedTuple):
     slots: Tensor
     block_table: Tensor
 
-    def batch(self, tokens: Tensor, ahead: int) -> Batch:
+    def ahead(self, tokens: Tensor, hidden: Tensor, ahead: int) -> PredictorInputs:
         """The tokens `[N]` of the first rows that are `ahead` of the last known ones."""
-        count = len(tokens)
-        starts = torch.arange(count + 1, device=tokens.device)
-        nothing, rows = tokens.new_empty(0), slice(0, count)
-        lengths, table = self.lengths[rows] + ahead, self.block_table[rows]
-        return Batch(
-            token_ids=tokens,
-            positions=self.positions[rows] + ahead,
-            slot_mapping=self.slots[ahead, rows],
-            checkpoints=nothing,
-            sample_rows=nothing,
-            prefills=None,
-            decodes=Group(rows, starts, lengths, table, nothing, nothing, num_splits=None),
-            blocks=None,
-        )
+        rows = slice(0, len(tokens))
+        positions, lengths = self.positions[rows] + ahead, self.lengths[rows] + ahead
+        return PredictorInputs(tokens, positions, self.slots[ahead, rows], lengths, self.block_table[rows], hidden)
 
 
 class MtpDrafter(Drafter):
@@ -80,10 +70,11 @@ class MtpDrafter(Drafter):
         model: has a predictor.
         cache: the memory that the model reads and writes.
         device: of the model.
+        capture: captures passes of the predictor; None: each is launched kernel by kernel.
     """
 
-    def __init__(self, model: Any, cache: HybridCache, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, model: Any, cache: HybridCache, device: torch.device, capture: Capture | None = None) -> None:
+        self._passes = PredictorPasses(model, cache.kv, capture)
         self._cache = cache
         self._device = device
         self._parts: dict[History, Part] = {}
@@ -128,7 +119,7 @@ class MtpDrafter(Drafter):
         found: list[tuple[Tensor, Tensor]] = []
         for ahead in range(asked[0][1]):
             count = sum(wanted > ahead for _, wanted in asked)
-            logits, hidden = self._model.draft(rows.batch(tokens[:count], ahead), hidden[:count], self._cache.kv)
+            logits, hidden = self._passes.run(rows.ahead(tokens[:count], hidden[:count], ahead))
             chances, likely = logits.softmax(-1).topk(WIDTH)
             found.append((likely, chances))
             tokens = likely[:, 0]
@@ -141,7 +132,7 @@ class MtpDrafter(Drafter):
     def _rows(self, parts: Sequence[Part], depth: int) -> _Rows:
         """The numbers of the last known token of each part, and of up to `depth - 1` after it."""
         page_size = self._cache.config.page_size
-        width = max(len(part.lease.block_table) for part in parts)
+        width = self._passes.width(max(len(part.lease.block_table) for part in parts))
         numbers: list[list[int]] = []
         for part in parts:
             table, media = part.lease.block_table, part.request.media

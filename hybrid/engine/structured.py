@@ -20,6 +20,10 @@ Numbers = np.ndarray[Any, Any]
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,24}"}
 """Between the parts of JSON there is white space for indentation, and no endless run of it."""
 
+UNFORCED = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
+"""The grammar around every other. Where only one text can follow, llguidance would allow only the token that the
+tokenizer begins it with: for the name of a control token that is the control token, which is not the text."""
+
 MAX_GRAMMARS = 64
 """The number of grammars that an engine keeps compiled."""
 
@@ -115,7 +119,9 @@ class Grammars:
     def _compile(self, library: ModuleType, structured: Mapping[str, Any]) -> Any:
         (kind, value), *_ = structured.items()
         try:
-            matcher = library.LLMatcher(self._wrapped, COMPILERS[kind](library.LLMatcher, value), log_level=0)
+            form = COMPILERS[kind](library.LLMatcher, value) | {"name": "form"}
+            grammars = json.dumps({"grammars": [UNFORCED, form]})
+            matcher = library.LLMatcher(self._wrapped, grammars, log_level=0)
         except ValueError as error:
             raise SamplingError(f"structured: this {kind} cannot be used: {error!s:.500}") from error
         if matcher.is_error():
@@ -124,17 +130,24 @@ class Grammars:
         return matcher
 
 
-def _choice(matcher: Any, texts: Sequence[str]) -> str:
-    alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-    return str(matcher.grammar_from_lark(f"start: {alternatives}"))
+def _choice(texts: Sequence[str]) -> dict[str, Any]:
+    return {"lark_grammar": f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"}
 
 
-COMPILERS: dict[str, Callable[[Any, Any], str]] = {
-    "json_schema": lambda matcher, schema: matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS),
-    "json_object": lambda matcher, _: matcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS),
-    "regex": lambda matcher, regex: matcher.grammar_from_regex(regex),
-    "grammar": lambda matcher, lark: matcher.grammar_from_lark(lark),
-    "choice": _choice,
+def _first(grammars: str) -> dict[str, Any]:
+    """The grammar that llguidance has made of something else."""
+    found: dict[str, Any] = json.loads(grammars)["grammars"][0]
+    return found
+
+
+COMPILERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "json_schema": lambda matcher, schema: _first(matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)),
+    "json_object": lambda matcher, _: _first(
+        matcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
+    ),
+    "regex": lambda matcher, regex: _first(matcher.grammar_from_regex(regex)),
+    "grammar": lambda _, lark: {"lark_grammar": lark},
+    "choice": lambda _, texts: _choice(texts),
 }
 """For each key of `SamplingParams.structured`: from its value to a grammar of llguidance."""
 

@@ -8,25 +8,10 @@ with the same bits, into the front.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
+from hybrid.engine.replay import Replay
 from hybrid.engine.step import Part
 from hybrid.speculation.drafts import accepted
-
-
-class Replay(NamedTuple):
-    """The accepted drafts of a pass. All are lists of integers.
-
-    Attributes:
-        rows: the drafts, among the decoded tokens of the pass.
-        starts: where those of each request begin, and their number.
-        read, write: as `StateSteps`.
-    """
-
-    rows: list[int]
-    starts: list[int]
-    read: list[int]
-    write: list[int]
 
 
 class Verification:

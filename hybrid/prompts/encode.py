@@ -374,9 +374,14 @@ def unwrapped(prompt: Prompt) -> Prompt:
 
 
 def spellings(tokenizer: Any, word: str) -> list[list[int]]:
-    """The token ids of a word at the beginning of a text, and of the word after a space."""
+    """The token ids of a word at the beginning of a text, and of the word after a space.
+
+    Raises:
+        PromptError: the tokenizer refuses it.
+    """
     alone, after_space = (
-        list(tokenizer(text, add_special_tokens=False).input_ids) for text in (word, " " + word.lstrip())
+        _tokenize(text, NO_LIMITS, lambda text: tokenizer(text, add_special_tokens=False).input_ids)
+        for text in (word, " " + word.lstrip())
     )
     return [ids for ids in (alone, after_space if after_space != alone else []) if ids]
 

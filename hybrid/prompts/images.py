@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 
@@ -86,7 +86,7 @@ class Media:
 
     @classmethod
     def of(cls, prompt: ImagePrompt, hidden_size: int, page_size: int) -> Media:
-        """The images of a prompt.
+        """The images of a prompt. Its tensors are copied: what their owner writes into them later is not part of it.
 
         Args:
             prompt: its token ids are those of a vocabulary.
@@ -100,7 +100,8 @@ class Media:
         num_tokens = len(prompt.token_ids)
         for image in prompt.images:
             _check_embeddings(image, hidden_size)
-        images, end = tuple(sorted(prompt.images, key=lambda image: image.start)), 0
+        own = (replace(image, embeddings=image.embeddings.detach().clone()) for image in prompt.images)
+        images, end = tuple(sorted(own, key=lambda image: image.start)), 0
         for image in images:
             if not end <= image.start < image.end <= num_tokens:
                 raise PromptError(
@@ -174,7 +175,7 @@ def _checked_positions(positions: Tensor | None, num_tokens: int) -> Tensor:
         raise PromptError(f"positions must be [3, {num_tokens}], got {got}")
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise PromptError(f"positions must be integers, got {positions.dtype}")
-    positions = positions.detach().to("cpu", torch.int64)
+    positions = positions.detach().to("cpu", torch.int64, copy=True)
     if num_tokens and (int(positions.min()) < 0 or int(positions.max()) >= 2**31):
         raise PromptError("positions must be from 0 to 2**31 - 1")
     return positions

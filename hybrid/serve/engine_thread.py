@@ -121,11 +121,15 @@ class EngineThread:
                 future.set_result(result)
 
         def run() -> None:
-            result, error = None, None
+            result: Any = None
+            error: BaseException | None = None
             try:
                 if self._end is not None:
                     raise self._end()
                 result = function(self.engine)
+            except StopIteration as failure:  # no future and no coroutine can raise it
+                error = RuntimeError("the function raised StopIteration")
+                error.__cause__ = failure
             except BaseException as failure:
                 error = failure
             with suppress(RuntimeError):  # the loop was closed

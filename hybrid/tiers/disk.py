@@ -21,8 +21,9 @@ from functools import partial
 from pathlib import Path
 
 from hybrid.tiers.directory import RECOVERABLE
+from hybrid.tiers.expected import Expected
 from hybrid.tiers.health import DiskCounts, Health
-from hybrid.tiers.index import Index
+from hybrid.tiers.index import Index, Place
 from hybrid.tiers.manifest import DamagedError
 from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
@@ -97,6 +98,7 @@ class DiskTier:
         self._index = Index(num_bytes)
         self._pending: dict[Name, Pending] = {}
         self._pending_bytes = 0
+        self._expected = Expected()
         self._batch: list[Name] = []
         self._batch_bytes = 0
         self._hits: Counter[tuple[int, Name]] = Counter()
@@ -157,11 +159,8 @@ class DiskTier:
     def note(self, name: Name) -> Note | None:
         """See `Tier.note`."""
         with self._lock:
-            pending = self._pending.get(name)
-            if pending is not None:
-                return pending.note
-            place = self._index.places.get(name)
-            return place.note if place is not None else None
+            found = self._pending.get(name) or self._index.places.get(name)
+            return found.note if found is not None else None
 
     def why_missing(self, name: Name) -> str:
         """See `Tier.why_missing`."""
@@ -186,13 +185,17 @@ class DiskTier:
         self.bytes_offered += offer.num_bytes
         self._wait_for_writer(offer.num_bytes)
         with self._lock:
-            if self._renew(offer):
+            worth = self._renew(offer)
+            if worth is not None:
+                self._expected.follow(offer, worth)
                 return True
-            if self._is_closed or offer.worth.seconds <= 0 or not self._has_room(offer):
+            worth = offer.worth or self._expected.take(offer)
+            if self._is_closed or worth is None or worth.seconds <= 0 or not self._has_room(offer, worth):
                 return False
         contents = offer.read()
         with self._lock:
-            self._pending[offer.name] = Pending(contents, offer.worth, offer.note)
+            self._expected.follow(offer, worth)
+            self._pending[offer.name] = Pending(contents, worth, offer.note)
             self._batch.append(offer.name)
             self._batch_bytes += len(contents)
             self._pending_bytes += len(contents)
@@ -201,19 +204,19 @@ class DiskTier:
             self._submit_batch()
         return True
 
-    def _renew(self, offer: Offer) -> bool:
-        """Whether there is a copy. It is ranked as if it came now."""
-        place, pending = self._index.places.get(offer.name), self._pending.get(offer.name)
-        if place is not None:
-            place.note = offer.note
-            self._index.ranking.touch(place.segment)
-        elif pending is not None:
-            pending.note = offer.note
-        return place is not None or pending is not None
+    def _renew(self, offer: Offer) -> Worth | None:
+        """What a copy that is there may save; None: there is none. It is ranked as if it came now."""
+        found = self._index.places.get(offer.name) or self._pending.get(offer.name)
+        if found is None:
+            return None
+        found.note = offer.note
+        if isinstance(found, Place):
+            self._index.ranking.touch(found.segment)
+        return found.worth
 
-    def _has_room(self, offer: Offer) -> bool:
+    def _has_room(self, offer: Offer, worth: Worth) -> bool:
         ranking = self._index.ranking
-        rank = ranking.rank(offer.num_bytes, [offer.worth])
+        rank = ranking.rank(offer.num_bytes, [worth])
         if not ranking.has_room(offer.num_bytes, rank, self._pending_bytes):
             return False
         session = self._session  # None: the writer opens it again
@@ -298,14 +301,13 @@ class DiskTier:
     def used(self, name: Name) -> None:
         """See `Tier.used`."""
         with self._lock:
-            place = self._index.used(name)
-            if place is not None:
+            if (place := self._index.used(name)) is not None:
                 self._hits[place.segment, name] += 1
             elif name in self._pending:
                 self._index.ranking.learn(self._pending[name].worth.group, 0, 1)
 
     def drop(self, name: Name) -> None:
-        """See `Tier.drop`."""
+        """Forget a copy, if it is there."""
         with self._lock:
             pending = self._pending.pop(name, None)
             if pending is not None:
@@ -329,9 +331,9 @@ class DiskTier:
             return
         with self._lock:
             self._epoch += 1
+            self._expected.clear()
             self._pending.clear()
-            self._pending_bytes = 0
-            self._batch, self._batch_bytes = [], 0
+            self._batch, self._batch_bytes, self._pending_bytes = [], 0, 0
             gone = [(number, held.file) for number, held in self._index.segments.items() if held.origin]
             for number, _ in gone:
                 self._index.remove(number)

@@ -1,30 +1,61 @@
-"""Copies of pages and checkpoints in host memory, by the digests of their prefixes."""
+"""Copies of pages and checkpoints in host memory, by the digests of their prefixes.
+
+What is kept is ordered by checkpoints, each with the pages that only it needs: they are dropped together, the lowest
+value per byte first. A page is copied when a checkpoint needs it that is there, and never for itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
 
-from hybrid.tiers.ranking import Ranking, Worth
+from hybrid.tiers.needs import Needs
+from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
-from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note, Offer, UnavailableError
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, UnavailableError
 
 COPY = 1e-10
 """Seconds per byte restored that are assumed until they are measured."""
 
+SAMPLE = 64
+"""Checkpoints whose values are compared when something must go."""
+
 
 @dataclass(slots=True, eq=False)
-class Copy:
-    """A copy.
+class Kept:
+    """A copy of a checkpoint.
 
     Attributes:
+        name: of its prefix.
         contents: its bytes.
-        worth: what it may save.
-        note: of a checkpoint.
+        worth, value, note: see `Offer`.
+        place: its index in the list of all.
     """
 
+    name: bytes
     contents: Contents
     worth: Worth
+    value: Callable[[int], float]
+    note: Note | None
+    place: int
+
+
+class Dropped(NamedTuple):
+    """A copy that was dropped because others are worth more.
+
+    Attributes:
+        name: its name.
+        contents: its bytes.
+        before: the name of the page before its end, or of that before it; None: there is none.
+        worth, note: of a checkpoint.
+    """
+
+    name: Name
+    contents: Contents
+    before: bytes | None
+    worth: Worth | None = None
     note: Note | None = None
 
 
@@ -33,152 +64,221 @@ class HostTier:
 
     Args:
         num_bytes: of all copies together.
+        page_bytes: of a page.
         passes_on: keep what is dropped for `take_dropped`, which is called after each offer.
 
     Attributes:
         label, where, cost, wants_ids, bytes_offered, bytes_written: see `Tier`.
+        num_bytes: bytes that it may hold.
+        bytes_used: bytes of its copies.
         num_hits: copies that were used.
     """
 
-    def __init__(self, num_bytes: int, passes_on: bool = False) -> None:
+    def __init__(self, num_bytes: int, page_bytes: int, passes_on: bool = False) -> None:
         self.label: str = "host memory"
         self.where: str = "in host memory"
         self.cost: Cost = Cost(0.0, COPY)
         self.wants_ids: bool = False
+        self.num_bytes: int = num_bytes
+        self.bytes_used: int = 0
         self.bytes_offered: int = 0
         self.bytes_written: int = 0
         self.num_hits: int = 0
+        self._page_bytes = page_bytes
         self._passes_on = passes_on
-        self._dropped: list[tuple[Name, Copy]] = []
-        self._copies: dict[Name, Copy] = {}
-        self._ranking: Ranking[Name] = Ranking(num_bytes)
-        self._num_checkpoints = 0
+        self._dropped: list[Dropped] = []
+        self._pages: dict[bytes, Contents] = {}
+        self._checkpoints: dict[bytes, Kept] = {}
+        self._order: list[Kept] = []
+        self._needs = Needs()
+        self._random = Random(0)
 
     def __len__(self) -> int:
-        return len(self._copies)
+        return len(self._pages) + len(self._checkpoints)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._copies
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that it may hold."""
-        return self._ranking.num_bytes
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of its copies."""
-        return self._ranking.bytes_used
+        return isinstance(name, tuple) and name[1] in (self._pages if name[0] == PAGE else self._checkpoints)
 
     @property
     def num_checkpoints(self) -> int:
         """Checkpoints that it holds."""
-        return self._num_checkpoints
+        return len(self._checkpoints)
 
     @property
     def num_pages(self) -> int:
         """Pages that it holds."""
-        return len(self._copies) - self._num_checkpoints
+        return len(self._pages)
+
+    # What comes
 
     def offer(self, offer: Offer) -> bool:
         """See `Tier.offer`. Contents are read only when they are kept."""
         self.bytes_offered += offer.num_bytes
-        known = self._copies.get(offer.name)
+        kind, name = offer.name
+        return self._offer_page(name, offer) if kind == PAGE else self._offer_checkpoint(name, offer)
+
+    def _offer_checkpoint(self, name: bytes, offer: Offer) -> bool:
+        assert offer.worth is not None and offer.value is not None
+        known = self._checkpoints.get(name)
         if known is not None:
-            known.note = offer.note
-            self._ranking.touch(offer.name)
+            known.note, known.worth, known.value = offer.note, offer.worth, offer.value
             return True
         if offer.worth.seconds <= 0 or offer.num_bytes > self.num_bytes:
             return False
-        rank = self._ranking.rank(offer.num_bytes, [offer.worth])
-        dropped = self._ranking.make_free(offer.num_bytes, rank)
-        if dropped is None:
-            return False
-        for name in dropped:
-            self._let_go(name)
-        self._keep(offer, rank)
+        self._needs.add(offer.path)
+        try:
+            value = offer.value(offer.num_bytes + self._needs.num_alone(name) * self._page_bytes)
+            contents = offer.read() if self._make_free(offer.num_bytes, value) else None
+            if contents is None or not self._make_free(len(contents), value):  # it may be larger than was said
+                self._needs.remove(name)
+                return False
+        except BaseException:
+            self._needs.remove(name)
+            raise
+        kept = Kept(name, contents, offer.worth, offer.value, offer.note, len(self._order))
+        self._checkpoints[name] = kept
+        self._order.append(kept)
+        self._count(contents)
         return True
 
-    def _keep(self, offer: Offer, rank: float) -> None:
-        copy = Copy(offer.read(), offer.worth, offer.note)
-        while self.bytes_used + len(copy.contents) > self.num_bytes:  # larger than was said
-            lowest = self._ranking.drop_lowest()
-            if lowest is None:
+    def _offer_page(self, name: bytes, offer: Offer) -> bool:
+        """A page of which there is no copy afterwards takes the checkpoints along that need it."""
+        if name in self._pages:
+            return True
+        contents: Contents | None = None
+        try:
+            if self._make_free_for_page(name, offer.num_bytes):
+                contents = offer.read()
+                if not self._make_free_for_page(name, len(contents)):
+                    contents = None
+        finally:
+            if contents is None and name in self._needs:
+                for checkpoint in self._needs.checkpoints(name):
+                    self._let_go(self._checkpoints[checkpoint])
+        if contents is None:
+            return False
+        self._pages[name] = contents
+        self._count(contents)
+        return True
+
+    def _count(self, contents: Contents) -> None:
+        self.bytes_used += len(contents)
+        self.bytes_written += len(contents)
+
+    def _make_free_for_page(self, name: bytes, num_bytes: int) -> bool:
+        """Drop what has the lowest value until a page fits. False: nothing needs it any more, or never did."""
+        while name in self._needs:
+            if self.bytes_used + num_bytes <= self.num_bytes:
+                return True
+            order = self._lowest_first()
+            if not order:
+                return False
+            self._let_go(order[0][1])
+        return False
+
+    def _make_free(self, num_bytes: int, value: float) -> bool:
+        """Drop checkpoints of lower value, so that `num_bytes` fit. False, and nothing is dropped: they do not
+        suffice."""
+        missing, dropped = self.bytes_used + num_bytes - self.num_bytes, []
+        for lower, kept in self._lowest_first() if missing > 0 else ():
+            if missing <= 0 or lower >= value:
                 break
-            self._let_go(lowest)
-        self._copies[offer.name] = copy
-        self._ranking.add(offer.name, len(copy.contents), [offer.worth], rank)
-        self.bytes_written += len(copy.contents)
-        self._num_checkpoints += offer.name[0] == CHECKPOINT
+            dropped.append(kept)
+            missing -= len(kept.contents)
+            missing -= sum(len(self._pages.get(page, b"")) for page in self._needs.alone(kept.name))
+        if missing > 0:
+            return False
+        for kept in dropped:
+            self._let_go(kept)
+        return True
 
-    def _let_go(self, name: Name) -> None:
-        """A copy that is not ranked any more is dropped, and may go elsewhere."""
-        copy = self._forget(name)
+    def _lowest_first(self) -> list[tuple[float, Kept]]:
+        """A sample of the checkpoints, those of the lowest value first."""
+        some = self._order if len(self._order) <= SAMPLE else self._random.sample(self._order, SAMPLE)
+        return sorted(((self._value(kept), kept) for kept in some), key=lambda one: one[0])
+
+    def _value(self, kept: Kept) -> float:
+        return kept.value(len(kept.contents) + self._needs.num_alone(kept.name) * self._page_bytes)
+
+    # What goes
+
+    def _let_go(self, kept: Kept) -> None:
+        """A checkpoint is dropped, with the pages that only it needs, and they may go elsewhere."""
+        self._remove(kept)
+        gone = self._needs.remove(kept.name)
+        pages = [(name, before, self._pages.pop(name, None)) for name, before in gone]
+        self.bytes_used -= sum(len(contents) for _, _, contents in pages if contents is not None)
         if self._passes_on:
-            self._dropped.append((name, copy))
+            self._dropped.append(Dropped((CHECKPOINT, kept.name), kept.contents, kept.name, kept.worth, kept.note))
+            self._dropped += [
+                Dropped((PAGE, name), contents, before) for name, before, contents in pages if contents is not None
+            ]
 
-    def take_dropped(self) -> list[tuple[Name, Copy]]:
-        """What was dropped since the last call because others are worth more."""
+    def _remove(self, kept: Kept) -> None:
+        del self._checkpoints[kept.name]
+        last = self._order.pop()
+        if last is not kept:
+            self._order[kept.place], last.place = last, kept.place
+        self.bytes_used -= len(kept.contents)
+
+    def take_dropped(self) -> list[Dropped]:
+        """What was dropped since the last call because others are worth more: each checkpoint before the pages that
+        only it needed, of which the last comes first."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
-    def _forget(self, name: Name) -> Copy:
-        self._num_checkpoints -= name[0] == CHECKPOINT
-        return self._copies.pop(name)
+    def let_all_go(self) -> None:
+        """Drop everything, for `take_dropped`."""
+        while self._order:
+            self._let_go(self._order[-1])
 
     def names(self) -> Iterable[Name]:
         """Of all copies."""
-        return self._copies.keys()
-
-    def get(self, name: Name) -> Copy | None:
-        """A copy; None: there is none. Not counted as a use."""
-        return self._copies.get(name)
+        return [*((CHECKPOINT, name) for name in self._checkpoints), *((PAGE, name) for name in self._pages)]
 
     def fetch(self, names: Sequence[Name], seconds: float) -> list[Contents]:
         """See `Tier.fetch`. Copies nothing, and waits for nothing."""
-        if any(name not in self._copies for name in names):
+        if any(name not in self for name in names):
             raise UnavailableError("a copy is not there any more")
-        return [self._copies[name].contents for name in names]
+        return [self._pages[name] if kind == PAGE else self._checkpoints[name].contents for kind, name in names]
 
     @property
     def is_empty(self) -> bool:
         """See `Tier.is_empty`."""
-        return not self._num_checkpoints
+        return not self._checkpoints
 
     def note(self, name: Name) -> Note | None:
         """See `Tier.note`."""
-        copy = self._copies.get(name)
-        return copy.note if copy is not None else None
+        kept = self._checkpoints.get(name[1]) if name[0] == CHECKPOINT else None
+        return kept.note if kept is not None else None
 
     def used(self, name: Name) -> None:
         """See `Tier.used`."""
-        copy = self._copies.get(name)
         self.num_hits += 1
-        if copy is not None:
-            self._ranking.learn(copy.worth.group, 0, 1)
-            self._ranking.touch(name)
 
     def why_missing(self, name: Name) -> str:
         """See `Tier.why_missing`. Nothing is known."""
         return ""
 
-    def drop(self, name: Name) -> None:
-        """See `Tier.drop`."""
-        if self._ranking.drop(name):
-            self._forget(name)
-
     def clear(self) -> None:
-        """See `Tier.clear`. What was learned stays."""
-        self._copies.clear()
-        self._ranking.clear()
-        self._num_checkpoints = 0
+        """See `Tier.clear`."""
+        self._pages.clear()
+        self._checkpoints.clear()
+        self._order.clear()
+        self._needs.clear()
+        self._dropped.clear()
+        self.bytes_used = 0
 
     def violations(self) -> list[str]:
         """See `Tier.violations`."""
-        wrong = self._ranking.violations("host memory")
-        held = sum(len(copy.contents) for copy in self._copies.values())
+        wrong = self._needs.violations(self._checkpoints)
+        held = sum(map(len, self._pages.values())) + sum(len(kept.contents) for kept in self._checkpoints.values())
         if held != self.bytes_used or held > self.num_bytes:
             wrong.append(f"host memory counts {self.bytes_used} bytes of {self.num_bytes} and holds {held}")
-        if sum(kind == CHECKPOINT for kind, _ in self._copies) != self._num_checkpoints:
-            wrong.append(f"host memory counts {self._num_checkpoints} checkpoints, which is wrong")
+        if {*map(id, self._checkpoints.values())} != {*map(id, self._order)}:
+            wrong.append("a checkpoint in host memory would never be dropped")
+        if any(page not in self._needs for page in self._pages):
+            wrong.append("host memory has a page that nothing needs")
+        if any(self._order[kept.place] is not kept for kept in self._order):
+            wrong.append("a checkpoint in host memory is in another place than it says")
         return wrong

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybrid.errors import HybridError
@@ -53,15 +53,20 @@ class Offer:
         name: of the copy.
         num_bytes: of its contents, about.
         read: reads them.
-        worth: what it may save.
+        worth: what it may save; None: a page, which saves what the checkpoints save that need it.
         note: of a checkpoint.
+        value: of a checkpoint, per byte and at the time of the call: its argument is how many bytes are free without
+            it. What has the lowest value goes first.
+        path: names of the pages before its end, the last first; of a page, those before it. Can be read once.
     """
 
     name: Name
     num_bytes: int
     read: Callable[[], Contents]
-    worth: Worth
+    worth: Worth | None = None
     note: Note | None = None
+    value: Callable[[int], float] | None = None
+    path: Iterator[bytes] = field(default_factory=lambda: iter(()))
 
 
 class Tier(Protocol):
@@ -104,8 +109,9 @@ class Tier(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
     def offer(self, offer: Offer) -> bool:
-        """Keep a copy, if it is worth more than what would have to be dropped for it. One that is there is not written
-        again. Returns whether there is a copy now."""
+        """Keep a copy: of a checkpoint, if it is worth more than what would have to be dropped for it; of a page, if a
+        checkpoint needs it that is there. One that is there is not written again. Returns whether there is a copy
+        now."""
         ...
 
     def fetch(self, names: Sequence[Name], seconds: float) -> Sequence[Contents]:
@@ -129,10 +135,6 @@ class Tier(Protocol):
 
     def why_missing(self, name: Name) -> str:
         """Why a copy is not there, where that is known: it is of another model; else empty."""
-        ...
-
-    def drop(self, name: Name) -> None:
-        """Forget a copy, if it is there."""
         ...
 
     def clear(self) -> None:

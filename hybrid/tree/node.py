@@ -82,6 +82,10 @@ class NodeUsage:
             self.priorities.highest = max(self.priorities.highest, priority)
 
 
+NAME_BYTES = 16
+"""Size of the name of a prefix, which is unique where memories are shared."""
+
+
 class Run:
     """Consecutive nodes, each but the first the child of the one before, with the ids and pages of all their edges.
 
@@ -97,10 +101,11 @@ class Run:
         stored: those of the nodes that own a checkpoint, in order.
         digests: hashes of the path at the multiples of the grid after `start`, as far as `hybrid.tree.ghosts` has
             needed them.
+        names: of the path at the end of each page, as far as tiers have needed them (`hybrid.cache.names`).
         joined: the run that took over this one's nodes; None while it has its own.
     """
 
-    __slots__ = ("digests", "ids", "joined", "nodes", "page_size", "pages", "start", "stored")
+    __slots__ = ("digests", "ids", "joined", "names", "nodes", "page_size", "pages", "start", "stored")
 
     def __init__(self, start: int, page_size: int, ids: bytes, pages: PageValues) -> None:
         self.start: int = start
@@ -110,6 +115,7 @@ class Run:
         self.nodes: list[Node] = []
         self.stored: list[Node] = []
         self.digests: array[int] = array("Q")
+        self.names: bytearray = bytearray()
         self.joined: Run | None = None
 
     def append(self, ids: bytes | bytearray, pages: PageValues) -> None:
@@ -124,13 +130,16 @@ class Run:
 
     def take_over(self, below: Run, grid: int) -> None:
         """Append the run that continues this one's last node; its nodes are this one's from now on."""
-        num_digests = len(self.digests)
+        num_digests, num_names = len(self.digests), len(self.names)
         try:
+            if num_names == len(self.pages) * NAME_BYTES:
+                self.names += below.names
             if num_digests == below.start // grid - self.start // grid:
                 self.digests += below.digests
             self.append(below.ids, below.pages)
         except BaseException:
             del self.digests[num_digests:]
+            del self.names[num_names:]
             raise
         # Nothing can fail from here on.
         self.nodes += below.nodes
@@ -143,6 +152,7 @@ class Run:
     def cut(self, num_pages: int, into: PageValues) -> None:
         """Remove the last `num_pages` pages with their ids, and append the pages to `into`: all of it, or nothing when
         it raises."""
+        del self.names[(len(self.pages) - num_pages) * NAME_BYTES :]  # also where this raises: they are made again
         if num_pages == len(self.pages):
             empty = self.pages[:0]
             into.extend(self.pages)

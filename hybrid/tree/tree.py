@@ -367,6 +367,11 @@ class Tree:
         num_pages = (num_tokens - above) // self.page_size if only_its_own else 0
         return self.candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
 
+    def worth(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_bytes: int) -> float:
+        """The rank at present, by the policy, of a checkpoint that another memory holds: `Candidates.worth`."""
+        self.candidates.settle(self.nodes())
+        return self.candidates.worth(usage, num_tokens, tokens_saved, num_bytes)
+
     def relabel(self, node: Node, old: Kind, new: Kind) -> None:
         """Change the kind of a node's checkpoint, stored or lost, from `old` to `new`."""
         if (node.slot is not None or node.lost_checkpoint) and node.usage.kind == old:

@@ -84,20 +84,26 @@ def test_the_deepest_checkpoint_with_all_its_pages_is_taken() -> None:
     assert "4 tokens restored" in ask(cache, short), "the pages of abc, and the checkpoint of ab"
 
 
-def test_a_checkpoint_whose_pages_are_gone_is_not_used() -> None:
+def test_a_page_that_cannot_be_copied_takes_the_checkpoint_along() -> None:
     cache = cache_on()
     key = compute(cache, "abcd")
+    cache.evict_checkpoints(1)
+    assert cache.stats().host_checkpoints == 1
+    contents_of(cache).fails_at = contents_of(cache).calls + 2
     evict(cache)
-    tiers = cache.tiers
-    assert tiers is not None and tiers.host is not None
-    for name in list(tiers.host.names()):
-        if name[0] == "page":
-            tiers.host.drop(name)
-            break
-    lease = cache.open(key, 8, 9)
-    assert lease is not None
-    assert lease.num_hit_tokens == 0
-    cache.close(lease)
+    stats = cache.stats()
+    assert (stats.tier_failures, stats.host_checkpoints, stats.host_pages, stats.host_bytes_used) == (1, 0, 0, 0)
+    assert "0 of 9 tokens" in ask(cache, key)
+
+
+def test_pages_that_no_checkpoint_needs_are_not_copied() -> None:
+    cache = cache_on()
+    compute(cache, "abcd")
+    contents_of(cache).fails_at = contents_of(cache).calls + 1  # its checkpoint is lost
+    evict(cache)
+    stats = cache.stats()
+    assert (stats.evicted_pages, stats.tier_failures) == (4, 1)
+    assert (stats.host_pages, stats.host_bytes_written) == (0, 0)
 
 
 def test_namespaces_share_nothing() -> None:

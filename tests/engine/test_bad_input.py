@@ -43,6 +43,12 @@ def test_ids_outside_the_vocabulary_are_refused(engine: Engine, wrong: int) -> N
         engine.generate([[5, wrong, 7]], progress=False)
 
 
+@pytest.mark.parametrize("word", ["\ud83d", "no, \udfff"])
+def test_a_bad_word_that_no_tokenizer_takes_is_refused(engine: Engine, word: str) -> None:
+    with pytest.raises(PromptError, match="bad_words: the text has a lone surrogate"):
+        answer(engine, ids(5), greedy(3, bad_words=["yes", word]))
+
+
 def test_a_prompt_of_another_kind_is_refused(engine: Engine) -> None:
     for wrong in (3.5, [1.5], ["a", 3], None):
         with pytest.raises(PromptError, match="a text, a list of token ids, or a list of chat messages"):

@@ -1,13 +1,15 @@
 """Prompts with images in an engine: cut over several steps at every position, shared, pinned, and refused."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, PromptError, SamplingParams
-from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids
+from hybrid.commands.random_checkpoints import write_random_checkpoint
+from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
 
 SIZE = 256
 """Of the embeddings of the model inside the package."""
@@ -53,6 +55,38 @@ def test_an_image_that_ends_between_two_commits_is_shared_when_it_is_complete(co
     other = answer(engine, of_image(1, 2 * GRID - 1, count, after=2 * GRID))
     assert other.usage.page_tokens == GRID  # the text before the page in which the image begins
     engine.cache.audit()
+
+
+@pytest.mark.parametrize("family", ["bamba", "gemma3_text", "qwen3_next"])
+def test_an_image_with_the_embeddings_of_a_text_is_answered_as_the_text(family: str, tmp_path: Path) -> None:
+    """In families without a vision tower, too: windows have rotary angles of their own, and every pass raised."""
+    config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB")
+    path = write_random_checkpoint(tmp_path, family)
+    engine = Engine.from_pretrained(path, device="cpu", dtype="float32", cache=config)
+    text = [token % 300 for token in ids(4 * GRID + 3)]
+    begin, end = GRID - 3, 2 * GRID + 5
+    image = Image(begin, engine.model.embed(torch.tensor(text[begin:end])))
+    prompt = ImagePrompt([*text[:begin], *[9] * (end - begin), *text[end:]], [image])
+    expected = answer(engine, text, PARAMS)
+    for cached in (0, 4 * GRID):
+        found = answer(engine, prompt, PARAMS)
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+        assert found.usage.cached_tokens >= cached
+    assert_nothing_held(engine)
+
+
+def test_tensors_of_a_prompt_may_be_written_to_once_it_is_added(tiny: Engine) -> None:
+    """A caller's buffer for the next image: what was cached under the first image's digest was computed from the second
+    one, and given to all who asked for the first."""
+    engine, prompt = engine_on(tiny), of_image(0, GRID, GRID, after=GRID)
+    prompt = ImagePrompt(prompt.token_ids, prompt.images, torch.arange(3 * GRID).expand(3, -1).contiguous())
+    expected = answer(engine_on(tiny, enabled=False), prompt, PARAMS)
+    name = engine.add_request(prompt, PARAMS)
+    prompt.images[0].embeddings.neg_()
+    prompt.positions.zero_()  # type: ignore[union-attr]
+    assert run_to_end(engine)[name].logprobs == expected.logprobs
+    again = answer(engine, of_image(0, GRID, GRID, after=GRID), PARAMS)
+    assert (again.logprobs, again.usage.cached_tokens) == (expected.logprobs, 2 * GRID)
 
 
 def test_many_images_of_one_position_get_their_own_answers(tiny: Engine) -> None:

@@ -57,6 +57,21 @@ def test_an_answer_follows_its_form(tiny: Engine, form: dict[str, Any]) -> None:
         assert follows(form, re.sub(r",[^,]*$", "]", output.text))
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_names_of_control_tokens_in_a_form_are_text(tiny: Engine, deterministic: bool) -> None:
+    """Where only one text can follow, llguidance allows the token that the tokenizer begins it with: an answer that was
+    to be "<|im_end|>" ended at once, and was empty."""
+    name, both = "<|im_end|>", "<|im_start|>user\n<|im_end|>"
+    forms = [{"choice": [name]}, {"choice": [both]}, {"regex": r"<\|im_start\|>user\n<\|im_end\|>"}]
+    enum = {"type": "object", "properties": {"a": {"enum": [both]}}, "required": ["a"], "additionalProperties": False}
+    engine = engine_on(tiny, deterministic=deterministic)
+    prompts = [ids(20)] * 4
+    params = [params_of(form, temperature=0) for form in (*forms, {"json_schema": enum})]
+    *texts, found = engine.generate(prompts, params, progress=False)
+    assert [output.text for output in texts] == [name, both, both]
+    assert json.loads(found.text) == {"a": both}
+
+
 def test_forms_in_one_batch_after_hits_and_retraction_are_those_of_cold_runs(tiny: Engine) -> None:
     long = {"regex": "([a-f][0-9];){25}"}
     forms = [long, FORMS[0], FORMS[4], long]

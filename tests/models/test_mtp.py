@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hybrid import CacheConfig, Engine, SpeculationConfig
+from hybrid import CacheConfig, Engine, EngineConfig, SpeculationConfig
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
 from hybrid.errors import ArgumentError, UnsupportedModelError
 from hybrid.hf.torch_functions import use_torch_functions, without_kernels
@@ -97,7 +97,9 @@ def test_the_predictor_is_that_of_a_naive_computation(name: str, tmp_path: Path,
     path = add_random_predictor(write_random_checkpoint(tmp_path, name))
     drafts = SpeculationConfig(drafters=("mtp",), adaptive=False, max_drafts=3)
     cache = CacheConfig(memory="64MiB", page_size=16, chunk_size=16, deterministic=True)
-    engine, naive = Engine.from_pretrained(path, dtype="float32", cache=cache, speculation=drafts), Naive(path)
+    config = EngineConfig(enforce_eager=True)  # every pass of the predictor is seen
+    engine = Engine.from_pretrained(path, dtype="float32", cache=cache, config=config, speculation=drafts)
+    naive = Naive(path)
     calls: list[tuple[int, int, bool, Tensor]] = []
     computed, latest = engine.model.draft, torch.zeros(1)
 

@@ -499,6 +499,8 @@ def test_bad_input_is_refused_and_others_are_not_affected() -> None:
                 await anext(engine.stream(ids(20), request_id=""))
             with pytest.raises(ZeroDivisionError):
                 await engine.call(lambda own: 1 // 0)
+            with pytest.raises(RuntimeError, match="StopIteration"):  # a future that cannot have it was never resolved
+                await asyncio.wait_for(engine.call(lambda own: next(iter(()))), 20)
             assert (await good).token_ids == expected(ids(20), 100)
 
     run(test)

@@ -22,12 +22,19 @@ def predicting() -> Iterator[Engine]:
 
 
 def with_drafts(
-    predicting: Engine, *drafters: str, pages: int = 128, states: int = 32, adaptive: bool = False, **cache: Any
+    predicting: Engine,
+    *drafters: str,
+    pages: int = 128,
+    states: int = 32,
+    adaptive: bool = False,
+    eager: bool = False,
+    **cache: Any,
 ) -> Engine:
     """An engine that computes all that the predictor proposes, audited after every step."""
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, **cache)
     drafts = SpeculationConfig(drafters=drafters or ("mtp",), adaptive=adaptive, max_drafts=3)
-    return predicting.with_cache(settings, size=(pages, states), config=EngineConfig(audit=True), speculation=drafts)
+    config = EngineConfig(audit=True, enforce_eager=eager)
+    return predicting.with_cache(settings, size=(pages, states), config=config, speculation=drafts)
 
 
 def prompt_of(engine: Engine, text: str = TEXT) -> list[int]:
@@ -118,7 +125,7 @@ def test_what_follows_images_is_drafted_too(tiny: Engine, predicting: Engine) ->
 def test_a_predictor_that_fails_costs_drafts_and_nothing_else(
     tiny: Engine, predicting: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, prompts = with_drafts(predicting), [ids(20, seed=seed) for seed in range(3)]
+    engine, prompts = with_drafts(predicting, eager=True), [ids(20, seed=seed) for seed in range(3)]
     working, calls = engine.model.draft, 0
 
     def failing(*arguments: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
+from hybrid.cache.fork import fork
 from hybrid.cache.lease import Lease
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
@@ -352,6 +353,8 @@ class RandomWorkload:
                 self.finish(request)
             elif self.random.random() < 0.03:
                 self.end(request)
+            elif self.random.random() < 0.05:
+                self.fork(request)
             else:
                 self.step(request)
         if self.random.random() < 0.005:
@@ -400,6 +403,28 @@ class RandomWorkload:
         cache.advance(lease, end)
         if self.random.random() < 0.7:
             cache.commit(lease, request.key, end // cache.config.page_size * cache.config.page_size)
+
+    def fork(self, request: Running) -> None:
+        """Another answer to the tokens up to now, if there is memory for a copy of their state."""
+        before, own, memory = self._evicted(), request.lease, self.memory
+        lease = fork(self.cache, own)
+        self.cache.audit()
+        if lease is not None:
+            if self.cache.memory.mover is not None:  # what it moves is not where it was; here it is copied
+                memory.states[own.front] = memory.states[lease.front]
+                memory.pages |= {
+                    a: memory.pages[b] for a, b in zip(own.private_pages, lease.private_pages, strict=False)
+                }
+            else:
+                memory.states[lease.front] = memory.states[own.front]
+                memory.pages |= {
+                    b: memory.pages[a] for a, b in zip(own.private_pages, lease.private_pages, strict=False)
+                }
+            begun = max(lease.front_tokens, request.num_prompt)
+            ids = [*array("i", request.key.ids)[:begun], *spell("b" * self.random.randint(1, 3), 2)]
+            self.running.append(Running(Key.of(ids, request.key.namespace), begun, lease))
+        else:
+            assert self.has_faults or self._evicted() == before, "a fork that fails evicts nothing"
 
     def finish(self, request: Running) -> None:
         """The end of a request whose text a stop string may have cut."""

@@ -1,5 +1,6 @@
-"""Host memory as a store of copies: what is worth more stays, and nothing exceeds its size."""
+"""Host memory as a store of copies: what has the highest value per byte stays, and nothing exceeds its size."""
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -7,126 +8,207 @@ import pytest
 from hybrid.tiers.chain import chain
 from hybrid.tiers.host import HostTier
 from hybrid.tiers.ranking import Worth
-from hybrid.tiers.tier import Offer
+from hybrid.tiers.tier import Name, Offer
+
+PAGE, STATE = 4, 10
 
 
-def named(number: int, kind: str = "page") -> tuple[str, bytes]:
-    return kind, number.to_bytes(4, "little")
+def names(text: str) -> list[bytes]:
+    """The names of the prefixes of a text, the longest first: a letter is a page."""
+    return [text[:end].encode() for end in range(len(text), 0, -1)]
 
 
-def offer(
-    tier: HostTier, number: int, seconds: float = 1.0, size: int = 10, group: str = "", kind: str = "page"
+def state(text: str) -> Name:
+    return "checkpoint", text.encode()
+
+
+def page(text: str) -> Name:
+    return "page", text.encode()
+
+
+def offer_state(
+    tier: HostTier, text: str, value: float = 1.0, read: Callable[[], bytes] = lambda: bytes(STATE), seconds: float = 1
 ) -> bool:
-    return tier.offer(Offer(named(number, kind), size, lambda: bytes(size), Worth(group, seconds)))
+    """The checkpoint after a text leaves the device. It is worth `value` in all."""
+    offer = Offer(state(text), STATE, read, Worth("", seconds), None, lambda size: value / size, iter(names(text)))
+    return tier.offer(offer)
+
+
+def offer_page(tier: HostTier, text: str, read: Callable[[], bytes] = lambda: bytes(PAGE)) -> bool:
+    """The last page of a text leaves the device."""
+    return tier.offer(Offer(page(text), PAGE, read, path=iter(names(text)[1:])))
+
+
+def offer(tier: HostTier, text: str, value: float = 1.0) -> None:
+    """A checkpoint leaves the device, and then the pages before it, the last first."""
+    offer_state(tier, text, value)
+    for name in names(text):
+        offer_page(tier, name.decode())
+
+
+def held(tier: HostTier) -> set[str]:
+    """The checkpoints that it has with all their pages."""
+    found = {name.decode() for kind, name in tier.names() if kind == "checkpoint"}
+    return {text for text in found if all(("page", name) in tier for name in names(text))}
 
 
 def test_what_fits_is_kept() -> None:
-    tier = HostTier(30)
-    assert all(offer(tier, number) for number in range(3))
-    assert (len(tier), tier.bytes_used, tier.bytes_written, tier.bytes_offered) == (3, 30, 30, 30)
-    copy = tier.get(named(1))
-    assert copy is not None and copy.contents == bytes(10)
+    tier = HostTier(100, PAGE)
+    offer(tier, "ab")
+    offer(tier, "ac")
+    assert held(tier) == {"ab", "ac"}
+    assert (tier.num_checkpoints, tier.num_pages) == (2, 3)
+    assert (tier.bytes_used, tier.bytes_written) == (2 * STATE + 3 * PAGE, 2 * STATE + 3 * PAGE)
+    assert tier.bytes_offered == 2 * STATE + 4 * PAGE
+    assert tier.fetch([state("ab"), page("a")], 0.0) == [bytes(STATE), bytes(PAGE)]
     assert tier.violations() == []
 
 
 def test_a_copy_that_is_there_is_not_written_again() -> None:
-    tier = HostTier(30)
-    offer(tier, 1)
-    assert tier.offer(Offer(named(1), 10, lambda: pytest.fail("it is read again"), Worth("", 1.0)))
-    assert (tier.bytes_written, tier.bytes_offered) == (10, 20)
+    tier = HostTier(100, PAGE)
+    offer(tier, "a")
+    assert offer_state(tier, "a", read=lambda: pytest.fail("it is read again"))
+    assert offer_page(tier, "a", read=lambda: pytest.fail("it is read again"))
+    assert tier.bytes_written == STATE + PAGE
+
+
+def test_a_page_that_no_checkpoint_needs_is_not_read() -> None:
+    tier = HostTier(100, PAGE)
+    assert not offer_page(tier, "a", read=lambda: pytest.fail("nothing needs it"))
+    offer_state(tier, "ab")
+    assert not offer_page(tier, "abc", read=lambda: pytest.fail("nothing needs it"))
+    assert not offer_page(tier, "b", read=lambda: pytest.fail("nothing needs it"))
+    assert offer_page(tier, "ab")
 
 
 def test_what_is_worth_more_replaces_what_is_worth_less_and_not_the_other_way() -> None:
-    tier = HostTier(20)
-    offer(tier, 1, seconds=5)
-    offer(tier, 2, seconds=1)
-    assert not tier.offer(Offer(named(3), 10, lambda: pytest.fail("it is read for nothing"), Worth("", 0.5)))
-    assert offer(tier, 4, seconds=3)
-    assert [number for number in range(5) if named(number) in tier] == [1, 4]
-    assert not offer(tier, 5, seconds=4, size=20), "it would take the place of more than it is worth"
+    tier = HostTier(2 * (STATE + PAGE), PAGE)
+    offer(tier, "a", 5.0)
+    offer(tier, "b", 1.0)
+    assert not offer_state(tier, "c", 0.5, read=lambda: pytest.fail("it is read for nothing"))
+    assert held(tier) == {"a", "b"}, "nothing is dropped for what is not kept"
+    offer(tier, "d", 3.0)
+    assert held(tier) == {"a", "d"}
     assert tier.violations() == []
 
 
+def test_a_checkpoint_is_valued_with_the_pages_that_only_it_needs() -> None:
+    tier = HostTier(2 * STATE + 6 * PAGE, PAGE)
+    offer(tier, "abcd", 1.0)  # 1 / 26 per byte
+    offer(tier, "xy", 0.9)  # 0.9 / 18
+    offer(tier, "z", 0.8)  # 0.8 / 14
+    assert held(tier) == {"xy", "z"}
+    assert tier.num_pages == 3, "the pages of what was dropped went with it"
+
+
+def test_pages_that_another_checkpoint_needs_stay() -> None:
+    tier = HostTier(2 * STATE + 3 * PAGE, PAGE)
+    offer(tier, "ab", 5.0)
+    offer(tier, "ac", 1.0)
+    offer(tier, "d", 3.0)
+    assert held(tier) == {"ab", "d"}
+
+
+def test_a_page_for_which_only_its_own_checkpoint_could_go_takes_it_along() -> None:
+    tier = HostTier(STATE + PAGE, PAGE)
+    offer(tier, "ab")
+    assert (len(tier), tier.bytes_used) == (0, 0)
+    assert tier.violations() == []
+
+
+def test_values_are_those_of_the_moment() -> None:
+    tier, now = HostTier(2 * (STATE + PAGE), PAGE), [1.0]
+    tier.offer(Offer(state("a"), STATE, lambda: bytes(STATE), Worth("", 1), None, lambda _: now[0], iter([b"a"])))
+    offer_page(tier, "a")
+    offer(tier, "b", 0.5 * (STATE + PAGE))
+    now[0] = 0.1  # it has aged
+    offer(tier, "c", 0.4 * (STATE + PAGE))
+    assert held(tier) == {"b", "c"}
+
+
 def test_what_saves_no_time_and_what_is_too_large_is_not_kept() -> None:
-    tier = HostTier(20)
-    assert not offer(tier, 1, seconds=0)
-    assert not offer(tier, 2, seconds=-1)
-    assert not offer(tier, 3, size=21)
+    tier = HostTier(STATE - 1, PAGE)
+    assert not offer_state(tier, "a")
+    tier = HostTier(100, PAGE)
+    assert not offer_state(tier, "a", seconds=0)
+    assert not offer_state(tier, "a", seconds=-1)
     assert len(tier) == 0
 
 
-def test_copies_without_hits_age_and_are_dropped_in_the_end() -> None:
-    tier = HostTier(20)
-    offer(tier, 0, seconds=8)
-    for number in range(1, 40):
-        offer(tier, number, seconds=1 + number % 2)
-        tier.used(named(number))
-    assert named(0) not in tier
-
-
-def test_a_copy_that_is_used_stays() -> None:
-    tier = HostTier(20)
-    offer(tier, 0, seconds=2, group="used")
-    for number in range(1, 60):
-        tier.used(named(0))
-        offer(tier, number, seconds=2, group="new")
-    assert named(0) in tier
-    assert tier.num_hits == 59
-
-
-def test_groups_that_are_hit_are_worth_more() -> None:
-    tier = HostTier(100)
-    for number in range(5):
-        offer(tier, number, group="good")
-        tier.used(named(number))
-        offer(tier, 100 + number, group="bad")
-    for number in range(5):
-        offer(tier, 200 + number, group="good")
-    assert sum(named(number) in tier for number in range(100, 105)) == 0
-    assert sum(named(number) in tier for number in range(200, 205)) == 5
+def test_what_is_dropped_goes_on_each_checkpoint_before_its_pages_the_last_first() -> None:
+    tier = HostTier(STATE + 3 * PAGE, PAGE, passes_on=True)
+    offer(tier, "abc", 1.0)
+    offer_state(tier, "x", 5.0)
+    passed = [(one.name, one.before) for one in tier.take_dropped()]
+    pages = [(page("abc"), b"ab"), (page("ab"), b"a"), (page("a"), None)]
+    assert passed == [(state("abc"), b"abc"), *pages]
+    assert tier.take_dropped() == []
 
 
 def test_cleared_is_empty_and_works() -> None:
-    tier = HostTier(20)
-    offer(tier, 1, kind="checkpoint")
+    tier = HostTier(100, PAGE)
+    offer(tier, "ab")
     tier.clear()
     assert (len(tier), tier.bytes_used, tier.num_checkpoints, tier.num_pages) == (0, 0, 0, 0)
-    assert offer(tier, 1)
+    assert tier.is_empty
+    offer(tier, "ab")
+    assert held(tier) == {"ab"}
     assert tier.violations() == []
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_bookkeeping_holds_through_random_calls(seed: int) -> None:
-    rng, tier = Random(seed), HostTier(200)
+    rng, tier = Random(seed), HostTier(200, PAGE, passes_on=seed % 2 == 1)
+
+    def read() -> bytes:
+        if rng.random() < 0.1:
+            raise OSError("planted")
+        return bytes(rng.choice((PAGE, STATE, 33)))
+
     for _ in range(3000):
-        number, kind = rng.randrange(60), rng.choice(("page", "checkpoint"))
-        action = rng.random()
-        if action < 0.6:
-            size = rng.choice((4, 10, 33))
-            before = tier.bytes_used
-            kept = offer(tier, number, rng.random() * 5 - 0.5, size, rng.choice("ab"), kind)
-            assert kept == (named(number, kind) in tier)
-            assert kept or tier.bytes_used == before, "nothing is dropped for what is not kept"
-        elif action < 0.9:
-            tier.used(named(number, kind))
-        elif action < 0.99:
-            tier.drop(named(number, kind))
-        else:
+        text = "".join(rng.choice("abc") for _ in range(rng.randrange(1, 7)))
+        before = tier.bytes_used
+        try:
+            if rng.random() < 0.4:
+                kept = offer_state(tier, text, rng.random() - 0.1, read)
+                assert kept == (state(text) in tier)
+            else:
+                kept = offer_page(tier, text, read)
+                assert kept == (page(text) in tier)
+        except OSError:
+            assert tier.bytes_used <= before
+        if rng.random() < 0.01:
             tier.clear()
         assert tier.bytes_used <= 200
         assert tier.violations() == []
+        tier.take_dropped()
 
 
-def test_a_read_that_fails_changes_nothing_that_counts() -> None:
-    tier = HostTier(30)
+def test_a_state_whose_read_fails_changes_nothing_that_counts() -> None:
+    tier = HostTier(100, PAGE)
 
     def fail() -> bytes:
         raise OSError("planted")
 
     with pytest.raises(OSError, match="planted"):
-        tier.offer(Offer(named(1), 10, fail, Worth("", 1.0)))
+        offer_state(tier, "abc", read=fail)
     assert tier.violations() == []
-    assert named(1) not in tier
+    assert len(tier) == 0
+
+
+def test_a_page_whose_read_fails_takes_the_checkpoints_along_that_need_it() -> None:
+    tier = HostTier(100, PAGE)
+    offer_state(tier, "abc")
+    offer_state(tier, "abd")
+    offer_state(tier, "x")
+
+    def fail() -> bytes:
+        raise OSError("planted")
+
+    with pytest.raises(OSError, match="planted"):
+        offer_page(tier, "ab", fail)
+    assert [*tier.names()] == [state("x")]
+    assert tier.violations() == []
 
 
 # Names of prefixes

@@ -1,0 +1,224 @@
+"""What leaves the device: each checkpoint that is evicted is offered to the tiers, and each page that such a
+checkpoint needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from hybrid.cache.archives import writer_of
+from hybrid.cache.names import name_at, names_upward
+from hybrid.cache.restorer import Boundary
+from hybrid.key import TOKEN_BYTES, Key
+from hybrid.memory.memory import CacheMemory, UnitSizes
+from hybrid.tiers.chain import chain
+from hybrid.tiers.disk import DiskTier
+from hybrid.tiers.host import HostTier
+from hybrid.tiers.ranking import Worth
+from hybrid.tiers.rate import Rate
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier
+from hybrid.tree.node import Node, NodeUsage, Root
+from hybrid.tree.tree import Tree
+
+
+class Leaver(NamedTuple):
+    """What leaves the device, or a tier: what must be known to offer it to a tier.
+
+    Attributes:
+        name: of its copy.
+        num_bytes: of its contents.
+        read: reads them.
+        path: makes `Offer.path`.
+        group: of a checkpoint: see `Worth`.
+        note, value: of a checkpoint: see `Offer`.
+    """
+
+    name: Name
+    num_bytes: int
+    read: Callable[[], Contents]
+    path: Callable[[], Iterator[bytes]]
+    group: str = ""
+    note: Note | None = None
+    value: Callable[[int], float] | None = None
+
+
+class Departures:
+    """Offers to tiers what the tree evicts (`Leaving` of the tree). What host memory drops is offered to the disk.
+
+    Args:
+        host, disk: the tiers; None: there is none.
+        compute: seconds per token that is computed.
+        memory: its mover reads contents that leave.
+        sizes: bytes of a page and of a checkpoint.
+        page_size: tokens per page.
+
+    Attributes:
+        num_failures: copies that raised.
+    """
+
+    def __init__(
+        self,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        compute: Rate,
+        memory: CacheMemory,
+        sizes: UnitSizes,
+        page_size: int,
+    ) -> None:
+        self.num_failures: int = 0
+        self._host = host
+        self._disk = disk
+        self._tiers: list[Tier] = [tier for tier in (host, disk) if tier is not None]
+        self._wants_ids = any(tier.wants_ids for tier in self._tiers)
+        self._compute = compute
+        self._memory = memory
+        self._sizes = sizes
+        self._page_size = page_size
+        self._tree: Tree | None = None
+        self._is_discarding = False
+
+    def follow(self, tree: Tree) -> None:
+        """Its policy values what is kept."""
+        self._tree = tree
+
+    def discard(self, is_discarding: bool) -> None:
+        """Whether what is evicted from now on is to be forgotten."""
+        self._is_discarding = is_discarding
+
+    # What the tree evicts
+
+    def checkpoint(self, node: Node) -> None:
+        """The checkpoint of a node is about to be evicted."""
+        if self._is_discarding or node.slot is None:
+            return
+        try:
+            above, slot, usage = node.checkpoint_above(), node.slot, node.usage
+            num_tokens = node.end - (above.end if above is not None else 0)
+            note = Note(usage.kind.value, usage.turn, usage.priority, num_tokens, usage)
+            if self._wants_ids:
+                path = _path(node)
+                note = replace(note, namespace=path.namespace, ids=path.ids)
+            self._offer(
+                Leaver(
+                    name=(CHECKPOINT, name_at(node, node.end)),
+                    num_bytes=self._sizes.checkpoint,
+                    read=partial(writer_of(self._memory).read_checkpoint, slot),
+                    path=partial(names_upward, node, node.end),
+                    group=f"checkpoint {usage.kind.value} {min(usage.hits, 2)} {usage.last_used == 0}",
+                    note=note,
+                    value=partial(self._value, usage, node.end, num_tokens),
+                )
+            )
+        except Exception:  # it is evicted without a copy
+            self.num_failures += 1
+
+    def pages(self, node: Node, num_kept: int) -> None:
+        """The pages of a node after the first `num_kept` are about to be evicted."""
+        if self._is_discarding:
+            return
+        try:
+            reader, size, end, pages = writer_of(self._memory), self._page_size, node.end, node.pages
+            for page in reversed(pages[num_kept:]):
+                name, path = (PAGE, name_at(node, end)), partial(names_upward, node, end - size)
+                if end - size <= node.run.start:
+                    path = partial(names_upward, node.run.nodes[0].parent, end - size)
+                self._offer(Leaver(name, self._sizes.page, partial(reader.read_page, page), path))
+                end -= size
+        except Exception:  # they are evicted without a copy
+            self.num_failures += 1
+
+    def _value(self, usage: NodeUsage, end: int, num_tokens: int, num_bytes: int) -> float:
+        assert self._tree is not None
+        return self._tree.worth(usage, end, num_tokens, num_bytes)
+
+    def _offer(self, leaver: Leaver) -> bool:
+        """Offer what leaves the device to the tiers, until one has it."""
+        kept = any(tier.offer(self._for(tier, leaver)) for tier in self._tiers)
+        if self._host is not None and self._disk is not None:
+            self._pass_on(self._host, self._disk)
+        return kept
+
+    def _for(self, tier: Tier, leaver: Leaver) -> Offer:
+        worth = self._worth(tier, leaver.group, leaver.note) if leaver.note is not None else None
+        return Offer(
+            leaver.name, leaver.num_bytes, leaver.read, worth, leaver.note, value=leaver.value, path=leaver.path()
+        )
+
+    def _worth(self, tier: Tier, group: str, note: Note) -> Worth:
+        """What a checkpoint may save: its share, where the pages that it needs have the others."""
+        num_bytes = self._sizes.checkpoint
+        gain = self.gain(note.num_tokens, tier.cost.seconds(num_bytes), tier)
+        with_pages = num_bytes + note.num_tokens // self._page_size * self._sizes.page
+        return Worth(group, gain * num_bytes / max(1, with_pages))
+
+    def gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
+        """Seconds that restoring saves over computing.
+
+        Args:
+            seconds: that restoring takes.
+            tiers: from which.
+        """
+        gain = num_tokens * self._compute.value - seconds
+        if gain <= 0:
+            for tier in tiers:
+                tier.cost.fade()
+        return gain
+
+    # What a tier drops, or a file brings
+
+    def _pass_on(self, host: HostTier, disk: DiskTier) -> None:
+        """What host memory dropped is offered to the disk."""
+        for name, contents, before, worth, note in host.take_dropped():
+            path = partial(iter, () if before is None else (before,))
+            group = worth.group if worth is not None else ""
+            disk.offer(self._for(disk, Leaver(name, len(contents), partial(bytes, contents), path, group, note)))
+
+    def let_all_go(self) -> None:
+        """What host memory holds goes to disk, where it is worth it."""
+        if self._host is not None and self._disk is not None:
+            self._host.let_all_go()
+            self._pass_on(self._host, self._disk)
+
+    def keep(self, boundary: Boundary, num_tokens: int) -> bool:
+        """Keep copies of a boundary that the device has no memory for. False: not all of it is kept.
+
+        Args:
+            num_tokens: tokens that a hit saves.
+        """
+        assert self._tree is not None
+        key, end = boundary.key, boundary.num_tokens // self._page_size
+        names = chain(key.ids[: boundary.num_tokens * TOKEN_BYTES], key.namespace, self._page_size * TOKEN_BYTES)
+        note = Note(boundary.kind.value, boundary.turn, boundary.priority, num_tokens)
+        if self._wants_ids:
+            note = replace(note, namespace=key.namespace, ids=key.ids)
+        usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn, key.namespace)
+        checkpoint = Leaver(
+            name=(CHECKPOINT, names[end - 1]),
+            num_bytes=len(boundary.checkpoint),
+            read=partial(bytes, boundary.checkpoint),
+            path=partial(_upward, names, end),
+            group=f"checkpoint {boundary.kind.value} 0 False",
+            note=note,
+            value=partial(self._value, usage, boundary.num_tokens, num_tokens),
+        )
+        return self._offer(checkpoint) and all(
+            self._offer(Leaver((PAGE, names[at]), len(page), partial(bytes, page), partial(_upward, names, at)))
+            for at, page in zip(range(end - 1, -1, -1), reversed(boundary.pages), strict=False)
+        )
+
+
+def _upward(names: Sequence[bytes], end: int) -> Iterator[bytes]:
+    """The first `end` names, the last first."""
+    return reversed(names[:end])
+
+
+def _path(node: Node) -> Key:
+    """The key of all tokens from the root to a node's end."""
+    edges, above = [], node
+    while above.parent is not None:
+        edges.append(above.edge)
+        above = above.parent
+    assert isinstance(above, Root)
+    return Key(b"".join(reversed(edges)), above.namespace)

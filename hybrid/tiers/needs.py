@@ -1,0 +1,148 @@
+"""Which pages the checkpoints of a tier need: a tree of prefixes by their names, a page each.
+
+A page is kept for the checkpoints at its end and below it. Of a checkpoint it is known how many pages only it needs:
+what is free when it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+
+class Prefix:
+    """A prefix that ends with a page, and that some checkpoint needs.
+
+    Attributes:
+        name: its digest.
+        above: the prefix that is a page shorter; None: there is none.
+        below: those that are a page longer.
+        has_checkpoint: the tier has a checkpoint at its end.
+        num_alone: pages that only this checkpoint needs; None: to be counted.
+    """
+
+    __slots__ = ("above", "below", "has_checkpoint", "name", "num_alone")
+
+    def __init__(self, name: bytes) -> None:
+        self.name: bytes = name
+        self.above: Prefix | None = None
+        self.below: set[Prefix] = set()
+        self.has_checkpoint: bool = False
+        self.num_alone: int | None = None
+
+
+class Needs:
+    """The prefixes that checkpoints need. Adding one takes as long as it has pages that are not needed yet, whatever
+    the length of its prefix."""
+
+    def __init__(self) -> None:
+        self._prefixes: dict[bytes, Prefix] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._prefixes
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def add(self, path: Iterable[bytes]) -> None:
+        """A checkpoint needs pages.
+
+        Args:
+            path: their names, the last first. Read as far as it is not known.
+        """
+        lower: Prefix | None = None
+        for name in path:
+            prefix = self._prefixes.get(name)
+            is_known = prefix is not None
+            if prefix is None:
+                prefix = self._prefixes[name] = Prefix(name)
+            if lower is None:
+                prefix.has_checkpoint, prefix.num_alone = True, None
+            else:
+                lower.above = prefix
+                prefix.below.add(lower)
+            if is_known:
+                self._recount(prefix, lower)
+                break
+            lower = prefix
+
+    def remove(self, name: bytes) -> list[tuple[bytes, bytes | None]]:
+        """A checkpoint is gone. Returns the names of the pages that nothing needs any more, each with that of the page
+        before it, the last first."""
+        prefix: Prefix | None = self._prefixes[name]
+        assert prefix is not None
+        prefix.has_checkpoint, prefix.num_alone = False, None
+        gone: list[tuple[bytes, bytes | None]] = []
+        while prefix is not None and not prefix.below and not prefix.has_checkpoint:
+            del self._prefixes[prefix.name]
+            above = prefix.above
+            gone.append((prefix.name, above.name if above is not None else None))
+            if above is not None:
+                above.below.remove(prefix)
+            prefix = above
+        if prefix is not None:
+            self._recount(prefix, None)
+        return gone
+
+    def alone(self, name: bytes) -> Iterator[bytes]:
+        """The pages that only a checkpoint needs, the last first."""
+        prefix: Prefix | None = self._prefixes[name]
+        if prefix is None or prefix.below:
+            return
+        yield prefix.name
+        prefix = prefix.above
+        while prefix is not None and not prefix.has_checkpoint and len(prefix.below) == 1:
+            yield prefix.name
+            prefix = prefix.above
+
+    def num_alone(self, name: bytes) -> int:
+        """How many pages only a checkpoint needs."""
+        prefix = self._prefixes[name]
+        if prefix.num_alone is None:
+            prefix.num_alone = sum(1 for _ in self.alone(name))
+        return prefix.num_alone
+
+    def checkpoints(self, name: bytes) -> list[bytes]:
+        """The checkpoints that need a page."""
+        found, todo = [], [self._prefixes[name]]
+        while todo:
+            prefix = todo.pop()
+            if prefix.has_checkpoint:
+                found.append(prefix.name)
+            todo.extend(prefix.below)
+        return found
+
+    def _recount(self, prefix: Prefix, other: Prefix | None) -> None:
+        """What is below a prefix has changed, or that it has a checkpoint: others may need more or fewer pages alone.
+
+        Args:
+            other: what came below it, of which nothing is counted yet.
+        """
+        prefix.num_alone = None
+        for lower in [*prefix.below] if len(prefix.below) <= 2 else ():
+            below: Prefix | None = lower if lower is not other else None
+            while below is not None and not below.has_checkpoint and len(below.below) == 1:
+                (below,) = below.below
+            if below is not None:
+                below.num_alone = None
+
+    def clear(self) -> None:
+        """Nothing is needed."""
+        self._prefixes.clear()
+
+    def violations(self, checkpoints: Iterable[bytes]) -> list[str]:
+        """What is wrong with it, for the audit.
+
+        Args:
+            checkpoints: those that there are.
+        """
+        wrong = []
+        for name, prefix in self._prefixes.items():
+            if not prefix.below and not prefix.has_checkpoint:
+                wrong.append("a page is kept that nothing needs")
+            if prefix.above is not None and prefix not in prefix.above.below:
+                wrong.append("a page is not known to the page before it")
+            if prefix.num_alone is not None and prefix.num_alone != sum(1 for _ in self.alone(name)):
+                wrong.append(f"a checkpoint counts {prefix.num_alone} pages of its own, which is wrong")
+        if {name for name, prefix in self._prefixes.items() if prefix.has_checkpoint} != set(checkpoints):
+            wrong.append("the checkpoints are not those whose pages are needed")
+        return wrong

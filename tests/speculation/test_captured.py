@@ -1,0 +1,151 @@
+"""Passes with drafts, replays of what was accepted, and passes of the predictor are captured on a CPU: their bits are
+those of passes that are launched kernel by kernel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams, SpeculationConfig
+from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
+from hybrid.engine import cuda_graphs
+from hybrid.engine.replay import Replay, ReplayOfAll
+from hybrid.speculation.drafter import Drafter, History
+from support.drafters import Scripted, chain
+from support.engines import GRID, assert_nothing_held, greedy, ids
+
+SAMPLED = SamplingParams(max_new_tokens=40, ignore_eos=True, logprobs=2, temperature=1.2, top_p=0.9, seed=7)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    path: Path = tmp_path_factory.mktemp("model")
+    add_random_predictor(write_random_checkpoint(path, "qwen3_5_text, odd sizes"))
+    cache = CacheConfig(memory="64MiB", page_size=GRID, chunk_size=GRID)
+    return Engine.from_pretrained(path, dtype="float32", cache=cache, speculation="mtp")
+
+
+def engine_of(
+    model: Engine, *drafters: str | Drafter, eager: bool = False, max_drafts: int = 7, **cache: Any
+) -> Engine:
+    """An engine that computes all drafts, with an empty cache of its own."""
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, **cache)
+    drafts = SpeculationConfig(drafters=drafters, adaptive=False, max_drafts=max_drafts) if drafters else None
+    config = EngineConfig(enforce_eager=eager, audit=True)
+    return model.with_cache(settings, size=(96, 24), config=config, speculation=drafts)
+
+
+def mostly(model: Engine, known: dict[tuple[int, ...], list[int]], right: int = 6) -> Scripted:
+    """Drafts the known answers to prompts; after so many right tokens one is wrong."""
+    vocab = model.model.config.vocab_size
+
+    def script(history: History, limit: int) -> tuple[list[int], list[int]]:
+        done = len(history) - history.prompt_len
+        tokens = known.get(tuple(history[: history.prompt_len]), [])[done : done + limit]
+        return chain([(token + (at % (right + 1) == right)) % vocab for at, token in enumerate(tokens, done)])
+
+    return Scripted(script)
+
+
+def prompts_of(model: Engine, count: int) -> list[list[int]]:
+    vocab = model.model.config.vocab_size
+    return [[token % vocab for token in ids(20 + 9 * seed, seed=seed)] for seed in range(count)]
+
+
+@pytest.mark.parametrize("params", [greedy(40, logprobs=2), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
+def test_answers_are_those_of_launched_passes(model: Engine, params: SamplingParams, deterministic: bool) -> None:
+    prompts = prompts_of(model, 4)
+    plain = engine_of(model, eager=True, deterministic=deterministic).generate(prompts, params, progress=False)
+    known = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
+    captured, launched = (
+        engine_of(model, mostly(model, known), eager=eager, deterministic=deterministic) for eager in (False, True)
+    )
+    for count in (1, 4, 4):  # alone, together, and as hits
+        outputs = [engine.generate(prompts[:count], params, progress=False) for engine in (captured, launched)]
+        assert [output.token_ids for output in outputs[0]] == [output.token_ids for output in plain[:count]]
+        assert [output.logprobs for output in outputs[0]] == [output.logprobs for output in outputs[1]]
+        assert sum(output.usage.accepted_tokens for output in outputs[0]) > 15 * count
+    assert captured.runner.graphs is not None and launched.runner.graphs is None
+    assert_nothing_held(captured)
+
+
+def test_a_step_of_several_requests_and_one_with_drafts_are_one_capture(model: Engine) -> None:
+    prompts, known = prompts_of(model, 4), dict[tuple[int, ...], list[int]]()
+    engine = engine_of(model, mostly(model, known, 1000), max_drafts=3)
+    outputs = engine.generate(prompts, greedy(29), progress=False)
+    assert len(engine.runner.graphs.graphs) == 1  # type: ignore[union-attr]
+    known.update({tuple(prompt): output.token_ids for prompt, output in zip(prompts, outputs, strict=True)})
+    engine.cache.clear()
+    usage = engine.generate([prompts[0]], greedy(29), progress=False)[0].usage
+    assert (usage.drafted_tokens, usage.accepted_tokens) == (21, 21)  # seven passes of four rows
+    assert len(engine.runner.graphs.graphs) == 1  # type: ignore[union-attr]
+
+
+def test_graphs_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
+    prompts = prompts_of(model, 3)
+    plain = engine_of(model).generate(prompts, greedy(30), progress=False)
+    known = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
+    engine = engine_of(model, mostly(model, known, 3))
+    outputs = engine.generate(prompts, greedy(30), progress=False)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert len(engine.runner.graphs.graphs) == 2  # type: ignore[union-attr]
+
+
+def test_a_replay_that_cannot_be_captured_is_launched(caplog: pytest.LogCaptureFixture) -> None:
+    steps: list[list[list[int]]] = []
+
+    def run(slots: Any) -> None:
+        steps.append([slots.read.tolist(), slots.write.tolist()])
+
+    def capture(again: Callable[[], Tensor]) -> Any:
+        raise MemoryError("no memory for a capture")
+
+    replay = ReplayOfAll(5, run, capture)
+    with caplog.at_level(logging.WARNING):
+        replay.keep(Replay([1, 2, 4], [0, 2, 3], [7, -1, 8], [-1, 7, 8]))
+    replay.keep(Replay([3], [0, 1], [6], [6]))
+    assert steps == [
+        [[0, 7, -1, 0, 8], [-1, -1, 7, -1, 8]],
+        [[0, 0, 0, 6, 0], [-1, -1, -1, 6, -1]],
+    ]
+    assert len(caplog.messages) == 1
+
+
+def test_the_predictor_captured_drafts_what_it_drafts_launched(model: Engine) -> None:
+    prompts = prompts_of(model, 3)
+    plain = engine_of(model).generate(prompts, greedy(40), progress=False)
+    stats = []
+    for eager in (False, True):
+        engine = engine_of(model, "mtp", eager=eager)
+        for count in (1, 3):
+            outputs = engine.generate(prompts[:count], greedy(40), progress=False)
+            assert [output.token_ids for output in outputs] == [output.token_ids for output in plain[:count]]
+        assert_nothing_held(engine)
+        stats.append(engine.stats().speculation["mtp"])
+    assert stats[0] == stats[1] and stats[0].refused == 0
+
+
+def test_a_predictor_that_cannot_be_captured_is_launched(
+    model: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompts = prompts_of(model, 1)
+    expected = engine_of(model, "mtp", eager=True).generate(prompts, greedy(20), progress=False)
+    engine, draft = engine_of(model, "mtp"), model.model.draft
+
+    def reads(batch: Any, hidden: Tensor, kv: Tensor) -> Any:
+        hidden = hidden + float(hidden.sum() * 0)
+        return draft(batch, hidden, kv)
+
+    monkeypatch.setattr(engine.model, "draft", reads)
+    with caplog.at_level(logging.WARNING):
+        outputs = engine.generate(prompts, greedy(20), progress=False)
+    assert outputs[0].token_ids == expected[0].token_ids
+    assert outputs[0].usage == expected[0].usage
+    assert ["capturing the predictor failed" in message for message in caplog.messages] == [True]

@@ -1,0 +1,77 @@
+"""Which pages checkpoints need: none for itself, and each as long as a checkpoint below it is there."""
+
+from random import Random
+
+import pytest
+
+from hybrid.tiers.needs import Needs
+
+
+def path(text: str) -> list[bytes]:
+    """The names of the prefixes of a text, the longest first: a letter is a page."""
+    return [text[:end].encode() for end in range(len(text), 0, -1)]
+
+
+def needs_of(*texts: str) -> Needs:
+    needs = Needs()
+    for text in texts:
+        needs.add(iter(path(text)))
+    return needs
+
+
+def test_a_checkpoint_needs_the_pages_up_to_it() -> None:
+    needs = needs_of("abc")
+    assert [name in needs for name in (b"a", b"ab", b"abc", b"abcd", b"b")] == [True, True, True, False, False]
+    assert needs.num_alone(b"abc") == 3
+    assert needs.remove(b"abc") == [(b"abc", b"ab"), (b"ab", b"a"), (b"a", None)]
+    assert len(needs) == 0
+
+
+def test_pages_that_two_need_are_needed_until_both_are_gone() -> None:
+    #      ab ── c ●
+    #         └─ d ── e ●
+    needs = needs_of("abc", "abde")
+    assert (needs.num_alone(b"abc"), needs.num_alone(b"abde")) == (1, 2)
+    assert [name for name, _ in needs.remove(b"abc")] == [b"abc"]
+    assert needs.num_alone(b"abde") == 4
+    assert [name for name, _ in needs.remove(b"abde")] == [b"abde", b"abd", b"ab", b"a"]
+
+
+def test_a_checkpoint_on_the_way_keeps_its_own_pages() -> None:
+    needs = needs_of("abcd", "ab")
+    assert (needs.num_alone(b"ab"), needs.num_alone(b"abcd")) == (0, 2)
+    assert needs.checkpoints(b"a") == [b"ab", b"abcd"]
+    assert needs.remove(b"ab") == []
+    assert needs.num_alone(b"abcd") == 4
+
+
+def test_a_path_is_read_as_far_as_it_is_not_known() -> None:
+    needs = needs_of("abcdef")
+
+    def names() -> object:
+        yield from [b"abcdefg", b"abcdef"]
+        pytest.fail("the rest is known")
+
+    needs.add(names())  # type: ignore[arg-type]
+    assert needs.num_alone(b"abcdefg") == 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_counts_hold_through_random_changes(seed: int) -> None:
+    rng, needs = Random(seed), Needs()
+    kept: dict[bytes, str] = {}
+    for _ in range(1500):
+        text = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 9)))
+        name = text.encode()
+        if name in kept:
+            needs.remove(name)
+            del kept[name]
+        else:
+            needs.add(iter(path(text)))
+            kept[name] = text
+        if kept:
+            one = rng.choice([*kept])
+            others = {page for other in kept.values() if other.encode() != one for page in path(other)}
+            assert needs.num_alone(one) == len(set(path(kept[one])) - others)
+        assert len(needs) == len({page for text in kept.values() for page in path(text)})
+        assert needs.violations(kept) == []
