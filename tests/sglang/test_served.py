@@ -58,8 +58,8 @@ def conversations(seed: int, number: int, rewritten: bool = False) -> list[Reque
 def test_with_lru_every_hit_is_that_of_sglangs_rust_core(
     page_size: int, extra_buffer: bool, part: int, sizes: tuple[int, int], rewritten: bool
 ) -> None:
-    """Also where a prompt is computed in parts, and leaves a state after each; and where prompts leave each other inside
-    an edge, so that what is above edges that were evicted is as recent as they were."""
+    """Also where a prompt is computed in parts, and leaves a state after each; where prompts leave each other inside
+    an edge, what is above edges that were evicted is as recent as they were."""
     hits = []
     for backend in ("rust", "hybrid"):
         served = Served(Setting(backend, "lru", *sizes, page_size, extra_buffer))
