@@ -12,8 +12,10 @@ from hybrid.key import Key
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Released
 from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.policy import Facts, Policy
 from hybrid.tree.pools import PageParts, Pools
 from hybrid.tree.tree import Tree
+from hybrid.units import Prices
 
 
 class Rows:
@@ -151,6 +153,29 @@ def test_a_checkpoint_that_is_offered_again_is_recent() -> None:
     tree.renew(first)
     assert tree.evict_checkpoints(1, Released(PageParts())).slots == ["second"]
     assert first.usage.hits == 0
+
+
+class Sizes(Policy):
+    """Notes what candidates would free."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def rank(self, facts: Facts) -> float:
+        self.seen.add(facts.bytes_freed)
+        return facts.last_used
+
+
+@pytest.mark.parametrize(("apart", "of_states", "of_pages"), [(False, {1020}, {1020}), (True, {1000}, {20})])
+def test_what_is_evicted_of_a_memory_of_its_own_is_ranked_by_what_it_frees_of_that(
+    apart: bool, of_states: set[int], of_pages: set[int]
+) -> None:
+    for evict, expected in (("evict_checkpoints", of_states), ("evict_pages", of_pages)):
+        policy = Sizes()
+        tree = Tree(1, 2, policy, Prices(page=10, checkpoint=1000), pools=Pools(opaque=True, apart=apart))
+        tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("a", 2))
+        getattr(tree, evict)(1, Released(PageParts()))
+        assert policy.seen == expected
 
 
 # Recency of pages, where edges are evicted as a whole
