@@ -28,9 +28,6 @@ LARGE_SAMPLE = 256
 VICTIMS = 8
 """As many of a sample may be evicted one after the other before the next is ranked."""
 
-LASTS = 4
-"""Requests for which a ranked sample lasts."""
-
 IN_TURN = 4
 """Candidates that are weighed again with each sample, one after the other of all."""
 
@@ -229,8 +226,8 @@ class AgingQueue:
     """Candidates in no order, each with what its rank needs beside its age: the lowest of a random sample is evicted
     first.
 
-    A sample that was ranked gives the next few victims, for a few requests: the others had ranks of `_bound` at least,
-    and ranks change little meanwhile, except where the queue is notified. What is kept of a candidate may be out of
+    A sample that was ranked gives the next few victims, until a request comes: the others had ranks of `_bound` at
+    least, and ranks change with a request, or where the queue is notified. What is kept of a candidate may be out of
     date all the same, where something next to it has changed. So one that is found is weighed again, and so are those
     of a sample that were notified of a change, and a few of all in turn.
 
@@ -262,7 +259,6 @@ class AgingQueue:
         self._found: tuple[float, Node] | None = None  # until something in the queue changes
         self._lowest: list[tuple[float, int, Node]] = []  # of the last sample: a heap
         self._bound = math.inf
-        self._age = 0  # requests since the last sample was ranked
         self._changed: list[Node] = []  # since the last sample was ranked
         self._order = count()
         self.settled: Container[int] = ()  # a push has a candidate weighed again
@@ -292,12 +288,6 @@ class AgingQueue:
 
     def aged(self) -> None:
         self._found = None
-        self._age += 1
-        if self._age >= LASTS:
-            self._forget()
-
-    def _forget(self) -> None:
-        """Rank another sample next."""
         self._lowest.clear()
         self._changed.clear()
 
@@ -312,7 +302,7 @@ class AgingQueue:
             return self._found
         self._found = None
         if len(self._changed) > LARGE_SAMPLE:
-            self._forget()
+            self.aged()
         while self._nodes and self._found is None:
             if not self._lowest:
                 self._rank_sample(self._sample(len(self._nodes)))
@@ -365,7 +355,6 @@ class AgingQueue:
             (rank, next(self._order), self._nodes[place]) for place, rank in sorted(found.items()) if place not in gone
         )
         self._changed.clear()
-        self._age = 0
         for node in gone.values():
             self.pop(node)
 
