@@ -28,9 +28,6 @@ LARGE_SAMPLE = 256
 VICTIMS = 8
 """As many of a sample may be evicted one after the other before the next is ranked."""
 
-IN_TURN = 4
-"""Candidates that are weighed again with each sample, one after the other of all."""
-
 ALL_PLACES = np.arange(LARGE_SAMPLE)
 """The places of all candidates, while they are few."""
 
@@ -229,7 +226,7 @@ class AgingQueue:
     A sample that was ranked gives the next few victims, until a request comes: the others had ranks of `_bound` at
     least, and ranks change with a request, or where the queue is notified. What is kept of a candidate may be out of
     date all the same, where something next to it has changed. So one that is found is weighed again, and so are those
-    of a sample that were notified of a change, and a few of all in turn.
+    of a sample that were notified of a change, or else one of all in turn.
 
     Args:
         weigh: returns the group and the weight of a candidate.
@@ -334,10 +331,9 @@ class AgingQueue:
         the queue."""
         size = len(self._nodes)
         within = slice(size) if len(places) == size <= LARGE_SAMPLE else places  # of all there is nothing to pick
-        in_turn = [(self._turn + step) % size for step in range(min(size, IN_TURN))]
-        self._turn = (in_turn[-1] + 1) % size
+        self._turn = (self._turn + 1) % size
         gone: dict[int, Node] = {}
-        for place in {*places[self._stale[within]].tolist(), *in_turn}:
+        for place in set(places[self._stale[within]].tolist() or [self._turn]):
             node = self._nodes[place]
             if self._is_candidate(node):
                 self._renew(place, node)
