@@ -63,7 +63,7 @@ def test_with_lru_every_hit_is_that_of_sglangs_rust_core(
     hits = []
     for backend in ("rust", "hybrid"):
         served = Served(Setting(backend, "lru", *sizes, page_size, extra_buffer))
-        requests = conversations(5, 150, rewritten) if rewritten else conversations(1, 150)
+        requests = conversations(14, 150, rewritten) if rewritten else conversations(1, 150)
         hits.append([served.serve(*request, part) for request in requests])
         assert served.books() == []
         served.cache.sanity_check()
