@@ -284,8 +284,7 @@ class AgingQueue:
     changed = used
 
     def aged(self) -> None:
-        self._found = None
-        self._lowest.clear()
+        self._lowest.clear()  # the one that was found stays until something happens: its rank was right a moment ago
         self._changed.clear()
 
     def __contains__(self, node: Node) -> bool:
