@@ -62,8 +62,8 @@ class TimedRunner:
         self.seconds = 0.0
         self._runner = runner
 
-    def plan(self, step: Step) -> Any:
-        return self._runner.plan(step)
+    def plan(self, step: Step, under_way: Any) -> Any:
+        return self._runner.plan(step, under_way)
 
     def launch(self, plan: Any) -> Pending:
         start = time.perf_counter()

@@ -45,7 +45,7 @@ class Group:
 
     Attributes:
         rows: their tokens within the batch.
-        cu_seqlens: `[R + 1]` cumulative numbers of new tokens, starting at 0.
+        cu_seqlens: `[R + 1]` cumulative numbers of new tokens, starting at 0. A prompt of padding may have none.
         seq_lens: `[R]` length of each sequence including its new tokens; 0 for padding, which writes nothing.
         block_table: `[R, max_pages]` page ids.
         state_read, state_write: `[R]` state slots. They are equal only for the request's own slot; -1 in
@@ -124,7 +124,7 @@ class Batch:
         positions: `[T]` position of each token in its sequence.
         slot_mapping: `[T]` slot of each token's K and V, `page * page_size + offset`; -1: its page holds them already.
         checkpoints: `[C, 3]` (request, n, slot): the state after the first n new tokens of a prefill is also written to
-            the slot.
+            the slot. A row of the request -1 is padding.
         sample_rows: `[S]` rows whose logits are computed.
         prefills, decodes: the requests of each kind; None if there are none.
         blocks: how the rows of matrix products are split into blocks; None: they are not, and results may depend on the
@@ -136,6 +136,8 @@ class Batch:
         adapted: the rows of each adapter.
         copies: `[2, N]` slots from which keys and values are copied once they are written, and where to, on paths of
             drafts; None: nothing is copied.
+        is_padded: its sizes are among few, so that a graph can be captured of it: nothing may depend on its numbers on
+            the host.
     """
 
     token_ids: Tensor
@@ -151,6 +153,7 @@ class Batch:
     log: list[tuple[Tensor, ...]] | None = None
     adapted: tuple[Adapted, ...] = ()
     copies: Tensor | None = None
+    is_padded: bool = False
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -161,3 +164,9 @@ class Batch:
     def is_batch_invariant(self) -> bool:
         """Whether the result of a request must not depend on the rest of the batch."""
         return self.blocks is not None
+
+    @property
+    def needs_own_kernels(self) -> bool:
+        """Whether kernels of other packages must not compute it: their results depend on the batch, and they read its
+        numbers on the host."""
+        return self.is_batch_invariant or self.is_padded

@@ -311,6 +311,13 @@ class CausalLM(nn.Module, ABC):
             if isinstance(module, Projections):
                 module.fuse()
 
+    @property
+    def prompts_can_be_recorded(self) -> bool:
+        """Whether a graph of a pass with prompts can be captured: nothing of it depends on their numbers on the host. A
+        predictor keeps the last hidden state of every prompt, also of one that is padding."""
+        device = self.lm_head.weight.device
+        return self.decode_can_be_recorded and kernels.uses_triton(device) and self.mtp is None
+
     def kinds_of_products(self) -> Iterator[tuple[str, Tensor, Products]]:
         """Of every kind of weight the first one: its name, the matrix `[outputs, inputs]`, and how rows are multiplied
         with it where results must not depend on the batch."""

@@ -65,12 +65,12 @@ class GatedDeltaNet(nn.Module):
             tokens = prompts.rows
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
             q, k, v = self._split(
-                kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.is_batch_invariant)
+                kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.needs_own_kernels)
             )
             gates = kernels.delta_gates(a[tokens], b[tokens], self._rate(), self.dt_bias)
             parts.append(
                 kernels.chunk_gated_delta_rule(
-                    q, k, v, *gates, recurrent, *slots, chunk_size, batch_invariant=batch.is_batch_invariant
+                    q, k, v, *gates, recurrent, *slots, chunk_size, batch_invariant=batch.needs_own_kernels
                 )
             )
         if decodes is not None:

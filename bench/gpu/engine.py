@@ -2,12 +2,17 @@
 results do not depend on the cache or the batch, and what is run first of all."""
 
 import math
+import os
 import random
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,11 +102,30 @@ def roofline(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def smoke(bench: Bench) -> Iterator[Planned]:
     """Every operation at one size against its twin, twice: the second time from a recorded graph."""
+    if not bench.rehearsal:
+        failed = compile_together(min(12, os.cpu_count() or 1) + 1, 0.4 * bench.left)
+        print(f"{failed} processes that compile have failed", flush=True)
     small = replace(bench, sizes=bench.sizes.smoke)
     sections = (attention.decode_attention, attention.extend_attention, kernels.delta_step, kernels.chunk_rule)
     sections += (kernels.convolution, kernels.elementwise, kernels.state_copies, kernels.products, kernels.experts)
     for planned in chain.from_iterable(section(small) for section in sections):
         yield replace(planned, make=lambda make=planned.make: replace(make(), calls=()))
+
+
+def compile_together(count: int, seconds: float) -> int:
+    """Compile kernels of `smoke` in some processes, which keep them in Triton's cache: one by one they take most of its
+    time. What is missing after these seconds, or failed, is compiled where it is called. Returns how many failed."""
+    tool, end = Path(__file__).with_name("resources.py"), time.perf_counter() + seconds
+    shares = [[sys.executable, str(tool), "--share", str(index), str(count)] for index in range(count)]
+    running = [subprocess.Popen(share, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for share in shares]
+    failed = 0
+    for process in running:
+        try:
+            failed += process.wait(max(0.0, end - time.perf_counter())) != 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            failed += process.wait() != 0
+    return failed
 
 
 def first_steps(bench: Bench) -> Iterator[Line]:
@@ -130,7 +154,7 @@ def _eager_and_recorded(bench: Bench, deterministic: bool) -> Iterator[Line]:
         waiting -= {output.request_id for output in engine.step()}
     step, memory = engine.scheduler.schedule(), engine.cache
     runner: Any = engine.runner
-    plan = runner.plan(step)
+    plan = runner.plan(step, None)
     tensors = [memory.kv, *memory.state_tensors.values()]
     before = [tensor.clone() for tensor in tensors]
     launched = engine.model(plan.on(bench.device.device)[0], memory.kv, memory.state_tensors).clone()

@@ -129,7 +129,7 @@ def engine_steps(requests: int) -> list[Line]:
             arrived[0] = time.process_time()
             return pending.wait()
 
-        return SimpleNamespace(wait=wait)
+        return SimpleNamespace(wait=wait, choose=pending.choose, sources=pending.sources)
 
     with (
         patch.object(JITFunction, "run", lambda kernel, *_, **__: None),

@@ -2,12 +2,14 @@
 """What each Triton kernel takes of a GPU that need not be there: registers, spills, shared memory, tensor cores.
 
     python bench/gpu/resources.py [--json resources.json]   # every kernel at the sizes of Qwen3.5-9B, for an H100
+    python bench/gpu/resources.py --share 0 8               # one of 8 shares of what smoke compiles, to Triton's cache
 
 The cases of `bench/gpu/run.py` are called on CPU tensors in bfloat16 without contents; each launch becomes a
 compilation by the assembler that comes with triton, and nothing is computed. Columns:
 registers per thread, at most 255; stack: bytes per thread that did not fit into them; spills: instructions that read or
 write the stack; shared: bytes of shared memory per program; resident: programs that a multiprocessor holds at once, and
-what limits them; tensor-core instructions (HGMMA: Hopper's own); copies to shared memory that overlap with arithmetic.
+what limits them; instructions for tensor cores (hgmma: Hopper's own), and for copies to shared memory that overlap with
+arithmetic, as the assembler is given them.
 
 Exit status 1 when a kernel does not compile or does not fit the device. Compiled kernels are kept in Triton's cache
 (TRITON_CACHE_DIR), so that a second run takes seconds.
@@ -31,7 +33,7 @@ if __name__ == "__main__":  # not this folder: what is found as `kernels` is tak
 from common import print_table
 from gpu import attention, kernels
 from gpu.harness import Bench, Cpu, Roofline
-from gpu.sizes import COMPILED
+from gpu.sizes import COMPILED, FULL, Sizes
 
 from hybrid.kernels.ops import OPS
 
@@ -99,18 +101,22 @@ class Compiler:
 
 
 def resources_of(operation: str, case: str, name: str, kernel: Any) -> Row:
-    """Read a compiled kernel's machine code."""
+    """What a compiled kernel takes, by the assembler's word, and which instructions it was given."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
-        usage, code = (
-            subprocess.run([knobs.nvidia.cuobjdump.path, option, cubin], capture_output=True, text=True, check=True)
-            for option in ("--dump-resource-usage", "-sass")
-        )
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage.stdout)}
-    count = {name: len(re.findall(rf"\b{name}\b", code.stdout)) for name in ("HGMMA", "HMMA", "LDGSTS", "LDL", "STL")}
+        tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin]
+        usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+        used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+        code = ""
+        if used["STACK"]:  # without a stack nothing is spilled; to disassemble takes as long as to compile
+            code = subprocess.run([tool[0], "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    spills = len(re.findall(r"\b(LDL|STL)\b", code))
+    count = [
+        len(re.findall(name, kernel.asm["ptx"])) for name in (r"\bwgmma\.mma_", r"\bmma\.sync", r"\bcp\.async\.c[ag]")
+    ]
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     limits = {
         32: "programs",
@@ -120,25 +126,27 @@ def resources_of(operation: str, case: str, name: str, kernel: Any) -> Row:
     }
     resident = min(limits)
     fits = shared <= SHARED_MEMORY_OF_PROGRAM and resident > 0
-    memory = (used["REG"], used["STACK"], count["LDL"] + count["STL"], shared, resident, limits[resident])
-    values = (operation, case, name, warps, *memory, count["HGMMA"], count["HMMA"], count["LDGSTS"], fits)
+    memory = (used["REG"], used["STACK"], spills, shared, resident, limits[resident])
+    values = (operation, case, name, warps, *memory, *count, fits)
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def compile_all() -> Iterator[Row | str]:
-    """Every kernel once, with the first case that launches it; or what does not compile."""
+def compile_all(sizes: Sizes = COMPILED, share: tuple[int, int] = (0, 1)) -> Iterator[Row | str]:
+    """Every kernel once, with the first case that launches it; or what does not compile. Of a share (index, count) the
+    cases are compiled, and nothing more."""
     import triton
     from triton.runtime.jit import JITFunction
 
     triton.runtime.driver.set_active(AbsentGpu())
     compiler = Compiler()
-    bench = Bench(Cpu(), COMPILED, Roofline(1, 1), 0, True, compiler, is_blank=True)
+    bench = Bench(Cpu(), sizes, Roofline(1, 1), 0, True, compiler, is_blank=True)
     with (
         patch.object(JITFunction, "run", compiler.launched(JITFunction.run)),
         # the tiles of attention depend on this
         patch("hybrid.kernels.triton.attention._shared_memory", lambda device: SHARED_MEMORY_OF_PROGRAM),
     ):
-        for planned in (planned for section in SECTIONS for planned in section(bench)):
+        every = [planned for section in SECTIONS for planned in section(bench)]
+        for planned in every[share[0] :: share[1]]:
             try:
                 case = planned.make()
                 for calls in (case.calls, *case.variants.values()):
@@ -146,7 +154,7 @@ def compile_all() -> Iterator[Row | str]:
                         call()
             except Exception as error:  # anything that the compiler raises: the others are still worth knowing
                 yield f"{planned.name} does not compile: {type(error).__name__}: {error}"
-            for found in compiler.found:
+            for found in compiler.found if share == (0, 1) else ():
                 yield resources_of(found[0], planned.name, *found[1:])
             compiler.found.clear()
 
@@ -154,9 +162,12 @@ def compile_all() -> Iterator[Row | str]:
 def main() -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows to a file too")
+    parser.add_argument("--share", nargs=2, type=int, metavar=("INDEX", "COUNT"), help="compile a share for smoke")
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set, and an interpreted kernel has no machine code: unset it")
+    if args.share:
+        return len([*compile_all(FULL.smoke, tuple(args.share))])
     found: list[Row] = []
     failed: list[str] = []
     for result in compile_all():

@@ -58,8 +58,8 @@ class Section(NamedTuple):
 
 
 SECTIONS = {
-    "smoke": Section("gpu.engine", "smoke", 80),  # most of it compiles kernels
-    "steps": Section("gpu.engine", "first_steps", 60),
+    "smoke": Section("gpu.engine", "smoke", 60),
+    "steps": Section("gpu.engine", "first_steps", 90),  # most of it compiles kernels, when engines are made
     "roofline": Section("gpu.engine", "roofline", 30),
     "decode": Section("gpu.engine", "decode", 150),
     "hit": Section("gpu.engine", "hit", 100),

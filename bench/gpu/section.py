@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -37,6 +38,19 @@ def send_all(section: Callable[[Bench], Iterator[Any]], bench: Bench, send: Call
             bench.device.release()
 
 
+def run(section: Callable[[Bench], Iterator[Any]], asked: Any, rehearse: bool, take: Callable[..., object]) -> None:
+    """Run a section; `asked` are its seconds and the roofline as far as it is known, and `take` gets each message."""
+
+    def send(**message: Any) -> None:
+        message.get("line", {}).pop("reached", None)  # of what is judged when it is written
+        take(message)
+
+    (seconds, known), (device, sizes) = asked, (Cpu(), TOY) if rehearse else (Gpu(), FULL)
+    end = time.perf_counter() + (1 - MARGIN) * seconds
+    with torch.no_grad():
+        send_all(section, Bench(device, sizes, Roofline(**(known or {})), end, rehearse, skip=send), send)
+
+
 def main(module: str, function: str, pipe: str, rehearse: str) -> int:
     """Import a section, wait for a line with its seconds and the roofline, and write each result to the pipe.
 
@@ -47,19 +61,9 @@ def main(module: str, function: str, pipe: str, rehearse: str) -> int:
     asked = sys.stdin.readline()
     if not asked:
         return 0  # not needed any more
-    seconds, known = json.loads(asked)
-    with os.fdopen(int(pipe), "w", buffering=1) as messages, torch.no_grad():
-
-        def send(**message: Any) -> None:
-            line = message.get("line")
-            if line is not None:
-                del line["reached"]  # of what is judged when it is written
-            messages.write(json.dumps(message, default=str) + "\n")
-
-        if not int(rehearse) and not torch.cuda.is_available():
-            return NO_DEVICE
-        device, sizes = (Cpu(), TOY) if int(rehearse) else (Gpu(), FULL)
-        roofline = Roofline(**known) if known else Roofline()
-        end = time.perf_counter() + (1 - MARGIN) * seconds
-        send_all(section, Bench(device, sizes, roofline, end, bool(int(rehearse)), skip=send), send)
+    if not int(rehearse) and not torch.cuda.is_available():
+        return NO_DEVICE
+    with os.fdopen(int(pipe), "w", buffering=1) as messages:
+        write = partial(print, file=messages)
+        run(section, json.loads(asked), bool(int(rehearse)), lambda message: write(json.dumps(message, default=str)))
     return 0

@@ -28,11 +28,11 @@ class Owner:
         Raises:
             OwnershipError: another thread is the owner.
         """
-        if self._thread is None:
+        if self._thread != threading.get_ident() or self._process != os.getpid():
             with self._claiming:  # of two threads that come together, one becomes the owner
                 if self._thread is None:
                     self.adopt()
-        self.check()
+            self.check()
 
     def check(self) -> None:
         """Check that no other thread is the owner.

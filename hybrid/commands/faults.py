@@ -165,8 +165,11 @@ def computing_as_assumed() -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
 class LostPending:
     """A pass that was launched, and whose results never arrive."""
+
+    pending: Pending
 
     def wait(self) -> list[Result]:
         """Fails."""
@@ -201,9 +204,10 @@ class FaultyRunner:
         self._runner = runner
         self._faults = faults
 
-    def plan(self, step: Any) -> Any:
-        """The runner's plan."""
-        return self._runner.plan(step)
+    def plan(self, step: Any, under_way: Any) -> Any:
+        """The runner's plan. It is given the pass that it has launched itself."""
+        is_own = isinstance(under_way, LostPending | OverflowingPending)
+        return self._runner.plan(step, under_way.pending if is_own else under_way)
 
     def launch(self, plan: Any) -> Pending:
         """Launch a plan. It may raise after the pass has written its pages and states."""
@@ -212,7 +216,7 @@ class FaultyRunner:
             faults.counts.failed_passes += 1
             if faults.rng.random() < 0.5:
                 raise InjectedError
-            return LostPending()
+            return LostPending(pending)
         if faults.strike(FAILING_TOKENS):
             faults.counts.failed_tokens += 1
             return OverflowingPending(pending, faults.rng.randrange(1 << 16))

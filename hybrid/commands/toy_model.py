@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models
 
@@ -62,11 +62,30 @@ def answer_to(prompt: list[int] | ImagePrompt, count: int, page_size: int) -> li
     return tokens
 
 
+class ToyPlan(NamedTuple):
+    """What a pass computes.
+
+    Attributes:
+        parts: of the step.
+        chosen: the tokens of the pass before, of requests that may continue from them.
+    """
+
+    parts: list[Part]
+    chosen: Mapping[Request, int]
+
+
 @dataclass(frozen=True)
 class ToyPending:
     """A pass whose results are known."""
 
+    parts: list[Part]
     results: list[Result]
+
+    @property
+    def chosen(self) -> Mapping[Request, int]:
+        """The token of each request that has one."""
+        pairs = zip(self.parts, self.results, strict=True)
+        return {part.request: result.tokens[0] for part, result in pairs if result.tokens}
 
     def wait(self) -> list[Result]:
         """One result per part."""
@@ -97,25 +116,20 @@ class ToyRunner:
         self._page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._is_broken = is_broken
-        self._chosen: dict[Request, int] = {}
 
-    def plan(self, step: Step) -> Step:
-        """The step itself."""
-        return step
+    def plan(self, step: Step, under_way: ToyPending | None) -> ToyPlan:
+        """The parts of the step, and the tokens that they may continue from."""
+        return ToyPlan(step.parts, under_way.chosen if under_way is not None else {})
 
-    def launch(self, plan: Step) -> ToyPending:
+    def launch(self, plan: ToyPlan) -> ToyPending:
         """Compute a step."""
-        results = [self._compute(part) for part in plan.parts]
-        self._chosen = {
-            part.request: result.tokens[0] for part, result in zip(plan.parts, results, strict=True) if result.tokens
-        }
-        return ToyPending(results)
+        return ToyPending(plan.parts, [self._compute(part, plan.chosen) for part in plan.parts])
 
-    def _compute(self, part: Part) -> Result:
+    def _compute(self, part: Part, chosen: Mapping[Request, int]) -> Result:
         lease, start = part.lease, part.start * TOKEN_BYTES
-        if part.num_unknown and part.request not in self._chosen:
+        if part.num_unknown and part.request not in chosen:
             return Result(True, (NO_TOKEN,))  # there is no token that it could continue from: nothing is written
-        ids = _keyed(part, [self._chosen[part.request]] if part.num_unknown else [])
+        ids = _keyed(part, [chosen[part.request]] if part.num_unknown else [])
         state = self.states.get(lease.read_slot)
         is_broken = self._is_broken()
         self._write_pages(part, ids, lease.block_table, part.start)

@@ -16,11 +16,11 @@ from hybrid.checks import shown
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import DecodeGraphs
 from hybrid.engine.model_runner import ModelRunner
+from hybrid.engine.padding import MAX_PROMPT_TOKENS
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
-from hybrid.kernels.ops import uses_triton
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.models.json_files import read_config
@@ -28,6 +28,7 @@ from hybrid.models.layers import Linear
 from hybrid.models.loading import can_quantize, load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
+from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.fingerprint import Fingerprint, digest_of_model
 
 IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
@@ -222,23 +223,28 @@ def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) 
     return fingerprint_of(memory, config, loaded.digest(), is_deterministic(config, loaded.device))
 
 
-def is_captured(loaded: LoadedModel, cache: HybridCache, config: EngineConfig) -> bool:
+def is_captured(loaded: LoadedModel, config: EngineConfig) -> bool:
     """Whether decode steps are captured."""
-    if cache.config.kv_dtype != "auto" and not uses_triton(loaded.device):
-        return False  # torch unpacks rows there
     return not config.enforce_eager and loaded.model.decode_can_be_recorded
 
 
-def model_runner(loaded: LoadedModel, cache: HybridCache, config: EngineConfig, deterministic: bool) -> ModelRunner:
+def model_runner(
+    loaded: LoadedModel,
+    cache: HybridCache,
+    config: EngineConfig,
+    deterministic: bool,
+    speculation: SpeculationConfig | None = None,
+) -> ModelRunner:
     """What computes the steps of an engine on its model."""
     model, device = loaded.model, loaded.device
     if deterministic:
         model.make_batch_invariant()
     if device.type == "cuda":
-        warm_up(model, cache, config, deterministic)
+        warm_up(model, cache, config, deterministic, speculation)
     graphs = None
-    if is_captured(loaded, cache, config):
-        graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device)
+    if is_captured(loaded, config):
+        longest = MAX_PROMPT_TOKENS if model.prompts_can_be_recorded else 0
+        graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device, max_prompt_tokens=longest)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
 
 

@@ -44,8 +44,8 @@ class Completions:
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """The answers up to now. The fields beside `outputs` are those of the first; it has a finish reason when all
         answers have one."""
-        outputs = [request.own_output(None) for request in self.requests]
-        first = self.requests[0].own_output(previous)
+        outputs = [request.output() for request in self.requests]
+        first = self.requests[0].output(previous)
         usage = replace(first.usage, completion_tokens=sum(output.usage.completion_tokens for output in outputs))
         completions = tuple(
             Completion(index, output.text, output.token_ids, output.logprobs, output.finish_reason, output.error)

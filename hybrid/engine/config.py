@@ -21,8 +21,8 @@ class EngineConfig:
         max_model_len: number of tokens of a prompt and its answer, at most; None: what the model takes.
         adapter_memory: bytes of all LoRA adapters together, at most, as "256MiB" or a number; they come on top of the
             cache's memory. None: no limit.
-        enforce_eager: launch decode steps operation by operation; otherwise they are captured where that is possible,
-            as CUDA graphs on a GPU, as programs of compiled operations on a CPU.
+        enforce_eager: launch steps operation by operation; otherwise they are captured where that is possible: as CUDA
+            graphs on a GPU, decode steps also as programs of compiled operations on a CPU.
         overlap: launch the next step before the results of this one are waited for. None: on a GPU.
         audit: run `HybridCache.audit` after every step. Slow; for tests.
 

@@ -1,8 +1,10 @@
-"""Captured decode steps: one launch for all kernels of a pass, as CUDA graphs or as programs on a CPU.
+"""Captured passes: one launch for all kernels, as CUDA graphs or, of decode steps, as programs on a CPU.
 
 A graph is captured for the whole layout of a plan: where each of its tensors is, and its shape. Steps are padded so
-that few layouts occur (`hybrid.engine.planner.Padding`); padding writes nothing. When a capture fails, as for lack of
-memory, no further one is tried: layouts without a graph are launched kernel by kernel.
+that few layouts occur (`hybrid.engine.padding`); padding writes nothing. A capture takes as long as three launches of
+the pass, kernel by kernel, which a decode step earns back at once. Layouts with prompts are more, and many occur once:
+these are captured when they occur for the second time. When a capture fails, as for lack of memory, no further one is
+tried: layouts without a graph are launched kernel by kernel.
 """
 
 from __future__ import annotations
@@ -93,17 +95,29 @@ class DecodeGraphs:
         state: the state slots, by name.
         device: of the model.
         capture: captures a pass; None: `capture_for(device)`.
+        max_prompt_tokens: tokens of prompts up to which passes with prompts are captured; 0: they are not.
+
+    Attributes:
+        max_prompt_tokens: as given.
     """
 
     def __init__(
-        self, model: Any, kv: Tensor, state: dict[str, Tensor], device: torch.device, capture: Capture | None = None
+        self,
+        model: Any,
+        kv: Tensor,
+        state: dict[str, Tensor],
+        device: torch.device,
+        capture: Capture | None = None,
+        max_prompt_tokens: int = 0,
     ) -> None:
+        self.max_prompt_tokens: int = max_prompt_tokens
         self._model = model
         self._kv, self._state = kv, state
         self._device = device
         self._capture: Capture = capture or capture_for(device)
         self._capture_replay: Capture = capture or capture_for(device)  # while it runs it needs the log of the pass
         self._graphs: dict[Layout, Graph] = {}
+        self._occurred: set[Layout] = set()  # layouts with prompts
         self._captures = True
         self._captured_model = CapturedModel(model)
 
@@ -118,13 +132,13 @@ class DecodeGraphs:
         return tuple(self._graphs.values())
 
     def run(self, plan: Plan, tokens: Tensor | None = None) -> Ran:
-        """Run a padded plan without prompt parts.
+        """Run a padded plan.
 
         Args:
             tokens: those of the pass before, if this one continues from them.
         """
         graph = self._graphs.get(plan.shape)
-        if graph is None and self._captures:
+        if graph is None and self._captures and self._is_worth_it(plan):
             if self._graphs and self._device.type == "cpu":
                 return self._result(plan, self._capture_and_run(plan, tokens))
             graph = self._capture_idle(plan)
@@ -135,6 +149,13 @@ class DecodeGraphs:
         self._fill(graph.numbers, plan, tokens)
         graph.replay()
         return self._result(plan, graph)
+
+    def _is_worth_it(self, plan: Plan) -> bool:
+        """Whether a layout without a graph is captured now: where there are prompts, when it occurs again."""
+        if not plan.num_prefill_tokens or plan.shape in self._occurred:
+            return True
+        self._occurred.add(plan.shape)
+        return False
 
     def _fill(self, numbers: Tensor, plan: Plan, tokens: Tensor | None) -> None:
         """Write what a pass reads."""
@@ -178,16 +199,15 @@ class DecodeGraphs:
         """No further graph is captured."""
         self._captures = False
         log.warning(
-            "capturing a graph for %d rows failed (%s: %s); steps without a graph are launched kernel by kernel",
-            plan.layout["decodes.block_table"][1][0],
+            "capturing a graph for %s failed (%s: %s); steps without a graph are launched kernel by kernel",
+            plan.sizes,
             type(error).__name__,
             error,
         )
 
     def _capture_plan(self, plan: Plan, numbers: Tensor) -> Graph:
         """Capture a pass over numbers of a plan's layout."""
-        rows, width = plan.layout["decodes.block_table"][1]
-        log.info("capturing a graph for %d rows and block tables of %d pages", rows, width)
+        log.info("capturing a graph for %s", plan.sizes)
         batch = plan.batch(numbers)
         if self._device.type == "cpu":  # a step without drafts and one with them are the same pass
             batch = replace(batch, log=[])
@@ -195,7 +215,7 @@ class DecodeGraphs:
         after_drafts = None
         if batch.log is not None:
             replay_all = partial(self._model.replay, batch.log, None, state=self._state)
-            after_drafts = ReplayOfAll(rows, replay_all, self._capture_replay)
+            after_drafts = ReplayOfAll(plan.num_decoded, replay_all, self._capture_replay)
         if len(self._graphs) == MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         graph = self._graphs[plan.shape] = Graph(numbers, run, logits, after_drafts)

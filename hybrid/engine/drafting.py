@@ -159,7 +159,7 @@ def make_drafting(
     mtp = None
     if has_predictor:
         on_cpu = loaded.device.type == "cpu"
-        capture = capture_for(loaded.device) if on_cpu and is_captured(loaded, cache, config) else None
+        capture = capture_for(loaded.device) if on_cpu and is_captured(loaded, config) else None
         mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp)
     return Drafting(speculator, cache, config, deterministic, mtp) if speculator is not None else None

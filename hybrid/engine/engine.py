@@ -89,7 +89,7 @@ class Engine:
         steps = self._steps = StepLoop(
             cache,
             self.scheduler,
-            runner or model_runner(loaded, cache, self.config, self.deterministic),
+            runner or model_runner(loaded, cache, self.config, self.deterministic, self.speculation),
             self.config,
             end_tokens=loaded.end_tokens,
             overlap=overlap,

@@ -82,6 +82,7 @@ class Meter:
         self.first_token: Durations = Durations(FIRST_TOKEN_BOUNDS)
         self.between_tokens: Durations = Durations(BETWEEN_TOKENS_BOUNDS)
         self.rate: Rate = Rate()
+        self._num_rated = 0
 
     def delivered(self, request: Request, before: float | None) -> None:
         """A request has another token.
@@ -92,12 +93,18 @@ class Meter:
         now = request.last_token_at
         assert now is not None
         self.completion_tokens += 1
-        self.rate.add(now, 1)
         if before is None:
             self.prompt_tokens += request.prompt_len
             self.first_token.add(now - request.arrived)
         else:
             self.between_tokens.add(now - before)
+
+    def stepped(self) -> None:
+        """All tokens of a step were delivered."""
+        count = self.completion_tokens - self._num_rated
+        if count:
+            self.rate.add(time.perf_counter(), count)
+            self._num_rated = self.completion_tokens
 
     def ended(self, reason: str) -> None:
         """A request ended."""

@@ -6,6 +6,7 @@ step can be planned and launched: its pass takes the tokens of this one on the d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import DecodeGraphs
-from hybrid.engine.planner import Padding, Plan, plan
+from hybrid.engine.padding import Padding, padding_of
+from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states
 from hybrid.engine.results import Computed, PendingTokens, Result
 from hybrid.engine.step import Step
@@ -40,8 +42,13 @@ class Runner(Protocol):
     (`Result.is_late`, or the request fails), nothing is written for that part.
     """
 
-    def plan(self, step: Step) -> Any:
-        """Build the plan of a step whose memory has been allocated."""
+    def plan(self, step: Step, under_way: Any) -> Any:
+        """Build the plan of a step whose memory has been allocated.
+
+        Args:
+            under_way: what `launch` returned for the pass before, from which the step may continue; None: there is
+                none, its results are known, or it was undone.
+        """
         ...
 
     def launch(self, plan: Any) -> Pending:
@@ -57,7 +64,7 @@ class ModelRunner:
         cache: the memory that the model reads and writes.
         device: of the model.
         deterministic: results must not depend on the rest of the batch.
-        graphs: CUDA graphs for steps without prompt parts; None: every step is launched kernel by kernel.
+        graphs: of passes that are captured; None: every step is launched kernel by kernel.
         end_tokens: the model's tokens that end an answer.
     """
 
@@ -76,28 +83,31 @@ class ModelRunner:
         self._device = device
         self._deterministic = deterministic
         self._end_tokens = end_tokens
-        self._latest: PendingTokens | None = None
 
-    def plan(self, step: Step) -> Plan:
+    def plan(self, step: Step, under_way: PendingTokens | None = None) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
-        padding, on_gpu = None, self._device.type == "cuda"
-        needs_launches = (step.has_drafts and on_gpu) or any(
-            part.is_prefill or part.request.media or part.request.adapter or part.branches for part in step.parts
-        )
-        rows = sum(part.num_rows for part in step.parts)
-        most = MAX_CAPTURED_ROWS if not on_gpu else rows
-        if self.graphs is not None and not needs_launches and rows <= most and not self.graphs.is_hooked:
-            padding = Padding.of(len(step.parts), max(len(part.lease.block_table) for part in step.parts))
-            if not on_gpu:
-                padding = padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
-        config, sources = self._cache.config, self._latest.sources if self._latest is not None else {}
-        return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, on_gpu, sources)
+        config, on_gpu = self._cache.config, self._device.type == "cuda"
+        padding = self._padding(step)
+        return plan(step, config.page_size, config.chunk_size, self._deterministic, padding, on_gpu, under_way)
+
+    def _padding(self, step: Step) -> Padding | None:
+        """The sizes that a step is padded to; None: it is launched kernel by kernel."""
+        graphs, on_gpu = self.graphs, self._device.type == "cuda"
+        if graphs is None or graphs.is_hooked:
+            return None
+        padding = padding_of(step, graphs.max_prompt_tokens, captures_drafts=not on_gpu)
+        if padding is None or on_gpu or padding.tokens:
+            return padding
+        num_drafts = sum([len(part.drafts) for part in step.parts if part.drafts is not None])
+        if len(step.parts) + num_drafts > MAX_CAPTURED_ROWS:
+            return None
+        return padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
 
     def launch(self, plan: Plan) -> PendingTokens:
         """Give a plan to the device, without waiting for the results."""
-        verification = None
-        before, self._latest = self._latest, None
-        tokens = before.choose() if before is not None else None  # before this pass writes the same logits
+        verification, under_way = None, plan.under_way
+        tokens = under_way.choose() if under_way is not None else None  # before this pass writes the same logits
+        plan = replace(plan, under_way=None)  # what is pending keeps its plan, and must not keep all passes before it
         if self.graphs is not None and plan.is_padded:
             logits, sampling, keep = self.graphs.run(plan, tokens)
         else:
@@ -108,8 +118,7 @@ class ModelRunner:
             verification = Verification(plan.parts, self._end_tokens, keep)
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
-        self._latest = PendingTokens(plan, Computed(logits, sampling, plan.is_padded, finite), verification)
-        return self._latest
+        return PendingTokens(plan, Computed(logits, sampling, plan.is_padded, finite), verification)
 
     def _replay(self, log: Log, replay: Replay) -> None:
         replay_states(self.model, log, replay, self._cache.state_tensors, self._device)

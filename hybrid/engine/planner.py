@@ -9,16 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
+from hybrid.engine.padding import NO_PADDING, Padding, Rows
 from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
 from hybrid.engine.request import Request
-from hybrid.engine.sampled_rows import SampledRows, targets_of, tokens_of
+from hybrid.engine.sampled_rows import SampledRows, rows_of, targets_of, tokens_of
 from hybrid.engine.sampler import SampleRow, SamplingRows, sampling_numbers
 from hybrid.engine.step import Part, Step
 from hybrid.engine.unroll import tables_of_drafts, unroll
@@ -51,29 +52,26 @@ compiled operations know by `state_read` which token continues from the one befo
 LINK_FIELDS = 5
 """Numbers of a link."""
 
-MIN_WIDTH = 16
-"""Width of the narrowest block table of a padded plan, in pages."""
+IDLE = {"slot_mapping": -1, "checkpoints": -1}
+IDLE |= {
+    f"{kind}.{name}": value
+    for kind in ("prefills", "decodes")
+    for name, value in (("seq_lens", 0), ("state_write", -1))
+}
+"""Pieces of a layout, and what they hold where nothing is written."""
 
 
-NO_SOURCES: Mapping[Request, int] = {}
+class UnderWay(Protocol):
+    """A pass that was launched, and whose results were not waited for."""
 
+    @property
+    def sources(self) -> Mapping[Request, int]:
+        """Of each request whose token the pass chooses: its row among the tokens."""
+        ...
 
-class Padding(NamedTuple):
-    """The shape that a plan of decoding requests is padded to, so that few shapes occur.
-
-    Attributes:
-        rows: requests.
-        width: columns of the block table.
-    """
-
-    rows: int
-    width: int
-
-    @classmethod
-    def of(cls, num_requests: int, num_pages: int) -> Padding:
-        """The next powers of two; rows beyond 16 in steps of 8."""
-        rows = 1 << (num_requests - 1).bit_length() if num_requests <= 16 else -(-num_requests // 8) * 8
-        return cls(rows, max(MIN_WIDTH, 1 << (num_pages - 1).bit_length()))
+    def choose(self) -> Tensor:
+        """The tokens on the device, `[S]`; negative: there is none, or it is not known yet."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Plan:
         numbers: `[N]` int64, all of them.
         layout: for every tensor of the batch its start and shape.
         splits: `num_splits` of each group that the step has.
-        num_prefill_tokens: tokens of prompt parts.
+        num_prefill_tokens: tokens of prompt parts, and of their padding.
         blocks: as in the batch.
         embeddings: of the rows of images, in pieces.
         parts: of the step.
@@ -93,6 +91,7 @@ class Plan:
         is_padded: it is padded to one of few shapes.
         adapted: the adapters of the step, with the blocks of their rows.
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
+        under_way: the pass before, from which this one may continue; None: its results are known.
     """
 
     numbers: Tensor
@@ -107,11 +106,12 @@ class Plan:
     is_padded: bool
     adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
     targets: tuple[int, ...] | None = None
+    under_way: UnderWay | None = None
 
     @property
     def shape(self) -> Layout:
         """The layout without what no layer reads."""
-        return tuple((name, place) for name, place in self.layout.items() if name not in NOT_READ)
+        return tuple([place for place in self.layout.items() if place[0] not in NOT_READ])
 
     def on(self, device: torch.device, tokens: Tensor | None = None) -> tuple[Batch, SamplingRows | None]:
         """The plan's tensors on a device, in one copy.
@@ -128,6 +128,18 @@ class Plan:
         if LINKS in self.layout:
             assert tokens is not None
             fill_in_tokens(numbers, tokens, self._view(numbers, LINKS))
+
+    @property
+    def sizes(self) -> str:
+        """How large it is."""
+        prompts = f"{self.num_prefill_tokens} tokens of prompts and " if self.num_prefill_tokens else ""
+        tables = [self.layout[f"{kind}.block_table"][1] for kind in self.splits]
+        return f"{prompts}{self.num_decoded} rows, block tables of {max(width for _, width in tables)} pages"
+
+    @property
+    def num_decoded(self) -> int:
+        """Number of rows that decode, with drafts and padding."""
+        return self.layout["token_ids"][1][0] - self.num_prefill_tokens
 
     @property
     def has_drafts(self) -> bool:
@@ -174,6 +186,7 @@ class Plan:
                 for index, (adapter, blocks) in enumerate(self.adapted)
             ),
             copies=view("copies") if is_tree else None,
+            is_padded=self.is_padded,
         )
 
     def _embeddings(self, device: torch.device) -> Tensor:
@@ -188,8 +201,9 @@ class Plan:
     def idle(self) -> Tensor:
         """Numbers of this layout with which a pass writes no page and no state."""
         numbers = self.numbers.clone()
-        for name, value in (("slot_mapping", -1), ("decodes.seq_lens", 0), ("decodes.state_write", -1)):
-            self._view(numbers, name).fill_(value)
+        for name, value in IDLE.items():
+            if name in self.layout:
+                self._view(numbers, name).fill_(value)
         return numbers
 
     @property
@@ -212,7 +226,7 @@ def plan(
     deterministic: bool,
     padding: Padding | None = None,
     pin: bool = False,
-    sources: Mapping[Request, int] = NO_SOURCES,
+    under_way: UnderWay | None = None,
 ) -> Plan:
     """Build the plan of a step whose memory has been allocated.
 
@@ -221,49 +235,49 @@ def plan(
         page_size: tokens of a page.
         chunk_size: tokens of a chunk.
         deterministic: results must not depend on the rest of the batch.
-        padding: for a step without prompt parts: the shape that the plan is padded to.
+        padding: the sizes that the plan is padded to; None: it is not.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
-        sources: of requests whose last token the host does not know: its row among the tokens of the pass before.
+        under_way: the pass before, if its results are not known: it chooses the tokens that the host does not know.
 
     Raises:
         AuditError: the numbers of tokens, positions, slots and rows do not agree.
     """
     parts = step.parts
     prefills, decodes = [part for part in parts if part.is_prefill], [part for part in parts if not part.is_prefill]
-    num_prefills = len(prefills)
-    filler, width = (padding.rows - len(parts), padding.width) if padding is not None else (0, 0)
-    positions = [part.positions for part in parts]
-    starts = [0, *accumulate(map(len, positions))]
-    pieces, num_tokens = Pieces(), starts[-1] + filler
-    checkpoints = _add_tokens(pieces, parts, positions, page_size, filler, sources)
-    sampled = tuple(SampledRows.of(part) for part in parts)
-    rows = [row for own, end in zip(sampled, starts[1:], strict=True) for row in own.rows(end)]
-    pieces.add("sample_rows", rows + [0] * filler, (len(rows) + filler,))
-    embeddings = _add_media(pieces, parts, starts, positions) if any(part.request.media for part in parts) else ()
+    num_prefills, sources = len(prefills), under_way.sources if under_way is not None else {}
+    shape, positions = padding or NO_PADDING, [part.positions for part in parts]
+    rows, pieces = Rows.of(positions, num_prefills, shape), Pieces()
+    _add_tokens(pieces, parts, positions, rows, page_size, sources)
+    checkpoints = _add_checkpoints(pieces, parts, shape.captures)
+    sampled = tuple(map(SampledRows.of, parts))
+    filler = max(0, shape.prompts - num_prefills) + max(0, shape.rows - len(decodes))  # requests of padding
+    sample_rows = rows_of(sampled, [place.stop for place in rows.parts]) + [0] * filler
+    pieces.add("sample_rows", sample_rows, (len(sample_rows),))
+    embeddings = _add_media(pieces, parts, rows.parts, positions)
     splits: dict[str, int | None] = {}
     if prefills:
         splits["prefills"] = 1 if deterministic else None
-        _add_prefills(pieces, prefills, starts[: num_prefills + 1])
-    if decodes or filler:
+        _add_prefills(pieces, prefills, rows, shape)
+    if decodes:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_decodes(pieces, decodes, positions[num_prefills:], filler, width)
-    adapted = _add_adapted(pieces, parts, starts, chunk_size if deterministic else None)
+        _add_decodes(pieces, decodes, positions[num_prefills:], shape)
+    adapted = _add_adapted(pieces, parts, rows.parts, chunk_size if deterministic else None)
     _add_sampling(pieces, parts, sampled, filler)
-    _add_links(pieces, parts, starts, sources)
-    prompts = [*pairwise(starts[: num_prefills + 1])]
+    _add_links(pieces, parts, rows, sources)
     return Plan(
         pieces.numbers().pin_memory() if pin else pieces.numbers(),
         pieces.layout,
         splits,
-        starts[num_prefills],
-        RowBlocks(prompts, starts[num_prefills], num_tokens, chunk_size) if deterministic else None,
+        rows.prompts,
+        _row_blocks(rows, num_prefills, chunk_size) if deterministic else None,
         embeddings,
         parts=tuple(parts),
         sampled=sampled,
-        checkpoint_slots=tuple(checkpoints),
+        checkpoint_slots=checkpoints,
         is_padded=padding is not None,
         adapted=adapted,
         targets=targets_of(sampled),
+        under_way=under_way,
     )
 
 
@@ -271,15 +285,14 @@ def _add_tokens(
     pieces: Pieces,
     parts: list[Part],
     positions: list[Sequence[int]],
+    rows: Rows,
     page_size: int,
-    filler: int,
     sources: Mapping[Request, int],
-) -> list[tuple[int, int]]:
-    """The numbers of the step's tokens, and the checkpoints to write. Returns their parts and slots."""
+) -> None:
+    """The numbers of the step's tokens."""
     token_ids: list[int] = []
     slots: list[int] = []
-    checkpoints: list[int] = []
-    for row, (part, own) in enumerate(zip(parts, positions, strict=True)):
+    for part, own in zip(parts, positions, strict=True):
         known = part.request.ids[part.start : part.end]
         count = part.end - part.start
         if part.num_unknown == 1 and part.request in sources:
@@ -292,28 +305,38 @@ def _add_tokens(
         token_ids += known
         token_ids += part.drafts.tokens if part.drafts is not None else ()
         slots += _slots(part, own, page_size)
-        for checkpoint in part.lease.captured:
-            if part.start < checkpoint.num_tokens <= part.end:
-                checkpoints += (row, checkpoint.num_tokens - part.start, checkpoint.slot)
-    every = [*chain.from_iterable(positions)]
-    num_tokens = len(every) + filler
-    pieces.add("token_ids", token_ids + [0] * filler, (num_tokens,))
-    pieces.add("positions", every + [0] * filler, (num_tokens,))
-    pieces.add("slot_mapping", slots + [-1] * filler, (num_tokens,))
-    pieces.add("checkpoints", checkpoints, (len(checkpoints) // 3, 3))
-    return [*zip(checkpoints[::3], checkpoints[2::3], strict=True)]
+    first, every = rows.known, [*chain.from_iterable(positions)]
+    for name, values, idle in (("token_ids", token_ids, 0), ("positions", every, 0), ("slot_mapping", slots, -1)):
+        values[first:first] = [idle] * (rows.prompts - first)  # after the prompts
+        pieces.add(name, values + [idle] * (rows.total - len(values)), (rows.total,))
+
+
+def _add_checkpoints(pieces: Pieces, parts: list[Part], count: int) -> tuple[tuple[int, int], ...]:
+    """The checkpoints to write, `count` with padding. Returns their parts and slots."""
+    written = [
+        (row, each.num_tokens - part.start, each.slot)
+        for row, part in enumerate(parts)
+        if part.lease.captured
+        for each in part.captured
+    ]
+    filled = written + [(-1, -1, -1)] * (count - len(written))
+    pieces.add("checkpoints", [*chain.from_iterable(filled)], (len(filled), 3))
+    return tuple([(row, slot) for row, _, slot in written])
 
 
 def _add_media(
-    pieces: Pieces, parts: list[Part], starts: list[int], positions: list[Sequence[int]]
+    pieces: Pieces, parts: list[Part], places: list[range], positions: list[Sequence[int]]
 ) -> tuple[Tensor, ...]:
-    """Rotary positions of a step with images in it, and the rows of images. Returns their embeddings."""
+    """In a step with images, rotary positions and the rows of images. Returns their embeddings."""
+    if not [part for part in parts if part.request.media is not None]:
+        return ()
     rotary = np.tile(np.array([*chain.from_iterable(positions)], np.int64), (3, 1))
     rows: list[int] = []
     embeddings: list[Tensor] = []
-    for part, row, own in zip(parts, starts, positions, strict=False):
+    for part, place, own in zip(parts, places, positions, strict=True):
         if part.request.media is None:
             continue
+        row = place.start
         angles = part.request.media.rotary_positions(part.start, max(own) + 1)
         rotary[:, row : row + len(own)] = angles[:, [position - part.start for position in own]]
         for first, values in part.request.media.embeddings(part.start, part.end):
@@ -327,41 +350,39 @@ def _add_media(
 def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
     """Where the steps of each part start, where there are drafts; how the token of every row of logits is chosen,
     unless all are the most likely ones."""
-    decodes = [part for part in parts if not part.is_prefill]
-    if any(part.num_drafts for part in decodes):
-        starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in decodes)]
+    if [part for part in parts if part.drafts is not None]:
+        starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in parts if not part.is_prefill)]
         pieces.add(RUN_STARTS, starts, (len(starts),))
-    rows: list[SampleRow | None] = [
-        request.sample_row(path, num_unknown) if request is not None else None
-        for request, path, num_unknown in tokens_of(parts, sampled)
-    ]
-    numbers = sampling_numbers(rows + [None] * filler)
-    if numbers is not None:
-        pieces.add_array(SAMPLING, np.array(numbers, np.float64))
-
-
-def _add_links(pieces: Pieces, parts: list[Part], starts: list[int], sources: Mapping[Request, int]) -> None:
-    """Where the device fills in the tokens that the pass before samples."""
-    if not any(part.num_unknown for part in parts):
+    tokens = tokens_of(parts, sampled)
+    if not [request for request, *_ in tokens if request is not None and request.params.temperature]:
         return
-    num_prompt = sum(part.num_rows for part in parts if part.is_prefill)
+    rows: list[SampleRow | None] = [
+        request.sample_row(path, num_unknown) if request is not None else None for request, path, num_unknown in tokens
+    ]
+    pieces.add_array(SAMPLING, np.array(sampling_numbers(rows + [None] * filler), np.float64))
+
+
+def _add_links(pieces: Pieces, parts: list[Part], rows: Rows, sources: Mapping[Request, int]) -> None:
+    """Where the device fills in the tokens that the pass before samples."""
+    unknown = [(part, place) for part, place in zip(parts, rows.parts, strict=True) if part.num_unknown]
+    if not unknown:
+        return
     first = [pieces.layout[name][0] for name in ("token_ids", "slot_mapping")]
-    first += [pieces.layout[name][0] - num_prompt for name in ("decodes.seq_lens", "decodes.state_write")]
+    first += [pieces.layout[name][0] - rows.prompts for name in ("decodes.seq_lens", "decodes.state_write")]
     links: list[int] = []
-    for part, row in zip(parts, starts, strict=False):
-        if part.num_unknown:
-            links += (sources[part.request], *(start + row for start in first))
+    for part, place in unknown:
+        links += (sources[part.request], *(start + place.start for start in first))
     pieces.add(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
 
 
 def _add_adapted(
-    pieces: Pieces, parts: list[Part], starts: list[int], chunk_size: int | None
+    pieces: Pieces, parts: list[Part], places: list[range], chunk_size: int | None
 ) -> tuple[tuple[Adapter, RowBlocks | None], ...]:
     """The rows of each adapter, those of prompts first. `chunk_size` is None where results may depend on the batch."""
     by_adapter: dict[Adapter, list[tuple[Part, range]]] = {}
-    for part, rows in zip(parts, map(range, starts, starts[1:]), strict=True):
+    for part, place in zip(parts, places, strict=True):
         if part.request.adapter is not None:
-            by_adapter.setdefault(part.request.adapter, []).append((part, rows))
+            by_adapter.setdefault(part.request.adapter, []).append((part, place))
     adapted: list[tuple[Adapter, RowBlocks | None]] = []
     for index, (adapter, own) in enumerate(by_adapter.items()):
         adapted_rows = [row for _, rows in own for row in rows]
@@ -372,19 +393,32 @@ def _add_adapted(
     return tuple(adapted)
 
 
-def _add_prefills(pieces: Pieces, parts: list[Part], starts: list[int]) -> None:
-    """The numbers of the prompt parts."""
-    pieces.add("prefills.cu_seqlens", starts, (len(parts) + 1,))
-    pieces.add("prefills.seq_lens", [part.end for part in parts], (len(parts),))
-    pieces.add_array("prefills.block_table", _block_table(parts, 0, 1))
-    pieces.add("prefills.state_read", [part.lease.read_slot for part in parts], (len(parts),))
-    pieces.add("prefills.state_write", [_write_slot(part) for part in parts], (len(parts),))
+def _row_blocks(rows: Rows, num_prompts: int, chunk_size: int) -> RowBlocks:
+    """How the rows of matrix products are split into blocks."""
+    segments = [(place.start, place.stop) for place in rows.parts[:num_prompts]]
+    if rows.known < rows.prompts:
+        segments.append((rows.known, rows.prompts))
+    return RowBlocks(segments, rows.prompts, rows.total, chunk_size)
 
 
-def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], filler: int, width: int) -> None:
+def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, padding: Padding) -> None:
+    """The numbers of the prompt parts, and of prompts of padding, of which the last has the tokens."""
+    filler = max(0, padding.prompts - len(parts))
+    count, starts = len(parts) + filler, [0, *(place.stop for place in rows.parts[: len(parts)])]
+    if filler:
+        starts += [rows.known] * (filler - 1) + [rows.prompts]
+    pieces.add("prefills.cu_seqlens", starts, (count + 1,))
+    pieces.add("prefills.seq_lens", [part.end for part in parts] + [0] * filler, (count,))
+    pieces.add_array("prefills.block_table", _block_table(parts, filler, padding.width))
+    pieces.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * filler, (count,))
+    pieces.add("prefills.state_write", [_write_slot(part) for part in parts] + [-1] * filler, (count,))
+
+
+def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], padding: Padding) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
     lengths = [position + 1 for own in positions for position in own]
-    table = _block_table(parts, filler, width)
+    filler = max(0, padding.rows - len(parts))
+    table = _block_table(parts, filler, padding.width)
     if len(lengths) == len(parts):  # no drafts
         read: list[int | None] = [part.lease.read_slot for part in parts]
         write = [_write_slot(part) for part in parts]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import Capture
+from hybrid.engine.pieces import ALIGNMENT
 from hybrid.engine.predictor_passes import PredictorInputs, PredictorPasses
 from hybrid.engine.step import Part
 from hybrid.memory.device import on_device
@@ -144,6 +145,7 @@ class MtpDrafter(Drafter):
                     slots[ahead] = table[page] * page_size + offset
             own = [part.request.ids[-1], part.lease.read_slot, part.end, part.start + shift]
             numbers.append([*own, *slots, *table, *[0] * (width - len(table))])
-        columns = on_device(torch.tensor(numbers), self._device).t().contiguous()
+        numbers += numbers[-1:] * (len(parts) % ALIGNMENT)  # so that every column is aligned
+        columns = on_device(torch.tensor(numbers), self._device).t().contiguous()[:, : len(parts)]
         tokens, states, lengths, positions = columns[:4]
         return _Rows(tokens, states, lengths, positions, columns[4 : 4 + depth], columns[4 + depth :].t().contiguous())

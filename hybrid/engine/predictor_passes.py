@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch, Group
 from hybrid.engine.cuda_graphs import Capture, CapturedModel
-from hybrid.engine.planner import Padding
+from hybrid.engine.padding import Padding
 
 log: logging.Logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.pins import Pin
-from hybrid.engine.constraints import Constraints, RowEdits
+from hybrid.engine.constraints import Constraints
 from hybrid.engine.output import Outputs, RequestOutput, Source, Usage
 from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
@@ -83,7 +83,9 @@ class Request:
     Attributes:
         ids: prompt and answer, with a placeholder at every position of an image.
         media: the images of the prompt.
+        is_replay: it is a replay.
         prompt_len: number of tokens of the prompt.
+        max_len: number of tokens of the prompt and the longest answer that there is room for.
         num_computed: number of tokens whose K, V and state have been computed, by passes that may still be running.
         num_committed: number of tokens handed to the cache, for others to share.
         prefill_end: tokens before this are computed as prompt, later ones one at a time.
@@ -115,17 +117,17 @@ class Request:
     ) -> None:
         self.request_id: str = request_id
         self.params = params
-        self.max_len = max_len
         self.namespace = namespace
         self.text: TextStream | None = continuation.text if continuation is not None else None
         self.constraints: Constraints | None = continuation.constraints if continuation is not None else None
         self.adapter: Adapter | None = continuation.adapter if continuation is not None else None
         self.outputs: Outputs = outputs if outputs is not None else Outputs()
-        self.kind = kind
+        self.is_replay: bool = kind is RequestKind.REPLAY
         self.prompt_token_ids: list[int] = list(prompt.ids)
         self.ids: array[int] = array("i", prompt.ids)
         self.media: Media | None = prompt.media
         self.prompt_len: int = len(self.ids)
+        self.max_len: int = min(self.prompt_len + params.max_new_tokens, max_len)
         self.history: History = History(self.ids, self.prompt_len, namespace, self.key)
         self.completions: Completions | None = None
         self.is_fork: bool = False
@@ -168,10 +170,6 @@ class Request:
         return replay
 
     @property
-    def is_replay(self) -> bool:
-        return self.kind is RequestKind.REPLAY
-
-    @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_end
 
@@ -189,11 +187,6 @@ class Request:
         """
         index = self.num_output + num_unknown + len(drafts)
         return SampleRow(self.params, uniform(self.seed, index) if self.params.temperature else 0.0)
-
-    def row_edits(self, drafts: Sequence[int] = ()) -> RowEdits | None:
-        """What is done to the logits of that token before, which depends on all tokens before it; None: nothing.
-        Asking changes nothing."""
-        return self.constraints.after(drafts) if self.constraints is not None else None
 
     @property
     def source(self) -> Source:
@@ -226,7 +219,7 @@ class Request:
     @property
     def num_left(self) -> int:
         """Number of tokens that there is room for in the answer."""
-        return min(self.params.max_new_tokens - self.num_output, self.max_len - len(self.ids))
+        return self.max_len - len(self.ids)
 
     def is_end(self, token: int, end_tokens: frozenset[int]) -> bool:
         """Whether a token ends the answer.
@@ -244,10 +237,7 @@ class Request:
     @property
     def ends_with_next_token(self) -> bool:
         """Whether the next token is the last one that there is room for."""
-        return self._is_full(1)
-
-    def _is_full(self, more: int) -> bool:
-        return self.num_output + more >= self.params.max_new_tokens or len(self.ids) + more >= self.max_len
+        return self.num_left <= 1
 
     def key(self) -> Key:
         """Its tokens up to now, as the cache compares them."""
@@ -276,7 +266,7 @@ class Request:
             or (self.constraints is not None and self.constraints.is_complete)
         ):
             self.finish_reason = "stop"
-        elif self._is_full(0):
+        elif len(self.ids) >= self.max_len:
             self.finish_reason = "length"
         if self.finish_reason and self.text is not None:
             self.text.finish()
@@ -285,12 +275,9 @@ class Request:
         )
 
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
-        """The answers up to now; what `previous` does not have of the first is its delta."""
-        return self.own_output(previous) if self.completions is None else self.completions.output(previous)
-
-    def own_output(self, previous: RequestOutput | None) -> RequestOutput:
-        """The answer of this request alone."""
-        text, token_ids = self.text.text if self.text is not None else "", list(self.ids[self.prompt_len :])
+        """Its answer up to now, without those of other completions; what `previous` does not have is its delta."""
+        text, token_ids = self.text.text if self.text is not None else "", self.ids[self.prompt_len :].tolist()
+        num_output = len(token_ids)
         num_characters, num_tokens = (len(previous.text), len(previous.token_ids)) if previous is not None else (0, 0)
         spent = (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
         hit = self.explanation
@@ -306,14 +293,14 @@ class Request:
                 self.prompt_len,
                 hit.usable_hit if hit else 0,
                 hit.page_hit if hit else 0,
-                self.num_output,
+                num_output,
                 drafted_tokens=self.num_drafted,
                 accepted_tokens=self.num_accepted,
             ),
             logprobs=list(self.logprobs) if self.params.logprobs is not None else None,
             explain=str(hit) if hit else "not started yet",
             time_to_first_token=self.first_token_at - self.arrived if self.first_token_at is not None else None,
-            tokens_per_second=(self.num_output - 1) / spent if self.num_output > 1 and spent > 0 else None,
+            tokens_per_second=(num_output - 1) / spent if num_output > 1 and spent > 0 else None,
             pin=self.pin,
             error=self.error,
             prompt_logprobs=None if self.params.prompt_logprobs is None else list(self.prompt_logprobs),

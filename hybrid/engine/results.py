@@ -15,7 +15,7 @@ from torch import Tensor
 from hybrid.engine.constraints import Edits
 from hybrid.engine.planner import Plan
 from hybrid.engine.request import Request, Status
-from hybrid.engine.sampled_rows import SampledRows, tokens_of
+from hybrid.engine.sampled_rows import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.sampler import Logprobs, Sampled, SamplingRows, choose, token_logprobs
 from hybrid.engine.verification import Verification
 from hybrid.memory.device import Arriving, on_device
@@ -124,17 +124,17 @@ class PendingTokens:
 
     def _edits(self) -> Edits | None:
         """What is done to the logits before. Nothing for requests that have ended meanwhile."""
-        chosen = tokens_of(self._plan.parts, self._plan.sampled)
-        return Edits.of(
-            [
-                request.row_edits(path) if request is not None and request.status is not Status.FINISHED else None
-                for request, path, _ in chosen
-            ]
-        )
+        edits = [
+            request.constraints.after(path)
+            if request is not None and request.constraints is not None and request.status is not Status.FINISHED
+            else None
+            for request, path, _ in tokens_of(self._plan.parts, self._plan.sampled)
+        ]
+        return Edits.of(edits)
 
     def _send(self, tokens: Tensor, more: list[Tensor]) -> Tensor:
         """Send tokens to the host, with their log-probabilities; returns them as the device knows them."""
-        logits, rows = self._computed.logits, slice(sum(own.count for own in self._plan.sampled))
+        logits, rows = self._computed.logits, slice(sum([own.count for own in self._plan.sampled]))
         finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
         tokens = torch.where(finite, tokens, NOT_FINITE)[rows]
         self._arriving = Arriving([tokens, *more, *(self._logprobs(logits[rows], tokens) or ())])
@@ -143,7 +143,7 @@ class PendingTokens:
     def _logprobs(self, logits: Tensor, tokens: Tensor) -> Logprobs | None:
         """Log-probabilities of the rows, and of the tokens chosen from them; None: they are not requested."""
         plan = self._plan
-        most = max((part.most_logprobs for part in plan.sampled if part.most_logprobs is not None), default=None)
+        most = most_logprobs(plan.sampled)
         if most is None:
             return None
         tokens = tokens.clamp(min=0)
@@ -162,8 +162,8 @@ class PendingTokens:
             own = tokens[start : start + part.count]
             before = part.before if part.count > 1 else 0
             path = self._verification.path(index, own[before:]) if self._verification is not None else []
-            rows = [before, *(before + draft + 1 for draft in path)]
-            chosen = tuple([own[row] for row in rows])
+            rows = [before, *(before + draft + 1 for draft in path)] if path else [before]
+            chosen = tuple(map(own.__getitem__, rows))
             is_finite = index not in bad and NOT_FINITE not in chosen
             paths.append(path if is_finite else [])
             known = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hybrid.engine.request import Request
@@ -36,15 +36,8 @@ class SampledRows(NamedTuple):
         """Number of rows before that of the last known token."""
         return self.count - 1 - self.forks - (len(self.drafts) if self.drafts is not None else 0)
 
-    @property
-    def most_logprobs(self) -> int | None:
-        """Number of log-probabilities that a row has, at most; None: none."""
-        return max((n for n in (self.num_logprobs, self.num_prompt_logprobs) if n is not None), default=None)
-
     def rows(self, end: int) -> list[int]:
         """Its rows among the tokens of the batch, of which its own end at `end`."""
-        if self.count == 1:  # the usual case
-            return [end - 1]
         first = end - (self.count - self.forks)
         last_known = first + self.before
         return [*range(first, end), *[last_known] * self.forks]
@@ -55,6 +48,8 @@ class SampledRows(NamedTuple):
         request, samples = part.request, part.samples
         count = request.params.logprobs if samples else None
         if request.params.prompt_logprobs is None and request.completions is None:
+            if part.drafts is None and count is None:
+                return LAST_TOKEN if samples else NOT_SAMPLED
             return cls(samples, count, part.drafts, part.num_drafts + 1)
         targets: tuple[int, ...] = ()
         first = part.end - 1
@@ -73,24 +68,45 @@ class SampledRows(NamedTuple):
         )
 
 
-def tokens_of(
-    parts: Sequence[Part], sampled: Sequence[SampledRows]
-) -> Iterator[tuple[Request | None, Sequence[int], int]]:
+LAST_TOKEN, NOT_SAMPLED = SampledRows(True), SampledRows(False)
+"""The rows of most parts."""
+
+
+def rows_of(sampled: Sequence[SampledRows], ends: Sequence[int]) -> list[int]:
+    """The rows of logits of parts among the tokens of the batch, of which those of each part end at one of `ends`."""
+    rows: list[int] = []
+    for own, end in zip(sampled, ends, strict=True):
+        rows += (end - 1,) if own.count == 1 else own.rows(end)
+    return rows
+
+
+def tokens_of(parts: Sequence[Part], sampled: Sequence[SampledRows]) -> list[tuple[Request | None, Sequence[int], int]]:
     """For each row of logits the token that is chosen from it: of which request (None: none is wanted), after which
     drafts, as if they are right, and after how many tokens that are not in its history yet."""
+    tokens: list[tuple[Request | None, Sequence[int], int]] = []
     for part, own in zip(parts, sampled, strict=True):
-        request, num_unknown = part.request if own.samples else None, part.num_unknown
-        for _ in range(own.before):
-            yield None, (), 0
-        for path in own.drafts.after() if own.drafts is not None else ((),):
-            yield request, path, num_unknown
-        for fork in part.request.forks if own.forks else ():
-            yield fork, (), 0
+        request = part.request if own.samples else None
+        if own.count > 1:
+            tokens += [(None, (), 0)] * own.before
+        if own.drafts is None:
+            tokens.append((request, (), part.num_unknown))
+        else:
+            tokens += [(request, path, part.num_unknown) for path in own.drafts.after()]
+        if own.forks:
+            tokens += [(fork, (), 0) for fork in part.request.forks]
+    return tokens
 
 
-def targets_of(sampled: tuple[SampledRows, ...]) -> tuple[int, ...] | None:
+def targets_of(sampled: Sequence[SampledRows]) -> tuple[int, ...] | None:
     """For each row of logits the token whose log-probability is requested, -1 for that which is chosen; None: there are
     no others."""
-    if not any(own.targets for own in sampled):
+    if not [own for own in sampled if own.targets]:
         return None
     return tuple(target for own in sampled for target in (*own.targets, *[-1] * (own.count - len(own.targets))))
+
+
+def most_logprobs(sampled: Sequence[SampledRows]) -> int | None:
+    """Number of log-probabilities that a row has, at most; None: none."""
+    wanted = [own.num_logprobs for own in sampled if own.num_logprobs is not None]
+    wanted += [own.num_prompt_logprobs for own in sampled if own.num_prompt_logprobs is not None]
+    return max(wanted, default=None)

@@ -71,14 +71,12 @@ def uniform(seed: int, index: int) -> float:
     return np.random.Generator(np.random.Philox(key=seed, counter=index)).random()
 
 
-def sampling_numbers(rows: Sequence[SampleRow | None]) -> list[list[float]] | None:
-    """The numbers of `SamplingRows`; None when all rows are greedy.
+def sampling_numbers(rows: Sequence[SampleRow | None]) -> list[list[float]]:
+    """The numbers of `SamplingRows`.
 
     Args:
         rows: how the token of each is chosen; None: its token is not needed.
     """
-    if not any(row is not None and row.params.temperature for row in rows):
-        return None
     known = [row if row is not None else SampleRow(GREEDY, 0.0) for row in rows]
     return [
         [row.params.temperature for row in known],

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Set
-from functools import partial
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
@@ -60,6 +59,7 @@ class Scheduler:
         self.deterministic = deterministic
         self.waiting: WaitingQueue = WaitingQueue()
         self.running: list[Request] = []
+        self._grid = cache.config.grid
         self._failures: list[tuple[Request, Exception]] = []
         self._expected: Set[Request] = frozenset()
         self.num_retractions: int = 0
@@ -80,28 +80,33 @@ class Scheduler:
             expected: requests whose next token is chosen by a pass under way.
         """
         self._expected = expected
-        decodes: list[Part] = []
-        for request in list(self.running):
-            if only is None or request in only:
-                part = self._try(request, self._decode_part)
-                if part is not None:
-                    decodes.append(part)
-        for part, error in self.drafting.add(decodes) if self.drafting is not None else ():
-            self._fail(part.request, error)
-        decodes = [part for part in decodes if part.is_alive]
-        budget = self.config.max_num_batched_tokens - sum(part.num_rows for part in decodes)
-        self._admit(budget, only)
-        return Step(self._prefill_parts(budget, only) + decodes)
+        decodes = self._decode_parts(only)
+        num_rows = len(decodes)
+        if self.drafting is not None:
+            for part, error in self.drafting.add(decodes):
+                self._fail(part.request, error)
+            decodes = [part for part in decodes if part.is_alive]
+            num_rows = sum(part.num_rows for part in decodes)
+        budget = self.config.max_num_batched_tokens - num_rows
+        if self.waiting:
+            self._admit(budget, only)
+        if len(decodes) < len(self.running):
+            return Step(self._prefill_parts(budget, only) + decodes)
+        return Step(decodes)
 
     def advance(self, step: Step) -> list[Part]:
         """The pass of a step was launched: count its tokens as computed. Returns the parts that are alive."""
         alive = step.alive().parts
+        served: dict[str, int] = {}
         for part in alive:
+            request = part.request
             if part.swaps:
                 self.cache.swap(part.lease)
             self.cache.advance(part.lease, part.end)
-            part.request.num_computed = part.end
-            self.waiting.serve(part.request.namespace, 0 if part.is_prefill else 1)
+            request.num_computed = part.end
+            served[request.namespace] = served.get(request.namespace, 0) + (not part.is_prefill)
+        for namespace, num_tokens in served.items():
+            self.waiting.serve(namespace, num_tokens)
         return alive
 
     def retreat(self, part: Part) -> None:
@@ -116,8 +121,8 @@ class Scheduler:
         request, lease, config = part.request, part.lease, self.cache.config
         end = min(computed, len(request.ids))
         computed = min(end, request.prefill_end) if self.deterministic else end
-        whole = computed // config.grid * config.grid
-        written = any(checkpoint.num_tokens <= whole for checkpoint in lease.captured)
+        whole = computed // self._grid * self._grid
+        written = lease.captured and any(checkpoint.num_tokens <= whole for checkpoint in lease.captured)
         if whole > lease.num_shared * config.page_size or written:
             self.cache.commit(lease, request.key(), whole)
         request.num_committed = end
@@ -140,9 +145,9 @@ class Scheduler:
                 self.cache.end_turn(lease, request.kept_len)
         self._pin(request)
         self.discard(request)
-        whole = request.kept_len // config.grid * config.grid
+        whole = request.kept_len // self._grid * self._grid
         replays = self.deterministic and keeps_turns and self.cache.enabled
-        if replays and whole > request.prompt_len // config.grid * config.grid:
+        if replays and whole > request.prompt_len // self._grid * self._grid:
             self.waiting.add(request.replay(whole))
 
     def roll_back(self, *steps: Step) -> None:
@@ -184,33 +189,41 @@ class Scheduler:
 
     # The part of one request
 
-    def _try(self, request: Request, schedule: Callable[[Request], Part | None]) -> Part | None:
-        """The part of a request. If it cannot be scheduled, that request fails."""
-        try:
-            return schedule(request)
-        except Exception as error:
-            self._fail(request, error)
-            return None
-
     def _fail(self, request: Request, error: Exception) -> None:
         self.discard(request)
         self._failures.append((request, error))
 
+    def _decode_parts(self, only: Set[Request] | None) -> list[Part]:
+        """A token of every request whose prompt has been computed."""
+        before, parts = self.num_retractions, list[Part]()
+        for request in list(self.running):
+            if request.is_prefilling or (only is not None and request not in only):
+                continue
+            try:
+                part = self._decode_part(request)
+            except Exception as error:
+                self._fail(request, error)
+                continue
+            if part is not None:
+                parts.append(part)
+        return parts if self.num_retractions == before else [part for part in parts if part.is_alive]
+
     def _decode_part(self, request: Request) -> Part | None:
-        lease, start = request.lease, request.num_computed
-        if lease is None or request.is_prefilling:  # without a lease: retracted for one before it
+        lease, start, page_size = request.lease, request.num_computed, self.cache.config.page_size
+        if lease is None:  # it was retracted for one before it
             return None
-        if start == len(request.ids) and request.ends_with_next_token:
+        num_unknown = max(0, start + 1 - len(request.ids))
+        if num_unknown and request.ends_with_next_token:
             return None
-        while not self.cache.reserve(lease, start + 1):
+        while start >= len(lease.block_table) * page_size and not self.cache.reserve(lease, start + 1):
             victim = self._youngest()
             self._retract(victim)
             victim.keeps_memory = True
             if victim is request:
                 return None
-        on_grid = start % self.cache.config.grid == 0
+        on_grid = start % self._grid == 0
         swaps = on_grid and not self.deterministic and self.cache.take_back(lease)
-        return Part(request, lease, start, start + 1, False, self._samples(request, start + 1), swaps)
+        return Part(request, lease, start, start + 1, False, self._samples(request, start + 1), swaps, num_unknown)
 
     def _prefill_parts(self, budget: int, only: Set[Request] | None) -> list[Part]:
         """Shares of the prompts: equal ones for each namespace, in order within a namespace. Replays get the rest."""
@@ -235,7 +248,11 @@ class Scheduler:
     def _share_out(self, requests: list[Request], budget: int, parts: list[Part]) -> int:
         """Add parts of up to `budget` tokens in all; returns what is left of it."""
         for request in requests:
-            part = self._try(request, partial(self._prefill_part, budget=budget))
+            try:
+                part = self._prefill_part(request, budget)
+            except Exception as error:
+                self._fail(request, error)
+                continue
             if part is not None:
                 parts.append(part)
                 budget -= part.end - part.start
@@ -257,7 +274,7 @@ class Scheduler:
                 self.cache.capture(lease, position, kind)
         if "geometric" in config.placement and not request.is_replay:
             taken = {checkpoint.num_tokens for checkpoint in lease.captured}
-            for position in placement.spare(start, end, config.grid, self.cache.spare_share):
+            for position in placement.spare(start, end, self._grid, self.cache.spare_share):
                 if position in taken or lease.key.whole(position, 1) != position:
                     continue
                 if self.cache.capture_spare(lease, position) is None:
@@ -273,7 +290,7 @@ class Scheduler:
         return placement.of_prompt(
             self.cache.config.placement,
             request.prefill_end,
-            self.cache.config.grid,
+            self._grid,
             branching_len=lease.branching_len,
             shared=request.wanted,
             declared=() if request.is_replay else request.params.checkpoint_at,
@@ -368,7 +385,7 @@ class Scheduler:
             request.leader = None
         end = request.prompt_len if self.deterministic else len(request.ids)
         key: Key | None = None
-        usable, grid = 0, self.cache.config.grid
+        usable, grid = 0, self._grid
         for leader in self.running:
             if leader.num_committed >= leader.prefill_end or leader.namespace != request.namespace:
                 continue
@@ -386,7 +403,7 @@ class Scheduler:
 
     def _shared_len(self, key: Key, leader: Request, limit: int) -> int:
         """Number of tokens, on the grid, that the key shares with what the leader computes as prompt."""
-        grid = self.cache.config.grid
+        grid = self._grid
         most = min(limit, leader.prefill_end) * TOKEN_BYTES
         shared = common_prefix(key.ids, leader.key().ids, 0, 0, grid * TOKEN_BYTES, most) // TOKEN_BYTES
         return key.whole(shared, grid)

@@ -10,6 +10,7 @@ from hybrid.cache.lease import Lease
 from hybrid.engine.branches import Branches
 from hybrid.engine.request import Request
 from hybrid.speculation.drafts import Drafts
+from hybrid.tree.node import Checkpoint
 
 
 @dataclass(slots=True)
@@ -21,6 +22,7 @@ class Part:
         is_prefill: the tokens are computed as prompt.
         samples: the token after the part is not known yet, and wanted.
         swaps: the pass reads the front and writes the back, so that the state before it is kept.
+        num_unknown: number of its tokens that the host does not know: 1 when the pass before it samples its last token.
         drafts: computed after the tokens, for the case that they are what comes next.
         boundary: a position on the grid among the drafts: if they are accepted beyond it, its state is kept in the
             back. None: there is none.
@@ -35,6 +37,7 @@ class Part:
     is_prefill: bool
     samples: bool = False
     swaps: bool = False
+    num_unknown: int = 0
     drafts: Drafts | None = None
     boundary: int | None = None
     num_pages: int = 0
@@ -74,14 +77,14 @@ class Part:
         return table if branches is None else branches.table(branches.home[draft], table)
 
     @property
+    def captured(self) -> list[Checkpoint]:
+        """The checkpoints that the pass writes."""
+        return [each for each in self.lease.captured if self.start < each.num_tokens <= self.end]
+
+    @property
     def is_alive(self) -> bool:
         """Whether the request still runs on the memory that the part was scheduled for."""
         return self.request.lease is self.lease
-
-    @property
-    def num_unknown(self) -> int:
-        """Number of its tokens that the host does not know: 1 when the pass before it samples its last token."""
-        return max(0, self.end - len(self.request.ids))
 
 
 @dataclass(slots=True)
@@ -89,11 +92,6 @@ class Step:
     """What one forward pass computes: prompt parts first, then single tokens with their drafts."""
 
     parts: list[Part]
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether the number of tokens that the step yields is not known before it has run."""
-        return any(part.drafts is not None for part in self.parts)
 
     def alive(self) -> Step:
         """The parts whose requests did not end, and were not retracted, since the step was scheduled."""

@@ -61,7 +61,7 @@ class Launched:
 class ClosedRunner:
     """In place of the runner of an engine that was closed, which holds the model and the cache's memory."""
 
-    def plan(self, step: Step) -> Any:
+    def plan(self, step: Step, under_way: Any) -> Any:
         """Refuses."""
         raise ClosedError("this engine was closed")
 
@@ -228,6 +228,7 @@ class StepLoop:
                     self._deliver(part, results[id(part)])
                 except BaseException as error:
                     guard.failed(part.request, error)
+            self.meter.stepped()
             self._suspects.passed(launched.parts)
             if failure is not None:
                 raise failure
@@ -249,7 +250,7 @@ class StepLoop:
         guard.undo_on_failure(step)
         started = time.perf_counter()
         with guard.interruptible():
-            pending = self.runner.launch(self.runner.plan(step))
+            pending = self.runner.launch(self.runner.plan(step, before.pending if before is not None else None))
         return Launched(step, self._scheduler.advance(step), pending, started)
 
     def _launch_next(self, guard: StepGuard, launched: Launched) -> Exception | None:

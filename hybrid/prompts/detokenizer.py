@@ -33,7 +33,7 @@ class TextStream:
         self.num_kept: int = 0
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop = stop_texts(stop)
+        self._stop = stop_texts(stop) if stop else None
         self._state = 0
         self._min_tokens = min_tokens
         self._ids: list[int] = []
@@ -89,7 +89,7 @@ class TextStream:
         """Add decoded text. Returns whether it completed a stop text; else `text` is extended as far as is certain."""
         before = len(self._decoded)
         self._decoded += piece
-        if len(self._ids) <= self._min_tokens:
+        if self._stop is None or len(self._ids) <= self._min_tokens:
             self.text = self._decoded
             return False
         self._state, found = self._stop.find(piece, self._state)

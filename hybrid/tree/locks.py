@@ -19,12 +19,10 @@ class Locks:
         forest: the nodes. They are cut where a lock ends, and joined where none does any more.
         candidates: what can be evicted: what is unlocked is.
 
-    Attributes:
-        num_checkpoints: checkpoints that locks protect.
+    A lock that comes or goes is only noted; what locks protect is counted when that is asked for.
     """
 
     def __init__(self, forest: Forest, candidates: Candidates) -> None:
-        self.num_checkpoints: int = 0
         self._forest = forest
         self._candidates = candidates
         self._pins: set[StateLock] = set()
@@ -32,12 +30,20 @@ class Locks:
         self._pages = Cover(is_locked)
         self._pinned_pages = Cover(self._pinned.__contains__)
         self._changed = self._pages.changed
+        self._protected: set[Node] = set()  # whose checkpoints locks protect, as far as they were counted
         forest.covers += [self._pages, self._pinned_pages]
 
     @property
     def num_pages(self) -> int:
         """Pages that locks protect."""
+        self._settle()
         return self._pages.num_pages
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints that locks protect."""
+        self._settle()
+        return len(self._protected)
 
     @property
     def num_pinned_pages(self) -> int:
@@ -57,30 +63,23 @@ class Locks:
                 protected, the rest of the edge can be evicted. None: the node's end.
         """
         lock = PageLock(self, node)  # before the cut, which nothing would undo if this failed
-        if len(self._changed) > MAX_CHANGED:
-            self._pages.settle()
         if num_tokens is not None and num_tokens < node.end:
             node = lock.node = self._forest.split(node, num_tokens)
-        if not node.page_locks:
-            self._changed.add(node)
+        self._changed.add(node)
         node.page_locks += 1
         return lock
 
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it. A tombstone's: one that is inserted meanwhile."""
         lock = StateLock(self, node)
-        if not node.page_locks:
-            self._changed.add(node)
+        self._changed.add(node)
         node.page_locks += 1
-        if not node.state_locks and node.slot is not None:
-            self.num_checkpoints += 1
         node.state_locks += 1
         return lock
 
     def checkpoint_came(self, node: Node) -> None:
         """A tombstone on which state locks are owns a checkpoint now: they protect it."""
-        assert node.state_locks
-        self.num_checkpoints += 1
+        self._changed.add(node)
 
     def pin(self, node: Node) -> StateLock:
         """As `lock_state`, for a pin."""
@@ -103,28 +102,35 @@ class Locks:
             raise LockError("this lock belongs to another cache; release it there")
         if node is None:
             raise LockError("this lock was released before; a lock is released exactly once")
-        page_locks = node.page_locks - 1
-        if not page_locks:
-            self._changed.add(node)
+        if len(self._changed) > MAX_CHANGED:
+            self._settle()
+        self._changed.add(node)
         lock.node = None
-        node.page_locks = page_locks
+        node.page_locks -= 1
         if isinstance(lock, StateLock):
             if self._pins and lock in self._pins:
                 self._unpin(lock, node)
             node.state_locks -= 1
             if node.state_locks:
                 return
-            if node.slot is not None:
-                self.num_checkpoints -= 1
-        elif page_locks:
+        elif node.page_locks:
             return
         candidates = self._candidates
         candidates.enter(node)
-        if not page_locks:
+        if not node.page_locks:
             if candidates.follows_changes:
                 candidates.changed(node)
             if node.slot is None:
                 self._forest.join(node)
+
+    def _settle(self) -> None:
+        """Count what the locks protect that have come and gone since the last call."""
+        for node in self._changed:
+            if node.state_locks and node.slot is not None:
+                self._protected.add(node)
+            else:
+                self._protected.discard(node)
+        self._pages.settle()
 
     def _unpin(self, lock: StateLock, node: Node) -> None:
         self._pins.remove(lock)

@@ -1,14 +1,19 @@
-"""Attention of one token over keys and values in pages.
+"""Attention over keys and values in pages.
 
-Scores of a token over all its keys, their softmax, and the sum of its values are computed head by head, positions in
-their order: a token's bits depend on its own sequence alone.
+Queries that read the same keys are taken together: a few tokens, and the heads of a group. They pass over the keys
+block by block, each with its own maximum and sum (Milakov, Gimelshein, "Online normalizer calculation for softmax",
+2018). Blocks end at fixed positions of the sequence, and a query's sums do not depend on the others: a token's bits
+depend on its own sequence alone, however prompts are cut, alone or in a batch.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.matmul import multiply_rows
+from hybrid.kernels.cpu.packed_kv import KEPT, UNPACKED, unpack
 from hybrid.kernels.cpu.tasks import bits, run
+from hybrid.kernels.cpu.tiles import add_product, row_max, row_sum
 from hybrid.kernels.cpu.vectors import (
     INDEX,
     KINDS,
@@ -17,9 +22,8 @@ from hybrid.kernels.cpu.vectors import (
     as_float,
     at,
     compiled,
-    dot,
+    compiled_inline,
     exp,
-    fma,
     get,
     keep,
     numbers,
@@ -30,63 +34,126 @@ from hybrid.kernels.reference import attention as twins
 MIN_SHARED = 1 << 16
 """Elements of keys that are worth a thread."""
 
+TOKENS = 16
+"""Tokens whose queries are taken together."""
+
+BLOCK = 64
+"""Keys that are taken at once, a multiple of LANES; a block ends where its page does."""
+
 DTYPES = (torch.float32, torch.bfloat16)
 
 _LOWEST = np.float32(-np.inf)
 
 
+@compiled_inline
+def _normalise(scores, count, state, output, size):  # type: ignore[no-untyped-def]
+    """Make the scores of a row in a block weights. `state` is the row's maximum and sum so far; they, and its output
+    so far, are changed to the maximum with this block."""
+    for j in range(count, (count + LANES - 1) // LANES * LANES):
+        put(scores, j, _LOWEST)
+    padded = (count + LANES - 1) // LANES * LANES
+    before, most = get(state, 0), row_max(scores, padded)
+    most = most if most > before else before
+    for j in range(padded):
+        put(scores, j, exp(get(scores, j) - most))
+    for j in range(count, padded):
+        put(scores, j, ZERO)
+    if before != most:
+        factor = exp(before - most)
+        put(state, 0, most)
+        put(state, 1, get(state, 1) * factor)
+        for j in range(size):
+            put(output, j, get(output, j) * factor)
+    put(state, 1, get(state, 1) + row_sum(scores, padded))
+
+
+@compiled_inline
+def _add_block(queries, keys, of_key, values, of_value, scores, states, outputs, sizes):  # type: ignore[no-untyped-def]
+    """Attend to a block of keys and values.
+
+    `sizes`: tokens, queries of each, size of a head, keys, and how many of them the first token sees: each of the next
+    ones sees one more.
+    """
+    tokens, group, size, count, seen = sizes
+    rows = tokens * group
+    multiply_rows(queries, size, keys, of_key, states, scores, BLOCK, rows, count, size, states)
+    for row in range(rows):
+        own = min(count, seen + row // group)
+        if own > 0:
+            _normalise(at(scores, row * BLOCK), own, at(states, 2 * row), at(outputs, row * size), size)
+    if seen >= count:
+        add_product(outputs, size, scores, BLOCK, values, of_value, rows, count, size)
+        return
+    for token in range(tokens):
+        own, row = min(count, seen + token), token * group
+        if own > 0:
+            y = at(outputs, row * size)
+            add_product(y, size, at(scores, row * BLOCK), BLOCK, values, of_value, group, own, size)
+
+
 @compiled
 def _attend(args, kind, first, last):  # type: ignore[no-untyped-def]
-    """The KV heads `[first, last)`, counted through all requests, with the query heads that read them.
-
-    `rows` are the rows of query and output of each request.
-    """
+    """The KV heads `[first, last)`, counted through the tiles of up to TOKENS tokens of all requests. There may be
+    fewer tiles."""
     a = numbers(args, INDEX)
     query, cache, output = numbers(a[0], kind), numbers(a[1], kind), numbers(a[5], kind)
-    table, rows, lengths = numbers(a[2], INDEX), numbers(a[3], INDEX), numbers(a[4], INDEX)
+    table, starts, lengths = numbers(a[2], INDEX), numbers(a[3], INDEX), numbers(a[4], INDEX)
     of_page, of_kind, of_offset, of_head, of_query, width = a[6], a[7], a[8], a[9], a[10], a[11]
-    heads, kv_heads, size, page_size, scale = a[12], a[13], a[14], a[15], as_float(np.int32(a[16]))
-    begin = a[17]
-    group, longest = heads // kv_heads, 0
+    requests, heads, kv_heads, size, page_size = a[12], a[13], a[14], a[15], a[16]
+    scale, begin, kept, row_bytes = as_float(np.int32(a[17])), a[18], a[19], a[20]
+    group = heads // kv_heads
+    most = TOKENS * group
+    own_size = most * (2 * size + BLOCK + 2)
+    memory = np.empty(own_size + (2 * BLOCK * size if kept else 0), np.float32)
+    queries = numbers(memory.ctypes.data, ZERO)
+    outputs, scores = at(queries, most * size), at(queries, 2 * most * size)
+    states = at(scores, most * BLOCK)
+    unpacked = numbers(memory.ctypes.data + 4 * own_size, kind)
+    request, before = 0, 0
     for each in range(first, last):
-        longest = max(longest, lengths[each // kv_heads])
-    memory = np.empty(group * (longest + LANES) + size, np.float32)
-    scores, total = numbers(memory.ctypes.data, ZERO), at(numbers(memory.ctypes.data, ZERO), group * (longest + LANES))
-    for each in range(first, last):
-        request, kv_head = each // kv_heads, each % kv_heads
-        length, row = lengths[request], rows[request]
-        for position in range(begin, length):
-            page = table[request * width + position // page_size]
-            key = at(cache, page * of_page + position % page_size * of_offset + kv_head * of_head)
+        tile, kv_head = each // kv_heads, each % kv_heads
+        while request < requests:
+            tiles = (starts[request + 1] - starts[request] + TOKENS - 1) // TOKENS
+            if tile < before + tiles:
+                break
+            before += tiles
+            request += 1
+        if request == requests:
+            break
+        start, length = starts[request] + (tile - before) * TOKENS, lengths[request]
+        tokens = min(TOKENS, starts[request + 1] - start)
+        end = length - starts[request + 1] + start + tokens  # what the last token sees
+        for token in range(tokens):
             for i in range(group):
-                q = at(query, row * of_query + (kv_head * group + i) * size)
-                put(scores, i * length + position, dot(q, key, size) * scale)
-        for i in range(group):
-            own = at(scores, i * length)
-            most = _LOWEST
-            for position in range(begin, length):
-                most = get(own, position) if not get(own, position) <= most else most  # NaN stays
-            for position in range(begin, length):
-                put(own, position, exp(get(own, position) - most))
-            summed = ZERO
-            for position in range(begin, length):
-                summed += get(own, position)
-            for j in range(size):
-                put(total, j, ZERO)
-            position = begin
-            while position < length:
-                page = table[request * width + position // page_size]
-                values = at(cache, page * of_page + of_kind + kv_head * of_head)
-                start = position % page_size
-                count = min(page_size - start, length - position)
-                for offset in range(count):
-                    weight, value = get(own, position + offset), at(values, (start + offset) * of_offset)
-                    for j in range(size):
-                        put(total, j, fma(weight, get(value, j), get(total, j)))
-                position += count
-            y = at(output, (row * heads + kv_head * group + i) * size)
-            for j in range(size):
-                put(y, j, get(total, j) / summed if length > begin else ZERO)
+                row = token * group + i
+                q, own = at(query, (start + token) * of_query + (kv_head * group + i) * size), at(queries, row * size)
+                for j in range(size):
+                    put(own, j, get(q, j) * scale)
+                    put(outputs, row * size + j, ZERO)
+                put(states, 2 * row, _LOWEST)
+                put(states, 2 * row + 1, ZERO)
+        position = begin
+        while position < end:
+            offset = position % page_size
+            count = min(page_size - offset, BLOCK - offset % BLOCK, end - position)
+            place = table[request * width + position // page_size] * of_page + offset * of_offset + kv_head * of_head
+            keys, values, of_key = at(cache, place), at(cache, place + of_kind), of_offset
+            if kept != UNPACKED:
+                keys, values, of_key = unpacked, at(unpacked, BLOCK * size), size
+                for i in range(count):
+                    source = a[1] + place + i * of_offset
+                    unpack(source, row_bytes, at(keys, i * size), size, kept)
+                    unpack(source + of_kind, row_bytes, at(values, i * size), size, kept)
+            sizes = tokens, group, size, count, end - tokens + 1 - position
+            _add_block(queries, keys, of_key, values, of_key, scores, states, outputs, sizes)
+            position += count
+        for token in range(tokens):
+            is_blind = end - tokens + token < begin
+            for i in range(group):
+                row = token * group + i
+                y = at(output, ((start + token) * heads + kv_head * group + i) * size)
+                for j in range(size):
+                    put(y, j, ZERO if is_blind else get(outputs, row * size + j) / get(states, 2 * row + 1))
     keep(memory)
 
 
@@ -102,54 +169,22 @@ def paged_attention(
     visible: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """`reference.paged_attention`. A token that is alone in its chunk is compiled, others are left to the twin."""
-    is_known = query.dtype in DTYPES and cache.dtype == query.dtype and cache.stride(-1) == 1
-    starts, lengths = cu_seqlens.tolist(), seq_lens.tolist()
-    if is_known and visible is None:
-        rows, starts, lengths = _last_ones_apart(starts, lengths, chunk_size)
-        if len(rows) > len(seq_lens):
-            block_table = block_table[rows]
-            cu_seqlens, seq_lens = cu_seqlens.new_tensor(starts), seq_lens.new_tensor(lengths)
-    single = [row for row in range(len(lengths)) if starts[row + 1] - starts[row] == 1]
-    if not is_known or visible is not None or not single:
+    """`reference.paged_attention`; trees of drafts are left to the twin. Packed pages give the bits of pages with what
+    the rows are unpacked to."""
+    kept = KEPT.get(cache.dtype, UNPACKED)
+    is_known = query.dtype in DTYPES and (kept or cache.dtype == query.dtype) and cache.stride(-1) == 1
+    if not is_known or visible is not None:
         return twins.paged_attention(
             query, cache, block_table, cu_seqlens, seq_lens, scale, chunk_size, num_splits, visible, first
         )
-    query = query.contiguous()
-    if len(single) == len(lengths):
-        output = torch.empty(query.shape, dtype=query.dtype)
-        queries, table = cu_seqlens, block_table
-    else:
-        others = [row for row in range(len(lengths)) if row not in single]
-        output = query.new_empty(query.shape)
-        for row in others:
-            start, end = starts[row], starts[row + 1]
-            own = cu_seqlens[row : row + 2] - start
-            part = block_table[row : row + 1], own, seq_lens[row : row + 1]
-            output[start:end] = twins.paged_attention(query[start:end], cache, *part, scale, chunk_size, first=first)
-        queries, table, seq_lens = cu_seqlens[:-1][single], block_table[single], seq_lens[single]
-    table, queries, seq_lens = table.contiguous(), queries.contiguous(), seq_lens.contiguous()
-    heads, size = query.shape[1:]
-    page_size, kv_heads = cache.shape[2:4]
-    addresses = tuple(tensor.data_ptr() for tensor in (query, cache, table, queries, seq_lens, output))
+    query, output = query.contiguous(), torch.empty(query.shape, dtype=query.dtype)
+    table, starts, seq_lens = block_table.contiguous(), cu_seqlens.contiguous(), seq_lens.contiguous()
+    (tokens, heads, size), requests = query.shape, len(seq_lens)
+    page_size, kv_heads, row_bytes = cache.shape[2:]
+    addresses = tuple(tensor.data_ptr() for tensor in (query, cache, table, starts, seq_lens, output))
     strides = (*cache.stride()[:4], query.stride(0), table.shape[1])
-    args = (*addresses, *strides, heads, kv_heads, size, page_size, bits(scale), first)
-    most = table.numel() * page_size * kv_heads * size // MIN_SHARED
-    run(_attend, KINDS[query.dtype], args, len(single) * kv_heads, 1, most)
+    args = (*addresses, *strides, requests, heads, kv_heads, size, page_size, bits(scale), first, kept, row_bytes)
+    tiles = min(tokens, requests + tokens // TOKENS)  # at most: how long each request is, is not read here
+    work = table.numel() * page_size * kv_heads * size * tokens // max(requests, 1)
+    run(_attend, KINDS[query.dtype], args, tiles * kv_heads, 1, work // MIN_SHARED)
     return output
-
-
-def _last_ones_apart(starts: list[int], lengths: list[int], chunk_size: int) -> tuple[list[int], list[int], list[int]]:
-    """The requests with the last token of a prompt as a request of its own, where it begins a chunk: after a hit it may
-    be the only one that is computed, and it must have the same bits. Returns rows, starts and lengths."""
-    rows, ends, totals = [], [0], []
-    for row, length in enumerate(lengths):
-        start, end = starts[row], starts[row + 1]
-        if end - start > 1 and length % chunk_size == 1:
-            rows.append(row)
-            ends.append(end - 1)
-            totals.append(length - 1)
-        rows.append(row)
-        ends.append(end)
-        totals.append(length)
-    return rows, ends, totals

@@ -80,7 +80,8 @@ def _convolve(args, kind, first, last):  # type: ignore[no-untyped-def]
             for c in range(first, last):
                 z = get(total, c)
                 put(target, c, z * sigmoid(z))
-        _store_window(own, window, at(state, writes[request] * of_slot), count, past, stride, channels, first, last)
+        if writes[request] >= 0:
+            _store_window(own, window, at(state, writes[request] * of_slot), count, past, stride, channels, first, last)
         for i in range(num_captures):
             if captures[3 * i] == request:
                 slot = at(state, captures[3 * i + 2] * of_slot)

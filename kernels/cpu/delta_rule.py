@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.cpu.tasks import run
+from hybrid.kernels.cpu.tiles import add_product, dot
 from hybrid.kernels.cpu.vectors import (
     INDEX,
     KINDS,
@@ -20,7 +21,6 @@ from hybrid.kernels.cpu.vectors import (
     at,
     compiled,
     compiled_inline,
-    dot,
     exp,
     fma,
     get,
@@ -35,31 +35,7 @@ MIN_SHARED = 1 << 15
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-UNROLLED = 8
-"""Rows of a matrix that are added up while an output is in a register."""
-
 _ONE, _EPS = np.float32(1), np.float32(1e-6)
-
-
-@compiled_inline
-def _add_product(y, y_stride, a, a_stride, b, b_stride, rows, inner, width):  # type: ignore[no-untyped-def]
-    """`y += a @ b`; an output is added up in the order of `inner`."""
-    whole = inner - inner % UNROLLED
-    for row in range(rows):
-        out, own = at(y, row * y_stride), at(a, row * a_stride)
-        for i in range(0, whole, UNROLLED):
-            s = at(b, i * b_stride)
-            a0, a1, a2, a3 = get(own, i), get(own, i + 1), get(own, i + 2), get(own, i + 3)
-            a4, a5, a6, a7 = get(own, i + 4), get(own, i + 5), get(own, i + 6), get(own, i + 7)
-            for j in range(width):
-                total = fma(a1, get(s, b_stride + j), fma(a0, get(s, j), get(out, j)))
-                total = fma(a3, get(s, 3 * b_stride + j), fma(a2, get(s, 2 * b_stride + j), total))
-                total = fma(a5, get(s, 5 * b_stride + j), fma(a4, get(s, 4 * b_stride + j), total))
-                put(out, j, fma(a7, get(s, 7 * b_stride + j), fma(a6, get(s, 6 * b_stride + j), total)))
-        for i in range(whole, inner):
-            s, factor = at(b, i * b_stride), get(own, i)
-            for j in range(width):
-                put(out, j, fma(factor, get(s, j), get(out, j)))
 
 
 @compiled_inline
@@ -97,27 +73,27 @@ def _chunk(q, k, v, g, beta, y, state, memory, strides, count, chunk, key_dim, v
         for m in range(key_dim):
             put(turned, m * chunk + i, get(units_k, i * key_dim + m))
     _clear(from_k, chunk * chunk)
-    _add_product(from_k, chunk, units_k, key_dim, turned, chunk, count, key_dim, count)
+    add_product(from_k, chunk, units_k, key_dim, turned, chunk, count, key_dim, count)
     _clear(added, chunk * value_dim)
-    _add_product(added, value_dim, units_k, key_dim, state, value_dim, count, key_dim, value_dim)
+    add_product(added, value_dim, units_k, key_dim, state, value_dim, count, key_dim, value_dim)
     for i in range(count):
         rate, grown, own = get(beta, i * of_beta), exp(get(decay, i)), at(added, i * value_dim)
         for j in range(value_dim):
             put(own, j, rate * fma(-grown, get(own, j), get(v, i * of_v + j)))
         for j in range(i):
             put(from_k, i * chunk + j, -rate * exp(get(decay, i) - get(decay, j)) * get(from_k, i * chunk + j))
-        _add_product(own, value_dim, at(from_k, i * chunk), chunk, added, value_dim, 1, i, value_dim)
+        add_product(own, value_dim, at(from_k, i * chunk), chunk, added, value_dim, 1, i, value_dim)
     _clear(from_q, chunk * chunk)
-    _add_product(from_q, chunk, units_q, key_dim, turned, chunk, count, key_dim, count)
+    add_product(from_q, chunk, units_q, key_dim, turned, chunk, count, key_dim, count)
     _clear(from_state, chunk * value_dim)
-    _add_product(from_state, value_dim, units_q, key_dim, state, value_dim, count, key_dim, value_dim)
+    add_product(from_state, value_dim, units_q, key_dim, state, value_dim, count, key_dim, value_dim)
     for i in range(count):
         grown, own = exp(get(decay, i)), at(from_state, i * value_dim)
         for j in range(value_dim):
             put(own, j, grown * get(own, j))
         for j in range(i + 1):
             put(from_q, i * chunk + j, exp(get(decay, i) - get(decay, j)) * get(from_q, i * chunk + j))
-        _add_product(own, value_dim, at(from_q, i * chunk), chunk, added, value_dim, 1, i + 1, value_dim)
+        add_product(own, value_dim, at(from_q, i * chunk), chunk, added, value_dim, 1, i + 1, value_dim)
         for j in range(value_dim):
             put(y, i * of_y + j, get(own, j))
     for i in range(count):
@@ -127,7 +103,7 @@ def _chunk(q, k, v, g, beta, y, state, memory, strides, count, chunk, key_dim, v
     grown = exp(total)
     for i in range(key_dim * value_dim):
         put(state, i, grown * get(state, i))
-    _add_product(state, value_dim, turned, chunk, added, value_dim, key_dim, count, value_dim)
+    add_product(state, value_dim, turned, chunk, added, value_dim, key_dim, count, value_dim)
 
 
 @compiled
@@ -183,8 +159,9 @@ def _rule(args, kind, first, last):  # type: ignore[no-untyped-def]
                         target = at(state, captures[3 * i + 2] * of_slot + head * matrix)
                         for j in range(matrix):
                             put(target, j, get(current, j))
-            for i in range(matrix):
-                put(after, head * matrix + i, get(current, i))
+            if writes[request] >= 0:
+                for i in range(matrix):
+                    put(after, head * matrix + i, get(current, i))
     keep(scratch)
 
 

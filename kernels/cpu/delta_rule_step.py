@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.cpu.tasks import run
+from hybrid.kernels.cpu.tiles import dot
 from hybrid.kernels.cpu.vectors import (
     INDEX,
     KINDS,
@@ -18,7 +19,6 @@ from hybrid.kernels.cpu.vectors import (
     at,
     compiled,
     compiled_inline,
-    dot,
     fma,
     get,
     keep,

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.packed_kv import KEPT, UNPACKED, pack
 from hybrid.kernels.cpu.tasks import bits, run
+from hybrid.kernels.cpu.tiles import dot
 from hybrid.kernels.cpu.vectors import (
     INDEX,
     KINDS,
@@ -18,9 +20,9 @@ from hybrid.kernels.cpu.vectors import (
     at,
     compiled,
     compiled_inline,
-    dot,
     fma,
     get,
+    keep,
     numbers,
     put,
     sigmoid,
@@ -201,6 +203,9 @@ def _norm_rotate_store(args, kind, first, last):  # type: ignore[no-untyped-def]
     q_token, q_head, k_token, k_head, v_token, v_head = a[10], a[11], a[12], a[13], a[14], a[15]
     of_page, of_kind, of_offset, of_head = a[16], a[17], a[18], a[19]
     heads, kv_heads, size, rotary, page_size, eps = a[20], a[21], a[22], a[23], a[24], as_float(np.int32(a[25]))
+    kept, row_bytes = a[26], a[27]
+    memory = np.empty(size, np.float32)
+    rotated = numbers(memory.ctypes.data, kind)
     for token in range(first, last):
         c, s = at(cos, token * rotary), at(sin, token * rotary)
         for head in range(heads):
@@ -209,13 +214,20 @@ def _norm_rotate_store(args, kind, first, last):  # type: ignore[no-untyped-def]
         slot = slots[token]
         if slot < 0:
             continue
-        page = at(cache, slot // page_size * of_page + slot % page_size * of_offset)
+        page = slot // page_size * of_page + slot % page_size * of_offset
         for head in range(kv_heads):
-            place = at(page, head * of_head)
-            _norm_rotate(at(k, token * k_token + head * k_head), k_scale, c, s, place, size, rotary, eps)
-            source, place = at(v, token * v_token + head * v_head), at(place, of_kind)
+            own, source = at(k, token * k_token + head * k_head), at(v, token * v_token + head * v_head)
+            if kept != UNPACKED:
+                _norm_rotate(own, k_scale, c, s, rotated, size, rotary, eps)
+                address = a[7] + page + head * of_head
+                pack(rotated, address, size, row_bytes, kept)
+                pack(source, address + of_kind, size, row_bytes, kept)
+                continue
+            place = at(cache, page + head * of_head)
+            _norm_rotate(own, k_scale, c, s, place, size, rotary, eps)
             for i in range(size):
-                place[i] = source[i]
+                place[of_kind + i] = source[i]
+    keep(memory)
 
 
 def norm_rotate_store(
@@ -231,8 +243,9 @@ def norm_rotate_store(
     slot_mapping: Tensor,
 ) -> Tensor:
     """`reference.norm_rotate_store`."""
-    rows = (q, k, v, cache)
-    if not _are_known(*rows, cos, sin) or any(tensor.stride(-1) != 1 for tensor in rows):
+    kept, rows = KEPT.get(cache.dtype, UNPACKED), (q, k, v, cache)
+    of_one_type = (q, k, v, cos, sin) if kept else (*rows, cos, sin)
+    if not _are_known(*of_one_type) or any(tensor.stride(-1) != 1 for tensor in rows):
         return twins.norm_rotate_store(q, k, v, q_scale, k_scale, eps, cos, sin, cache, slot_mapping)
     y, cos, sin, slot_mapping = (
         torch.empty(q.shape, dtype=q.dtype),
@@ -245,6 +258,6 @@ def norm_rotate_store(
     (tokens, heads, size), kv_heads = q.shape, k.shape[1]
     sizes = heads, kv_heads, size, cos.shape[-1], cache.shape[2]
     elements = tokens * (heads + 2 * kv_heads) * size
-    args = (*addresses, *strides, *sizes, bits(eps))
+    args = (*addresses, *strides, *sizes, bits(eps), kept, cache.shape[4])
     run(_norm_rotate_store, KINDS[q.dtype], args, tokens, 1, elements // MIN_SHARED)
     return y

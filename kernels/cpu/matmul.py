@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.cpu.tasks import run
+from hybrid.kernels.cpu.tiles import tile
 from hybrid.kernels.cpu.vectors import (
     HAS_FMA,
     HAS_WIDE_REGISTERS,
@@ -27,7 +28,6 @@ from hybrid.kernels.cpu.vectors import (
     keep,
     numbers,
     put,
-    tile,
 )
 
 COLUMNS = 12
@@ -58,7 +58,7 @@ _tile_3_goes_on, _tile_3_ends = tile(3, _COLUMNS_OF_3, False, False), tile(3, _C
 
 
 @compiled_inline
-def _rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, columns, length, partial):  # type: ignore[no-untyped-def]
+def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, columns, length, partial):  # type: ignore[no-untyped-def]
     """The product of any number of rows of x and up to COLUMNS rows of w."""
     row = 0
     while row < rows:
@@ -138,16 +138,16 @@ def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, fir
             if is_long:
                 _pieces(a, x_stride, b, w_stride, s, o, out_stride, count, tiled, length, p)
             else:
-                _rows(a, x_stride, b, w_stride, s, o, out_stride, count, tiled, length, p)
+                multiply_rows(a, x_stride, b, w_stride, s, o, out_stride, count, tiled, length, p)
             if tiled < width:
                 b, s, o = at(b, tiled * w_stride), at(s, tiled), at(o, tiled)
-                _rows(a, x_stride, b, w_stride, s, o, out_stride, count, width - tiled, length, p)
+                multiply_rows(a, x_stride, b, w_stride, s, o, out_stride, count, width - tiled, length, p)
     a = at(x, many * x_stride)
     for column in range(first, last, COLUMNS):
         width = min(COLUMNS, last - column)
         o = at(out, many * out_stride + column)
         b, s = at(w, column * w_stride), at(scale, column)
-        _rows(a, x_stride, b, w_stride, s, o, out_stride, rows - many, width, length, p)
+        multiply_rows(a, x_stride, b, w_stride, s, o, out_stride, rows - many, width, length, p)
     keep(partial)
 
 

@@ -1,5 +1,5 @@
 """What compiled operations are built from: numbers in memory of either type, functions whose order of operations is
-fixed, and the tile of a matrix product.
+fixed, and vectors of LANES numbers (whose sums and products are in `hybrid.kernels.cpu.tiles`).
 
 Nothing here is left to the compiler's rounding: a product that is added is written as `fma`, sums run over `LANES`
 partial sums that are added up as a tree. So bits do not depend on the width of the CPU's vectors, on a row's address
@@ -24,7 +24,7 @@ LANES = 16
 
 compiled: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True)
 """Compile at the first call, and keep the code on disk. Numba knows the code by the time at which the function's own
-file was changed: after a change here, delete `__pycache__` in this folder."""
+file was changed: after a change here or in `tiles`, delete `__pycache__` in this folder."""
 
 compiled_inline: Callable[..., Any] = njit(nogil=True, error_model="numpy")
 """Compile as a part of the functions that call it."""
@@ -37,8 +37,9 @@ HAS_FMA: bool = FEATURES.get("fma", False) or FEATURES.get("neon", False)
 HAS_WIDE_REGISTERS: bool = FEATURES.get("avx512f", False)
 """Whether a register holds `LANES` numbers, and there are 32 of them."""
 
-_FLOAT, _INT, _LONG, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(16)
-_FLOATS = types.CPointer(types.float32)
+_FLOAT, _HALF = ir.FloatType(), ir.IntType(16)
+INT, LONG = ir.IntType(32), ir.IntType(64)
+FLOATS = types.CPointer(types.float32)
 _BYTES = ir.IntType(8).as_pointer()
 
 
@@ -71,20 +72,20 @@ def _widened(builder: Any, value: Any, count: int | None = None) -> Any:
         return value
     if kind.width == 8:
         return builder.sitofp(value, of(_FLOAT))
-    sixteen = _INT(16) if count is None else ir.Constant(of(_INT), [16] * count)
-    return builder.bitcast(builder.shl(builder.zext(value, of(_INT)), sixteen), of(_FLOAT))
+    sixteen = INT(16) if count is None else ir.Constant(of(INT), [16] * count)
+    return builder.bitcast(builder.shl(builder.zext(value, of(INT)), sixteen), of(_FLOAT))
 
 
-def _narrowed(builder: Any, value: Any, element: Any) -> Any:
+def narrowed(builder: Any, value: Any, element: Any) -> Any:
     """A number as it is in memory: fp32, or bfloat16 rounded to the nearest, ties to even; NaN stays NaN."""
     if isinstance(element, ir.FloatType):
         return value
-    bits = builder.bitcast(value, _INT)
-    odd = builder.and_(builder.lshr(bits, _INT(16)), _INT(1))
-    rounded = builder.add(builder.add(bits, odd), _INT(0x7FFF))
-    quiet = builder.or_(bits, _INT(0x400000))
+    bits = builder.bitcast(value, INT)
+    odd = builder.and_(builder.lshr(bits, INT(16)), INT(1))
+    rounded = builder.add(builder.add(bits, odd), INT(0x7FFF))
+    quiet = builder.or_(bits, INT(0x400000))
     bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-    return builder.trunc(builder.lshr(bits, _INT(16)), _HALF)
+    return builder.trunc(builder.lshr(bits, INT(16)), _HALF)
 
 
 @intrinsic
@@ -124,7 +125,7 @@ def put(context, pointer, index, value):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         target, index, value = args
-        builder.store(_narrowed(builder, value, target.type.pointee), builder.gep(target, [index]))
+        builder.store(narrowed(builder, value, target.type.pointee), builder.gep(target, [index]))
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, types.float32), generate
@@ -135,15 +136,17 @@ def fma(context, x, y, z):  # type: ignore[no-untyped-def]
     """`x * y + z` in fp32, rounded once."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _fma(builder, *args)
+        return fma_of(builder, *args)
 
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
 @intrinsic
-def _as_int(context, x):  # type: ignore[no-untyped-def]
+def as_int(context, x):  # type: ignore[no-untyped-def]
+    """The 32 bits of an fp32 number."""
+
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.bitcast(args[0], _INT)
+        return builder.bitcast(args[0], INT)
 
     return types.int32(types.float32), generate
 
@@ -182,7 +185,7 @@ def exp(x):  # type: ignore[no-untyped-def]
     y = fma(y, rest, _C2)
     y = fma(y, rest, _C0)
     y = fma(y, rest, _C0)
-    return y * as_float(np.int32((_as_int(shifted) + np.int32(127)) << np.int32(23)))
+    return y * as_float(np.int32((as_int(shifted) + np.int32(127)) << np.int32(23)))
 
 
 @compiled_inline
@@ -193,17 +196,17 @@ def sigmoid(x):  # type: ignore[no-untyped-def]
 
 # Vectors of LANES numbers
 
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-_ZERO = ir.Constant(_VECTOR, [0.0] * LANES)
+VECTOR = ir.VectorType(_FLOAT, LANES)
+ZEROS = ir.Constant(VECTOR, [0.0] * LANES)
 
 
-def _fma(builder: Any, x: Any, y: Any, z: Any) -> Any:
+def fma_of(builder: Any, x: Any, y: Any, z: Any) -> Any:
     name = "llvm.fma.f32" if isinstance(x.type, ir.FloatType) else f"llvm.fma.v{x.type.count}f32"
     kind = ir.FunctionType(x.type, [x.type] * 3)
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x, y, z])
 
 
-def _lanes(builder: Any, pointer: Any, index: Any, mask: Any | None = None) -> Any:
+def load_lanes(builder: Any, pointer: Any, index: Any, mask: Any | None = None) -> Any:
     """`LANES` numbers from an index on as fp32; zeros where a mask has no bit."""
     element = pointer.type.pointee
     vector = ir.VectorType(element, LANES)
@@ -213,149 +216,52 @@ def _lanes(builder: Any, pointer: Any, index: Any, mask: Any | None = None) -> A
         value = builder.load(at)
         value.align = size
         return _widened(builder, value, LANES)
-    kind = ir.FunctionType(vector, [at.type, _INT, mask.type, vector])
+    kind = ir.FunctionType(vector, [at.type, INT, mask.type, vector])
     name = f"llvm.masked.load.v{LANES}{'f32' if size == 4 else f'i{8 * size}'}.p0"
     load = cgutils.get_or_insert_function(builder.module, kind, name)
-    value = builder.call(load, [at, _INT(size), mask, ir.Constant(vector, [0] * LANES)])
+    value = builder.call(load, [at, INT(size), mask, ir.Constant(vector, [0] * LANES)])
     return _widened(builder, value, LANES)
 
 
-def _first(builder: Any, count: Any) -> Any:
+def store_lanes(builder: Any, value: Any, pointer: Any, index: Any, mask: Any | None = None) -> None:
+    """Write a vector to fp32 numbers from an index on, where a mask has a bit."""
+    at = builder.bitcast(builder.gep(pointer, [index]), VECTOR.as_pointer())
+    if mask is None:
+        builder.store(value, at, align=4)
+        return
+    kind = ir.FunctionType(ir.VoidType(), [VECTOR, at.type, INT, mask.type])
+    store = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.store.v{LANES}f32.p0")
+    builder.call(store, [value, at, INT(4), mask])
+
+
+def first_lanes(builder: Any, count: Any) -> Any:
     """A mask of the first `count` lanes."""
-    vector = ir.VectorType(_INT, LANES)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), builder.trunc(count, _INT), _INT(0))
-    each = builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(vector, [0] * LANES))
+    vector = ir.VectorType(INT, LANES)
+    each = repeated(builder, builder.trunc(count, INT))
     return builder.icmp_signed("<", ir.Constant(vector, list(range(LANES))), each)
 
 
-def _sum(builder: Any, vector: Any) -> Any:
-    """The sum of a vector's lanes: halves are added until one number is left."""
-    while vector.type.count > 1:
-        half = vector.type.count // 2
-        nothing = ir.Constant(vector.type, ir.Undefined)
-        parts = (ir.Constant(ir.VectorType(_INT, half), [*range(at, at + half)]) for at in (0, half))
-        vector = builder.fadd(*(builder.shuffle_vector(vector, nothing, part) for part in parts))
-    return builder.extract_element(vector, _INT(0))
+def repeated(builder: Any, value: Any) -> Any:
+    """A vector of which every lane is a number."""
+    nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    one = builder.insert_element(nothing, value, INT(0))
+    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(INT, LANES), [0] * LANES))
 
 
-def _prefetch(builder: Any, pointer: Any, index: Any) -> None:
+def phis(builder: Any, *incoming: tuple[Any, list[Any]]) -> list[Any]:
+    """The vectors that a block has from each of the blocks before it."""
+    merged = [builder.phi(VECTOR) for _ in incoming[0][1]]
+    for block, values in incoming:
+        for phi, value in zip(merged, values, strict=True):
+            phi.add_incoming(value, block)
+    return merged
+
+
+def prefetch(builder: Any, pointer: Any, index: Any) -> None:
     """Ask for the cache line of element `index`; past the end of memory the CPU ignores it."""
     place = builder.bitcast(builder.gep(pointer, [index]), _BYTES)
-    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, INT, INT, INT])
     builder.call(
         cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"),
-        [place, _INT(0), _INT(3), _INT(1)],
+        [place, INT(0), INT(3), INT(1)],
     )
-
-
-def _sums_of_products(
-    builder: Any, xs: list[Any], ws: list[Any], start: list[Any], length: Any, ahead: Any | None = None
-) -> list[Any]:
-    """For every x and every w the partial sums of their products along rows, added to `start`: one loop over the rows
-    that keeps all of them in registers.
-
-    Args:
-        xs, ws: pointers to rows of `length` numbers.
-        start: vectors, of each x for all ws.
-        ahead: what is this far after ws will be read soon, in elements; None: not known.
-    """
-
-    def step(index: Any, sums: list[Any], mask: Any | None = None) -> list[Any]:
-        if ahead is not None and mask is None:
-            for w in ws:
-                _prefetch(builder, w, builder.add(index, ahead))
-        others = [_lanes(builder, w, index, mask) for w in ws]
-        found = []
-        for at, x in enumerate(xs):
-            own = _lanes(builder, x, index, mask)
-            found += [_fma(builder, own, w, sums[at * len(ws) + i]) for i, w in enumerate(others)]
-        return found
-
-    def phis(*incoming: tuple[Any, list[Any]]) -> list[Any]:
-        merged = [builder.phi(_VECTOR) for _ in start]
-        for block, values in incoming:
-            for phi, value in zip(merged, values, strict=True):
-                phi.add_incoming(value, block)
-        return merged
-
-    whole = builder.and_(length, _LONG(-LANES))
-    entry = builder.basic_block
-    loop, rest, tail, end = (builder.append_basic_block(name) for name in ("loop", "rest", "tail", "end"))
-    builder.cbranch(builder.icmp_signed(">", whole, _LONG(0)), loop, rest)
-    builder.position_at_end(loop)
-    index = builder.phi(_LONG)
-    index.add_incoming(_LONG(0), entry)
-    sums = phis((entry, start))
-    added = step(index, sums)
-    following = builder.add(index, _LONG(LANES))
-    index.add_incoming(following, loop)
-    for phi, value in zip(sums, added, strict=True):
-        phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, whole), loop, rest)
-    builder.position_at_end(rest)
-    sums = phis((entry, start), (loop, added))
-    builder.cbranch(builder.icmp_signed("<", whole, length), tail, end)
-    builder.position_at_end(tail)
-    last = step(whole, sums, _first(builder, builder.sub(length, whole)))
-    builder.branch(end)
-    builder.position_at_end(end)
-    return phis((rest, sums), (tail, last))
-
-
-@intrinsic
-def dot(context, x, y, length):  # type: ignore[no-untyped-def]
-    """The sum of the products of two rows, fp32."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        x, y, length = args
-        return _sum(builder, _sums_of_products(builder, [x], [y], [_ZERO], length)[0])
-
-    return types.float32(x, y, types.int64), generate
-
-
-def tile(rows: int, columns: int, starts: bool = True, ends: bool = True) -> Any:
-    """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
-    out_stride, partial, length)`.
-
-    x is a pointer to fp32; w and out are pointers of any types, strides are in elements. Where w is int8, results are
-    multiplied by the scale of w's row. A tile may be cut along `length` without a change in bits: `partial` holds its
-    partial sums.
-
-    Args:
-        starts: it starts at 0, not from partial sums.
-        ends: it writes results, not partial sums.
-    """
-
-    @intrinsic
-    def product(context, x, x_stride, w, w_stride, scale, out, out_stride, partial, length):  # type: ignore[no-untyped-def]
-        long = types.int64
-
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            x, x_stride, w, w_stride, scale, out, out_stride, partial, length = args
-            xs = [builder.gep(x, [builder.mul(x_stride, _LONG(row))]) for row in range(rows)]
-            ws = [builder.gep(w, [builder.mul(w_stride, _LONG(column))]) for column in range(columns)]
-            places = [
-                builder.bitcast(builder.gep(partial, [_LONG(at * LANES)]), _VECTOR.as_pointer())
-                for at in range(rows * columns)
-            ]
-            start = [_ZERO] * len(places)
-            if not starts:
-                start = [builder.load(place, align=4) for place in places]
-            # hardware does not keep up with rows of narrow types: the next tile's are asked for
-            is_read_once = rows == 1 and not isinstance(w.type.pointee, ir.FloatType)
-            ahead = builder.mul(w_stride, _LONG(columns)) if is_read_once else None
-            sums = _sums_of_products(builder, xs, ws, start, length, ahead)
-            for at, total in enumerate(sums):
-                if not ends:
-                    builder.store(total, places[at], align=4)
-                    continue
-                value, (row, column) = _sum(builder, total), divmod(at, columns)
-                if w.type.pointee == ir.IntType(8):
-                    value = builder.fmul(value, builder.load(builder.gep(scale, [_LONG(column)])))
-                place = builder.gep(out, [builder.add(builder.mul(out_stride, _LONG(row)), _LONG(column))])
-                builder.store(_narrowed(builder, value, out.type.pointee), place)
-            return context.get_dummy_value()
-
-        return types.void(x, long, w, long, _FLOATS, out, long, _FLOATS, long), generate
-
-    return product

@@ -22,9 +22,10 @@ def causal_conv1d(
         weight: `[channels, width]`.
         state: one layer's windows, `[slots, width - 1, channels]`: the last inputs of a sequence, oldest first;
             written.
-        state_read, state_write: `[R]` slots.
+        cu_seqlens: `[R + 1]` where each request's tokens begin. A request that keeps no state may have none.
+        state_read, state_write: `[R]` slots; -1 in `state_write`: the request keeps no state.
         captures: `[C, 3]` rows of (request, new tokens, slot): the window after `new tokens` goes to the
-            slot too.
+            slot too. A row of the request -1 is none.
 
     Returns:
         `[T, channels]`.
@@ -49,11 +50,13 @@ def convolve(
         pieces += [state[slot], x[starts[row] : starts[row + 1]]]
     extended = torch.cat(pieces)  # request r's tokens begin at starts[r] + (r + 1) * past
     for row, slot in enumerate(state_write.tolist()):
-        end = starts[row + 1] + (row + 1) * past
-        state[slot] = extended[end - past : end]
+        if slot >= 0:
+            end = starts[row + 1] + (row + 1) * past
+            state[slot] = extended[end - past : end]
     for row, count, slot in captures.tolist():
-        end = starts[row] + (row + 1) * past + count
-        state[slot] = extended[end - past : end]
+        if row >= 0:
+            end = starts[row] + (row + 1) * past + count
+            state[slot] = extended[end - past : end]
     length = extended.shape[0] - past
     extended, weight = extended.float(), weight.float()
     mixed = extended[:length] * weight[:, 0]

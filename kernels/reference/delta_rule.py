@@ -46,9 +46,10 @@ def chunk_gated_delta_rule(
         g: `[T, value_heads]` fp32, the log of the decay, at most 0.
         beta: `[T, value_heads]`, how much of the old value is replaced.
         state: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
-        state_read, state_write: `[R]` slots.
+        cu_seqlens: `[R + 1]` where each request's tokens begin. A request that keeps no state may have none.
+        state_read, state_write: `[R]` slots; -1 in `state_write`: the request keeps no state.
         captures: `[C, 3]` rows of (request, new tokens, slot): the state after `new tokens`, a multiple of
-            `chunk_size`, goes to the slot too.
+            `chunk_size`, goes to the slot too. A row of the request -1 is none.
 
     Returns:
         `[T, value_heads, value_dim]` in the type of `v`.
@@ -100,6 +101,7 @@ def chunk_gated_delta_rule(
             slot = captured.get((row, (index + 1 - first) * chunk_size))
             if slot is not None:
                 state[slot] = current
-        state[writes[row]] = current
+        if writes[row] >= 0:
+            state[writes[row]] = current
     flat = output.transpose(1, 2).flatten(0, 1)
     return (flat if layout.tokens is None else flat[layout.tokens.to(flat.device)]).to(dtype)

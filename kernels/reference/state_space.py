@@ -93,7 +93,8 @@ def chunk_state_space(
             slot = captured.get((row, (index + 1 - first) * chunk_size))
             if slot is not None:
                 state[slot] = current
-        state[writes[row]] = current
+        if writes[row] >= 0:
+            state[writes[row]] = current
     flat = output.transpose(1, 2).flatten(0, 1)
     return flat if layout.tokens is None else flat[layout.tokens.to(flat.device)]
 

@@ -33,19 +33,23 @@ def window_attention(
         key, value: `[T, kv_heads, head_dim]`.
         rings: one layer's rings, `[slots, 2, window, kv_heads, head_dim]`, any strides; written.
         cu_seqlens: `[R + 1]` where each request's new tokens begin.
-        seq_lens: `[R]` tokens of each request, new ones included.
-        state_read, state_write: `[R]` slots; they may be equal.
-        captures: `[C, 3]` rows of (request, new tokens, slot): the ring after `new tokens` goes to the slot too.
+        seq_lens: `[R]` tokens of each request, new ones included; 0: the request is none, its output zeros.
+        state_read, state_write: `[R]` slots; they may be equal. -1 in `state_write`: the request keeps no state.
+        captures: `[C, 3]` rows of (request, new tokens, slot): the ring after `new tokens` goes to the slot too. A row
+            of the request -1 is none.
 
     Returns:
         `[T, heads, head_dim]`.
     """
     window, output = rings.shape[2], query.new_empty(query.shape)
     starts, reads, writes = cu_seqlens.tolist(), state_read.tolist(), state_write.tolist()
-    kept = [(row, starts[row + 1] - starts[row], slot) for row, slot in enumerate(writes)]
+    kept = [(row, starts[row + 1] - starts[row], slot) for row, slot in enumerate(writes) if slot >= 0]
     kept += [(row, count, slot) for row, count, slot in captures.tolist() if row < len(reads)]
     for row, length in enumerate(seq_lens.tolist()):
         start, end = starts[row], starts[row + 1]
+        if not length:
+            output[start:end] = 0
+            continue
         first = length - (end - start)
         base = max(0, first - window)  # position of the first row of `both`
         places = torch.arange(base, first, device=query.device) % window

@@ -174,7 +174,8 @@ def _windows_kernel(
     window = _window(new, old, length + row, exists, x_stride, WIDTH, ROW_STRIDE)
     tl.debug_barrier()  # the slot may be the one that was read
     slot = tl.load(state_write + request).to(tl.int64)
-    tl.store(target + slot * state_stride, window.to(state.dtype.element_ty), mask=exists)
+    if slot >= 0:
+        tl.store(target + slot * state_stride, window.to(state.dtype.element_ty), mask=exists)
 
 
 @triton.jit

@@ -420,4 +420,5 @@ def _across_chunks(
         if slot >= 0:
             tl.store(state + slot * state_stride + place_in_state, current, mask=in_state)
     slot = tl.load(state_write + request).to(tl.int64)
-    tl.store(state + slot * state_stride + place_in_state, current, mask=in_state)
+    if slot >= 0:
+        tl.store(state + slot * state_stride + place_in_state, current, mask=in_state)

@@ -131,12 +131,13 @@ def test_stress_notices_an_answer_that_is_another_request_s(monkeypatch: pytest.
     launch = ToyRunner.launch
 
     def swapped(runner: ToyRunner, step: Any) -> ToyPending:
-        results = launch(runner, step).results
+        pending = launch(runner, step)
+        results = pending.results
         rows = [row for row, result in enumerate(results) if result.tokens]
         tokens = [results[row].tokens for row in rows]
         for row, token in zip(rows, tokens[1:] + tokens[:1], strict=True):
             results[row] = results[row]._replace(tokens=token)
-        return ToyPending(results)
+        return ToyPending(pending.parts, results)
 
     monkeypatch.setattr(ToyRunner, "launch", swapped)
     assert stress.run_stress(None, 0, 0, 300, progress=False, audit_every=100).wrong_answers > 0

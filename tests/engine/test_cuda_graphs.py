@@ -3,6 +3,7 @@ itself needs a GPU; what is recorded, and what fills a step up, does not."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from hybrid import Engine, SamplingParams
 from hybrid.engine.model_runner import Pending
-from hybrid.engine.planner import Padding, Plan, plan
+from hybrid.engine.padding import Padding
+from hybrid.engine.planner import Plan, plan
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
 from support.engines import assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
@@ -84,7 +86,19 @@ def test_what_fills_a_step_up_writes_nothing(tiny: Engine) -> None:
     [(1, 1, (1, 16)), (3, 16, (4, 16)), (9, 17, (16, 32)), (17, 100, (24, 128)), (32, 4096, (32, 4096))],
 )
 def test_few_shapes_occur(requests: int, pages: int, padding: tuple[int, int]) -> None:
-    assert Padding.of(requests, pages) == padding
+    assert Padding.of(requests, pages) == Padding(*padding)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "padding"),
+    [
+        ((1, 1, 0, 1, 1), (8, 16, 64, 2, 4)),
+        ((65, 2, 1, 0, 3), (0, 16, 128, 4, 4)),
+        ((512, 4, 5, 17, 17), (32, 32, 512, 8, 8)),
+    ],
+)
+def test_few_shapes_occur_with_prompts(sizes: tuple[int, ...], padding: tuple[int, ...]) -> None:
+    assert Padding.with_prompts(*sizes) == Padding(*padding)
 
 
 def test_a_model_with_hooks_is_launched_so_that_they_are_called(tiny: Engine) -> None:
@@ -158,13 +172,6 @@ def test_under_memory_pressure_overlap_loses_no_token(tiny: Engine) -> None:
     assert_nothing_held(engine)
 
 
-class Lost:
-    """Tokens that never arrive."""
-
-    def wait(self) -> list[Result]:
-        raise RuntimeError("the device is gone, say")
-
-
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_that_never_arrive_are_computed_again(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool
@@ -172,10 +179,15 @@ def test_tokens_that_never_arrive_are_computed_again(
     engine = overlapping(engine_on(tiny), overlap)
     launch, calls = engine.runner.launch, []
 
+    def lost() -> list[Result]:
+        raise RuntimeError("the device is gone, say")
+
     def unreliable(plan: Plan) -> Pending:
         pending = launch(plan)
         calls.append(plan)
-        return Lost() if len(calls) in (1, 4, 5, 11) else pending
+        if len(calls) in (1, 4, 5, 11):
+            monkeypatch.setattr(pending, "wait", lost)
+        return pending
 
     monkeypatch.setattr(engine.runner, "launch", unreliable)
     prompts = [ids(50, seed=n) for n in range(3)]
@@ -202,8 +214,8 @@ def test_known_tokens_that_are_computed_again_keep_the_layout_of_a_graph(
     assert engine.deterministic
     build, layouts, known = engine.runner.plan, {}, []
 
-    def watching(step: Step) -> Plan:
-        plan = build(step)
+    def watching(step: Step, under_way: Any) -> Plan:
+        plan = build(step, under_way)
         if plan.is_padded:
             shape = plan.layout["decodes.block_table"][1]
             assert layouts.setdefault(shape, plan.shape) == plan.shape
@@ -227,7 +239,7 @@ def test_a_graph_runs_only_plans_of_its_layout(tiny: Engine) -> None:
         engine.add_request(ids(30, seed=seed), greedy(8))
     engine.step()
     step = engine.scheduler.schedule()
-    plan_ = engine.runner.plan(step)
+    plan_ = engine.runner.plan(step, None)
     graphs.run(plan_)
     graphs.run(plan_)
     assert len(graphs.graphs) == 1

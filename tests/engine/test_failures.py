@@ -32,9 +32,11 @@ def assert_others_are_right(tiny: Engine, engine: Engine, outputs: dict[str, Req
 
 
 def add_some(engine: Engine, **special: Any) -> tuple[str, list[str]]:
-    """Six requests in two namespaces; the third one has special parameters."""
+    """Six requests in two namespaces; the third one has special parameters, and decodes into a new page at once."""
     names = [
-        engine.add_request(ids(20 + 7 * n, seed=n), greedy(6, **(special if n == 2 else {})), namespace="ab"[n % 2])
+        engine.add_request(
+            ids(2 * GRID + 7 * (n - 2), seed=n), greedy(6, **(special if n == 2 else {})), namespace="ab"[n % 2]
+        )
         for n in range(6)
     ]
     return names[2], names
@@ -172,11 +174,11 @@ def fail_with(engine: Engine, monkeypatch: pytest.MonkeyPatch, is_culprit: Calla
     """Let every pass fail that has a part of the culprit. Returns the steps that failed."""
     build, failed = engine.runner.plan, []
 
-    def failing(step: Step) -> Plan:
+    def failing(step: Step, under_way: Any) -> Plan:
         if any(is_culprit(part) for part in step.parts):
             failed.append(step)
             raise RuntimeError("no kernel for this")
-        return build(step)
+        return build(step, under_way)
 
     monkeypatch.setattr(engine.runner, "plan", failing)
     return failed

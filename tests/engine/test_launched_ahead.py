@@ -1,11 +1,14 @@
 """Steps that are launched before the tokens of the last one are known to the host: what the host waits for, and what
 becomes of a step whose request has ended, or whose token the device did not know."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from hybrid import Engine, SamplingParams
 from hybrid.cache.retreat import retreat
 from hybrid.engine import sampler
 from hybrid.engine.request import Status
+from hybrid.engine.results import PendingTokens
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.step import Part
 from hybrid.errors import ArgumentError
@@ -203,6 +207,53 @@ def test_a_launch_ahead_that_fails_takes_no_token_from_the_step_before(
         outputs.update({output.request_id: output for output in moved})
     for n, name in enumerate(names):
         assert outputs[name].token_ids == cold(tiny, ids(30 + n, n), greedy(9)).token_ids
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failure_while_tokens_are_chosen_is_met_by_one_step_and_its_pass_is_forgotten(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool, graphs: bool
+) -> None:
+    """The device fails whenever the tokens of some passes are asked for. They are computed again by other passes."""
+    made = engine_on(tiny)
+    engine = overlapping(made, overlap)
+    if graphs:
+        engine = Engine(made.loaded, made.cache, engine.config, runner=with_graphs(made)[0].runner)
+    launch, choose = engine.runner.launch, PendingTokens.choose
+    numbers = WeakKeyDictionary[PendingTokens, int]()
+    broken, launches = {1, 4, 9}, count()
+
+    def numbered(plan: Any) -> Any:
+        pending = launch(plan)
+        assert isinstance(pending, PendingTokens)
+        numbers[pending] = next(launches)
+        return pending
+
+    def failing(pending: PendingTokens) -> Tensor:
+        if numbers.get(pending) in broken:
+            raise RuntimeError("an illegal access, say")
+        return choose(pending)
+
+    monkeypatch.setattr(engine.runner, "launch", numbered)
+    monkeypatch.setattr(PendingTokens, "choose", failing)
+    params = [greedy(12), greedy(12, temperature=1.0, top_k=20, seed=1)]
+    names = [engine.add_request(ids(30 + n, n), params[n]) for n in range(2)]
+    outputs, failures = {}, 0
+    while engine.has_work:
+        before = failures
+        try:
+            outputs.update({output.request_id: output for output in engine.step()})
+        except RuntimeError:
+            failures += 1
+        engine.cache.audit()
+        if failures > before:
+            gc.collect()
+            assert len(numbers) == 0  # neither the pass, nor one that was launched after it
+    gc.collect()
+    assert (failures, len(numbers)) == (len(broken), 0)
+    for n, name in enumerate(names):
+        assert outputs[name].token_ids == cold(tiny, ids(30 + n, n), params[n]).token_ids
     assert_nothing_held(engine)
 
 

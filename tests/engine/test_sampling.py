@@ -180,8 +180,7 @@ def sampled(logits: torch.Tensor, params: SamplingParams, count: int) -> list[in
     """`count` tokens of one request, all from the same logits."""
     seed = new_seed() if params.seed is None else params.seed
     numbers = sampling_numbers([SampleRow(params, uniform(seed, index)) for index in range(count)])
-    rows = None if numbers is None else SamplingRows(*torch.tensor(numbers, dtype=torch.float64))
-    return sample(logits.expand(count, -1), rows).tolist()
+    return sample(logits.expand(count, -1), SamplingRows(*torch.tensor(numbers, dtype=torch.float64))).tolist()
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_bookkeeping_is_applied_to_the_request_it_was_planned_for(tiny: Engine) 
     engine = engine_on(tiny)
     engine.add_request(ids(40), greedy(6))
     step = engine.scheduler.schedule()
-    engine.runner.launch(engine.runner.plan(step))
+    engine.runner.launch(engine.runner.plan(step, None))
     request = step.parts[0].request
     engine.scheduler.roll_back(step)
     engine.scheduler.schedule()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybrid.kernels import reference
 from hybrid.kernels.cpu import attention, convolution, delta_rule, delta_rule_step, elementwise, experts, matmul
+from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -198,45 +199,112 @@ def pages_of(lengths: list[int], page_size: int, heads: int, size: int, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 40), (4, 4, 64), (3, 1, 33)])
-def test_attention_of_a_token_agrees_with_its_twin_and_is_by_itself(
-    heads: int, kv_heads: int, size: int, dtype: torch.dtype, threads: Callable[[int], None]
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "page_size"), [(6, 2, 40, 8), (8, 2, 64, 64), (3, 1, 33, 100), (2, 2, 16, 256)]
+)
+def test_attention_agrees_with_its_twin_and_a_token_is_by_itself(
+    heads: int, kv_heads: int, size: int, page_size: int, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
-    lengths = [1, 8, 9, 75, 700]
-    cache, table = pages_of(lengths, 8, kv_heads, size, dtype)
-    query = 2 * torch.randn(5, heads, size).to(dtype)
-    rest = size**-0.5, 16
-    y = attention.paged_attention(query, cache, table, starts_of([1] * 5), ints(lengths), *rest)
-    expected = reference.paged_attention(
-        query.double(), cache.double(), table, starts_of([1] * 5), ints(lengths), *rest
-    )
+    """However many tokens come with it: what comes after a token is NaN where it is computed alone."""
+    lengths, counts = [1, 9, 75, 203, 700], [1, 5, 75, attention.TOKENS + 3, 1]
+    cache, table = pages_of(lengths, page_size, kv_heads, size, dtype)
+    starts, rest = starts_of(counts), (size**-0.5, 16)
+    query = 2 * torch.randn(sum(counts), heads, size).to(dtype)
+    y = attention.paged_attention(query, cache, table, starts, ints(lengths), *rest)
+    expected = reference.paged_attention(query.double(), cache.double(), table, starts, ints(lengths), *rest)
     close(y, expected, 16)
-    for count in (1, 2, 3):
+    for count in (2, 3):
         threads(count)
-        assert same_bits(attention.paged_attention(query, cache, table, starts_of([1] * 5), ints(lengths), *rest), y)
-    for row in range(5):
-        alone = attention.paged_attention(
-            query[row : row + 1], cache, table[row : row + 1], starts_of([1]), ints(lengths[row : row + 1]), *rest
-        )
-        assert same_bits(alone, y[row : row + 1])
+        assert same_bits(attention.paged_attention(query, cache, table, starts, ints(lengths), *rest), y)
+    for row, length in enumerate(lengths):
+        first, end = starts[row : row + 2].tolist()
+        own = cache.clone()
+        for at in reversed(range(first, end)):
+            alone = table[row : row + 1], starts_of([1]), ints([length])
+            assert same_bits(attention.paged_attention(query[at : at + 1], own, *alone, *rest), y[at : at + 1])
+            length -= 1
+            own[table[row, length // page_size], :, length % page_size] = float("nan")
 
 
-def test_a_prompt_of_one_token_has_its_bits_beside_longer_ones() -> None:
-    cache, table = pages_of([20, 33, 17], 8, 2, 16, torch.float32)
-    query, starts = torch.randn(12, 4, 16), starts_of([1, 10, 1])
-    together = attention.paged_attention(query, cache, table, starts, ints([20, 33, 17]), 0.25, 16)
-    twin = reference.paged_attention(query, cache, table, starts, ints([20, 33, 17]), 0.25, 16)
-    torch.testing.assert_close(together, twin)
-    for row, (start, end), length in ((0, (0, 1), 20), (1, (1, 11), 33), (2, (11, 12), 17)):
-        part = table[row : row + 1], starts_of([end - start]), ints([length])
-        assert same_bits(attention.paged_attention(query[start:end], cache, *part, 0.25, 16), together[start:end])
-    prompt, own = torch.randn(17, 4, 16), (table[1:2], ints([33]))
-    tail = attention.paged_attention(prompt, cache, own[0], starts_of([17]), own[1], 0.25, 16)
-    last = attention.paged_attention(prompt[16:], cache, own[0], starts_of([1]), own[1], 0.25, 16)
-    assert same_bits(last, tail[-1:])  # alone after a hit, or at the end of its prompt
-    empty = attention.paged_attention(query[:2], cache, table[:2], starts_of([1, 1]), ints([20, 0]), 0.25, 16)
-    assert same_bits(empty[0], together[0])
-    assert not empty[1].any()
+def test_requests_without_tokens_that_are_seen_give_zeros() -> None:
+    cache, table = pages_of([20, 33], 8, 2, 16, torch.float32)
+    query = torch.randn(5, 4, 16)
+    args = query, cache, table, starts_of([1, 4]), ints([0, 4]), 0.25, 16
+    y = attention.paged_attention(*args, None, None, 2)
+    assert not y[:3].any()
+    torch.testing.assert_close(y[3:], reference.paged_attention(*args, None, None, 2)[3:])
+    assert y[3:].any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_key_that_is_not_finite_spoils_what_sees_it_alone(value: float) -> None:
+    cache, table = pages_of([30], 8, 1, 16, torch.float32)
+    cache[table[0, 2], 0, 4] = value  # position 20
+    y = attention.paged_attention(torch.ones(30, 1, 16), cache, table, starts_of([30]), ints([30]), 0.25, 16)
+    assert y[:20].isfinite().all()
+    assert y[20:].isnan().all()
+
+
+# Packed keys and values
+
+
+def rows_of(*shape: int) -> Tensor:
+    """Rows of magnitudes that differ by factors of thousands; some are zeros, tiny or not finite."""
+    rows = torch.randn(shape) * 10 ** (4 * torch.rand(*shape[:-1], 1) - 2)
+    rows *= 10 ** (-6 * torch.rand(shape))  # below the normal numbers of e4m3, too
+    flat = rows.view(-1, shape[-1])
+    flat[0], flat[1], flat[2, 3], flat[3, 4], flat[4, 5] = 0, 1e-42, float("nan"), float("inf"), -float("inf")
+    return rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_keys_and_values_are_packed_as_the_twin_packs_them(name: str, dtype: torch.dtype) -> None:
+    tokens, heads, size, kept = 40, 2, 26, KV_DTYPES[name]
+    k, v = rows_of(tokens, heads, size).to(dtype), rows_of(tokens, heads, size).to(dtype)
+    q, scale, angles = torch.randn(tokens, 4, size).to(dtype), torch.rand(size), torch.randn(tokens, 10)
+    rest, slots = (scale, scale, EPS, angles.cos().to(dtype), angles.sin().to(dtype)), torch.randperm(64)[:tokens]
+    slots[7] = -1
+    plain = torch.zeros(8, 2, 8, heads, size, dtype=dtype)
+    packed = torch.zeros(8, 2, 8, heads, row_size(size), dtype=torch.uint8)
+    y = elementwise.norm_rotate_store(q, k, v, *rest, plain, slots)
+    assert same_bits(elementwise.norm_rotate_store(q, k, v, *rest, packed.view(kept), slots), y)
+    expected = pack(plain, kept)
+    expected[(plain == 0).all(-1)] = packed[(plain == 0).all(-1)]  # most were not written
+    is_finite = plain.float().isfinite().all(-1)
+    assert 0 < (~is_finite).sum() < 20
+    assert torch.equal(packed[is_finite], expected[is_finite])
+    assert torch.equal(unpack(packed, size, kept, dtype).isnan(), unpack(expected, size, kept, dtype).isnan())
+    written = torch.zeros_like(packed.view(kept))
+    reference.store_kv(v, v, written, slots)
+    has_row = (packed[:, 1] != 0).any(-1) & is_finite[:, 1]
+    assert torch.equal(packed[:, 1][has_row], written[:, 1].view(torch.uint8)[has_row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KV_DTYPES)
+def test_attention_over_packed_rows_has_the_bits_of_what_they_are_unpacked_to(name: str, dtype: torch.dtype) -> None:
+    kept, size, lengths, counts = KV_DTYPES[name], 40, [1, 90, 33], [1, 20, 1]
+    cache, table = pages_of(lengths, 16, 2, size, torch.float32)
+    packed = pack(cache, kept).view(kept)
+    unpacked = unpack(packed.view(torch.uint8), size, kept, dtype)
+    query = torch.randn(sum(counts), 6, size).to(dtype)
+    rest = table, starts_of(counts), ints(lengths), 0.2, 16
+    y = attention.paged_attention(query, packed, *rest)
+    assert y.isfinite().all()
+    assert same_bits(y, attention.paged_attention(query, unpacked, *rest))
+
+
+def test_every_code_is_unpacked_as_the_twin_unpacks_it() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    for kept in KV_DTYPES.values():
+        for code in codes:
+            cache = torch.zeros(1, 2, 1, 1, row_size(4), dtype=torch.uint8)
+            cache[..., :4], cache[..., -4:] = code, torch.tensor([1.25]).view(torch.uint8)
+            place = torch.zeros(1, 1).long(), starts_of([1]), ints([1]), 1.0, 16
+            y = attention.paged_attention(torch.zeros(1, 1, 4), cache.view(kept), *place)
+            expected = unpack(cache[0, 1, 0, 0], 4, kept, torch.float32)
+            torch.testing.assert_close(y[0, 0], expected, rtol=0, atol=0, equal_nan=True)
 
 
 class Layer:

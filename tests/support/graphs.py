@@ -16,10 +16,10 @@ def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     return lambda: logits.copy_(run()), logits
 
 
-def with_graphs(engine: Engine, capture: Capture = replays) -> tuple[Engine, DecodeGraphs]:
-    """The engine, decoding through graphs that were captured in this way."""
+def with_graphs(engine: Engine, capture: Capture = replays, max_prompt_tokens: int = 0) -> tuple[Engine, DecodeGraphs]:
+    """The engine, its passes through graphs that were captured in this way."""
     cache = engine.cache
-    graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, capture)
+    graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, capture, max_prompt_tokens)
     runner = ModelRunner(engine.model, cache, engine.device, engine.deterministic, graphs)
     return Engine(engine.loaded, cache, engine.config, runner=runner), graphs
 

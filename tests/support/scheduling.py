@@ -41,7 +41,7 @@ class Counting:
     computed: int = 0
     replayed: int = 0
 
-    def plan(self, step: Step) -> Step:
+    def plan(self, step: Step, under_way: Known | None) -> Step:
         return step
 
     def launch(self, step: Step) -> Known:

@@ -9,9 +9,10 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -39,14 +40,15 @@ def variant(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], every: b
     return kernel.__name__, tuple(key)
 
 
-def collected(run: Callable[[], object], every: bool = False) -> set[VARIANT]:
-    """The variants that a run launches; `every`: that it would if every integer were specialized."""
+def collected(run: Callable[[], object]) -> tuple[set[VARIANT], set[VARIANT]]:
+    """The variants that a run launches, and those that it would if every integer were specialized."""
     from triton.runtime.jit import JITFunction
 
-    found: set[VARIANT] = set()
+    found: tuple[set[VARIANT], set[VARIANT]] = set(), set()
 
     def record(kernel: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
-        found.add(variant(kernel, args, kwargs, every))
+        for every in (False, True):
+            found[every].add(variant(kernel, args, kwargs, every))
 
     with patch.object(JITFunction, "run", record), torch.inference_mode():
         run()
@@ -73,8 +75,9 @@ def tiny_model(family: str) -> Any:
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
     }
-    if family == "dense":
-        model: Any = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**common, intermediate_size=128), 64)
+    if family != "experts":
+        dense = Qwen3_5TextConfig(**common, intermediate_size=128)
+        model: Any = Qwen3_5ForCausalLM(dense, 64, has_predictor=family == "predictor")
     else:
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         config = Qwen3_5MoeTextConfig(**common, **experts, shared_expert_intermediate_size=32)
@@ -86,15 +89,41 @@ def tiny_model(family: str) -> Any:
     return model
 
 
-def random_size(rng: random.Random) -> Any:
+def random_size(rng: random.Random, max_drafts: int) -> Any:
     """The sizes of a step."""
     from hybrid.engine.warm_up import Size
 
     prompts = [rng.choice((1, 3, 16, 64, 65, 200, 512, 1000)) for _ in range(rng.choice((0, 1, 2, 5)))]
     decodes = rng.choice((0, 1, 2, 7, 16, 17, 31, 33, 48, 64)) if prompts else rng.randrange(1, 65)
-    captures = rng.choice((0, 1, 2, 16)) if prompts else 0
+    captures = rng.choice((0, 1, 2, 16)) if prompts and prompts[0] >= 64 else 0
     pages = max(rng.choice((1, 15, 16, 17, 100, 1024, 4096)), -(-max(prompts, default=1) // 64))
-    return Size(tuple(prompts), decodes, pages, captures)
+    drafts = rng.randrange(max_drafts + 1) if decodes else 0
+    is_tree = drafts > 1 and rng.random() < 0.5
+    return Size(tuple(prompts), decodes, pages, captures, drafts, is_tree, is_padded=rng.random() < 0.5)
+
+
+class Kind(NamedTuple):
+    """A kind of engine.
+
+    Attributes:
+        family: of the model.
+        kv_dtype: of its pages.
+        drafts: of a request, at most.
+    """
+
+    family: str
+    kv_dtype: str = "auto"
+    drafts: int = 0
+
+
+KINDS = {
+    "dense": Kind("dense"),
+    "experts": Kind("experts"),
+    "dense, drafts": Kind("dense", "auto", 7),
+    "predictor": Kind("predictor", "auto", 3),
+    "int8, drafts": Kind("dense", "int8", 7),
+    "fp8": Kind("dense", "fp8"),
+}
 
 
 def main() -> None:
@@ -105,33 +134,43 @@ def main() -> None:
     for op in OPS.values():
         _ = op.kernel  # imported as what is compiled, not as what is interpreted
     os.environ.update(HYBRID_KERNELS="triton", TRITON_INTERPRET="1")  # so that tensors may be on a CPU; nothing runs
-    from hybrid.engine.warm_up import Size, idle_batch, sizes
+    count = int(sys.argv[1])
+    found = {}
+    for name, kind in KINDS.items():
+        for deterministic in (False, True):
+            found[f"{name}, {'deterministic' if deterministic else 'fast'}"] = variants(kind, deterministic, count)
+    print(json.dumps(found))
+
+
+def variants(kind: Kind, deterministic: bool, count: int) -> dict[str, Any]:
+    """What an engine compiles when it starts, and what `count` random steps need."""
+    from hybrid.engine.warm_up import Limits, Size, predict, row_counts, run, sizes
     from hybrid.memory.tensors import CacheTensors
 
-    rng = random.Random(0)
-    found = {}
-    for family in ("dense", "experts"):
-        model = tiny_model(family)
-        tensors = CacheTensors.fixed(model.spec(model.config, torch.bfloat16), 64, 8, 4, torch.device("cpu"))
-        for deterministic in (False, True):
+    model, rng = tiny_model(kind.family), random.Random(0)
+    spec = model.own_spec().with_kv_dtype(kind.kv_dtype)
+    tensors = CacheTensors.fixed(spec, 64, 8, 4, torch.device("cpu"))
+    limits = Limits(64, 2048, 4096, 64, 64, kind.drafts)
 
-            def run(size: Size, model: Any = model, tensors: Any = tensors, fixed: bool = deterministic) -> None:
-                model(idle_batch(size, 64, fixed, 1, torch.device("cpu")), tensors.kv, tensors.state)
+    def computed(chosen: Iterable[Size], drafted: Iterable[tuple[int, int]]) -> None:
+        for size in chosen:
+            run(model, size, deterministic, 1, tensors.kv, tensors.state)
+        for rows, pages in drafted if model.mtp is not None else ():
+            predict(model, rows, pages, 1, tensors.kv)
 
-            start = [*sizes(64, 2048, 4096, 64, 64)]
-            later = [random_size(rng) for _ in range(int(sys.argv[1]))]
-            warm, more, undone = (
-                collected(lambda run=run, chosen=chosen: [run(size) for size in chosen], every)  # type: ignore[misc]
-                for chosen, every in ((start, False), (later, False), (start + later, True))
-            )
-            new = sorted(more - warm, key=str)
-            found[f"{family}, {'deterministic' if deterministic else 'fast'}"] = {
-                "warm": Counter(name for name, _ in warm),
-                "more": Counter(name for name, _ in more),
-                "new": [[name, [list(map(str, x)) for x in key]] for name, key in new],
-                "undone": len(undone) - len(warm),
-            }
-    print(json.dumps(found))
+    start = [*sizes(limits)], [(rows, 1 << power) for rows in row_counts(64) for power in range(13)]
+    later = (
+        [random_size(rng, kind.drafts) for _ in range(count)],
+        [(rows, rng.randrange(1, 4097)) for rows in range(1, 65)],
+    )
+    (warm, undone), (more, more_undone) = (collected(partial(computed, *chosen)) for chosen in (start, later))
+    new = sorted(more - warm, key=str)
+    return {
+        "warm": Counter(name for name, _ in warm),
+        "more": Counter(name for name, _ in more),
+        "new": [[name, [list(map(str, x)) for x in key]] for name, key in new],
+        "undone": len(undone | more_undone) - len(warm),
+    }
 
 
 if __name__ == "__main__":

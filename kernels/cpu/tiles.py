@@ -1,0 +1,273 @@
+"""Products and sums of rows that are added up in registers, in one fixed order each.
+
+The tile of a product is an intrinsic: what is loaded is used for all of its outputs, and a row's bits do not depend on
+the size of the tile.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from hybrid.kernels.cpu.vectors import (
+    FLOATS,
+    INT,
+    LANES,
+    LONG,
+    VECTOR,
+    ZEROS,
+    at,
+    compiled_inline,
+    first_lanes,
+    fma_of,
+    load_lanes,
+    narrowed,
+    phis,
+    prefetch,
+    repeated,
+    store_lanes,
+)
+
+
+def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """One number from a vector's lanes: halves are combined until it is left."""
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        nothing = ir.Constant(vector.type, ir.Undefined)
+        parts = (ir.Constant(ir.VectorType(INT, half), [*range(at, at + half)]) for at in (0, half))
+        vector = combine(builder, *(builder.shuffle_vector(vector, nothing, part) for part in parts))
+    return builder.extract_element(vector, INT(0))
+
+
+def _added(builder: Any, x: Any, y: Any) -> Any:
+    return builder.fadd(x, y)
+
+
+def _larger(builder: Any, x: Any, y: Any) -> Any:
+    return builder.select(builder.fcmp_unordered("ugt", x, y), x, y)
+
+
+def _sum(builder: Any, vector: Any) -> Any:
+    return _folded(builder, vector, _added)
+
+
+def _sums_of_products(
+    builder: Any, xs: list[Any], ws: list[Any], start: list[Any], length: Any, ahead: Any | None = None
+) -> list[Any]:
+    """For every x and every w the partial sums of their products along rows, added to `start`: one loop over the rows
+    that keeps all of them in registers.
+
+    Args:
+        xs, ws: pointers to rows of `length` numbers.
+        start: vectors, of each x for all ws.
+        ahead: what is this far after ws will be read soon, in elements; None: not known.
+    """
+
+    def step(index: Any, sums: list[Any], mask: Any | None = None) -> list[Any]:
+        if ahead is not None and mask is None:
+            for w in ws:
+                prefetch(builder, w, builder.add(index, ahead))
+        others = [load_lanes(builder, w, index, mask) for w in ws]
+        found = []
+        for number, x in enumerate(xs):
+            own = load_lanes(builder, x, index, mask)
+            found += [fma_of(builder, own, w, sums[number * len(ws) + i]) for i, w in enumerate(others)]
+        return found
+
+    whole = builder.and_(length, LONG(-LANES))
+    entry = builder.basic_block
+    loop, rest, tail, end = (builder.append_basic_block(name) for name in ("loop", "rest", "tail", "end"))
+    builder.cbranch(builder.icmp_signed(">", whole, LONG(0)), loop, rest)
+    builder.position_at_end(loop)
+    index = builder.phi(LONG)
+    index.add_incoming(LONG(0), entry)
+    sums = phis(builder, (entry, start))
+    added = step(index, sums)
+    following = builder.add(index, LONG(LANES))
+    index.add_incoming(following, loop)
+    for phi, value in zip(sums, added, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, whole), loop, rest)
+    builder.position_at_end(rest)
+    sums = phis(builder, (entry, start), (loop, added))
+    builder.cbranch(builder.icmp_signed("<", whole, length), tail, end)
+    builder.position_at_end(tail)
+    last = step(whole, sums, first_lanes(builder, builder.sub(length, whole)))
+    builder.branch(end)
+    builder.position_at_end(end)
+    return phis(builder, (rest, sums), (tail, last))
+
+
+@intrinsic
+def dot(context, x, y, length):  # type: ignore[no-untyped-def]
+    """The sum of the products of two rows, fp32."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        x, y, length = args
+        return _sum(builder, _sums_of_products(builder, [x], [y], [ZEROS], length)[0])
+
+    return types.float32(x, y, types.int64), generate
+
+
+def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
+    """An intrinsic `(x, length)` that combines the fp32 numbers of a row, whose length is a multiple of LANES and more
+    than 0."""
+
+    @intrinsic
+    def reduce(context, x, length):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            x, length = args
+            start, entry = load_lanes(builder, x, LONG(0)), builder.basic_block
+            loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
+            builder.cbranch(builder.icmp_signed(">", length, LONG(LANES)), loop, end)
+            builder.position_at_end(loop)
+            index = builder.phi(LONG)
+            index.add_incoming(LONG(LANES), entry)
+            total = builder.phi(VECTOR)
+            total.add_incoming(start, entry)
+            combined = combine(builder, load_lanes(builder, x, index), total)
+            following = builder.add(index, LONG(LANES))
+            index.add_incoming(following, loop)
+            total.add_incoming(combined, loop)
+            builder.cbranch(builder.icmp_signed("<", following, length), loop, end)
+            builder.position_at_end(end)
+            return _folded(builder, phis(builder, (entry, [start]), (loop, [combined]))[0], combine)
+
+        return types.float32(x, types.int64), generate
+
+    return reduce
+
+
+row_sum, row_max = _of_row(_added), _of_row(_larger)
+
+
+def tile(rows: int, columns: int, starts: bool = True, ends: bool = True) -> Any:
+    """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
+    out_stride, partial, length)`.
+
+    x is a pointer to fp32; w and out are pointers of any types, strides are in elements. Where w is int8, results are
+    multiplied by the scale of w's row. A tile may be cut along `length` without a change in bits: `partial` holds its
+    partial sums.
+
+    Args:
+        starts: it starts at 0, not from partial sums.
+        ends: it writes results, not partial sums.
+    """
+
+    @intrinsic
+    def product(context, x, x_stride, w, w_stride, scale, out, out_stride, partial, length):  # type: ignore[no-untyped-def]
+        long = types.int64
+
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            x, x_stride, w, w_stride, scale, out, out_stride, partial, length = args
+            xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
+            ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
+            places = [
+                builder.bitcast(builder.gep(partial, [LONG(at * LANES)]), VECTOR.as_pointer())
+                for at in range(rows * columns)
+            ]
+            start = [ZEROS] * len(places)
+            if not starts:
+                start = [builder.load(place, align=4) for place in places]
+            # hardware does not keep up with rows of narrow types: the next tile's are asked for
+            is_read_once = rows == 1 and not isinstance(w.type.pointee, ir.FloatType)
+            ahead = builder.mul(w_stride, LONG(columns)) if is_read_once else None
+            sums = _sums_of_products(builder, xs, ws, start, length, ahead)
+            for number, total in enumerate(sums):
+                if not ends:
+                    builder.store(total, places[number], align=4)
+                    continue
+                value, (row, column) = _sum(builder, total), divmod(number, columns)
+                if w.type.pointee == ir.IntType(8):
+                    value = builder.fmul(value, builder.load(builder.gep(scale, [LONG(column)])))
+                place = builder.gep(out, [builder.add(builder.mul(out_stride, LONG(row)), LONG(column))])
+                builder.store(narrowed(builder, value, out.type.pointee), place)
+            return context.get_dummy_value()
+
+        return types.void(x, long, w, long, FLOATS, out, long, FLOATS, long), generate
+
+    return product
+
+
+def outer(rows: int, vectors: int, is_narrow: bool = False) -> Any:
+    """An intrinsic that adds the product of `rows` rows of a with a matrix b, `vectors` times LANES columns wide, to y:
+    `(y, y_stride, a, a_stride, b, b_stride, length, width)`.
+
+    y and a are pointers to fp32, b to numbers of any type; strides are in elements. An output is added up in the order
+    of `length`: its bits depend neither on other rows nor on its column.
+
+    Args:
+        is_narrow: there are `width` columns, less than LANES.
+    """
+
+    @intrinsic
+    def add(context, y, y_stride, a, a_stride, b, b_stride, length, width):  # type: ignore[no-untyped-def]
+        long = types.int64
+
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            y, y_stride, a, a_stride, b, b_stride, length, width = args
+            mask = first_lanes(builder, width) if is_narrow else None
+            factors = [builder.gep(a, [builder.mul(a_stride, LONG(row))]) for row in range(rows)]
+            columns = [LONG(vector * LANES) for vector in range(vectors)]
+            offsets = [builder.mul(y_stride, LONG(row)) for row in range(rows)]
+            places = [builder.add(offset, column) for offset in offsets for column in columns]
+            start = [load_lanes(builder, y, place, mask) for place in places]
+            entry = builder.basic_block
+            loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
+            builder.cbranch(builder.icmp_signed(">", length, LONG(0)), loop, end)
+            builder.position_at_end(loop)
+            index = builder.phi(LONG)
+            index.add_incoming(LONG(0), entry)
+            sums = phis(builder, (entry, start))
+            row = builder.mul(index, b_stride)
+            others = [load_lanes(builder, b, builder.add(row, column), mask) for column in columns]
+            added = []
+            for number, factor in enumerate(factors):
+                own = repeated(builder, builder.load(builder.gep(factor, [index])))
+                added += [fma_of(builder, own, other, sums[number * vectors + i]) for i, other in enumerate(others)]
+            following = builder.add(index, LONG(1))
+            index.add_incoming(following, loop)
+            for phi, value in zip(sums, added, strict=True):
+                phi.add_incoming(value, loop)
+            builder.cbranch(builder.icmp_signed("<", following, length), loop, end)
+            builder.position_at_end(end)
+            for place, total in zip(places, phis(builder, (entry, start), (loop, added)), strict=True):
+                store_lanes(builder, total, y, place, mask)
+            return context.get_dummy_value()
+
+        return types.void(y, long, a, long, b, long, long, long), generate
+
+    return add
+
+
+_outer_4, _outer_wide, _outer_1 = outer(4, 1), outer(1, 4), outer(1, 1)
+_outer_narrow_4, _outer_narrow_1 = outer(4, 1, True), outer(1, 1, True)
+
+
+@compiled_inline
+def add_product(y, y_stride, a, a_stride, b, b_stride, rows, inner, width):  # type: ignore[no-untyped-def]
+    """`y += a @ b`, y and a fp32, b of any type; an output is added up in the order of `inner`."""
+    row = 0
+    while row < rows:
+        count = 4 if rows - row >= 4 else 1
+        own, column = at(a, row * a_stride), 0
+        while column < width:
+            out, other, left = at(y, row * y_stride + column), at(b, column), width - column
+            if left < LANES:
+                if count == 4:
+                    _outer_narrow_4(out, y_stride, own, a_stride, other, b_stride, inner, left)
+                else:
+                    _outer_narrow_1(out, y_stride, own, a_stride, other, b_stride, inner, left)
+                column = width
+            elif count == 4:
+                _outer_4(out, y_stride, own, a_stride, other, b_stride, inner, left)
+                column += LANES
+            elif left >= 4 * LANES:
+                _outer_wide(out, y_stride, own, a_stride, other, b_stride, inner, left)
+                column += 4 * LANES
+            else:
+                _outer_1(out, y_stride, own, a_stride, other, b_stride, inner, left)
+                column += LANES
+        row += count
