@@ -3,9 +3,9 @@
 
     python bench/speculation.py [--runs 5] [--only deterministic|fast] [--json]
 
-fp32, one thread; seconds of CPU per token while all requests decode, medians of runs that alternate between the sides.
-The model is the random one of `bench/prefix_reuse.py`, or the tiny one where that is said. For the line `edit` a logits
-processor forces the known answer, on both sides; running free the tiny one repeats itself. Status 1: a target missed.
+fp32, one thread; seconds of CPU per token while all requests decode, medians of runs that alternate between the sides,
+of the random model of `bench/prefix_reuse.py`, or the tiny one where that is said. For the line `edit` a logits
+processor forces the known answer on both sides; running free the tiny one repeats itself. Status 1: a target missed.
 """
 
 import random
@@ -16,6 +16,7 @@ import time
 from array import array
 from collections import Counter
 from functools import partial
+from itertools import count, islice, repeat
 from pathlib import Path
 
 import torch
@@ -27,10 +28,7 @@ from hybrid.speculation.cached import GramDrafter
 from hybrid.speculation.grams import common_length
 
 PROMPT, NEW, NEW_OF_EIGHT, CHANGED, MODES = 200, 128, 64, 0.04, {"deterministic": True, "fast": False}
-
-
-MODULES = ("textwrap", "queue", "heapq", "shlex", "calendar", "csv", "fnmatch", "json/decoder")
-"""Whose beginnings the tiny model continues."""
+MODULES = ("textwrap", "queue", "heapq", "shlex", "calendar", "csv", "fnmatch", "json/decoder")  # are continued
 
 
 class Wrong(Drafter):
@@ -54,10 +52,10 @@ def forced(answer: list[int], own: list[int], row: torch.Tensor) -> torch.Tensor
     return row.index_fill(0, torch.tensor(answer[len(own)]), 1e6)
 
 
-def decode(engine: Engine, prompts: list[list[int]], params: SamplingParams, usage: Counter[str]) -> float:
-    """Seconds per token from the last first token on, while all decode; `usage` adds up drafts."""
+def decode(engine: Engine, prompts: list[list[int]], params: SamplingParams, usage: Counter[str], own: str) -> float:
+    """Seconds per token from the last first token on, in a namespace, while all decode; `usage` adds up drafts."""
     for prompt in prompts:
-        engine.add_request(prompt, params)
+        engine.add_request(prompt, params, namespace=own)
     outputs, start, before = {}, 0.0, 0
     while not any(output.finish_reason for output in outputs.values()):
         outputs.update({output.request_id: output for output in engine.step()})
@@ -71,9 +69,9 @@ def decode(engine: Engine, prompts: list[list[int]], params: SamplingParams, usa
     return spent / (sum(len(output.token_ids) for output in outputs.values()) - before)
 
 
-def apart(engine: Engine, prompts: list[list[int]], params: SamplingParams, usage: Counter[str]) -> float:
+def apart(engine: Engine, prompts: list[list[int]], params: SamplingParams, usage: Counter[str], own: str) -> float:
     """The mean of `decode` for one prompt at a time."""
-    return sum(decode(engine, [prompt], params, usage) for prompt in prompts) / len(prompts)
+    return sum(decode(engine, [prompt], params, usage, own) for prompt in prompts) / len(prompts)
 
 
 class Mode:
@@ -91,26 +89,27 @@ class Mode:
     def compare(
         self, name: str, prompts: list[list[int]], params: SamplingParams, target: float, *drafters: str | Drafter
     ) -> None:
-        """The line of decoding with drafts, times as fast as without; for wrong ones times as slow. Answers are cached
-        where they are regenerated, and in other lines each run has a new engine."""
+        """The line of decoding with drafts, times as fast as without; for wrong ones times as slow. Both engines have
+        answered before: where answers are regenerated they are cached, in other lines each run has its namespace."""
         usage: Counter[str] = Counter()
         engine, run = self.loaded["mtp" if "mtp" in drafters else "cache"], apart if "apart" in name else decode
-        new = partial(engine.with_cache, self.config, speculation=SpeculationConfig(drafters=drafters))
-        warm, is_slower, is_again = new(), "slow" in name, name == "regenerate"
-        run(warm, prompts, params, Counter())
+        warm = engine.with_cache(self.config, speculation=SpeculationConfig(drafters=drafters))
+        spaces, is_slower = repeat("") if name == "regenerate" else map(str, count()), "slow" in name
+        for space in islice(spaces, 2):
+            run(warm, prompts, params, Counter(), space)
         t = alternate(
             self._runs,
-            none=lambda: run(self.plain, prompts, params, Counter()),
-            drafts=lambda: run(warm if is_again else new(), prompts, params, usage),
+            none=lambda: run(self.plain, prompts, params, Counter(), ""),
+            drafts=lambda: run(warm, prompts, params, usage, next(spaces)),
         )
-        sides = ("drafts", "none") if is_slower else ("none", "drafts")
         name = f"{name}, {len(prompts)} ({usage['accepted']} of {usage['drafted']} accepted)"
+        sides = ("drafts", "none") if is_slower else ("none", "drafts")
         self.lines.append(ratio(name, t, *sides, target, at_most=is_slower, part=self._name))
 
     def random_model(self) -> None:
-        for count, faster, new in ((1, 4.0, NEW), (8, 1.5, NEW_OF_EIGHT)):
+        for many, faster, new in ((1, 4.0, NEW), (8, 1.5, NEW_OF_EIGHT)):
             params = SamplingParams(max_new_tokens=new, ignore_eos=True)
-            prompts = [ids(seed, PROMPT) for seed in range(count)]
+            prompts = [ids(seed, PROMPT) for seed in range(many)]
             answers = [output.token_ids for output in self.plain.generate(prompts, params, progress=False)]
             self.compare("regenerate", prompts, params, faster, "cache")
             self.compare("never right, times as slow", prompts, params, 1.03, Wrong(dict(enumerate(answers))))
@@ -129,7 +128,7 @@ class Mode:
         self.compare("tiny, mtp, apart", prompts, params, 1.3, "mtp")
         self.compare("tiny, mtp", prompts, params, 1.0, "mtp")
         first, usage = SpeculationConfig(drafters=("mtp",), max_drafts=1, adaptive=False), Counter[str]()
-        decode(self.loaded["mtp"].with_cache(self.config, speculation=first), prompts, params, usage)
+        decode(self.loaded["mtp"].with_cache(self.config, speculation=first), prompts, params, usage, "")
         share = usage["accepted"] / usage["drafted"]
         self.lines.append(Line("tiny, mtp, share of first drafts accepted", share, 0.6, part=self._name))
 
@@ -144,7 +143,8 @@ def of_drafting() -> list[Line]:
         history = History(own, 1, "", partial(Key.of, known))
         while len(own) < len(known):  # as an answer that is accepted wherever the drafts are right
             drafts, _ = drafter.propose(history, 7)
-            own.extend(known[len(own) :][: common_length(array("i", drafts), known[len(own) :]) + 1])
+            after = known[len(own) : len(own) + 8]
+            own.extend(after[: common_length(array("i", drafts), after) + 1])
         drafter.end(history)
         tokens, seconds = tokens + len(known), seconds + time.process_time() - start
     size = Line("index, bytes per token", drafter.num_bytes / drafter.num_tokens, 24, at_most=True)

@@ -90,7 +90,7 @@ class Capturer:
         usage.raise_priority(lease.priority)
         above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
         node = lease.page_lock.node if lease.page_lock is not None else None
-        if node is not None and (node.slot is None or node.end >= num_tokens):
+        if node is not None and node.slot is None:
             node = node.checkpoint_above()
         while node is not None and node.end >= num_tokens:
             node = node.checkpoint_above()

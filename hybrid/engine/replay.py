@@ -70,7 +70,7 @@ class ReplayOfAll:
         self._steps = StateSteps(torch.arange(rows + 1), *self._slots)
         self._launch = run
         self._capture: Capture | None = capture
-        self._run: Callable[[], None] = self._launched
+        self._run: Callable[[], Tensor | None] = self._launched
 
     def keep(self, replay: Replay) -> None:
         """Keep the states after these drafts."""

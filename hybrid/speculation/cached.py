@@ -18,13 +18,13 @@ AHEAD = 256
 MAX_TOKENS = 1 << 20
 """Tokens that all indices of n-grams remember together."""
 
-BLOCK = 64
+BLOCK = 128
 """The tokens of an answer are indexed when there are this many."""
 
 PROVEN = 4
 """After as many right tokens of a source one that differs is taken for a replacement."""
 
-MAX_AHEAD = 64
+MAX_AHEAD = 16
 """A source that is this many tokens behind is not followed any more."""
 
 WINDOW = 16
@@ -55,9 +55,9 @@ class Source:
 
     def follow(self, history: History) -> int:
         """How many tokens of the history, from `start` on, are those of the source; they are passed."""
-        if len(history) - self.start > MAX_AHEAD:
-            return 0  # it was left long ago
         own = history[self.start :]
+        if not own or self.at >= len(self.ids) or own[0] != self.ids[self.at]:
+            return 0
         theirs = self.ids[self.at : self.at + len(own)]
         count = common_length(own, theirs)
         self.at += count
@@ -73,9 +73,7 @@ class Source:
 
     def draft(self, limit: int) -> Chain:
         """What follows, as a chain. Ids that stand for images end it."""
-        tokens = self.ids[self.at : self.at + limit]
-        end = next((at for at, token in enumerate(tokens) if token < 0), len(tokens))
-        return tokens[:end], range(-1, end - 1)
+        return _chain(self.ids[self.at : self.at + limit])
 
 
 class ContinuationDrafter(Drafter):
@@ -128,6 +126,21 @@ class ContinuationDrafter(Drafter):
         self._next_look.pop(history, None)
 
 
+class _Reading:
+    """How far a history was read.
+
+    Attributes:
+        piece: its tokens that are indexed.
+        source: what it follows; None: nothing.
+    """
+
+    __slots__ = ("piece", "source")
+
+    def __init__(self, piece: Piece) -> None:
+        self.piece: Piece = piece
+        self.source: Source | None = None
+
+
 class GramDrafter(Drafter):
     """Continues the last tokens of a history as they were continued where they last occurred: in the history itself, or
     in another one of its namespace. Quotations, edits, results of tools.
@@ -137,8 +150,7 @@ class GramDrafter(Drafter):
 
     def __init__(self) -> None:
         self._indices: OrderedDict[str, GramIndex] = OrderedDict()
-        self._pieces: dict[History, Piece] = {}
-        self._sources: dict[History, Source] = {}
+        self._readings: dict[History, _Reading] = {}
 
     @property
     def name(self) -> str:
@@ -157,49 +169,67 @@ class GramDrafter(Drafter):
 
     def propose(self, history: History, limit: int) -> Chain:
         """What followed the last tokens of the history."""
-        index = self._index(history.namespace)
-        self._learn(index, history, BLOCK)
-        source = self._sources.get(history)
+        reading = self._readings.get(history) or self._open(history)
+        count = len(history)
+        if count - reading.piece.end >= BLOCK:
+            self._learn(history, reading.piece)
+        source = reading.source
         if source is not None:
             source.follow(history)
-            if source.start == len(history) - 1 and source.followed >= PROVEN:
+            if source.start == count - 1 and source.followed >= PROVEN:
                 source.skip()
-            if source.start == len(history) and source.at < len(source.ids):
+            if source.start == count and source.at < len(source.ids):
                 return source.draft(limit)
-        tail = history[-MAX_BACK:]
-        found = index.find(tail)
-        repeated = _repeated(history, self._pieces[history].end)
-        if repeated is not None and (found is None or match_length(tail, *found) <= match_length(tail, *repeated)):
-            return _cycle(*repeated, min(limit, 2 * match_length(tail, *repeated)))
-        found = found or _again(source, tail)
+            if count - source.start > MAX_AHEAD:
+                source = reading.source = None
+        return self._look(history, reading, limit)
+
+    def _look(self, history: History, reading: _Reading, limit: int) -> Chain:
+        """Look for the last tokens of a history: in the index, in those that are not indexed yet, and in the source
+        that was left."""
+        index, tail = self._indices.get(history.namespace), history[-MAX_BACK:]
+        found = index.find(tail) if index is not None else None
+        length = match_length(tail, *found) if found is not None else 0
+        repeated = _repeated(history, reading.piece.end)
+        if repeated is not None:
+            own = match_length(tail, *repeated)
+            if own >= length:
+                return _cycle(*repeated, min(limit, 2 * own))
         if found is None:
-            return NOTHING
+            found = _again(reading.source, tail)
+            if found is None:
+                return NOTHING
+            length = match_length(tail, *found)
         ids, at = found
-        source = self._sources[history] = Source(ids, at, len(history))
-        return source.draft(min(limit, 2 * match_length(tail, ids, at)))
+        source = reading.source = Source(ids, at, len(history))
+        return source.draft(min(limit, 2 * length))
 
     def end(self, history: History) -> None:
         """Keep what the request added, and forget the rest."""
-        self._learn(self._index(history.namespace), history, 1)
-        self._pieces.pop(history, None)
-        self._sources.pop(history, None)
+        reading = self._readings.pop(history, None) or self._open(history)
+        self._learn(history, reading.piece)
+        self._readings.pop(history, None)
+
+    def _open(self, history: History) -> _Reading:
+        """Begin with a history: what is known of it is not indexed again."""
+        reading = self._readings[history] = _Reading(self._index(history.namespace).open(history[:]))
+        self._learn(history, reading.piece)
+        return reading
 
     def _index(self, namespace: str) -> GramIndex:
-        """The index of a namespace. When all of them are too large, the one that was not used for longest goes."""
+        """The index of a namespace, which was used last of all."""
         if namespace not in self._indices:
             self._indices[namespace] = GramIndex(MAX_TOKENS)
         self._indices.move_to_end(namespace)
-        while len(self._indices) > 1 and self.num_tokens > MAX_TOKENS:
-            self._indices.popitem(last=False)
         return self._indices[namespace]
 
-    def _learn(self, index: GramIndex, history: History, count: int) -> None:
-        """Index the tokens of a history that are not, if there are at least `count`."""
-        piece = self._pieces.get(history)
-        if piece is None:
-            piece = self._pieces[history] = index.open(history[:])
-        if len(history) - piece.end >= count:
-            index.extend(piece, history[piece.end :])
+    def _learn(self, history: History, piece: Piece) -> None:
+        """Index the tokens of a history that are not. When all indices are too large, the one that was not used for
+        longest goes."""
+        if len(history) > piece.end:
+            self._index(history.namespace).extend(piece, history[piece.end :])
+        while len(self._indices) > 1 and self.num_tokens > MAX_TOKENS:
+            self._indices.popitem(last=False)
 
 
 def _repeated(history: History, end: int) -> tuple[array[int], int] | None:
@@ -219,9 +249,14 @@ def _repeated(history: History, end: int) -> tuple[array[int], int] | None:
 def _cycle(ids: array[int], at: int, limit: int) -> Chain:
     """What follows a place in the last tokens of a history, again and again: as if it went on repeating itself."""
     period = ids[at:]
-    tokens = (period * (limit // len(period) + 1))[:limit]
-    end = next((place for place, token in enumerate(tokens) if token < 0), len(tokens))
-    return tokens[:end], range(-1, end - 1)
+    return _chain((period * (limit // len(period) + 1))[:limit])
+
+
+def _chain(tokens: array[int]) -> Chain:
+    """Tokens that follow each other, up to ids that stand for images."""
+    if tokens and min(tokens) < 0:
+        tokens = tokens[: next(at for at, token in enumerate(tokens) if token < 0)]
+    return tokens, range(-1, len(tokens) - 1)
 
 
 def _again(source: Source | None, tail: array[int]) -> tuple[array[int], int] | None:

@@ -30,7 +30,7 @@ class SpeculationConfig:
     """
 
     drafters: Sequence[str | Drafter] = ("cache",)
-    max_drafts: int = 7
+    max_drafts: int = 15
     adaptive: bool = True
 
     def __post_init__(self) -> None:

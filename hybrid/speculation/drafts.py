@@ -75,13 +75,13 @@ class Drafts:
         Args:
             path: the drafts that were accepted.
         """
-        own = [(parent, at) for at, parent in enumerate(self.parents) if drafter in self.drafters[at]]
         right, last = 0, -1
         for at in path:
-            if (last, at) not in own:
+            if drafter not in self.drafters[at]:
                 break
             right, last = right + 1, at
-        return right + any(parent == last for parent, _ in own), right
+        tried = any(parent == last and drafter in own for parent, own in zip(self.parents, self.drafters, strict=True))
+        return right + tried, right
 
     def only(self, kept: Sequence[int]) -> Drafts:
         """Some of them: indices in rising order, parents before their children."""
@@ -128,12 +128,13 @@ def checked(
     own: dict[tuple[int, int], int] = {}
     place: list[int] = []  # of each proposed token among those that are kept
     kept: list[int] = []
-    for at, pair in enumerate(zip(tokens, parents, strict=True)):
-        if not all(isinstance(number, Integral) for number in pair):
-            raise ArgumentError(
-                f"drafter {drafter}: tokens and parents must be integers, got {pair[0]!r} and {pair[1]!r}"
-            )
-        token, parent = int(pair[0]), int(pair[1])
+    for at, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if type(token) is not int or type(parent) is not int:  # the usual case needs no look at abstract types
+            if not isinstance(token, Integral) or not isinstance(parent, Integral):
+                raise ArgumentError(
+                    f"drafter {drafter}: tokens and parents must be integers, got {token!r} and {parent!r}"
+                )
+            token, parent = int(token), int(parent)
         if not 0 <= token < vocab_size:
             raise ArgumentError(f"drafter {drafter}: token {token} is outside the vocabulary of {vocab_size}")
         if not -1 <= parent < at:

@@ -23,8 +23,16 @@ def _powers(length: int) -> tuple[tuple[int, ...], int]:
 POWERS: dict[int, tuple[tuple[int, ...], int]] = {length: _powers(length) for length in GRAMS}
 """For each length the powers of the factor, falling, and their sum: a hash is the sum of (token + 1) times power."""
 
+_LONG, _SHORT = GRAMS
+(_, _LONG_CONSTANT), (_SHORT_POWERS, _SHORT_CONSTANT) = POWERS[_LONG], POWERS[_SHORT]
+_ARRAYS = {length: np.array(powers, np.uint64) for length, (powers, _) in POWERS.items()}
+_POWERS_BEFORE = POWERS[_LONG][0][:-_SHORT]
+"""Of the tokens of a long n-gram before those of the short one at its end: the hash of that is a part of its own."""
+
 FIRST_SLOTS = 1 << 12
-"""Slots of the table when it is created. It grows to as many as there are tokens."""
+"""Slots of the table when it is created. It is doubled until there are as many as tokens."""
+
+NO_IDS: array[int] = array("i")
 
 MAX_BACK = 16
 """A match is followed back for this many tokens, at most."""
@@ -62,7 +70,7 @@ class GramIndex:
         self._pieces: OrderedDict[int, Piece] = OrderedDict()
         self._num_tokens = 0
         self._next = 1
-        self._table = np.zeros(FIRST_SLOTS, np.int64)
+        self._make_table(FIRST_SLOTS)
 
     @property
     def num_tokens(self) -> int:
@@ -110,36 +118,49 @@ class GramIndex:
         Returns:
             Tokens, and the position after the match in them. None: they are not known.
         """
-        for length in GRAMS:
-            if len(ids) < length:
-                continue
-            gram = ids[-length:]
-            powers, constant = POWERS[length]
-            value = (sum(map(mul, gram, powers)) + constant) & MASK
-            entry = int(self._table[((value * MIXER & MASK) >> 20) % len(self._table)])
-            piece = self._pieces.get(entry >> 32)
-            at = entry & 0xFFFFFFFF
-            if piece is not None and piece.ids[at - length : at] == gram and at < len(piece.ids):
-                return piece.ids, at
+        count = len(ids)
+        if count < _SHORT:
+            return None
+        slots, num_slots, last = self._slots, self._num_slots, ids[-1]
+        value = sum(map(mul, ids[-_SHORT:], _SHORT_POWERS))
+        if count >= _LONG:
+            longer = sum(map(mul, ids[-_LONG:-_SHORT], _POWERS_BEFORE), value + _LONG_CONSTANT)
+            entry = slots[((longer * MIXER & MASK) >> 20) % num_slots]
+            piece, at = self._pieces.get(entry >> 32), entry & 0xFFFFFFFF
+            known = piece.ids if piece is not None else NO_IDS
+            if at < len(known) and known[at - 1] == last and known[at - _LONG : at] == ids[-_LONG:]:
+                return known, at
+        entry = slots[(((value + _SHORT_CONSTANT) * MIXER & MASK) >> 20) % num_slots]
+        piece, at = self._pieces.get(entry >> 32), entry & 0xFFFFFFFF
+        known = piece.ids if piece is not None else NO_IDS
+        if at < len(known) and known[at - 1] == last and known[at - _SHORT : at] == ids[-_SHORT:]:
+            return known, at
         return None
 
     def _enter(self, piece: Piece, start: int) -> None:
         """Enter the n-grams that end after `start` and are followed by a token."""
-        for length in GRAMS:
-            first = max(0, start - length)
-            ids = np.frombuffer(piece.ids[first : len(piece.ids) - 1], np.int32).astype(np.uint64)
-            count = len(ids) - length + 1
+        first = max(0, start - _LONG)
+        ids = np.frombuffer(piece.ids[first : len(piece.ids) - 1], np.int32).astype(np.uint64) + np.uint64(1)
+        for length, powers in _ARRAYS.items():
+            begin = max(first, start - length)
+            count = len(ids) - (begin - first) - length + 1
             if count <= 0:
                 continue
-            value = np.correlate(ids + np.uint64(1), np.array(POWERS[length][0], np.uint64))
-            slots = (value * np.uint64(MIXER) >> np.uint64(20)) % np.uint64(len(self._table))
-            self._table[slots.astype(np.int64)] = (piece.number << 32) + first + length + np.arange(count)
+            slots = np.correlate(ids[begin - first :], powers) * np.uint64(MIXER) >> np.uint64(20)
+            slots &= np.uint64(self._num_slots - 1)
+            end = (piece.number << 32) + begin + length
+            self._table[slots.view(np.int64)] = np.arange(end, end + count)
+
+    def _make_table(self, slots: int) -> None:
+        self._table = np.zeros(slots, np.int64)
+        self._num_slots = slots
+        self._slots: memoryview[int] = self._table.data  # reads single numbers several times as fast
 
     def _grow(self) -> None:
         slots = len(self._table)
         while slots < self._num_tokens:
             slots *= 2
-        self._table = np.zeros(slots, np.int64)
+        self._make_table(slots)
         for piece in self._pieces.values():
             self._enter(piece, 0)
 
@@ -148,6 +169,8 @@ def match_length(ids: array[int], source: array[int], at: int) -> int:
     """Number of tokens before `at` of a source that are the last of `ids`, up to `MAX_BACK`."""
     most = min(len(ids), at, MAX_BACK)
     tail, before = ids[len(ids) - most :], source[at - most : at]
+    if tail == before:
+        return most
     length = 0
     while length < most and tail[-1 - length] == before[-1 - length]:
         length += 1

@@ -161,7 +161,7 @@ class Tasks:
         self._args = [array("q", task.numbers) for task in tasks]  # the program has their addresses
         rows: list[int] = []
         for task, args in zip(tasks, self._args, strict=True):
-            code, is_product = _code(task.function, typeof(task.kind)), isinstance(task.kind, tuple)
+            code, is_product = _code(task.function, _types(task.kind)), isinstance(task.kind, tuple)
             rows += [code, is_product, task.elements, task.multiple, task.most, args.buffer_info()[0]]
         self._program = array("q", rows)
         self._arguments = self._program.buffer_info()[0], len(tasks), kind, kinds
@@ -184,6 +184,18 @@ class Tasks:
                 raise
 
         together(work, threads)
+
+
+_known_types: dict[Any, Any] = {}
+
+
+def _types(kind: Any) -> Any:
+    """The Numba type of a kind, which follows from its classes: numbers of two classes may be equal. To find it takes
+    longer than most operations."""
+    classes = tuple(map(type, kind)) if isinstance(kind, tuple) else type(kind)
+    if classes not in _known_types:
+        _known_types[classes] = typeof(kind)
+    return _known_types[classes]
 
 
 @lru_cache
@@ -268,7 +280,7 @@ class Program:
                 self._parts.append(step)
                 continue
             is_product = isinstance(step.kind, tuple)
-            if typeof(kinds.get(is_product, step.kind)) != typeof(step.kind):
+            if _types(kinds.get(is_product, step.kind)) != _types(step.kind):
                 self._close(tasks, kinds)
             kinds[is_product] = step.kind
             tasks.append(step)

@@ -104,7 +104,7 @@ def _rule(q, k, v, decay, beta, old, new, y, from_k, from_q, key_dim, value_dim)
 
 @compiled
 def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
-    """The key heads `[first, last)` of all tokens, each with the channels and value heads that belong to it."""
+    """The key heads `[first, last)`, each with the channels and value heads that belong to it, for all tokens."""
     n = numbers(args, INDEX)
     mixed, a, b, weight = numbers(n[0], kind), numbers(n[1], kind), numbers(n[2], kind), numbers(n[3], kind)
     rate, dt_bias, conv = numbers(n[4], ZERO), numbers(n[5], kind), numbers(n[6], kind)
@@ -114,7 +114,7 @@ def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
     tokens, key_heads, heads, key_dim, value_dim, width = n[16], n[17], n[18], n[19], n[20], n[21]
     keys, group = key_heads * key_dim, heads // key_heads
     channels, matrix = 2 * keys + heads * value_dim, key_dim * value_dim
-    spare_window, spare_state = np.empty((width - 1) * channels, np.float32), np.empty(heads * matrix, np.float32)
+    spare_window, spare_state = np.empty((width - 1) * channels, np.float32), np.empty(group * matrix, np.float32)
     own_window, own_state = numbers(spare_window.ctypes.data, kind), numbers(spare_state.ctypes.data, ZERO)
     scratch = np.empty(channels + 2 * key_dim + 2 * value_dim, np.float32)
     x = numbers(scratch.ctypes.data, ZERO)
@@ -123,19 +123,23 @@ def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
     q, k = at(x, channels), at(x, channels + key_dim)
     from_k, from_q = at(x, channels + 2 * key_dim), at(x, channels + 2 * key_dim + value_dim)
     scale = _ONE / np.float32(math.sqrt(np.float32(key_dim)))
-    window, state = own_window, own_state
-    for token in range(tokens):
-        read, write = reads[token], writes[token]
-        old, before = (at(conv, read * of_window), at(recurrent, read * of_state)) if read >= 0 else (window, state)
+    for key_head in range(first, last):  # the states of its value heads stay in the first cache for all tokens
         window, state = own_window, own_state
-        if write >= 0:
-            window, state = at(conv, write * of_window), at(recurrent, write * of_state)
-        inputs = at(mixed, token * of_mixed)
-        for start, size in ((0, key_dim), (keys, key_dim), (2 * keys, group * value_dim)):
-            _convolve(inputs, weight, old, window, z, width, channels, start + first * size, start + last * size)
-            for c in range(start + first * size, start + last * size):
-                put(x, c, get(z, c))  # rounded to the type of the model, as the twin has it
-        for key_head in range(first, last):
+        for token in range(tokens):
+            read, write = reads[token], writes[token]
+            old, before = window, state
+            if read >= 0:
+                old, before = at(conv, read * of_window), at(recurrent, read * of_state + key_head * group * matrix)
+            window, state = own_window, own_state
+            if write >= 0:
+                window = at(conv, write * of_window)
+                state = at(recurrent, write * of_state + key_head * group * matrix)
+            inputs = at(mixed, token * of_mixed)
+            for start, size in ((0, key_dim), (keys, key_dim), (2 * keys, group * value_dim)):
+                begin, end = start + key_head * size, start + (key_head + 1) * size
+                _convolve(inputs, weight, old, window, z, width, channels, begin, end)
+                for c in range(begin, end):
+                    put(x, c, get(z, c))  # rounded to the type of the model, as the twin has it
             _unit(at(x, key_head * key_dim), q, key_dim, scale)
             _unit(at(x, keys + key_head * key_dim), k, key_dim, _ONE)
             for head in range(key_head * group, (key_head + 1) * group):
@@ -144,7 +148,8 @@ def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
                 decay = np.float32(math.exp(get(rate, head) * soft))
                 beta = sigmoid(get(b, token * of_b + head))
                 v, y = at(x, 2 * keys + head * value_dim), at(output, (token * heads + head) * value_dim)
-                s, t = at(before, head * matrix), at(state, head * matrix)
+                place = (head - key_head * group) * matrix
+                s, t = at(before, place), at(state, place)
                 _rule(q, k, v, decay, beta, s, t, y, from_k, from_q, key_dim, value_dim)
     keep(spare_window)
     keep(spare_state)
