@@ -6,8 +6,8 @@ are there or not, and a miss is known to be an eviction and not a first sight. W
 its usage, so that a policy that learns gets to know of the hits that the eviction prevented.
 
 The hash of a prefix is a polynomial in the hashes of its blocks of the grid, which are sums of products, computed for
-many blocks at once: a fixed function, the same in every process. It tells prefixes apart that nobody has made to be
-confused; what is cached is found by comparing tokens. Evicted blocks are hashed when the ghosts are next looked up, so
+many blocks at once: a fixed function, the same in every process. Prefixes could be made that have one hash; what
+is cached is found by comparing tokens, so that no hit is wrong for it. Evicted blocks are hashed when the ghosts are next looked up, so
 that eviction itself does not wait for it. A run of nodes keeps the hashes of the blocks that end inside it once they
 have been needed.
 """
@@ -63,8 +63,8 @@ class BlockHash:
         return hashes
 
     def chain(self, before: int, blocks: Hashes) -> list[int]:
-        """The hashes of the prefixes that go on with the first of some blocks, the first two, and so on, after one with
-        the hash `before`.
+        """The hashes of the prefixes that continue one with the hash `before` by the first of some blocks, the first
+        two, and so on.
 
         Each is `STEP` times the one before, plus the block's own and 1: here for all of them in sums.
         """
