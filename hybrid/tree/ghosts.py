@@ -6,10 +6,10 @@ are there or not, and a miss is known to be an eviction and not a first sight. W
 its usage, so that a policy that learns gets to know of the hits that the eviction prevented.
 
 The hash of a prefix is a polynomial in the hashes of its blocks of the grid, which are sums of products, computed for
-many blocks at once: a fixed function, the same in every process. Prefixes could be made that have one hash; what
-is cached is found by comparing tokens, so that no hit is wrong for it. Evicted blocks are hashed when the ghosts are next looked up, so
-that eviction itself does not wait for it. A run of nodes keeps the hashes of the blocks that end inside it once they
-have been needed.
+many blocks at once: a fixed function, the same in every process. Prefixes could be made that have one hash; what is
+cached is found by comparing tokens, so that no hit is wrong for it. Evicted blocks are hashed when the ghosts are next
+looked up, so that eviction itself does not wait for it. A run of nodes keeps the hashes of the blocks that end inside
+it once they have been needed.
 """
 
 from __future__ import annotations
