@@ -263,7 +263,8 @@ class Tree:
         """
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
         end, forest = num_tokens * TOKEN_BYTES, self.forest
-        cut_tick, tick, now = next(self._ticks), next(self._ticks), self.candidates.now
+        cut_tick = next(self._ticks) if self._pools.whole_edges else 0
+        tick, now = next(self._ticks), self.candidates.now
         root = forest.roots.get(key.namespace)
         if root is None:
             root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now), Priorities(self._priority_cap))
