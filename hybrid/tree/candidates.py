@@ -98,7 +98,7 @@ class Candidates:
         policy = self._policy
         if isinstance(policy, AgingPolicy):
             weigh, ranks = partial(self._weigh, policy, prices), partial(self._ranks, policy)
-            return AgingQueue(weigh, ranks, partial(self._rank_at, policy), is_candidate, self._rng)
+            return AgingQueue(weigh, ranks, is_candidate, self._rng)
         if order is None:
             return SampledQueue(partial(self._rank, prices), is_candidate, self._rng)
         return OrderedQueue(self._rank_of(policy, is_candidate), is_candidate, falls=order == "any")
@@ -186,9 +186,6 @@ class Candidates:
     def requested(self, node: Node | None, ticks: Iterator[int]) -> None:
         """Count a request, and that it resumes from a node's checkpoint. The policy's hook is called before that."""
         self.now += 1
-        if self._weighs:
-            self._checkpoints.aged()
-            self._leaves.aged()
         if node is None:
             return
         if self._hit is not None:
@@ -315,18 +312,6 @@ class Candidates:
                 reason = f"ranks raised {error!r}"
             self._dismiss(reason)
         return used.astype(np.float64)  # dismissed during a search: the queues are rebuilt after it
-
-    def _rank_at(self, policy: AgingPolicy, group: int, weight: float, used: int) -> float:
-        if self.failure is None:
-            try:
-                rank = 0.0 + policy.rank_at(group, weight, self.now - used)
-                if not math.isnan(rank):
-                    return rank
-                reason = "a rank is NaN"
-            except Exception as error:
-                reason = f"rank_at raised {error!r}"
-            self._dismiss(reason)
-        return float(used)
 
     def _report(self, name: str, hook: Hook, facts: Facts) -> None:
         if self.failure is not None:

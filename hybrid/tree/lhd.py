@@ -154,8 +154,9 @@ class LearnedHitDensity(AgingPolicy):
         record = facts.notes or self._record(facts)
         return record.group, facts.tokens_saved / facts.bytes_freed * facts.priority_weight
 
-    def rank_at(self, group: int, weight: float, age: int) -> float:
-        return float(self._densities[group, BIN_OF[age if age < LAST_AGE else LAST_AGE]]) * weight
+    def rank(self, facts: Facts) -> float:
+        group, weight = self.weigh(facts)
+        return float(self._densities[group, BIN_OF[min(facts.age, LAST_AGE)]]) * weight
 
     def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
         ranks: Floats = self._densities[groups, _BIN_OF[np.minimum(ages, LAST_AGE)]] * weights

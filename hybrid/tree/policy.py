@@ -224,10 +224,6 @@ class AgingPolicy(Policy):
         """The ranks of candidates of these groups, weights and ages, each `[candidates]`: the lowest is evicted
         first."""
 
-    def rank_at(self, group: int, weight: float, age: int) -> float:
-        """What `ranks` returns for one candidate."""
-        (rank,) = self.ranks(np.array([group]), np.array([weight]), np.array([age])).tolist()
-        return float(rank)
-
     def rank(self, facts: Facts) -> float:
-        return self.rank_at(*self.weigh(facts), facts.age)
+        group, weight = self.weigh(facts)
+        return float(self.ranks(np.array([group]), np.array([weight]), np.array([facts.age]))[0])

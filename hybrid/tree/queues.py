@@ -25,8 +25,6 @@ SAMPLE = 48
 LARGE_SAMPLE = 256
 """The same where a sample is ranked at once: the lowest is among the lowest 1.2 % in 19 of 20 cases."""
 
-VICTIMS = 8
-"""As many of a sample may be evicted one after the other before the next is ranked."""
 
 ALL_PLACES = np.arange(LARGE_SAMPLE)
 """The places of all candidates, while they are few."""
@@ -51,10 +49,6 @@ class Queue(Protocol):
 
     def changed(self, node: Node) -> None:
         """Something about a node has changed, without a use."""
-        ...
-
-    def aged(self) -> None:
-        """A request has come."""
         ...
 
     def __contains__(self, node: Node) -> bool:
@@ -116,9 +110,6 @@ class OrderedQueue:
 
     def changed(self, node: Node) -> None:
         pass  # its rank follows from its uses
-
-    def aged(self) -> None:
-        pass
 
     def peek(self) -> tuple[float, Node] | None:
         heap, is_candidate = self._heap, self._is_candidate
@@ -189,9 +180,6 @@ class SampledQueue:
 
     changed = used
 
-    def aged(self) -> None:
-        pass
-
     def peek(self) -> tuple[float, Node] | None:
         while len(self._nodes) > SAMPLE:
             found = self._lowest([self._nodes[int(self._rng.random() * len(self._nodes))] for _ in range(SAMPLE)])
@@ -223,15 +211,12 @@ class AgingQueue:
     """Candidates in no order, each with what its rank needs beside its age: the lowest of a random sample is evicted
     first.
 
-    A sample that was ranked gives the next few victims, until a request comes: the others had ranks of `_bound` at
-    least, and ranks change with a request, or where the queue is notified. What is kept of a candidate may be out of
-    date all the same, where something next to it has changed. So one that is found is weighed again, and so are those
-    of a sample that were notified of a change, or else one of all in turn.
+    What is kept of a candidate may be out of date, where something next to it has changed. The one that is found is
+    therefore weighed again, and so are those of a sample that were notified of a change, or else one of all in turn.
 
     Args:
         weigh: returns the group and the weight of a candidate.
         ranks: returns the ranks of candidates of some groups, weights and requests of their last use.
-        rank: the same of one candidate.
         is_candidate: returns whether a node may be evicted at present.
         rng: with an equal seed the same calls find the same victims.
     """
@@ -240,13 +225,11 @@ class AgingQueue:
         self,
         weigh: Callable[[Node], tuple[int, float]],
         ranks: Callable[[Ints, Floats, Ints], Floats],
-        rank: Callable[[int, float, int], float],
         is_candidate: Callable[[Node], bool],
         rng: Random,
     ) -> None:
         self._weigh = weigh
         self._ranks = ranks
-        self._rank = rank
         self._is_candidate = is_candidate
         self._dice = np.random.default_rng(rng.getrandbits(64))
         self._rolled, self._num_rolled = np.zeros(0), 0
@@ -254,10 +237,6 @@ class AgingQueue:
         self._nodes: list[Node] = []
         self._places: dict[int, int] = {}
         self._found: tuple[float, Node] | None = None  # until something in the queue changes
-        self._lowest: list[tuple[float, int, Node]] = []  # of the last sample: a heap
-        self._bound = math.inf
-        self._changed: list[Node] = []  # since the last sample was ranked
-        self._order = count()
         self.settled: Container[int] = ()  # a push has a candidate weighed again
         self._compact_at = 1024
         self._groups = np.zeros(self._compact_at + 1, np.int64)
@@ -266,26 +245,22 @@ class AgingQueue:
         self._stale = np.zeros(self._compact_at + 1, np.bool_)
 
     def push(self, node: Node, renewed: bool) -> None:
-        if id(node) not in self._places:
+        place = self._places.get(id(node))
+        if place is None:
             if len(self._nodes) > self._compact_at:
                 self._compact()
-            self._places[id(node)] = len(self._nodes)
+            place = self._places[id(node)] = len(self._nodes)
             self._nodes.append(node)
-        self.used(node)
+        self._stale[place] = True
+        self._found = None
 
     def used(self, node: Node) -> None:
         place = self._places.get(id(node))
         if place is not None:
             self._stale[place] = True
             self._found = None
-            if self._lowest:
-                self._changed.append(node)
 
     changed = used
-
-    def aged(self) -> None:
-        self._lowest.clear()  # the one that was found stays until something happens: its rank was right a moment ago
-        self._changed.clear()
 
     def __contains__(self, node: Node) -> bool:
         return id(node) in self._places
@@ -297,12 +272,8 @@ class AgingQueue:
         if self._found is not None and self._is_candidate(self._found[1]):
             return self._found
         self._found = None
-        if len(self._changed) > LARGE_SAMPLE:
-            self.aged()
         while self._nodes and self._found is None:
-            if not self._lowest:
-                self._rank_sample(self._sample(len(self._nodes)))
-            self._found = self._first()
+            self._found = self._lowest(self._sample(len(self._nodes)))
         return self._found
 
     def pop(self, node: Node) -> None:
@@ -325,71 +296,49 @@ class AgingQueue:
             self._rolled, start, self._num_rolled = self._dice.random(64 * LARGE_SAMPLE), 0, LARGE_SAMPLE
         return (self._rolled[start : self._num_rolled] * size).astype(np.int64)
 
-    def _rank_sample(self, places: Ints) -> None:
-        """Rank a sample, and keep its lowest. Nodes of it that are notified and no candidates any more are removed from
-        the queue."""
+    def _lowest(self, places: Ints) -> tuple[float, Node] | None:
+        """The lowest of a sample. Nodes that are not candidates any more are removed from the queue."""
+        gone: dict[int, Node] = {}
         size = len(self._nodes)
         within = slice(size) if len(places) == size <= LARGE_SAMPLE else places  # of all there is nothing to pick
+        stale = places[self._stale[within]].tolist()
         self._turn = (self._turn + 1) % size
-        gone: dict[int, Node] = {}
-        for place in set(places[self._stale[within]].tolist() or [self._turn]):
+        weighed = set(stale or [self._turn])
+        for place in weighed:
             node = self._nodes[place]
             if self._is_candidate(node):
                 self._renew(place, node)
             else:
                 gone[place] = node
         ranks = self._ranks(self._groups[within], self._weights[within], self._used[within])
-        if len(ranks) > VICTIMS:
-            lowest = np.argpartition(ranks, VICTIMS)[: VICTIMS + 1]
-            self._bound = float(ranks[lowest[VICTIMS]])
-            lowest = lowest[:VICTIMS]
-        else:
-            lowest, self._bound = np.arange(len(ranks)), math.inf
-        found = {int(place): float(rank) for place, rank in zip(places[lowest], ranks[lowest], strict=True)}
-        self._lowest = sorted(
-            (rank, next(self._order), self._nodes[place]) for place, rank in sorted(found.items()) if place not in gone
-        )
-        self._changed.clear()
+        found: tuple[float, Node] | None = None
+        while found is None:
+            at = int(ranks.argmin())
+            rank, place = float(ranks[at]), int(places[at])
+            if rank == math.inf:
+                break
+            node = self._nodes[place]
+            if place in gone or not self._is_candidate(node):
+                gone[place] = node
+                ranks[places == place] = math.inf
+            elif place not in weighed and self._renew(place, node):
+                weighed.add(place)
+                one = slice(place, place + 1)
+                ranks[places == place] = self._ranks(self._groups[one], self._weights[one], self._used[one])[0]
+            else:
+                found = rank, node
         for node in gone.values():
             self.pop(node)
+        return found
 
-    def _first(self) -> tuple[float, Node] | None:
-        """The lowest of what was ranked and of what has changed since; None if others may be lower."""
-        heap, ranks = self._lowest, dict[int, float | None]()
-        for node in self._changed:
-            if id(node) not in ranks:
-                present = ranks[id(node)] = self._present(node)
-                if present is not None and present <= self._bound:
-                    heappush(heap, (present, next(self._order), node))
-        self._changed.clear()
-        while heap:
-            rank, _, node = heap[0]
-            if id(node) not in ranks:
-                present = ranks[id(node)] = self._present(node)
-                if present is not None and rank != present <= self._bound:
-                    heapreplace(heap, (present, next(self._order), node))
-                    continue
-            if ranks[id(node)] == rank:
-                return rank, node
-            heappop(heap)
-        return None
-
-    def _present(self, node: Node) -> float | None:
-        """The rank of a candidate, weighed again. One that is none any more is removed from the queue: None."""
-        place = self._places.get(id(node))
-        if place is None:
-            return None
-        if not self._is_candidate(node):
-            self.pop(node)
-            return None
-        self._renew(place, node)
-        return self._rank(int(self._groups[place]), float(self._weights[place]), node.usage.used_at)
-
-    def _renew(self, place: int, node: Node) -> None:
-        """Weigh a candidate again."""
-        self._groups[place], self._weights[place] = self._weigh(node)
-        self._used[place] = node.usage.used_at
+    def _renew(self, place: int, node: Node) -> bool:
+        """Weigh a candidate again. Returns whether something has changed."""
+        group, weight = self._weigh(node)
+        used = node.usage.used_at
+        changed = group != self._groups[place] or weight != self._weights[place] or used != self._used[place]
+        self._groups[place], self._weights[place], self._used[place] = group, weight, used
         self._stale[place] = False
+        return bool(changed)
 
     def _compact(self) -> None:
         """Drop nodes that are not candidates any more (`peek` does so too, but may not be called), and have room for as

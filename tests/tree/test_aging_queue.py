@@ -6,8 +6,7 @@ from random import Random
 import numpy as np
 
 from hybrid.tree.node import Node, NodeUsage
-from hybrid.tree.policy import Floats, Ints
-from hybrid.tree.queues import LARGE_SAMPLE, VICTIMS, AgingQueue
+from hybrid.tree.queues import LARGE_SAMPLE, AgingQueue
 
 
 class Case:
@@ -17,24 +16,14 @@ class Case:
         self.nodes = [Node(None, b"", array("i"), 0, NodeUsage(tick, tick)) for tick in range(number)]
         self.weights = {id(node): float(tick * 7919 % 1009) for tick, node in enumerate(self.nodes)}
         self.locked: set[Node] = set()
-        self.num_weighed = self.num_ranked = 0
-        self.queue = AgingQueue(
-            self.weigh,
-            self.rank_all,
-            lambda _, weight, __: weight,
-            self.is_candidate,
-            Random(3),
-        )
+        self.num_weighed = 0
+        self.queue = AgingQueue(self.weigh, lambda _, weights, __: weights.copy(), self.is_candidate, Random(3))
         for node in self.nodes:
             self.queue.push(node, renewed=False)
 
     def weigh(self, node: Node) -> tuple[int, float]:
         self.num_weighed += 1
         return 0, self.weights[id(node)]
-
-    def rank_all(self, groups: Ints, weights: Floats, used: Ints) -> Floats:
-        self.num_ranked += 1
-        return weights.copy()
 
     def is_candidate(self, node: Node) -> bool:
         return node not in self.locked
@@ -90,28 +79,3 @@ def test_a_victim_among_many_is_low_costs_a_few_weighings_and_the_queue_drops_wh
     for tick in range(4 * len(case.nodes)):
         case.queue.push(Node(None, b"", array("i"), 0, NodeUsage(tick, tick)), renewed=False)
     assert case.nodes[0] not in case.queue
-
-
-def test_a_sample_is_ranked_once_for_several_victims_until_a_request_comes() -> None:
-    case = Case(LARGE_SAMPLE)
-    expected = case.in_order()
-    assert [case.take() for _ in range(VICTIMS)] == expected[:VICTIMS]
-    assert case.num_ranked == 1
-    assert case.take() is expected[VICTIMS]
-    assert case.num_ranked == 2
-    case.queue.aged()
-    assert case.take() is expected[VICTIMS + 1]
-    assert case.num_ranked == 3
-
-
-def test_what_comes_or_changes_after_a_sample_was_ranked_goes_in_its_turn() -> None:
-    case = Case(LARGE_SAMPLE)
-    lowest, second, *_, highest = case.in_order()
-    assert case.take() is lowest
-    new = Node(None, b"", array("i"), 0, NodeUsage(9, 9))
-    case.weights[id(new)] = case.weights[id(second)] + 0.5
-    case.queue.push(new, renewed=False)
-    case.weights[id(highest)] = case.weights[id(second)] - 0.5
-    case.queue.changed(highest)
-    assert [case.take() for _ in range(3)] == [highest, second, new]
-    assert case.num_ranked == 1
