@@ -76,18 +76,18 @@ class Evictor:
 
     def _evict(self, node: Node, num_pages: int, released: Released) -> None:
         """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
-        own_pages = node.num_pages
         if self._whole_edges and not node.children and not node.page_locks:
-            num_pages = own_pages
+            num_pages = node.num_pages
         try:
             if num_pages == 0:
                 self._drop_checkpoint(node, released)
                 if node.children:
-                    self._candidates.reweigh_below(node)
+                    if self._candidates.follows_changes:
+                        self._candidates.reweigh_below(node)
                     self._forest.join(node)
                 else:
                     self._candidates.enter(node, renewed=True)  # its pages may still be evicted
-            elif num_pages < own_pages:
+            elif num_pages < (own_pages := node.num_pages):
                 self._drop_checkpoint(node, released)
                 self._remember(node, own_pages - num_pages)
                 self._forest.cut(node, num_pages, released.pages)

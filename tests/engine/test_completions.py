@@ -209,8 +209,8 @@ class FailsOnce:
     at: int
     calls: int = 0
 
-    def plan(self, step: Any) -> Any:
-        return self.inner.plan(step)
+    def plan(self, step: Any, under_way: Any) -> Any:
+        return self.inner.plan(step, under_way)
 
     def launch(self, plan: Any) -> Any:
         self.calls += 1
