@@ -1,4 +1,5 @@
-"""Random lives of engines with random settings: every pair of options meets, and every answer is that of a cold run.
+"""Random lives of engines with random settings: every answer is that of a cold run. In 100 lives all pairs of values of
+the options of engine and cache meet.
 
     HYBRID_FUZZ=1000-1400 python -m pytest -q tests/engine/test_combinations.py
 
