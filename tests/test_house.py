@@ -250,6 +250,7 @@ def test_the_public_names_are_these() -> None:
         "Image",
         "ImagePrompt",
         "Key",
+        "KeywordError",
         "LockError",
         "MemoryBudgetError",
         "NonFiniteError",
