@@ -189,6 +189,6 @@ class Acceptance:
             self._is_due = not self._is_due
             if not self._is_due:
                 self.unpaid = min(self.unpaid + 1, 5)
-                return 1 if rows < 1 / share else 0
+                return 1 if rows < 1 / share or self.unpaid > MAX_UNPAID else 0  # the share may be wrong
             self._pause = min(4 ** max(min(self._failures, 5), self.unpaid), MAX_PAUSE)
         return count
