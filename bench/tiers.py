@@ -52,10 +52,8 @@ class Tiers:
 
     def restored(self, engine: Engine, prefix: list[int]) -> float:
         """Seconds to the first token after a prefix that comes from a tier."""
-        evict(engine)
-        flush(engine)
         before = engine.cache.stats().restored_tokens
-        seconds = self.sides.first_token(engine, [*prefix, *self.sides.ids(NEW)])
+        seconds = self.asked(engine, prefix)
         assert engine.cache.stats().restored_tokens == before + len(prefix), "it was not restored"
         return seconds
 
@@ -117,12 +115,10 @@ def measure(tiers: Tiers, runs: int) -> list[Line]:
             )
             name = f"a prefix of {size} from {where}, over computing it"
             lines += [ratio(name, t, "asked", "computed", 1.05, at_most=True)]
-    t = alternate(few, off=lambda: tiers.chats(tiers.device), on=lambda: tiers.chats(tiers.disk))
-    lines += [ratio("a workload that fits into the device, with disk over without", t, "on", "off", 1.02, at_most=True)]
-    t = alternate(few, off=lambda: tiers.chats(tiers.device), on=lambda: tiers.chats(tiers.host))
-    lines += [
-        ratio("a workload that fits into the device, with host memory over without", t, "on", "off", 1.02, at_most=True)
-    ]
+    for where, engine in (("disk", tiers.disk), ("host memory", tiers.host)):
+        t = alternate(few, off=lambda: tiers.chats(tiers.device), on=lambda engine=engine: tiers.chats(engine))
+        name = f"a workload that fits into the device, with {where} over without"
+        lines += [ratio(name, t, "on", "off", 1.02, at_most=True)]
     for engine in (tiers.host, tiers.disk):
         engine.cache.audit()
     tiers.disk.close()

@@ -37,7 +37,8 @@ class Key:
     units: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_text(self.namespace)
+        if self.namespace != "":
+            _check_text(self.namespace)
 
     @classmethod
     def of(cls, ids: Sequence[int], namespace: str = "", units: Iterable[tuple[int, int]] = ()) -> "Key":
@@ -117,11 +118,11 @@ def common_prefix(a: bytes, b: bytes | bytearray, a_start: int, b_start: int, st
     A binary search with memcmp: 128k tokens take a few microseconds.
     """
     at, end = b_start, b_start + min(len(a) - a_start, len(b) - b_start, limit)
-    shift = a_start - b_start
+    shift, view = a_start - b_start, memoryview(b)  # its slices copy nothing
     size = step << ((end - at) // step).bit_length()
     while size > step:
         size >>= 1
-        if at + size <= end and a.startswith(b[at : at + size], at + shift):
+        if at + size <= end and a.startswith(view[at : at + size], at + shift):
             at += size
     return at - b_start
 

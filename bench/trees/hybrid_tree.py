@@ -50,6 +50,8 @@ class PageAlloc:
         return pages
 
     def free(self, pages: np.ndarray | array[int]) -> None:
+        if not len(pages):
+            return
         end = self._num_free + len(pages)
         assert end <= len(self._stack), "more pages are freed than were allocated"
         self._stack[self._num_free : end] = pages

@@ -118,7 +118,7 @@ class HybridCache:
         self._opener = Opener(self.tree, memory, self.allocator)
         self.leases: set[Lease] = self._opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
-        self._capturer = Capturer(self.tree, memory, self.allocator)
+        self._capturer = Capturer(self.tree, memory, self.allocator, self.tiers)
         self._committer = Committer(self.tree, memory, self.allocator)
         self._stats = CacheStats()
         if memory.sizes is not None:

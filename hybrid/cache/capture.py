@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.lease import Lease
+from hybrid.cache.tiers import Tiers
 from hybrid.errors import ArgumentError
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
@@ -21,10 +22,12 @@ class Capturer:
         tree: has checkpoints, and asks the policy whether one more is admitted.
         memory: the pools.
         allocator: allocates the slots.
+        tiers: may keep what the device has no place for; None: there are none.
     """
 
-    def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator) -> None:
+    def __init__(self, tree: Tree, memory: CacheMemory, allocator: Allocator, tiers: Tiers | None = None) -> None:
         self._tree = tree
+        self._tiers = tiers
         self._memory = memory
         self._allocator = allocator
 
@@ -90,12 +93,14 @@ class Capturer:
         usage.raise_priority(lease.priority)
         above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
         node = lease.page_lock.node if lease.page_lock is not None else None
-        if node is not None and (node.slot is None or node.end >= num_tokens):
+        if node is not None and node.slot is None:
             node = node.checkpoint_above()
         while node is not None and node.end >= num_tokens:
             node = node.checkpoint_above()
         above.append(node.end if node is not None else 0)
-        return self._tree.admits(usage, num_tokens, max(above), kind == Kind.TURN_END, self._memory.arena is not None)
+        if self._tree.admits(usage, num_tokens, max(above), kind == Kind.TURN_END, self._memory.arena is not None):
+            return True
+        return self._tiers is not None and self._tiers.departures.would_copy(usage, num_tokens - max(above))
 
     def _can_be_donated(self, lease: Lease, num_tokens: int, limit: int) -> bool:
         on_grid = 0 < num_tokens <= limit and num_tokens % self._tree.grid == 0

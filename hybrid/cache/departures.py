@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hybrid.cache.archives import writer_of
+from hybrid.cache.chances import Chances
 from hybrid.cache.names import name_at, names_upward
 from hybrid.cache.restorer import Boundary
 from hybrid.key import TOKEN_BYTES, Key
@@ -21,6 +22,9 @@ from hybrid.tiers.rate import Rate
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier
 from hybrid.tree.node import Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
+
+MARGIN = 3.0
+"""A checkpoint is copied if it is likely to save this many times as long as copying it and its pages takes."""
 
 
 class Leaver(NamedTuple):
@@ -55,6 +59,7 @@ class Departures:
         page_size: tokens per page.
 
     Attributes:
+        chances: of what left to be wanted again.
         num_failures: copies that raised.
     """
 
@@ -68,6 +73,7 @@ class Departures:
         page_size: int,
     ) -> None:
         self.num_failures: int = 0
+        self.chances: Chances = Chances()
         self._host = host
         self._disk = disk
         self._tiers: list[Tier] = [tier for tier in (host, disk) if tier is not None]
@@ -78,6 +84,7 @@ class Departures:
         self._page_size = page_size
         self._tree: Tree | None = None
         self._is_discarding = False
+        self._is_ending = False
 
     def follow(self, tree: Tree) -> None:
         """Its policy values what is kept."""
@@ -86,6 +93,10 @@ class Departures:
     def discard(self, is_discarding: bool) -> None:
         """Whether what is evicted from now on is to be forgotten."""
         self._is_discarding = is_discarding
+
+    def end(self) -> None:
+        """Whatever may be used by a later process is worth writing from now on."""
+        self._is_ending = True
 
     # What the tree evicts
 
@@ -100,13 +111,15 @@ class Departures:
             if self._wants_ids:
                 path = _path(node)
                 note = replace(note, namespace=path.namespace, ids=path.ids)
+            group = self.chances.group(usage, bool(node.children or node.page_locks))
+            self.chances.left(usage, group)
             self._offer(
                 Leaver(
                     name=(CHECKPOINT, name_at(node, node.end)),
                     num_bytes=self._sizes.checkpoint,
                     read=partial(writer_of(self._memory).read_checkpoint, slot),
                     path=partial(names_upward, node, node.end),
-                    group=f"checkpoint {usage.kind.value} {min(usage.hits, 2)} {usage.last_used == 0}",
+                    group=group,
                     note=note,
                     value=partial(self._value, usage, node.end, num_tokens),
                 )
@@ -122,8 +135,6 @@ class Departures:
             reader, size, end, pages = writer_of(self._memory), self._page_size, node.end, node.pages
             for page in reversed(pages[num_kept:]):
                 name, path = (PAGE, name_at(node, end)), partial(names_upward, node, end - size)
-                if end - size <= node.run.start:
-                    path = partial(names_upward, node.run.nodes[0].parent, end - size)
                 self._offer(Leaver(name, self._sizes.page, partial(reader.read_page, page), path))
                 end -= size
         except Exception:  # they are evicted without a copy
@@ -147,11 +158,24 @@ class Departures:
         )
 
     def _worth(self, tier: Tier, group: str, note: Note) -> Worth:
-        """What a checkpoint may save: its share, where the pages that it needs have the others."""
+        """What a checkpoint may save: its share, where the pages that it needs have the others. Nothing, if it is not
+        likely to save `MARGIN` times as long as copying all of them takes, which is taken to be that of restoring."""
         num_bytes = self._sizes.checkpoint
         gain = self.gain(note.num_tokens, tier.cost.seconds(num_bytes), tier)
         with_pages = num_bytes + note.num_tokens // self._page_size * self._sizes.page
+        if not self._is_ending and gain * self.chances.probability(group) <= MARGIN * tier.cost.seconds(with_pages):
+            return Worth(group, 0.0)
         return Worth(group, gain * num_bytes / max(1, with_pages))
+
+    def would_copy(self, usage: NodeUsage, num_tokens: int, has_below: bool = False) -> bool:
+        """Whether a checkpoint would be copied if it left the device.
+
+        Args:
+            num_tokens: tokens that a hit saves.
+            has_below: others continue from it then.
+        """
+        group, note = self.chances.group(usage, has_below), Note(usage.kind.value, usage.turn, 0, num_tokens)
+        return any(self._worth(tier, group, note).seconds > 0 for tier in self._tiers)
 
     def gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
         """Seconds that restoring saves over computing.
@@ -199,7 +223,7 @@ class Departures:
             num_bytes=len(boundary.checkpoint),
             read=partial(bytes, boundary.checkpoint),
             path=partial(_upward, names, end),
-            group=f"checkpoint {boundary.kind.value} 0 False",
+            group=f"{boundary.kind.value} last 0",
             note=note,
             value=partial(self._value, usage, boundary.num_tokens, num_tokens),
         )

@@ -23,14 +23,15 @@ def name_at(node: Node, num_tokens: int) -> bytes:
 
 
 def names_upward(node: Node, num_tokens: int) -> Iterator[bytes]:
-    """The names of the pages of the first `num_tokens` tokens, the last first, as far as they are asked for."""
+    """The names of the pages of the first `num_tokens` tokens, the last first, as far as they are wanted. They end in
+    the node's run, or where it begins."""
     while num_tokens:
-        yield name_at(node, num_tokens)
-        num_tokens -= node.run.page_size
         if num_tokens == node.run.start:
             above = node.run.nodes[0].parent
             assert above is not None
             node = above
+        yield name_at(node, num_tokens)
+        num_tokens -= node.run.page_size
 
 
 def _complete(run: Run, num_tokens: int) -> None:

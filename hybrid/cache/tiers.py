@@ -79,9 +79,10 @@ class Tiers:
         memory: its mover reads contents that leave.
         sizes: bytes of a page and of a checkpoint.
         config: of the cache.
+        fingerprint: of copies on disk; None: there are none.
 
     Attributes:
-        host, disk: as given.
+        host, disk, fingerprint: as given.
         departures: sees what the tree evicts.
         compute: seconds per token that is computed.
         restored_checkpoints, restored_tokens, restored_bytes: by requests.
@@ -89,8 +90,15 @@ class Tiers:
     """
 
     def __init__(
-        self, host: HostTier | None, disk: DiskTier | None, memory: CacheMemory, sizes: UnitSizes, config: CacheConfig
+        self,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        memory: CacheMemory,
+        sizes: UnitSizes,
+        config: CacheConfig,
+        fingerprint: Fingerprint | None = None,
     ) -> None:
+        self.fingerprint: Fingerprint | None = fingerprint
         self.host: HostTier | None = host
         self.disk: DiskTier | None = disk
         self.compute: Rate = Rate(COMPUTE)
@@ -128,6 +136,7 @@ class Tiers:
 
     def begin_shutdown(self) -> bool:
         """What is evicted from now on may wait for the disk. False: there is none."""
+        self.departures.end()
         if self.disk is not None:
             self.disk.be_patient(SHUTDOWN_SECONDS)
         return self.disk is not None
@@ -173,6 +182,9 @@ class Tiers:
         Args:
             limit: tokens of the lease's key that may be used.
         """
+        lost = [end for end in lease.lost if lease.num_hit_tokens < end <= limit]
+        if lost:
+            self.departures.chances.wanted(lease.lost[max(lost)])
         if all(tier.is_empty for tier in self._tiers):
             return
         try:
@@ -312,8 +324,18 @@ class Tiers:
             tier.cost.note(num_bytes, times[tier] + share * written)
             for name in names:
                 tier.used(name)
+                if name[0] == CHECKPOINT:
+                    self._is_back(name)
         self.restored_checkpoints += 1
         self.restored_bytes += candidate.num_bytes
+
+    def _is_back(self, name: Name) -> None:
+        """A checkpoint is on the device again."""
+        note = self.host.note(name) if self.host is not None else None
+        if self.host is not None and note is not None:
+            usage = note.usage
+            is_copied_again = usage is None or self.departures.would_copy(usage, note.num_tokens, has_below=True)
+            self.host.restored(name[1], is_copied_again)
 
 
 def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint | None) -> Tiers | None:
@@ -331,7 +353,7 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
     writer_of(memory)
     if memory.sizes is None:
         raise ArgumentError("CacheConfig: host and disk need a memory that knows the bytes of its pages and states")
-    host, disk = None, None
+    host, disk, here = None, None, None
     if config.host is not None:
         assert isinstance(config.host, int)
         free = free_memory(torch.device("cpu"))
@@ -348,9 +370,13 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
                 "that made them: HybridCache(memory, config, model='my-model 3')"
             )
         here = fingerprint_named(memory, config, model)
-        origin = Origin(
-            json.dumps(here.as_json(), sort_keys=True),
-            lambda text: here.differences(fingerprint_of_json(json.loads(text))),
-        )
-        disk = DiskTier(config.directory, config.disk, origin, wants_ids=config.directory_readable)
-    return Tiers(host, disk, memory, memory.sizes, config)
+        disk = DiskTier(config.directory, config.disk, _origin(here), wants_ids=config.directory_readable)
+    return Tiers(host, disk, memory, memory.sizes, config, here)
+
+
+def _origin(here: Fingerprint) -> Origin:
+    """Copies with this fingerprint, or one that differs in what does not matter, can be used."""
+    return Origin(
+        json.dumps(here.as_json(), sort_keys=True),
+        lambda text: here.differences(fingerprint_of_json(json.loads(text))),
+    )

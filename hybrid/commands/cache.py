@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from rich.console import Console
@@ -20,6 +21,7 @@ from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import CacheFileError, PromptError
+from hybrid.kernels.packed_kv import KV_DTYPES, SCALE_BYTES, is_packed, unpack
 from hybrid.key import Key
 from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.directory import MANIFEST
@@ -28,6 +30,10 @@ from hybrid.tiers.tier import CHECKPOINT
 
 TOLERANCE = 1e-4
 """Largest difference allowed where contents are not bitwise those of cold runs, as a fraction of the largest value."""
+
+TOLERANCE_OF = {"auto": TOLERANCE, "int8": 0.03, "fp8": 0.13}
+"""The same by how keys and values are kept: a value between two codes may be rounded to either, and what is computed
+from it follows."""
 
 SHOWN_IDS = 8
 """Token ids of a prompt that are shown."""
@@ -58,7 +64,13 @@ def recompute(engine: Engine, archive: Archive) -> Recomputed:
     """
     found, config = Recomputed(), engine.cache.config
     longest = max((node.end for node in archive.nodes), default=0) // config.page_size
-    settings = CacheConfig(page_size=config.page_size, chunk_size=config.chunk_size, deterministic=True, placement=())
+    settings = CacheConfig(
+        page_size=config.page_size,
+        chunk_size=config.chunk_size,
+        deterministic=True,
+        placement=(),
+        kv_dtype=config.kv_dtype,
+    )
     cold = engine.with_cache(settings, size=(longest + 2, longest + 6))
     for leaf in archive.leaves():
         path = archive.path(leaf)
@@ -79,10 +91,10 @@ def recompute(engine: Engine, archive: Archive) -> Recomputed:
             found.unchecked.append(f"{name}: {error}")
             continue
         found.checked += len(ends)
-        exact = archive.fingerprint.deterministic
+        tolerance = 0.0 if archive.fingerprint.deterministic else TOLERANCE_OF[config.kv_dtype]
         for end in ends:
             for what, there, here in _pairs(engine, Key(key_ids, namespace), cold, Key(key_ids), end):
-                if not _same(there, here, exact):
+                if not _same(there, here, tolerance):
                     found.wrong.append(f"{name}: {what} up to {end} differ")
     return found
 
@@ -104,12 +116,21 @@ def _pairs(
         yield f"the {name} states", tensor[slot], here.state_tensors[name][cold_slot]
 
 
-def _same(there: Tensor | None, here: Tensor | None, exact: bool) -> bool:
+def _same(there: Tensor | None, here: Tensor | None, tolerance: float) -> bool:
+    """Whether both hold the same: bit by bit where the tolerance is 0, else as far as it allows."""
     if there is None or here is None:
         return False
-    if exact:
-        return torch.equal(there, here)
-    return torch.allclose(there, here, rtol=0.0, atol=TOLERANCE * float(here.abs().max()))
+    if not tolerance:
+        return torch.equal(there.contiguous().view(torch.uint8), here.contiguous().view(torch.uint8))
+    there, here = _unpacked(there), _unpacked(here)
+    return torch.allclose(there, here, rtol=0.0, atol=tolerance * float(here.abs().max()))
+
+
+def _unpacked(kv: Tensor) -> Tensor:
+    """Keys and values as they are computed with."""
+    if not is_packed(kv):
+        return kv
+    return unpack(kv.view(torch.uint8), kv.shape[-1] - SCALE_BYTES, kv.dtype, torch.float32)
 
 
 def show(archive: Archive, console: Console) -> Outcome:
@@ -167,11 +188,22 @@ def show_directory(path: Path, console: Console) -> Outcome:
     return Outcome(True, {"contents": found})
 
 
+def _kv_dtype(page: str) -> Literal["auto", "int8", "fp8"]:
+    """How a file keeps keys and values, by the tensors of its pages (`Fingerprint.page`)."""
+    for name in ("int8", "fp8"):
+        if f"kv {KV_DTYPES[name]} ".replace("torch.", "") in page:
+            return name
+    return "auto"
+
+
 def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outcome:
     """Compute an archive again, and print what differs."""
     made_with = archive.fingerprint
     config = CacheConfig(
-        page_size=made_with.page_size, chunk_size=made_with.chunk_size, deterministic=made_with.deterministic
+        page_size=made_with.page_size,
+        chunk_size=made_with.chunk_size,
+        deterministic=made_with.deterministic,
+        kv_dtype=_kv_dtype(made_with.page),
     )
     loaded = load(args.model, None, args.dtype, config.chunk_size)
     size = len(archive.pages) + 2, len(archive.checkpoints) + 4

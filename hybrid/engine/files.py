@@ -35,10 +35,12 @@ class Files:
         self._intake = intake
         self._adapters = adapters
         self._deterministic = deterministic
-        self._fingerprint: Fingerprint | None = None
+        tiers = cache.tiers
+        self._fingerprint: Fingerprint | None = tiers.fingerprint if tiers is not None else None  # known for the disk
 
     def fingerprint(self) -> Fingerprint:
-        """What the contents of the cache are made with. The first call reads all weights."""
+        """What the contents of the cache are made with. The first call reads all weights, where there is
+        no directory on disk, for which they have been read."""
         if self._fingerprint is None:
             self._fingerprint = fingerprint_of(
                 self._cache.memory, self._cache.config, self._loaded.digest(), self._deterministic

@@ -274,6 +274,17 @@ class Request:
             self.prompt_len + self.text.num_kept if self.text is not None and self.text.stopped else len(self.ids)
         )
 
+    def add_prompt_logprobs(self, logprobs: Sequence[dict[int, float]], end: int) -> None:
+        """Add the log-probabilities of tokens of the prompt that are not known yet: a request that starts again may
+        compute some twice.
+
+        Args:
+            logprobs: of tokens one after the other, up to the one at `end` or the last one of the prompt.
+            end: of the part that computed them.
+        """
+        missing = min(end, self.prompt_len - 1) + 1 - len(self.prompt_logprobs)
+        self.prompt_logprobs += logprobs[max(0, len(logprobs) - missing) :]
+
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """Its answer up to now, without those of other completions; what `previous` does not have is its delta."""
         text, token_ids = self.text.text if self.text is not None else "", self.ids[self.prompt_len :].tolist()

@@ -159,8 +159,27 @@ def _place(summed: Tensor, number: Tensor, weights: Tensor) -> Tensor:
 
 
 def _most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values of every row, falling, and their tokens, which rise among equal values."""
-    tokens = values.topk(count).indices.sort(dim=-1).values
+    """The `count` largest values of every row, falling, and their tokens, which rise among equal values. Which of those
+    that are equal to the last one are among them is open: that depends on the count."""
+    return _falling(values, values.topk(count).indices)
+
+
+def _first_most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `_most_likely`; of those that are equal to the last one the first tokens."""
+    few, tokens = values.topk(count)
+    if not count:
+        return few, tokens
+    size, least = values.shape[-1], few[:, -1:]
+    is_more = few > least
+    from_the_end = torch.arange(size, 0, -1, dtype=torch.int32, device=values.device)
+    equal = size - torch.where(values == least, from_the_end, 1).topk(count).values.long()
+    place = torch.arange(count, device=values.device) - is_more.sum(-1, keepdim=True)
+    return _falling(values, torch.where(is_more, tokens, equal.gather(-1, place.clamp(min=0))))
+
+
+def _falling(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of some tokens of every row, falling, and the tokens, which rise among equal values."""
+    tokens = tokens.sort(dim=-1).values
     few, order = values.gather(-1, tokens).sort(dim=-1, descending=True, stable=True)
     return few, tokens.gather(-1, order)
 
@@ -235,12 +254,12 @@ class Logprobs(NamedTuple):
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
-    """Log-probabilities of the `count` most likely tokens of every row, and of the chosen one.
+    """Log-probabilities of the `count` most likely tokens of every row, of equal ones the first, and of the chosen one.
 
     Args:
         logits: `[S, vocab]` fp32.
         chosen: `[S]` int64.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
-    values, tokens = logprobs.topk(min(count, logits.shape[-1]))
+    values, tokens = _first_most_likely(logprobs, min(count, logits.shape[-1]))
     return Logprobs(values, tokens, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1))

@@ -291,7 +291,7 @@ class StepLoop:
             before = request.last_token_at
             request.append(token, result.logprobs[at] if result.logprobs else None, self._end_tokens)
             self.meter.delivered(request, before)
-        request.prompt_logprobs += result.prompt_logprobs
+        request.add_prompt_logprobs(result.prompt_logprobs, part.end)
         if part.is_alive:  # otherwise it was retracted while it was computed
             self._scheduler.commit(part, part.end + len(result.path))
         for fork, (token, logprobs) in zip(request.forks, result.forks, strict=True) if result.forks else ():

@@ -18,6 +18,9 @@ from hybrid.engine.request import Request
 MAX_OVERTAKING = 256
 """A request starts after those that waited when it came, and at most this many others."""
 
+MAX_SERVED = 4096
+"""Namespaces of which nothing waits, and of which what they were served is known: at least this many, at most twice."""
+
 
 class WaitingQueue:
     """Requests in the order in which they may start."""
@@ -89,6 +92,15 @@ class WaitingQueue:
     def serve(self, namespace: str, num_tokens: int) -> None:
         """Count tokens as service of a namespace."""
         self._served[namespace] = self._served.get(namespace, self._virtual_time) + num_tokens
+        if len(self._served) > 2 * MAX_SERVED + len(self._by_namespace):
+            self._forget_least()
+
+    def _forget_least(self) -> None:
+        """Forget what namespaces of which nothing waits were served, but for those that were served the most: the
+        others come again as new ones do."""
+        idle = sorted(self._served.keys() - self._by_namespace.keys(), key=lambda name: self._served[name])
+        for name in idle[:-MAX_SERVED]:
+            del self._served[name]
 
     def num_served(self, namespace: str) -> int:
         """Tokens that a namespace was served, counted from where the others were when it came."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -11,6 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from hybrid.tiers.fingerprint import digest_of_model
+
+PROCESS: str = token_hex(8)
+"""Names this process: in another one, the numbers of weights and settings mean others. Copies on disk are shared."""
 
 
 class ModelVersion(NamedTuple):
@@ -42,7 +47,7 @@ class ModelVersion(NamedTuple):
 
     @property
     def _prefix(self) -> str:
-        return f"\0{self.weights}.{self.settings}\0"
+        return f"\0{PROCESS}.{os.getpid()}.{self.weights}.{self.settings}\0"
 
 
 class ModelVersions:

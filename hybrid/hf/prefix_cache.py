@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -67,6 +67,14 @@ CPU_CHUNK_SIZE, GPU_CHUNK_SIZE = 1, 16
 smaller pages, on a GPU not."""
 
 
+class TierOptions(TypedDict, total=False):
+    """Where copies of what is evicted are kept: fields of `hybrid.CacheConfig`."""
+
+    host: int | str | None
+    disk: int | str | None
+    directory: str | Path | None
+
+
 class PrefixCache:
     """Caches the prompts and answers that a model of transformers computes, for later prompts with the same prefix.
 
@@ -85,12 +93,13 @@ class PrefixCache:
             on a CPU and 16 on a GPU.
             A chunk is a page too: with mixtures of experts the bits of a token depend on all tokens of its pass, so in
             deterministic mode a chunk is shared as a whole or not at all.
-        host: memory of the host for copies of what is evicted, as in `hybrid.CacheConfig`. None: what is evicted is
-            computed again.
         eviction: as in `hybrid.CacheConfig`.
         placement: as in `hybrid.CacheConfig`. Without "turn_end" the answers of `generate` and of sessions are not
             cached. In deterministic mode each answer is computed again in whole chunks when it is cached, since
             decoding is not bitwise equal to a prefill.
+        tiers: `host`, `disk` and `directory`: copies of what is evicted, as in `hybrid.CacheConfig`. With `disk` all
+            weights are read, since copies are of the model as it is: its weights, configuration and settings. Call
+            `close` at the end.
 
     Attributes:
         cache: the bookkeeping: the tree, the pools, pins and statistics.
@@ -110,10 +119,12 @@ class PrefixCache:
         device: str | torch.device | None = None,
         deterministic: bool | None = None,
         chunk_size: int | None = None,
-        host: int | str | None = None,
         eviction: str | Policy = "lhd",
         placement: Sequence[str] = PLACEMENTS,
+        **tiers: Unpack[TierOptions],
     ) -> None:
+        if unknown := tiers.keys() - TierOptions.__annotations__.keys():
+            raise TypeError(f"PrefixCache() got an unexpected keyword argument {min(unknown)!r}")
         self._model = PassModel(model)
         self._refuse_training()
         on_cpu = self._model.device.type == "cpu"
@@ -124,7 +135,7 @@ class PrefixCache:
             chunk_size = DETERMINISTIC_CHUNK_SIZE if deterministic else fast_chunk_size
         self._config = CacheConfig(
             memory=memory,
-            host=host,
+            **tiers,
             page_size=chunk_size,
             chunk_size=chunk_size,
             eviction=eviction,
@@ -144,7 +155,10 @@ class PrefixCache:
         self._allocate(layout)
 
     def _replace_memory(self, layout: Layout) -> None:
-        """Free memory and bookkeeping, and make them for a layout. This thread owns them."""
+        """Free memory and bookkeeping, and make them for a layout. This thread owns them. Copies on disk stay, for a
+        model as this one was."""
+        if self.cache.tiers is not None and self.cache.tiers.disk is not None:
+            self.cache.tiers.disk.close()
         del self.memory, self.cache, self._prefiller, self._beginnings, self._drafting
         self._allocate(layout)
         self.cache.adopt()
@@ -157,7 +171,8 @@ class PrefixCache:
         pools = CacheMemory.of_bytes(
             self._num_bytes, spec.page_bytes(page_size), spec.state_bytes, mover=weakref.proxy(self.memory.tensors)
         )
-        self.cache: HybridCache = HybridCache(pools, self._config)
+        made_with = self._fingerprint(pools) if self._config.disk is not None else None
+        self.cache: HybridCache = HybridCache(pools, self._config, model=made_with)
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock)
         self._beginnings = Beginnings(self._model, self._prefiller, self._config)
         self._drafting = Drafting(self._model, self.cache, self._lock)
@@ -349,7 +364,7 @@ class PrefixCache:
         archive = read_archive(source)
         with self._bookkeeping():
             self._key_space("")
-            return self.cache.load(archive.renamed(self._version.key_space), model=self._fingerprint())
+            return self.cache.load(archive.renamed(self._version.key_space), model=self._fingerprint(self.cache.memory))
 
     def _archive(self, input_ids: Tensor | None, namespace: str) -> Archive:
         with self._bookkeeping():
@@ -357,13 +372,13 @@ class PrefixCache:
             keys = None
             if input_ids is not None:
                 keys = [Key.of(parse_prompts(input_ids, None, None, frozenset()).rows[0], key_space)]
-            made = self.cache.archive(keys, namespace=key_space, model=self._fingerprint())
+            made = self.cache.archive(keys, namespace=key_space, model=self._fingerprint(self.cache.memory))
             return made.renamed(self._version.namespace)
 
-    def _fingerprint(self) -> Fingerprint:
+    def _fingerprint(self, memory: CacheMemory) -> Fingerprint:
         """What is cached now is made with: the model as it is."""
         model = digest_of(self._model.outer, self._model.inner.config.to_dict())
-        return fingerprint_of(self.cache.memory, self._config, model, self._config.deterministic is True)
+        return fingerprint_of(memory, self._config, model, self._config.deterministic is True)
 
     # Bookkeeping
 
@@ -414,6 +429,12 @@ class PrefixCache:
         with self._bookkeeping():
             self.cache.clear()
 
+    def close(self) -> None:
+        """Write to disk what is worth it, for a later process, and leave the directory. The cache is empty then, and
+        works on without the disk."""
+        with self._bookkeeping():
+            self.cache.shutdown()
+
     @property
     def _generate_owner(self) -> Any:
         """The module whose `generate` a call of the model's `generate` runs: a wrapper without one passes calls on."""
@@ -455,9 +476,9 @@ class PrefixCache:
         version = self._model.versions.current()
         if version.weights != self._version.weights:
             layout = layout_of_model(self._model)
-            if layout == self.memory.layout:
+            if layout == self.memory.layout and self._config.disk is None:
                 self.cache.clear()
-            else:  # of another dtype, or on another device
+            else:  # of another dtype, on another device, or with another fingerprint
                 self._replace_memory(layout)
         self._version = version
         return version.key_space(namespace)

@@ -2,11 +2,16 @@
 
 What is kept is ordered by checkpoints, each with the pages that only it needs: they are dropped together, the lowest
 value per byte first. A page is copied when a checkpoint needs it that is there, and never for itself.
+
+What the device has too is dropped before anything else, since that loses no hit. Of a restored checkpoint that would
+not be copied again, because requests continue behind it, the state is dropped at once. Its pages stay as long as there
+is room: what continues it needs them when it leaves the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
@@ -32,6 +37,7 @@ class Kept:
         contents: its bytes.
         worth, value, note: see `Offer`.
         place: its index in the list of all.
+        is_on_device: the device has it too.
     """
 
     name: bytes
@@ -40,6 +46,7 @@ class Kept:
     value: Callable[[int], float]
     note: Note | None
     place: int
+    is_on_device: bool = False
 
 
 class Dropped(NamedTuple):
@@ -90,6 +97,7 @@ class HostTier:
         self._pages: dict[bytes, Contents] = {}
         self._checkpoints: dict[bytes, Kept] = {}
         self._order: list[Kept] = []
+        self._passed: dict[bytes, None] = {}  # checkpoints whose pages alone are left, the first to go first
         self._needs = Needs()
         self._random = Random(0)
 
@@ -122,24 +130,31 @@ class HostTier:
         known = self._checkpoints.get(name)
         if known is not None:
             known.note, known.worth, known.value = offer.note, offer.worth, offer.value
+            known.is_on_device = False
             return True
         if offer.worth.seconds <= 0 or offer.num_bytes > self.num_bytes:
             return False
+        self._passed.pop(name, None)
         self._needs.add(offer.path)
         try:
             value = offer.value(offer.num_bytes + self._needs.num_alone(name) * self._page_bytes)
             contents = offer.read() if self._make_free(offer.num_bytes, value) else None
             if contents is None or not self._make_free(len(contents), value):  # it may be larger than was said
-                self._needs.remove(name)
+                self._give_up(name)
                 return False
         except BaseException:
-            self._needs.remove(name)
+            self._give_up(name)
             raise
         kept = Kept(name, contents, offer.worth, offer.value, offer.note, len(self._order))
         self._checkpoints[name] = kept
         self._order.append(kept)
         self._count(contents)
         return True
+
+    def _give_up(self, name: bytes) -> None:
+        """A checkpoint is not kept: its pages are not needed for it."""
+        for page, _ in self._needs.remove(name):
+            self.bytes_used -= len(self._pages.pop(page, b""))
 
     def _offer_page(self, name: bytes, offer: Offer) -> bool:
         """A page of which there is no copy afterwards takes the checkpoints along that need it."""
@@ -154,7 +169,7 @@ class HostTier:
         finally:
             if contents is None and name in self._needs:
                 for checkpoint in self._needs.checkpoints(name):
-                    self._let_go(self._checkpoints[checkpoint])
+                    self._let_go(checkpoint)
         if contents is None:
             return False
         self._pages[name] = contents
@@ -170,49 +185,79 @@ class HostTier:
         while name in self._needs:
             if self.bytes_used + num_bytes <= self.num_bytes:
                 return True
-            order = self._lowest_first()
-            if not order:
+            lowest = next(iter(self._lowest_first()), None)
+            if lowest is None:
                 return False
-            self._let_go(order[0][1])
+            self._let_go(lowest[1])
         return False
 
     def _make_free(self, num_bytes: int, value: float) -> bool:
         """Drop checkpoints of lower value, so that `num_bytes` fit. False, and nothing is dropped: they do not
         suffice."""
         missing, dropped = self.bytes_used + num_bytes - self.num_bytes, []
-        for lower, kept in self._lowest_first() if missing > 0 else ():
+        for lower, name in self._lowest_first() if missing > 0 else ():
             if missing <= 0 or lower >= value:
                 break
-            dropped.append(kept)
-            missing -= len(kept.contents)
-            missing -= sum(len(self._pages.get(page, b"")) for page in self._needs.alone(kept.name))
+            dropped.append(name)
+            missing -= sum(len(self._pages.get(page, b"")) for page in self._needs.alone(name))
+            if name in self._checkpoints:
+                missing -= len(self._checkpoints[name].contents)
         if missing > 0:
             return False
-        for kept in dropped:
-            self._let_go(kept)
+        for name in dropped:
+            self._let_go(name)
         return True
 
-    def _lowest_first(self) -> list[tuple[float, Kept]]:
-        """A sample of the checkpoints, those of the lowest value first."""
-        some = self._order if len(self._order) <= SAMPLE else self._random.sample(self._order, SAMPLE)
-        return sorted(((self._value(kept), kept) for kept in some), key=lambda one: one[0])
+    def _lowest_first(self) -> Iterator[tuple[float, bytes]]:
+        """Checkpoints and their values, in the order in which they are dropped: those whose pages alone are left, those
+        that the device has too, and a sample of the others."""
+        for name in [*self._passed]:
+            yield -math.inf, name
+        on_device = [kept for kept in self._order if kept.is_on_device]
+        for _, kept in self._sorted(on_device):
+            yield -math.inf, kept.name
+        for value, kept in self._sorted(self._order):
+            if not kept.is_on_device:
+                yield value, kept.name
+
+    def _sorted(self, kept: list[Kept]) -> list[tuple[float, Kept]]:
+        """A sample, by value."""
+        some = kept if len(kept) <= SAMPLE else self._random.sample(kept, SAMPLE)
+        return sorted(((self._value(one), one) for one in some), key=lambda one: one[0])
 
     def _value(self, kept: Kept) -> float:
         return kept.value(len(kept.contents) + self._needs.num_alone(kept.name) * self._page_bytes)
 
     # What goes
 
-    def _let_go(self, kept: Kept) -> None:
+    def restored(self, name: bytes, is_copied_again: bool) -> None:
+        """The device has a checkpoint too from now on.
+
+        Args:
+            is_copied_again: when it leaves the device; False: its state is of no use here.
+        """
+        kept = self._checkpoints.get(name)
+        if kept is None:
+            return
+        kept.is_on_device = True
+        if not is_copied_again:
+            self._remove(kept)
+            self._passed[name] = None
+
+    def _let_go(self, name: bytes) -> None:
         """A checkpoint is dropped, with the pages that only it needs, and they may go elsewhere."""
-        self._remove(kept)
-        gone = self._needs.remove(kept.name)
-        pages = [(name, before, self._pages.pop(name, None)) for name, before in gone]
-        self.bytes_used -= sum(len(contents) for _, _, contents in pages if contents is not None)
-        if self._passes_on:
-            self._dropped.append(Dropped((CHECKPOINT, kept.name), kept.contents, kept.name, kept.worth, kept.note))
-            self._dropped += [
-                Dropped((PAGE, name), contents, before) for name, before, contents in pages if contents is not None
-            ]
+        kept = self._checkpoints.get(name)
+        if kept is not None:
+            self._remove(kept)
+            if self._passes_on:
+                self._dropped.append(Dropped((CHECKPOINT, name), kept.contents, name, kept.worth, kept.note))
+        self._passed.pop(name, None)
+        for page, before in self._needs.remove(name):
+            contents = self._pages.pop(page, None)
+            if contents is not None:
+                self.bytes_used -= len(contents)
+                if self._passes_on and kept is not None:
+                    self._dropped.append(Dropped((PAGE, page), contents, before))
 
     def _remove(self, kept: Kept) -> None:
         del self._checkpoints[kept.name]
@@ -230,7 +275,7 @@ class HostTier:
     def let_all_go(self) -> None:
         """Drop everything, for `take_dropped`."""
         while self._order:
-            self._let_go(self._order[-1])
+            self._let_go(self._order[-1].name)
 
     def names(self) -> Iterable[Name]:
         """Of all copies."""
@@ -265,13 +310,14 @@ class HostTier:
         self._pages.clear()
         self._checkpoints.clear()
         self._order.clear()
+        self._passed.clear()
         self._needs.clear()
         self._dropped.clear()
         self.bytes_used = 0
 
     def violations(self) -> list[str]:
         """See `Tier.violations`."""
-        wrong = self._needs.violations(self._checkpoints)
+        wrong = self._needs.violations([*self._checkpoints, *self._passed])
         held = sum(map(len, self._pages.values())) + sum(len(kept.contents) for kept in self._checkpoints.values())
         if held != self.bytes_used or held > self.num_bytes:
             wrong.append(f"host memory counts {self.bytes_used} bytes of {self.num_bytes} and holds {held}")

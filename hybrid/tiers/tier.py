@@ -56,7 +56,7 @@ class Offer:
         worth: what it may save; None: a page, which saves what the checkpoints save that need it.
         note: of a checkpoint.
         value: of a checkpoint, per byte and at the time of the call: its argument is how many bytes are free without
-            it. What has the lowest value goes first.
+            it. What has the lowest value is dropped before all others.
         path: names of the pages before its end, the last first; of a page, those before it. Can be read once.
     """
 

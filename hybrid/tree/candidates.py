@@ -44,6 +44,7 @@ class Candidates:
         failure: why the policy was dismissed; None while it is in use.
         now: number of requests so far.
         follows_changes: `changed` does something.
+        reports_evictions: `evicting` does something.
     """
 
     def __init__(self, policy: Policy, prices: Prices, seed: int) -> None:
@@ -61,6 +62,7 @@ class Candidates:
 
         self._hit = overridden(policy.hit, Policy.hit)
         self._evicted = overridden(policy.evicted, Policy.evicted)
+        self.reports_evictions: bool = self._evicted is not None
         self._missed = overridden(policy.missed, Policy.missed)
         self._entered = overridden(policy.entered, Policy.entered)
         self._changed = overridden(policy.changed, Policy.changed)
@@ -147,7 +149,7 @@ class Candidates:
     def _next(self, others: Queue) -> Node | None:
         """Remove and return the first of the tails and of others: a tail, if a policy without an order finds one."""
         queue: Queue = self._tails
-        best = queue.peek()
+        best = queue.peek() if self._tails.settled else None
         if best is None or not self._samples:
             found = others.peek()
             if found is not None and (best is None or found[0] < best[0]):
@@ -171,7 +173,8 @@ class Candidates:
         usage.last_used = next(ticks)
         usage.used_at = self.now
         usage.hits += 1
-        self.renewed(node)
+        if not self._rises:
+            self.renewed(node)
         if self.follows_changes:
             self.changed(node)  # its request has locked it and continues from it
 

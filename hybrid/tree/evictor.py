@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
@@ -83,13 +82,14 @@ class Evictor:
             if num_pages == 0:
                 self._drop_checkpoint(node, released)
                 if node.children:
-                    self._candidates.reweigh_below(node)
+                    if self._candidates.follows_changes:
+                        self._candidates.reweigh_below(node)
                     self._forest.join(node)
                 else:
                     self._candidates.enter(node, renewed=True)  # its pages may still be evicted
-            elif num_pages < node.num_pages:
+            elif num_pages < (own_pages := node.num_pages):
                 self._drop_checkpoint(node, released)
-                self._remember(node, node.num_pages - num_pages)
+                self._remember(node, own_pages - num_pages)
                 self._forest.cut(node, num_pages, released.pages)
                 self._candidates.enter(node, renewed=True)
             else:
@@ -107,7 +107,7 @@ class Evictor:
             if parent.children:
                 if len(parent.children) == 1:
                     self._candidates.reweigh_below(parent)
-                self._forest.join(parent)
+                    self._forest.join(parent)
                 return
             self._candidates.changed(parent)
             if isinstance(parent, Root):
@@ -120,15 +120,18 @@ class Evictor:
     def _remember(self, node: Node, num_kept: int) -> None:
         if self._leaving is not None:
             self._leaving.pages(node, num_kept)
-        with suppress(Exception):  # eviction continues without this ghost
+        try:
             self._ghosts.remember(node, num_kept * self._forest.page_size)
+        except Exception:
+            return  # eviction continues without this ghost
 
     def _drop_checkpoint(self, node: Node, released: Released) -> None:
         if node.slot is not None:
             assert not node.state_locks
             if self._leaving is not None:
                 self._leaving.checkpoint(node)
-            self._candidates.evicting(node)
+            if self._candidates.reports_evictions:
+                self._candidates.evicting(node)
             released.slots.append(node.slot)
             usage, now = node.usage, self._candidates.now
             self._recent.append((node.start, node.end, usage.kind, usage.hits, usage.stored_at, usage.used_at, now))

@@ -63,6 +63,8 @@ class Locks:
                 protected, the rest of the edge can be evicted. None: the node's end.
         """
         lock = PageLock(self, node)  # before the cut, which nothing would undo if this failed
+        if len(self._changed) > MAX_CHANGED:
+            self._settle()
         if num_tokens is not None and num_tokens < node.end:
             node = lock.node = self._forest.split(node, num_tokens)
         self._changed.add(node)
@@ -102,8 +104,6 @@ class Locks:
             raise LockError("this lock belongs to another cache; release it there")
         if node is None:
             raise LockError("this lock was released before; a lock is released exactly once")
-        if len(self._changed) > MAX_CHANGED:
-            self._settle()
         self._changed.add(node)
         lock.node = None
         node.page_locks -= 1

@@ -311,7 +311,8 @@ class Tree:
             self.forest.extend(node, ids, pages, usage)
             return node
         leaf = self.forest.add_leaf(node, ids, pages, usage)
-        self.candidates.changed(node)
+        if self.candidates.follows_changes:
+            self.candidates.changed(node)
         return leaf
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:

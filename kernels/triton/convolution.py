@@ -1,8 +1,8 @@
 """The causal convolution of prefill: a ragged batch of new tokens, each request continuing from its window.
 
-Two launches. The first computes the outputs and only reads windows; the second writes windows. A request may write the
-slot that it reads, and the windows that it leaves may reach back into that one. So nothing is written while outputs are
-computed, and then one program writes all windows of a request's channels, the final one last.
+A program computes the outputs of a tile of tokens, for some channels. The window before a request is read for its first
+tile alone, since no window is longer than a tile. So the program of that tile also writes all windows that the request
+leaves, once its outputs are computed: a request may write the slot that it reads.
 """
 
 import torch
@@ -14,7 +14,6 @@ from hybrid.kernels.triton.common.ragged import find_tile, max_tiles, padded_bat
 
 TILE = 16
 CHANNELS = 512
-WINDOW_CHANNELS = 512
 
 
 def causal_conv1d(
@@ -43,27 +42,9 @@ def causal_conv1d(
         output,
         cu_seqlens,
         state_read,
-        requests,
-        channels,
-        x.stride(0),
-        state.stride(0),
-        WIDTH=width,
-        ROW_STRIDE=state.stride(1),
-        CHANNEL_STRIDE=weight.stride(0),
-        TAP_STRIDE=weight.stride(1),
-        REQUESTS=padded_batch(requests),
-        TILE=TILE,
-        CHANNELS=block,
-        num_warps=2,
-    )
-    block = min(WINDOW_CHANNELS, triton.next_power_of_2(channels))
-    _windows_kernel[(triton.cdiv(channels, block), requests)](
-        x,
-        state,
-        cu_seqlens,
-        state_read,
         state_write,
         captures,
+        requests,
         captures.shape[0],
         channels,
         x.stride(0),
@@ -72,15 +53,19 @@ def causal_conv1d(
         captures.stride(1),
         WIDTH=width,
         ROW_STRIDE=state.stride(1),
-        ROWS=triton.next_power_of_2(width - 1),
+        CHANNEL_STRIDE=weight.stride(0),
+        TAP_STRIDE=weight.stride(1),
+        REQUESTS=padded_batch(requests),
         CAPTURES=padded_batch(captures.shape[0]) if captures.shape[0] else 0,
+        ROWS=triton.next_power_of_2(width - 1),
+        TILE=TILE,
         CHANNELS=block,
-        num_warps=4,
+        num_warps=2,
     )
     return output
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "num_captures"])
 def _convolution_kernel(
     x,
     weight,
@@ -88,15 +73,22 @@ def _convolution_kernel(
     output,
     cu_seqlens,
     state_read,
+    state_write,
+    captures,
     num_requests,
+    num_captures,
     num_channels,
     x_stride,
     state_stride,
+    capture_stride,
+    field_stride,
     WIDTH: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     CHANNEL_STRIDE: tl.constexpr,
     TAP_STRIDE: tl.constexpr,
     REQUESTS: tl.constexpr,
+    CAPTURES: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -130,15 +122,40 @@ def _convolution_kernel(
                 total = tl.fma(rows[row + tap].to(tl.float32), scales[tap], total)
             total = (total / (1 + tl.exp(-total))).to(output.dtype.element_ty)
             tl.store(target + row * num_channels, total, mask=channel < tl.where(row < left, num_channels, 0))
+        if tile == 0:
+            _keep_windows(
+                x,
+                state,
+                request,
+                start,
+                channel[None, :],
+                state_read,
+                state_write,
+                cu_seqlens,
+                captures,
+                num_captures,
+                num_channels,
+                x_stride,
+                state_stride,
+                capture_stride,
+                field_stride,
+                WIDTH,
+                ROW_STRIDE,
+                ROWS,
+                CAPTURES,
+            )
 
 
-@triton.jit(do_not_specialize=["num_captures"])
-def _windows_kernel(
+@triton.jit
+def _keep_windows(
     x,
     state,
-    cu_seqlens,
+    request,
+    start,
+    channel,
     state_read,
     state_write,
+    cu_seqlens,
     captures,
     num_captures,
     num_channels,
@@ -150,12 +167,9 @@ def _windows_kernel(
     ROW_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     CAPTURES: tl.constexpr,
-    CHANNELS: tl.constexpr,
 ):
-    request = tl.program_id(1)
-    start = tl.load(cu_seqlens + request).to(tl.int64)
+    """Write all windows of a request's channels, the final one last: the slot may be the one that is read."""
     length = tl.load(cu_seqlens + request + 1).to(tl.int64) - start
-    channel = (tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     row = tl.arange(0, ROWS)[:, None]
     exists = (row < WIDTH - 1) & (channel < num_channels)
     new = x + start * x_stride + channel

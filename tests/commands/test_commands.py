@@ -408,6 +408,35 @@ def test_a_file_is_computed_again_and_compared(saved: Path, capsys: pytest.Captu
     assert result["checked"] > 8
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_file_with_smaller_keys_and_values_is_compared_too(
+    tiny: Engine, tmp_path: Path, kv_dtype: Any, deterministic: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CacheConfig(
+        memory="16MiB",
+        page_size=16,
+        chunk_size=16,
+        deterministic=deterministic,
+        kv_dtype=kv_dtype,
+        placement=("prompt_end",),
+    )
+    path = tmp_path / "small.hybrid"
+    with tiny.with_cache(config) as engine:
+        for length in (40, 70):
+            answer(engine, [*range(3, 3 + length)], greedy(2))
+        engine.save(path)
+    status, result = run_json(capsys, "cache", "check", str(path))
+    assert (status, result["wrong"], result["unchecked"]) == (0, [], [])
+    assert result["checked"] >= 2
+    archive = read_archive(path)
+    rows = archive.pages.clone()
+    rows[1] = rows[0]  # keys and values of other tokens
+    replace(archive, pages=rows).write(path)
+    status, result = run_json(capsys, "cache", "check", str(path))
+    assert status == 1 and any("differ" in line for line in result["wrong"])
+
+
 @pytest.mark.parametrize("what", ["pages", "checkpoints"])
 def test_a_file_that_was_made_up_is_found(saved: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One value of one page or state, and digests and a seal that fit: only the model knows."""

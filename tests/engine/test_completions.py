@@ -1,13 +1,13 @@
 """Several answers to one prompt, and log-probabilities of prompts."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybrid import CacheConfig, Engine, SamplingError, SamplingParams
+from hybrid import CacheConfig, Engine, EngineConfig, SamplingError, SamplingParams
 from hybrid.engine.completions import params_of
 from support.checkpoints import random_model, text_config
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
@@ -194,3 +194,44 @@ def test_several_answers_have_the_log_probabilities_of_their_prompt(tiny: Engine
     assert output.prompt_logprobs == answer(engine_on(tiny), ids(40), greedy(1, prompt_logprobs=1)).prompt_logprobs
     plain = answer(engine_on(tiny), ids(40), SAMPLED)
     assert [own.token_ids for own in output.outputs] == [own.token_ids for own in plain.outputs]
+
+
+@dataclass
+class FailsOnce:
+    """A runner of which one launch fails.
+
+    Attributes:
+        at: the number of that launch.
+        calls: launches so far.
+    """
+
+    inner: Any
+    at: int
+    calls: int = 0
+
+    def plan(self, step: Any, under_way: Any) -> Any:
+        return self.inner.plan(step, under_way)
+
+    def launch(self, plan: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise RuntimeError("planted")
+        return self.inner.launch(plan)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("fails_at", range(2, 7))
+def test_log_probabilities_of_a_prompt_that_starts_again_are_reported_once(
+    tiny: Engine, overlap: bool, fails_at: int
+) -> None:
+    """Nothing of it is a hit when it starts again: what is known is computed again, and was listed twice."""
+    prompt, params = ids(5 * GRID + 3), greedy(3, prompt_logprobs=2)
+    expected = answer(engine_on(tiny, enabled=False), prompt, params).prompt_logprobs
+    cache = CacheConfig(page_size=GRID, chunk_size=GRID, placement=())
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=GRID + 1, overlap=overlap, audit=True)
+    own = tiny.with_cache(cache, size=(20, 4), config=config)
+    runner = FailsOnce(own.runner, fails_at)
+    engine = Engine(own.loaded, own.cache, config, runner=runner)
+    assert answer(engine, prompt, params).prompt_logprobs == expected
+    assert runner.calls > fails_at
+    assert_nothing_held(engine)

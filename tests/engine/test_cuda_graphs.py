@@ -15,7 +15,7 @@ from hybrid.engine.padding import Padding
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
-from support.engines import assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from support.engines import GRID, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.graphs import overlapping, replays, with_graphs
 
 
@@ -30,6 +30,33 @@ def test_answers_through_graphs_are_those_without(tiny: Engine, deterministic: b
     if deterministic:
         assert [output.logprobs for output in outputs] == [output.logprobs for output in expected]
     assert len(graphs.graphs) >= 2
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_answers_with_prompts_through_graphs_are_those_without(
+    tiny: Engine, deterministic: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts come while others decode, and steps are launched before the tokens of the last one are known."""
+    pytest.importorskip("numba", reason="the blocks of rows that torch multiplies are those of the prompts captured")
+    made = engine_on(tiny, deterministic=deterministic)
+    runner = with_graphs(made, max_prompt_tokens=512)[0].runner
+    engine = Engine(made.loaded, made.cache, replace(made.config, overlap=True), runner=runner)
+    params = [greedy(5 + n % 3, logprobs=2) if n % 2 else greedy(9, temperature=1.0, seed=n) for n in range(8)]
+    names, outputs = {}, {}
+    with caplog.at_level("INFO", logger="hybrid.engine.cuda_graphs"):
+        for n, own in enumerate(params):
+            prompt = ids(2 * GRID, seed=9) + ids(5 + 3 * n, seed=n)
+            names[engine.add_request(prompt, own)] = prompt, own
+            outputs.update({output.request_id: output for output in engine.step()})
+        outputs.update(run_to_end(engine))
+    captured = [message for message in caplog.messages if "64 tokens of prompts and 8 rows" in message]
+    assert len(captured) == 1
+    for name, (prompt, own) in names.items():
+        expected = cold(tiny, prompt, own)
+        assert outputs[name].token_ids == expected.token_ids
+        if deterministic:
+            assert outputs[name].logprobs == expected.logprobs
     assert_nothing_held(engine)
 
 

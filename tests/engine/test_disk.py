@@ -7,6 +7,7 @@ import pytest
 
 from hybrid import Engine
 from hybrid.cache.config import CacheConfig
+from hybrid.engine.build import LoadedModel
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids
 
 PARAMS = greedy(8, logprobs=3)
@@ -99,3 +100,25 @@ def test_namespaces_and_clear_reach_the_disk(tiny: Engine, tmp_path: Path) -> No
         flush(engine)
         assert [*tmp_path.glob("*.safetensors")] == []
         assert engine.generate([prompt], PARAMS, namespace="one", progress=False)[0].usage.cached_tokens == 0
+
+
+def test_the_weights_are_read_once_for_the_directory_and_for_files(
+    tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, digest = [], LoadedModel.digest
+
+    def counted(loaded: LoadedModel) -> str:
+        reads.append(1)
+        return digest(loaded)
+
+    monkeypatch.setattr(LoadedModel, "digest", counted)
+    with small(tiny, tmp_path / "cache") as engine:
+        answer(engine, ids(4 * GRID), PARAMS)
+        engine.save(tmp_path / "file.hybrid")
+        engine.load(tmp_path / "file.hybrid")
+    assert len(reads) == 1
+    page_bytes, state_bytes = tiny.cache.unit_bytes
+    memory = 30 * page_bytes + 8 * state_bytes
+    other = tiny.with_cache(CacheConfig(page_size=GRID, chunk_size=GRID, memory=memory, deterministic=True))
+    assert other.load(tmp_path / "file.hybrid").checkpoints > 0, "both digests are the same"
+    assert len(reads) == 2

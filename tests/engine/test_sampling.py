@@ -308,6 +308,21 @@ def test_logprobs_are_those_of_the_most_likely_tokens_and_of_the_chosen_one() ->
     torch.testing.assert_close(found.chosen, torch.tensor([LOGITS[5] - total, LOGITS[2] - total]))
 
 
+def test_of_tokens_that_are_equally_likely_the_first_are_reported_however_many_are_asked_for() -> None:
+    """The number of those that are asked for is the largest of a batch: in 16 bits many are equal, and which of them
+    were reported depended on the other requests."""
+    logits = torch.randint(-4, 4, (6, 500), generator=torch.Generator().manual_seed(0)).float()
+    logits[1] = 1.0
+    chosen = torch.zeros(6, dtype=torch.int64)
+    expected = logits.sort(dim=-1, descending=True, stable=True).indices
+    for count in (1, 2, 3, 20, 77, 100):
+        found = token_logprobs(logits, chosen, count)
+        assert torch.equal(found.tokens, expected[:, :count])
+        assert torch.equal(found.values, torch.log_softmax(logits, -1).gather(-1, found.tokens))
+    with_nan = token_logprobs(torch.full((1, 8), torch.nan), chosen[:1], 3)  # its request ends with an error
+    assert with_nan.tokens.shape == (1, 3)
+
+
 @pytest.mark.parametrize(("count", "tokens"), [(0, {4}), (1, {2, 4}), (2, {2, 4}), (100, set(range(8)))])
 def test_the_chosen_token_is_reported_once_however_many_are_asked_for(count: int, tokens: set[int]) -> None:
     chosen = torch.tensor([4])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hybrid import CacheConfig, Engine, EngineConfig, QueueFullError, RequestError
-from hybrid.engine.waiting import MAX_OVERTAKING
+from hybrid.engine.waiting import MAX_OVERTAKING, MAX_SERVED, WaitingQueue
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.scheduling import engine_without_model
 
@@ -117,3 +117,14 @@ def test_with_one_namespace_a_step_is_filled_as_before(tiny: Engine) -> None:
     engine.scheduler.roll_back(step)
     run_to_end(engine)
     assert answer(engine, ids(150), greedy(2)).usage.cached_tokens == 9 * GRID
+
+
+def test_what_namespaces_were_served_is_forgotten_when_there_are_many_and_the_greediest_last() -> None:
+    """A server with a namespace for each conversation kept an entry for every one that there ever was."""
+    queue = WaitingQueue()
+    queue.serve("greedy", 10**6)
+    names = [f"conversation {number}" for number in range(5 * MAX_SERVED)]
+    for name in names:
+        queue.serve(name, 1)
+    assert sum(queue.num_served(name) > 0 for name in names) <= 2 * MAX_SERVED
+    assert queue.num_served("greedy") == 10**6

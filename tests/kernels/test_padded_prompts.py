@@ -31,6 +31,18 @@ from support.tensors import ints, rows_of, same_bits, starts_of, untouched
 
 CPU = torch.device("cpu")
 VOCAB = 128
+SIZES = {
+    "layer_types": layers("LF"),
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+"""Of a model that the interpreter computes in a second."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +64,9 @@ def interpreted() -> Iterator[None]:
 
 
 def engine_of(deterministic: bool) -> Engine:
-    """An engine on a model of two layers, which the interpreter computes in seconds."""
+    """An engine on a model of two layers."""
     torch.manual_seed(0)
-    model = Qwen3_5ForCausalLM(text_config(layer_types=layers("LF"), vocab_size=VOCAB), GRID)
+    model = Qwen3_5ForCausalLM(text_config(**SIZES), GRID)
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.2)
     loaded = LoadedModel(model=model, device=CPU)

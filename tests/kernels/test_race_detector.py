@@ -26,6 +26,7 @@ BEFORE_STORE = "            tl.debug_barrier()  # the slot may be the one that w
 AFTER_STORE = "            tl.debug_barrier()\n            slot = write\n"
 BEFORE_WINDOW = "    tl.debug_barrier()  # the slot may be the one that was read\n"
 COPY = "    tl.store(write + at, tl.load(read + at, mask=exists), mask=exists)"
+FIRST_TILE = "        if tile == 0:\n"
 CONVOLVED = "total, mask=channel < tl.where(row < left, num_channels, 0))"
 
 
@@ -90,6 +91,13 @@ def convolve(module: Any) -> None:
     )
 
 
+def convolve_tiles(module: Any) -> None:
+    """A request of two tiles of tokens."""
+    tokens = module.TILE + 3
+    where = starts_of([tokens]), ints([5]), ints([9]), rows_of([])
+    module.causal_conv1d(torch.randn(tokens, 24), torch.randn(24, 4), torch.randn(12, 3, 24), *where)
+
+
 def copy(module: Any) -> None:
     rows = torch.randint(256, (6, 24), dtype=torch.uint8)
     module.copy_states(rows, ints([0, 1]), ints([4, 5]))
@@ -106,6 +114,7 @@ BUGS: list[tuple[Any, Callable[[Any], None], str, str, str]] = [
     (delta_rule_step, chain, BEFORE_STORE, "", UNFENCED),
     (delta_rule_step, chain, AFTER_STORE, "            slot = write\n", UNFENCED),
     (convolution, convolve, BEFORE_WINDOW, "", UNFENCED),
+    (convolution, convolve_tiles, FIRST_TILE, "        if tile >= 0:\n", RACE),
     (
         convolution,
         convolve,
@@ -126,6 +135,7 @@ NAMES = [
     "windows that are kept without the first barrier",
     "windows that are kept without the second barrier",
     "windows of a prompt without the barrier",
+    "windows of a prompt written for all of its tiles",
     "outputs past the end of a request",
     "copies without a mask",
 ]

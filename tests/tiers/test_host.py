@@ -145,6 +145,47 @@ def test_what_is_dropped_goes_on_each_checkpoint_before_its_pages_the_last_first
     assert tier.take_dropped() == []
 
 
+def test_what_the_device_has_too_is_dropped_before_what_it_has_not() -> None:
+    tier = HostTier(2 * (STATE + PAGE), PAGE)
+    offer(tier, "a", 5.0)
+    offer(tier, "b", 1.0)
+    tier.restored(b"a", is_copied_again=True)
+    offer(tier, "c", 0.1)
+    assert held(tier) == {"b", "c"}
+    tier.restored(b"b", is_copied_again=True)
+    offer_state(tier, "b", 1.0)  # it leaves the device again
+    offer(tier, "d", 0.5)
+    assert held(tier) == {"b", "d"}
+    assert tier.violations() == []
+
+
+def test_of_a_restored_checkpoint_that_requests_continue_the_pages_stay_while_there_is_room() -> None:
+    tier = HostTier(2 * STATE + 3 * PAGE, PAGE)
+    offer(tier, "ab")
+    tier.restored(b"ab", is_copied_again=False)
+    assert (tier.num_checkpoints, tier.num_pages, tier.bytes_used) == (0, 2, 2 * PAGE)
+    written = tier.bytes_written
+    offer(tier, "abc")
+    assert held(tier) == {"abc"}
+    assert tier.bytes_written == written + STATE + PAGE, "the pages of ab are not written again"
+    assert tier.violations() == []
+    tier.restored(b"abc", is_copied_again=False)
+    offer(tier, "x", 0.1)
+    offer_state(tier, "y", 0.1)
+    assert (tier.num_checkpoints, tier.num_pages) == (2, 1), "and give way to anything"
+    assert tier.violations() == []
+
+
+def test_a_checkpoint_of_which_the_pages_are_left_may_come_again() -> None:
+    tier = HostTier(100, PAGE)
+    offer(tier, "ab")
+    tier.restored(b"ab", is_copied_again=False)
+    offer_state(tier, "ab")
+    assert held(tier) == {"ab"}
+    tier.restored(b"nothing", is_copied_again=False)
+    assert tier.violations() == []
+
+
 def test_cleared_is_empty_and_works() -> None:
     tier = HostTier(100, PAGE)
     offer(tier, "ab")
@@ -169,7 +210,9 @@ def test_bookkeeping_holds_through_random_calls(seed: int) -> None:
         text = "".join(rng.choice("abc") for _ in range(rng.randrange(1, 7)))
         before = tier.bytes_used
         try:
-            if rng.random() < 0.4:
+            if rng.random() < 0.2:
+                tier.restored(text.encode(), rng.random() < 0.5)
+            elif rng.random() < 0.4:
                 kept = offer_state(tier, text, rng.random() - 0.1, read)
                 assert kept == (state(text) in tier)
             else:

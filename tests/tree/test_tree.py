@@ -90,6 +90,17 @@ def test_a_key_cut_inside_a_page_matches_whole_pages_only(case: TreeCase) -> Non
     assert case.peek("a", cut=1) == NOTHING
 
 
+def test_a_key_may_leave_a_path_of_many_checkpoints_after_any_of_them(case: TreeCase) -> None:
+    """The path begins where another one branches off."""
+    path = "abcdefghijkl"
+    case.put("az*")
+    for end in range(2, len(path) + 1):
+        case.put(path[:end] + "*")
+    for end in range(2, len(path) + 1):
+        found = case.peek(path[:end] + "xyz")
+        assert (found.num_tokens, found.num_page_tokens) == (2 * end, 2 * end)
+
+
 def test_pages_that_differ_in_their_last_token_are_different_pages() -> None:
     tree = Tree(page_size=4, grid=4, policy=LeastRecentlyUsed())
     tree.insert(Key.of([1, 2, 3, 4, 5, 6, 7, 8]), 8, [0, 1], Checkpoint(1, 8))
