@@ -241,8 +241,7 @@ class Allocator:
     def _has_request(self, num_pages: int) -> bool:
         if self._elastic is not None:
             return self._elastic.has_request(num_pages)
-        evictable = self._tree.num_checkpoints - self._tree.locks.num_checkpoints
-        return self._states.num_free + evictable > 0 and num_pages <= self._max_pages()
+        return num_pages <= self._max_pages()  # a state slot is allocated before anything is evicted for pages
 
     def _allocate_slot(self, pool: Pool) -> int | None:
         if not pool.num_free:

@@ -88,7 +88,7 @@ class PredictorPasses:
         return len(self._captured)
 
     def width(self, num_pages: int) -> int:
-        """Columns of a block table with this number of pages, such that few widths occur where passes are captured."""
+        """Columns of a block table of this many pages, such that few widths occur where passes are captured."""
         return num_pages if self._capture is None else Padding.of(1, num_pages).width
 
     def run(self, inputs: PredictorInputs) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import DisabledCache, make_cache
 from hybrid.cache.lease import Lease
+from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
@@ -248,3 +249,14 @@ def test_the_amount_named_suffices_where_states_are_large_and_pages_small() -> N
 def test_more_memory_than_there_is_is_refused() -> None:
     with pytest.raises(MemoryBudgetError, match=r"memory=.1MiB. is 1.0 MiB, but only 9.8 KiB is free"):
         sized("1MiB", free=10_000)
+
+
+def test_what_the_memory_holds_is_counted_in_bytes_by_kind() -> None:
+    stats = CacheStats(
+        page_bytes=7, checkpoint_bytes=100, pages_cached=3, checkpoints=2, pages_private=4, states_private=1
+    )
+    assert [(name, num_bytes) for name, num_bytes, _ in stats.kinds] == [
+        ("pages cached", 21),
+        ("checkpoints", 200),
+        ("in use by requests", 128),
+    ]
