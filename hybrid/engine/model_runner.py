@@ -21,6 +21,7 @@ from hybrid.engine.replay import Log, Replay, replay_states
 from hybrid.engine.results import Computed, PendingTokens, Result
 from hybrid.engine.step import Step
 from hybrid.engine.verification import Verification
+from hybrid.kernels.cpu.tasks import torch_on_one_thread
 
 MAX_CAPTURED_ROWS = 64
 """Rows of a pass on a CPU from which on its launches do not matter: decoded tokens, and drafts."""
@@ -126,5 +127,6 @@ class ModelRunner:
     def _are_finite(self, slots: list[int]) -> Tensor:
         """`[C]` whether the states in these slots are finite."""
         tensors = self._cache.state_tensors.values()
-        sums = [torch.stack([tensor[slot].sum(dtype=torch.float32) for tensor in tensors]) for slot in slots]
-        return torch.stack(sums).isfinite().all(-1)
+        with torch_on_one_thread():
+            sums = [torch.stack([tensor[slot].sum(dtype=torch.float32) for tensor in tensors]) for slot in slots]
+            return torch.stack(sums).isfinite().all(-1)

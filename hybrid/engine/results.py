@@ -18,6 +18,7 @@ from hybrid.engine.request import Request, Status
 from hybrid.engine.sampled_rows import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.sampler import Logprobs, Sampled, SamplingRows, choose, token_logprobs
 from hybrid.engine.verification import Verification
+from hybrid.kernels.cpu.tasks import torch_on_one_thread
 from hybrid.memory.device import Arriving, on_device
 
 NOT_FINITE = -2
@@ -87,17 +88,21 @@ class PendingTokens:
         """The tokens on the device, `[S]`: the first call chooses them. Negative: there is none, or it is not known
         yet."""
         if self._sampled is None:
-            if self._computed.is_reused and self._computed.sampling is not None:  # they may be needed once more
-                kept = SamplingRows(*torch.stack(self._computed.sampling))
-                self._computed = self._computed._replace(logits=self._computed.logits.clone(), sampling=kept)
-            logits, sampling, _, checkpoints = self._computed
-            sampled = choose(logits, self._edits(), sampling)
-            tokens = sampled.tokens
-            if sampled.is_settled is not None:
-                tokens = torch.where(sampled.is_settled, tokens, UNSETTLED)
-            self._tokens = self._send(tokens, [checkpoints] if checkpoints is not None else [])
-            self._sampled = sampled  # last: a signal handler may raise anywhere before
+            with torch_on_one_thread():
+                self._choose()
         return self._tokens
+
+    def _choose(self) -> None:
+        if self._computed.is_reused and self._computed.sampling is not None:  # they may be needed once more
+            kept = SamplingRows(*torch.stack(self._computed.sampling))
+            self._computed = self._computed._replace(logits=self._computed.logits.clone(), sampling=kept)
+        logits, sampling, _, checkpoints = self._computed
+        sampled = choose(logits, self._edits(), sampling)
+        tokens = sampled.tokens
+        if sampled.is_settled is not None:
+            tokens = torch.where(sampled.is_settled, tokens, UNSETTLED)
+        self._tokens = self._send(tokens, [checkpoints] if checkpoints is not None else [])
+        self._sampled = sampled  # last: a signal handler may raise anywhere before
 
     @property
     def sources(self) -> Mapping[Request, int]:
@@ -117,7 +122,8 @@ class PendingTokens:
         checks = more.pop(0) if self._computed.finite_checkpoints is not None else ()
         if late:
             assert self._sampled is not None
-            self._send(self._sampled.settle(), [])
+            with torch_on_one_thread():
+                self._send(self._sampled.settle(), [])
             tokens, *more = self._arriving.wait()
         bad = {part for (part, _), is_finite in zip(self._plan.checkpoint_slots, checks, strict=True) if not is_finite}
         return self._results(tokens, more or None, bad, late)

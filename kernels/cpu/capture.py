@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid.kernels.cpu.tasks import SHARES, Task, recorder, together
+from hybrid.kernels.cpu.tasks import SHARES, Task, num_threads, recorder, together, torch_on_one_thread
 from hybrid.kernels.cpu.vectors import INDEX, at, numbers
 
 BLOCK = 4 << 20
@@ -169,7 +169,7 @@ class Tasks:
 
     def __call__(self) -> None:
         """Run them, on as many threads as torch uses."""
-        threads = min(torch.get_num_threads(), self._most)
+        threads = min(num_threads(), self._most)
         if threads <= 1:
             _run(*self._arguments, 0, 1)
             return
@@ -296,8 +296,9 @@ class Program:
     @torch.inference_mode()
     def __call__(self) -> None:
         """Run the pass again."""
-        for part in self._parts:
-            part()
+        with torch_on_one_thread():
+            for part in self._parts:
+                part()
 
     @torch.inference_mode()
     def seconds(self) -> dict[str, float]:

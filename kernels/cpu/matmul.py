@@ -37,10 +37,7 @@ MANY_ROWS = 24
 """Rows of x from which on they are taken in blocks."""
 
 BLOCK = 48
-"""Rows of the weight, and of x where they are long, that are taken together where there are many rows of x."""
-
-SHORT_BLOCK = 240
-"""Rows of x in a block where they are short."""
+"""Rows of the weight that are taken together where there are many rows of x, and rows of x where they are long."""
 
 LENGTH = 1024
 """Elements of a row that a tile takes at once where there are many rows of x."""
@@ -120,35 +117,44 @@ def _pieces(x, x_stride, w, w_stride, scale, out, out_stride, rows, columns, len
 
 
 @compiled_inline
-def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, first, last):  # type: ignore[no-untyped-def]
-    """Columns `[first, last)` of the product."""
-    is_long = length > LENGTH
-    partial = np.empty(BLOCK * BLOCK * LANES, np.float32)
-    p = numbers(partial.ctypes.data, ZERO)
+def _many_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, width, length, partial):  # type: ignore[no-untyped-def]
+    """The product of many rows of x, a multiple of 3, and up to BLOCK rows of w."""
+    tiled = width - width % _COLUMNS_OF_3
+    b, s = at(w, tiled * w_stride), at(scale, tiled)
+    if length <= LENGTH:
+        multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, tiled, length, partial)
+        multiply_rows(x, x_stride, b, w_stride, s, at(out, tiled), out_stride, rows, width - tiled, length, partial)
+        return
+    for row in range(0, rows, BLOCK):
+        count, a, o = min(BLOCK, rows - row), at(x, row * x_stride), at(out, row * out_stride)
+        _pieces(a, x_stride, w, w_stride, scale, o, out_stride, count, tiled, length, partial)
+        multiply_rows(a, x_stride, b, w_stride, s, at(o, tiled), out_stride, count, width - tiled, length, partial)
+
+
+@compiled_inline
+def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, widens, first, last):  # type: ignore[no-untyped-def]
+    """Columns `[first, last)` of the product. `widens`: rows of w that are used many times are made fp32 before."""
     many = 0 if rows < MANY_ROWS else rows - rows % 3
-    block = BLOCK if is_long else SHORT_BLOCK
-    for row in range(0, many, block):
-        count = min(block, many - row)
-        a = at(x, row * x_stride)
-        for column in range(first, last, BLOCK):
-            width = min(BLOCK, last - column)
-            tiled = width - width % _COLUMNS_OF_3
-            o = at(out, row * out_stride + column)
-            b, s = at(w, column * w_stride), at(scale, column)
-            if is_long:
-                _pieces(a, x_stride, b, w_stride, s, o, out_stride, count, tiled, length, p)
-            else:
-                multiply_rows(a, x_stride, b, w_stride, s, o, out_stride, count, tiled, length, p)
-            if tiled < width:
-                b, s, o = at(b, tiled * w_stride), at(s, tiled), at(o, tiled)
-                multiply_rows(a, x_stride, b, w_stride, s, o, out_stride, count, width - tiled, length, p)
+    memory = np.empty((BLOCK * BLOCK * LANES + (BLOCK * length if widens else 0)) if many else 1, np.float32)
+    p = numbers(memory.ctypes.data, ZERO)
+    wide = at(p, BLOCK * BLOCK * LANES)
+    for column in range(first, last if many else first, BLOCK):
+        width, o = min(BLOCK, last - column), at(out, column)
+        b, s = at(w, column * w_stride), at(scale, column)
+        if widens:
+            for row in range(width):
+                for i in range(length):
+                    put(wide, row * length + i, get(b, row * w_stride + i))
+            _many_rows(x, x_stride, wide, length, s, o, out_stride, many, width, length, p)
+        else:
+            _many_rows(x, x_stride, b, w_stride, s, o, out_stride, many, width, length, p)
     a = at(x, many * x_stride)
     for column in range(first, last, COLUMNS):
         width = min(COLUMNS, last - column)
         o = at(out, many * out_stride + column)
         b, s = at(w, column * w_stride), at(scale, column)
         multiply_rows(a, x_stride, b, w_stride, s, o, out_stride, rows - many, width, length, p)
-    keep(partial)
+    keep(memory)
 
 
 @compiled
@@ -156,7 +162,7 @@ def _multiply(args, kinds, first, last):  # type: ignore[no-untyped-def]
     """Columns `[first, last)`; the kinds are those of the weight and of the output."""
     a = numbers(args, INDEX)
     x, w, scale, out = numbers(a[0], ZERO), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
-    _product(x, a[4], w, a[5], scale, out, a[6], a[7], a[8], first, last)
+    _product(x, a[4], w, a[5], scale, out, a[6], a[7], a[8], a[9], first, last)
 
 
 @compiled
@@ -211,4 +217,5 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
         x = wide
     addresses = x.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
     strides = x.stride(0), weight.stride(0), output.stride(0)
-    run(_multiply, kinds, (*addresses, *strides, rows, inner), outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)
+    numbers_of_product = (*addresses, *strides, rows, inner, int(weight.dtype == torch.bfloat16))
+    run(_multiply, kinds, numbers_of_product, outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)

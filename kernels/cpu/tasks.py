@@ -12,8 +12,9 @@ import os
 import struct
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import pairwise
@@ -49,6 +50,32 @@ recorder: ContextVar[Callable[[Task], None] | None] = ContextVar("recorder", def
 """Is called with every task that is run in its context."""
 
 
+_threads: ContextVar[int | None] = ContextVar("threads", default=None)
+
+
+def num_threads() -> int:
+    """The threads that compiled operations are shared among: as many as torch uses, or used before
+    `torch_on_one_thread`."""
+    return _threads.get() or torch.get_num_threads()
+
+
+@contextmanager
+def torch_on_one_thread() -> Iterator[None]:
+    """Torch's own operations are computed by this thread alone; compiled ones have their threads.
+
+    For small operations between compiled ones: after one on several threads those of OpenMP look for the next one for
+    about ten milliseconds, and take the cores on which compiled operations have theirs.
+    """
+    before, count = _threads.get(), torch.get_num_threads()
+    try:
+        _threads.set(before or count)
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(count)
+        _threads.set(before)
+
+
 def run(function: Any, kind: Any, numbers: Sequence[int], count: int, multiple: int, most: int) -> None:
     """Run a task; the arguments are those of `Task`."""
     tell = recorder.get()
@@ -56,7 +83,7 @@ def run(function: Any, kind: Any, numbers: Sequence[int], count: int, multiple: 
         tell(Task(function, kind, tuple(numbers), count, multiple, most))
     args = array("q", numbers)
     address = args.buffer_info()[0]
-    threads = min(torch.get_num_threads(), -(-count // multiple), most)
+    threads = min(num_threads(), -(-count // multiple), most)
     if threads <= 1:
         function(address, kind, 0, count)
         return

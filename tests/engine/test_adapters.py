@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from hybrid import (
@@ -27,31 +26,7 @@ from hybrid.speculation.config import SpeculationConfig
 from support.checkpoints import random_model, text_config
 from support.drafters import following
 from support.engines import GRID, answer, assert_nothing_held, greedy, run_to_end
-
-TARGETS = [
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "in_proj_qkv",
-    "in_proj_z",
-    "in_proj_a",
-    "out_proj",
-    "gate_proj",
-    "down_proj",
-]
-
-
-def make_adapter(model: Any, folder: Path, seed: int, targets: Sequence[str] = TARGETS, **settings: Any) -> Path:
-    """A random adapter of PEFT; both of its matrices are far from zero."""
-    torch.manual_seed(seed)
-    config = LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": [*targets], "task_type": "CAUSAL_LM", **settings})
-    adapted = get_peft_model(model, config)
-    for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.15)
-    adapted.save_pretrained(folder)
-    return folder
+from support.peft_adapters import make_adapter
 
 
 @pytest.fixture(scope="module")
