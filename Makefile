@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -73,6 +73,11 @@ sglang: .venv-sglang/.installed .venv-sglang/source  ## the backend inside SGLan
 		&& .venv-sglang/bin/python -m pip install --quiet --no-deps "sglang==$$version" \
 		&& SGLANG_SOURCE=.venv-sglang/source .venv-sglang/bin/python -m pytest -q -rs -p no:cacheprovider tests/sglang \
 		|| exit 1; done
+
+# Half a minute in the environment that `make sglang` has left behind, on the version that is installed there.
+sglang-part:  # what of it needs no trace and no random steps: run by .ci/run where that environment is
+	.venv-sglang/bin/python -m pytest -q -p no:cacheprovider tests/sglang/test_backend.py tests/sglang/test_served.py \
+		-k "not leak and not victims and not balance and (not rust or 24000)"
 
 parity: setup  ## hits do not change results, and logits are those of transformers
 	$(BIN)/hybrid parity

@@ -23,9 +23,6 @@ from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tie
 from hybrid.tree.node import Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
 
-MARGIN = 3.0
-"""A checkpoint is copied if it is likely to save this many times as long as copying it and its pages takes."""
-
 
 class Leaver(NamedTuple):
     """What leaves the device, or a tier: what must be known to offer it to a tier.
@@ -159,11 +156,11 @@ class Departures:
 
     def _worth(self, tier: Tier, group: str, note: Note) -> Worth:
         """What a checkpoint may save: its share, where the pages that it needs have the others. Nothing, if it is not
-        likely to save `MARGIN` times as long as copying all of them takes, which is taken to be that of restoring."""
+        likely to save as much time as copying all of them takes, which is taken to be that of restoring them."""
         num_bytes = self._sizes.checkpoint
         gain = self.gain(note.num_tokens, tier.cost.seconds(num_bytes), tier)
         with_pages = num_bytes + note.num_tokens // self._page_size * self._sizes.page
-        if not self._is_ending and gain * self.chances.probability(group) <= MARGIN * tier.cost.seconds(with_pages):
+        if not self._is_ending and gain * self.chances.probability(group) <= tier.cost.seconds(with_pages):
             return Worth(group, 0.0)
         return Worth(group, gain * num_bytes / max(1, with_pages))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +18,15 @@ from hybrid.tiers.transfer import Transfer
 
 def files(judge: Judge, model: str | Path) -> list[Check]:
     """Prefixes go from one engine to another, by file and in memory, and to a second process."""
-    return [
-        judge.attempt(saved_and_loaded),
-        judge.attempt(prefilled_and_decoded),
-        judge.attempt(in_a_second_process, model),
-        judge.attempt(to_host_memory_and_back),
-        judge.attempt(to_disk_and_back),
-        judge.attempt(restarted, model),
-    ]
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:  # it makes an engine of its own for each
+        return [
+            judge.attempt(saved_and_loaded),
+            judge.attempt(prefilled_and_decoded),
+            judge.attempt(in_a_second_process, model, process),
+            judge.attempt(to_host_memory_and_back),
+            judge.attempt(to_disk_and_back),
+            judge.attempt(restarted, model, process),
+        ]
 
 
 def saved_and_loaded(judge: Judge) -> Check:
@@ -33,13 +34,12 @@ def saved_and_loaded(judge: Judge) -> Check:
     return _saved(judge, "saved and loaded by another engine", _load_and_generate)
 
 
-def in_a_second_process(judge: Judge, model: str | Path) -> Check:
-    """As `saved_and_loaded`, where a process that starts from nothing loads."""
+def in_a_second_process(judge: Judge, model: str | Path, process: Executor) -> Check:
+    """As `saved_and_loaded`, where another process loads, with an engine that it makes from the checkpoint."""
 
     def generate(_: Judge, path: Path, prompts: list[list[int]]) -> tuple[Transfer, list[RequestOutput]]:
         config = judge.engine.cache.config
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            return process.submit(generate_from_file, str(model), config, path, prompts).result()
+        return process.submit(generate_from_file, str(model), config, path, prompts).result()
 
     return _saved(judge, "saved and loaded by a second process", generate)
 
@@ -91,18 +91,17 @@ def to_disk_and_back(judge: Judge) -> Check:
     return check
 
 
-def restarted(judge: Judge, model: str | Path) -> Check:
-    """An engine answers, and is closed. A process that starts from nothing finds what it had in the directory, and
-    answers the prompts and their second turns."""
+def restarted(judge: Judge, model: str | Path, process: Executor) -> Check:
+    """An engine answers, and is closed. One that another process makes from the checkpoint finds what it had in the
+    directory, and answers the prompts and their second turns."""
     with TemporaryDirectory() as folder:
         first = judge.warm(*_few(judge), host="1MiB", directory=Path(folder) / "cache")
         prompts = [judge.ids(4 * judge.grid + 9 + number) for number in range(3)]
         turns = [first.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
         second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
         first.close()
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            later = process.submit(generate_after_restart, str(model), first.cache.config, prompts + second)
-            outputs, stats = later.result()
+        later = process.submit(generate_after_restart, str(model), first.cache.config, prompts + second)
+        outputs, stats = later.result()
     hits = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
     return judge.check(
         "restarted: a second process with the directory",

@@ -95,6 +95,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         self._is_classic = self._policy_name in CLASSIC
         self.is_choosy: bool = self.options.admission and not self._is_classic
         self._prices = prices_of(params)
+        self._is_apart = params.token_to_kv_pool_allocator.mamba_full_cache_donor() is None
         self._grid: int = mamba_checkpoint_grid(self.page_size)
         self._handles_from = count(1)
         self.reset()
@@ -105,6 +106,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             opaque=True,
             checkpoint_step=self.page_size * WORDS,
             whole_edges=self._is_classic,
+            apart=self._is_apart,
         )
         self.tree: Tree = Tree(
             self.page_size * WORDS,
@@ -146,13 +148,9 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             branching_len = known if self.options.ghost_branches else None
         else:
             found, branching_len = self.tree.peek(key, limit), None
-        if self._is_classic and found.deepest is not None and found.num_page_tokens < found.deepest.end:
-            self._split(found)
+        if self._is_classic:
+            self.tree.cut_match(found)  # as SGLang does
         return self._result(found, branching_len)
-
-    def _split(self, found: Match) -> None:
-        """Cut the edge in which a match ends, as SGLang does: each part is evicted as a whole."""
-        self.tree.unlock(self.tree.lock_match(found))
 
     def _result(self, found: Match, known: int | None) -> Any:
         handle = self._handles.of(found.checkpoint)

@@ -97,7 +97,7 @@ class HostTier:
         self._pages: dict[bytes, Contents] = {}
         self._checkpoints: dict[bytes, Kept] = {}
         self._order: list[Kept] = []
-        self._passed: dict[bytes, None] = {}  # checkpoints whose pages alone are left, the next to be evicted first
+        self._passed: dict[bytes, None] = {}  # checkpoints whose pages alone are left, oldest first
         self._needs = Needs()
         self._random = Random(0)
 

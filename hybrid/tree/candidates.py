@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import attrgetter
@@ -20,6 +21,7 @@ import numpy as np
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy, PolicyWarning
+from hybrid.tree.pools import INTEGERS, Pools
 from hybrid.tree.queues import AgingQueue, OrderedQueue, Queue, SampledQueue
 from hybrid.units import Prices
 
@@ -32,6 +34,12 @@ recency: Callable[[Node], float] = attrgetter("usage.last_used")
 """The rank of a node for LRU, without the facts about it."""
 
 
+def page_recency(node: Node) -> float:
+    """The same for pages that are evicted as a whole edge: what was below them counts too, though it has gone."""
+    usage = node.usage
+    return max(usage.last_used, usage.pages_used, usage.cut_at)
+
+
 class Candidates:
     """What a tree can evict, in the order of a policy.
 
@@ -40,6 +48,13 @@ class Candidates:
     first, oldest first. A policy that raises, or whose rank is not a number, is dismissed: a `PolicyWarning` says why,
     and LRU takes over.
 
+    Args:
+        policy: ranks the candidates.
+        prices: bytes of a page and of a checkpoint.
+        seed: of the random samples.
+        pools: whether pages and checkpoints are in memories of their own: then what is evicted of one is ranked by what
+            it would free of that one; and whether edges are evicted as a whole.
+
     Attributes:
         failure: why the policy was dismissed; None while it is in use.
         now: number of requests so far.
@@ -47,11 +62,14 @@ class Candidates:
         reports_evictions: `evicting` does something.
     """
 
-    def __init__(self, policy: Policy, prices: Prices, seed: int) -> None:
+    def __init__(self, policy: Policy, prices: Prices, seed: int, pools: Pools = INTEGERS) -> None:
         self.failure: str | None = None
         self.now: int = 0
         self._prices = prices
+        self._checkpoint_prices = replace(prices, page=0) if pools.apart else prices
+        self._leaf_prices = replace(prices, checkpoint=0) if pools.apart else prices
         self._rng = Random(seed)
+        self._recency_of_pages = page_recency if pools.whole_edges else recency
         self._install(policy)
 
     def _install(self, policy: Policy) -> None:
@@ -67,25 +85,28 @@ class Candidates:
         self._entered = overridden(policy.entered, Policy.entered)
         self._changed = overridden(policy.changed, Policy.changed)
         order = policy.order
-        self._checkpoints = self._queue(order, is_evictable_checkpoint)
-        self._leaves = self._queue(order, is_evictable_leaf)
+        self._checkpoints = self._queue(order, is_evictable_checkpoint, self._checkpoint_prices)
+        self._leaves = self._queue(order, is_evictable_leaf, self._leaf_prices)
         self._samples = order is None
         self._rises = order == "rising"
         self._weighs = isinstance(policy, AgingPolicy)
         self.follows_changes: bool = self._weighs or self._changed is not None
-        rank = recency if self._samples else self._rank_of(policy)
+        rank = recency if self._samples else self._rank_of(policy, is_evictable_tail)
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
-    def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool]) -> Queue:
+    def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool], prices: Prices) -> Queue:
         policy = self._policy
         if isinstance(policy, AgingPolicy):
-            return AgingQueue(partial(self._weigh, policy), partial(self._ranks, policy), is_candidate, self._rng)
+            weigh, ranks = partial(self._weigh, policy, prices), partial(self._ranks, policy)
+            return AgingQueue(weigh, ranks, is_candidate, self._rng)
         if order is None:
-            return SampledQueue(self._rank, is_candidate, self._rng)
-        return OrderedQueue(self._rank_of(policy), is_candidate, falls=order == "any")
+            return SampledQueue(partial(self._rank, prices), is_candidate, self._rng)
+        return OrderedQueue(self._rank_of(policy, is_candidate), is_candidate, falls=order == "any")
 
-    def _rank_of(self, policy: Policy) -> Callable[[Node], float]:
-        return recency if type(policy) is LeastRecentlyUsed else self._rank
+    def _rank_of(self, policy: Policy, is_candidate: Callable[[Node], bool]) -> Callable[[Node], float]:
+        if type(policy) is not LeastRecentlyUsed:
+            return partial(self._rank, self._prices)
+        return recency if is_candidate is is_evictable_checkpoint else self._recency_of_pages
 
     @property
     def num_entries(self) -> tuple[int, int, int]:
@@ -246,14 +267,14 @@ class Candidates:
         least = self._checkpoints.peek()
         if least is None:
             return True
-        freed = self._prices.checkpoint + num_pages * self._prices.page
+        freed = self._checkpoint_prices.checkpoint + num_pages * self._checkpoint_prices.page
         facts = Facts.without_node(usage, self.now, num_tokens, tokens_saved, freed, has_below=num_pages == 0)
         if self._changed is not None:
             self._report("changed", self._changed, facts)
         return self._value(facts) >= least[0]
 
-    def _rank(self, node: Node) -> float:
-        return self._value(Facts(node, self.now, self._prices))
+    def _rank(self, prices: Prices, node: Node) -> float:
+        return self._value(Facts(node, self.now, prices))
 
     def _value(self, facts: Facts) -> float:
         if self.failure is not None:
@@ -268,10 +289,10 @@ class Candidates:
         self._dismiss(reason)
         return facts.last_used
 
-    def _weigh(self, policy: AgingPolicy, node: Node) -> tuple[int, float]:
+    def _weigh(self, policy: AgingPolicy, prices: Prices, node: Node) -> tuple[int, float]:
         if self.failure is None:
             try:
-                group, weight = policy.weigh(Facts(node, self.now, self._prices))
+                group, weight = policy.weigh(Facts(node, self.now, prices))
                 if not math.isnan(weight):
                     return group, weight
                 reason = "a weight is NaN"

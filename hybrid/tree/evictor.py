@@ -104,6 +104,9 @@ class Evictor:
             self._drop_checkpoint(node, released)
             self._remember(node, 0)
             parent = self._forest.remove(node, released.pages)
+            if self._whole_edges:
+                usage, gone = parent.usage, node.usage
+                usage.pages_used = max(usage.pages_used, gone.last_used, gone.pages_used)
             if parent.children:
                 if len(parent.children) == 1:
                     self._candidates.reweigh_below(parent)

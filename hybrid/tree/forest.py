@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from hybrid.key import TOKEN_BYTES
 from hybrid.tree.cover import Cover
-from hybrid.tree.node import DIGEST_BYTES, Kind, Node, NodeUsage, Root, Run, end_of
+from hybrid.tree.node import Kind, Node, NodeUsage, Root, Run, end_of
 from hybrid.tree.pools import INTEGERS, PageValues, Pools, SlotValue
 
 
@@ -164,7 +164,7 @@ class Forest:
         return parent
 
     def _forget_digests(self, run: Run, num_tokens: int) -> None:
-        del run.digests[(num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES :]
+        del run.digests[num_tokens // self._grid - run.start // self._grid :]
 
     # Checkpoints
 
@@ -198,4 +198,4 @@ class Forest:
 
 def pages_usage(usage: NodeUsage) -> NodeUsage:
     """The usage of a part of a node that has no checkpoint of its own."""
-    return NodeUsage(usage.created, usage.last_used, 0, Kind.PAGES, usage.used_at)
+    return NodeUsage(usage.created, usage.last_used, 0, Kind.PAGES, usage.used_at, pages_used=usage.pages_used)

@@ -5,30 +5,80 @@ seen: the position where a request leaves it is then known as a branching point 
 are there or not, and a miss is known to be an eviction and not a first sight. Where a checkpoint was, the ghost keeps
 its usage, so that a policy that learns gets to know of the hits that the eviction prevented.
 
-The hash of a prefix is a chain of BLAKE2b digests over blocks of the grid: the same in every process. Evicted blocks
-are hashed when the ghosts are next looked up, so that eviction itself does not wait for it. A run of nodes keeps the
-digests of the blocks that end inside it once they have been needed.
+The hash of a prefix is a polynomial in the hashes of its blocks of the grid, which are sums of products, computed for
+many blocks at once: a fixed function, the same in every process. Prefixes could be made that have one hash; what is
+cached is found by comparing tokens, so that no hit is wrong for it. Evicted blocks are hashed when the ghosts are next
+looked up, so that eviction itself does not wait for it. A run of nodes keeps the hashes of the blocks that end inside
+it once they have been needed.
 """
 
 from __future__ import annotations
 
+from array import array
 from hashlib import blake2b
 
+import numpy as np
+
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.tree.node import DIGEST_BYTES, Node, NodeUsage, Root, Run
+from hybrid.tree.node import Node, NodeUsage, Root, Run
 
 MAX_UNHASHED = 1 << 23
 """Bytes of evicted token ids that may wait to be hashed."""
 
+STEP = 0x9E3779B97F4A7C15
+"""What the hash of a prefix is multiplied with for each block that follows: odd."""
 
-def of_namespace(namespace: str) -> bytes:
-    """The digest of the empty prefix of a namespace."""
-    return blake2b(namespace.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+AT_ONCE = 16
+"""Blocks of a prompt that are hashed to find out whether more of it was ever known."""
 
 
-def of_block(before: bytes, ids: bytes) -> bytes:
-    """The digest of a prefix whose last block is `ids`, after a prefix whose digest is `before`."""
-    return blake2b(ids, digest_size=DIGEST_BYTES, salt=before).digest()
+Hashes = np.ndarray[tuple[int], np.dtype[np.uint64]]
+
+
+def of_namespace(namespace: str) -> int:
+    """The hash of the empty prefix of a namespace."""
+    return int.from_bytes(blake2b(namespace.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
+
+
+class BlockHash:
+    """Hashes of prefixes, from their blocks of token ids.
+
+    Args:
+        block: bytes of a block.
+    """
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self._type = np.dtype(np.uint32 if block % 8 else np.uint64)
+        lanes = block // self._type.itemsize
+        drawn = b"".join(blake2b(at.to_bytes(8, "little")).digest() for at in range(lanes // 8 + 1))
+        self._factors = np.frombuffer(drawn, "<u8")[:lanes] | np.uint64(1)
+        self._powers = self._inverses = np.zeros(0, np.uint64)  # of STEP, from the first on
+
+    def blocks(self, ids: bytes) -> Hashes:
+        """The hash of each block by itself; less than a block at the end is left out."""
+        count, width = len(ids) // self._block, len(self._factors)
+        lanes = np.frombuffer(ids, self._type, count * width).reshape(count, width)
+        hashes: Hashes = lanes.astype(np.uint64, copy=False) @ self._factors
+        return hashes
+
+    def chain(self, before: int, blocks: Hashes) -> list[int]:
+        """The hashes of the prefixes that continue one with the hash `before` by the first of some blocks, the first
+        two, and so on.
+
+        Each is `STEP` times the one before, plus the block's own and 1: here for all of them in sums.
+        """
+        count = len(blocks)
+        if count > len(self._powers):
+            self._powers, self._inverses = powers(STEP, 2 * count), powers(pow(STEP, -1, 1 << 64), 2 * count)
+        sums = np.cumsum((blocks + np.uint64(1)) * self._inverses[:count]) + np.uint64(before)
+        hashes: list[int] = (sums * self._powers[:count]).tolist()
+        return hashes
+
+
+def powers(of: int, count: int) -> Hashes:
+    """The first powers of a number, modulo 2**64."""
+    return np.cumprod(np.full(count, of, np.uint64), dtype=np.uint64)
 
 
 class Ghosts:
@@ -43,11 +93,12 @@ class Ghosts:
         self.limit: int = limit
         self._grid = grid
         self._block = grid * TOKEN_BYTES
+        self._hashes = BlockHash(self._block)
         self._half = max(1, limit // 2)
-        self._young: dict[bytes, NodeUsage | None] = {}
-        self._old: dict[bytes, NodeUsage | None] = {}
-        # The digest before the first block and ids, or None and digests; the usage of a checkpoint lost at the end.
-        self._evicted: list[tuple[bytes | None, bytes, NodeUsage | None]] = []
+        self._young: dict[int, NodeUsage | None] = {}
+        self._old: dict[int, NodeUsage | None] = {}
+        # The hash before the first block and ids, or hashes; the usage of a checkpoint lost at the end.
+        self._evicted: list[tuple[int, bytes | array[int], NodeUsage | None]] = []
         self._num_unhashed = 0
 
     def __len__(self) -> int:
@@ -64,10 +115,10 @@ class Ghosts:
         if leaf.end // grid == block:
             return  # no block ends there
         lost = leaf.usage if leaf.lost_checkpoint and not leaf.end % grid else None
-        kept = (block - run.start // grid) * DIGEST_BYTES  # digests of the run that stay
+        kept = block - run.start // grid  # hashes of the run that stay
         if len(run.digests) > kept:
             self._digest(run, leaf.end)
-            self._evicted.append((None, bytes(run.digests[kept:]), lost))
+            self._evicted.append((0, run.digests[kept:], lost))
         else:
             ids = ids_between(run, block * grid, leaf.end)
             self._evicted.append((self._digest(run, block * grid), ids, lost))
@@ -93,58 +144,67 @@ class Ghosts:
         if not self.limit or start * TOKEN_BYTES + block > end:
             return num_tokens, []
         self._hash()
-        young, old = self._young, self._old
-        if not young and not old:
+        if not self._young and not self._old:
             return num_tokens, []
         digest = self._digest(node.run, start) if node is not None else of_namespace(key.namespace)
-        start *= TOKEN_BYTES
         gone: list[tuple[NodeUsage, int]] = []
-        while start + block <= end:
-            digest = of_block(digest, ids[start : start + block])
-            if digest not in young and digest not in old:
-                break
-            start += block
-            known = start // TOKEN_BYTES
-            usage = young[digest] if digest in young else old[digest]
+        for usage in self._known(digest, ids[start * TOKEN_BYTES : end]):
+            start += self._grid
+            known = start
             if usage is not None:
                 gone.append((usage, known))
         return known, gone
+
+    def _known(self, before: int, ids: bytes) -> list[NodeUsage | None]:
+        """What is remembered of each block of `ids`, after a prefix with a hash, up to the first that is not known."""
+        young, old, known, start = self._young, self._old, list[NodeUsage | None](), 0
+        for stop in (AT_ONCE * self._block, len(ids)):
+            hashes = self._hashes.chain(before, self._hashes.blocks(ids[start:stop]))
+            for digest in hashes:
+                if digest in young:
+                    known.append(young[digest])
+                elif digest in old:
+                    known.append(old[digest])
+                else:
+                    return known
+            if stop >= len(ids):
+                break
+            before, start = hashes[-1], stop
+        return known
 
     def _hash(self) -> None:
         """Enter what was evicted since the last call."""
         if not self._evicted:
             return
         evicted, self._evicted, self._num_unhashed = self._evicted, [], 0
+        whole = [ids[: len(ids) - len(ids) % self._block] for _, ids, _ in evicted if not isinstance(ids, array)]
+        blocks, start = self._hashes.blocks(b"".join(whole)), 0
         for before, ids, lost in evicted:
-            digests = ids if before is None else self._digests_after(before, ids)
-            for end in range(DIGEST_BYTES, len(digests) + 1, DIGEST_BYTES):
-                self._young[digests[end - DIGEST_BYTES : end]] = None
+            if isinstance(ids, array):
+                digests = ids.tolist()
+            else:
+                stop = start + len(ids) // self._block
+                digests, start = self._hashes.chain(before, blocks[start:stop]), stop
+            for first in range(0, len(digests), self._half):
+                self._young.update(dict.fromkeys(digests[first : first + self._half]))
                 if len(self._young) > self._half:
                     self._old, self._young = self._young, {}
             if lost is not None:
-                self._young[digests[-DIGEST_BYTES:]] = lost
+                self._young[digests[-1]] = lost
 
-    def _digests_after(self, digest: bytes, ids: bytes) -> bytes:
-        """The digests at the end of each block of `ids`, which follow a prefix whose digest is given."""
-        block, digests = self._block, []
-        for start in range(0, len(ids) - block + 1, block):
-            digest = of_block(digest, ids[start : start + block])
-            digests.append(digest)
-        return b"".join(digests)
-
-    def _digest(self, run: Run, num_tokens: int) -> bytes:
-        """The digest of the first `num_tokens` tokens, a multiple of the grid, of the path to a run and in it. The runs
-        keep the digests on the way."""
+    def _digest(self, run: Run, num_tokens: int) -> int:
+        """The hash of the first `num_tokens` tokens, a multiple of the grid, of the path to a run and in it. The runs
+        keep the hashes on the way."""
         incomplete = []
         while True:
-            wanted = (num_tokens // self._grid - run.start // self._grid) * DIGEST_BYTES
+            wanted = num_tokens // self._grid - run.start // self._grid
             if wanted > 0:
                 if wanted <= len(run.digests):
-                    digest = bytes(run.digests[wanted - DIGEST_BYTES : wanted])
+                    digest = run.digests[wanted - 1]
                     break
                 incomplete.append((run, wanted))
                 if run.digests:
-                    digest = bytes(run.digests[-DIGEST_BYTES:])
+                    digest = run.digests[-1]
                     break
             if num_tokens > run.start:
                 num_tokens = run.start
@@ -156,10 +216,9 @@ class Ghosts:
             run = above.run
         for run, wanted in reversed(incomplete):
             first = run.start // self._grid
-            start, end = first + len(run.digests) // DIGEST_BYTES, first + wanted // DIGEST_BYTES
-            ids = ids_between(run, start * self._grid, end * self._grid)
-            run.digests += self._digests_after(digest, ids)
-            digest = bytes(run.digests[-DIGEST_BYTES:])
+            ids = ids_between(run, (first + len(run.digests)) * self._grid, (first + wanted) * self._grid)
+            run.digests.extend(self._hashes.chain(digest, self._hashes.blocks(ids)))
+            digest = run.digests[-1]
         return digest
 
 

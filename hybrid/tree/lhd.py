@@ -137,6 +137,7 @@ class LearnedHitDensity(AgingPolicy):
         self._cohorts = Cohorts(EDGES[:BINS])
         self._groups: dict[Class, int] = {(): ANY, ("spare",): SPARE}
         self._parents = [ANY, ANY]
+        self._levels: list[list[int]] = [[] for _ in CLASS_SIZES]
         self._hits = np.zeros((2, BINS))
         self._exposure = np.zeros((2, BINS))
         self._densities = np.ones((2, BINS))
@@ -266,6 +267,7 @@ class LearnedHitDensity(AgingPolicy):
             parent = self._group(of[:-1]) if len(of) > 2 else ANY
             group = self._groups[of] = len(self._groups)
             self._parents.append(parent)
+            self._levels[len(of) - CLASS_SIZES[0]].append(group)
             row = np.zeros((1, BINS))
             self._hits, self._exposure = np.concatenate([self._hits, row]), np.concatenate([self._exposure, row])
             self._densities = np.concatenate([self._densities, self._densities[parent : parent + 1]])
@@ -277,18 +279,16 @@ class LearnedHitDensity(AgingPolicy):
         self._fitted_at = self._now
         np.maximum(self._exposure, 0, out=self._exposure)  # sums and differences, which round
         hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)
-        levels = [np.array([at for of, at in self._groups.items() if len(of) == length]) for length in CLASS_SIZES]
+        levels = [np.array(level) for level in self._levels if level]
         for level in reversed(levels[1:]):
-            if len(level):
-                np.add.at(hits, parents[level], hits[level])
-                np.add.at(exposure, parents[level], exposure[level])
+            np.add.at(hits, parents[level], hits[level])
+            np.add.at(exposure, parents[level], exposure[level])
         self._hits *= FADING
         self._exposure *= FADING
         hazards = np.empty_like(hits)
         hazards[[ANY, SPARE]] = 1 / (_MIDDLES + 10)
         for level in levels:
-            if len(level):
-                hazards[level] = refined(hazards[parents[level]], hits[level], exposure[level])
+            hazards[level] = refined(hazards[parents[level]], hits[level], exposure[level])
         self._densities = density(hazards)
         self._densities[SPARE] = 1.0
 
@@ -323,14 +323,15 @@ def density(hazards: Array) -> Array:
 
     Within a bin the hazard is constant, so that both integrals have a closed form; one pass from the last bin back.
     """
-    rates = hazards + DISCOUNT
-    stays = np.exp(-rates * _WIDTHS)
+    by_bin = hazards.T.copy()
+    rates = by_bin + DISCOUNT
+    stays = np.exp(-rates * _WIDTHS[:, None])
     spent = (1 - stays) / rates
-    gained = spent * hazards
-    densities = np.empty_like(hazards)
+    gained = spent * by_bin
+    densities = np.empty_like(by_bin)
     hits = time = np.zeros(len(hazards))
     for at in range(BINS - 1, -1, -1):
-        hits = gained[:, at] + stays[:, at] * hits
-        time = spent[:, at] + stays[:, at] * time
-        densities[:, at] = hits / time
-    return densities
+        hits = gained[at] + stays[at] * hits
+        time = spent[at] + stays[at] * time
+        np.divide(hits, time, out=densities[at])
+    return np.ascontiguousarray(densities.T)

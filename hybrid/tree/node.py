@@ -57,6 +57,9 @@ class NodeUsage:
         priorities: those of its namespace; None: it is compared with no other.
         turn: number of turn ends before it on its path.
         notes: the policy's own data.
+        pages_used: tick of the last use of a node below it that has gone, and with which its pages were used too; 0 if
+            there was none. Kept where edges are evicted as a whole, as `cut_at` is.
+        cut_at: tick at which its edge was cut; 0 if it was not.
     """
 
     created: int
@@ -69,6 +72,8 @@ class NodeUsage:
     turn: int = 0
     notes: Any = None
     priorities: Priorities | None = None
+    pages_used: int = 0
+    cut_at: int = 0
 
     def raise_priority(self, priority: int) -> None:
         """A request gives the checkpoint a priority."""
@@ -76,9 +81,6 @@ class NodeUsage:
         if self.priorities is not None:
             self.priorities.highest = max(self.priorities.highest, priority)
 
-
-DIGEST_BYTES = 8
-"""Size of the hash of a prefix."""
 
 NAME_BYTES = 16
 """Size of the name of a prefix, which is unique where memories are shared."""
@@ -112,7 +114,7 @@ class Run:
         self.pages: PageValues = pages
         self.nodes: list[Node] = []
         self.stored: list[Node] = []
-        self.digests: bytearray = bytearray()
+        self.digests: array[int] = array("Q")
         self.names: bytearray = bytearray()
         self.joined: Run | None = None
 
@@ -132,7 +134,7 @@ class Run:
         try:
             if num_names == len(self.pages) * NAME_BYTES:
                 self.names += below.names
-            if num_digests == (below.start // grid - self.start // grid) * DIGEST_BYTES:
+            if num_digests == below.start // grid - self.start // grid:
                 self.digests += below.digests
             self.append(below.ids, below.pages)
         except BaseException:

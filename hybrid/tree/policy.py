@@ -46,7 +46,8 @@ class Facts:
             checkpoint that no request has used yet.
         num_tokens: number of tokens from the start of the prompt to the checkpoint.
         tokens_saved: tokens that would be computed again without it: those since the nearest checkpoint above it.
-        bytes_freed: bytes that its eviction would free: its state, and the pages that nothing else needs.
+        bytes_freed: bytes that its eviction would free: its state, and the pages that nothing else needs. Where states
+            and pages have memories of their own, of the memory that is short alone.
         has_below: other nodes or running requests continue from it.
         is_live: the checkpoint is in the cache. Only policies with an `order` rank pages without a checkpoint; for
             other policies such pages are evicted first, because they save no computation.
@@ -153,11 +154,11 @@ class Facts:
             return self._bytes_freed
         if node.slot is not None:
             total = self._prices.checkpoint
-        top = node.parent
-        if top is not None and not node.children and not node.page_locks:
+        top, page = node.parent, self._prices.page
+        if page and top is not None and not node.children and not node.page_locks:
             while top.parent is not None and top.slot is None and len(top.children) == 1 and not top.page_locks:
                 top = top.parent  # a tombstone that nothing else needs is evicted with it
-            total += (node.end - top.end) // node.run.page_size * self._prices.page
+            total += (node.end - top.end) // node.run.page_size * page
         return total
 
     @property

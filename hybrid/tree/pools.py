@@ -121,12 +121,15 @@ class Pools:
         whole_edges: edges stay as they were inserted and split, and a leaf's edge is evicted as a whole, with its
             checkpoint. What is above it stays, as a leaf. False: edges are joined where nothing needs the cut, a leaf's
             pages are evicted from its end, stay when its checkpoint goes, and take childless tombstones along.
+        apart: pages and checkpoints are in memories of their own: what is evicted is what saves least for what it frees
+            of the memory that is short. False: of one memory for both.
         leaving: sees what is about to be evicted; None: nothing does.
     """
 
     opaque: bool = False
     checkpoint_step: int | None = None
     whole_edges: bool = False
+    apart: bool = False
     leaving: Leaving | None = None
 
     def collect(self, values: Sequence[int] | Any = ()) -> PageValues:

@@ -92,7 +92,7 @@ class Tree:
         self.page_size = page_size
         self.grid = grid
         self.ghosts: Ghosts = Ghosts(grid, max_ghosts)
-        self.candidates: Candidates = Candidates(policy, prices, seed)
+        self.candidates: Candidates = Candidates(policy, prices, seed, pools)
         self._page_bytes = page_size * TOKEN_BYTES
         self._ticks = count(1)
         self._priority_cap = priority_cap
@@ -263,6 +263,7 @@ class Tree:
         """
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
         end, forest = num_tokens * TOKEN_BYTES, self.forest
+        cut_tick = next(self._ticks) if self._pools.whole_edges else 0
         tick, now = next(self._ticks), self.candidates.now
         root = forest.roots.get(key.namespace)
         if root is None:
@@ -276,7 +277,7 @@ class Tree:
         lower = node if num_existing < node.end else None
         try:
             if lower is not None:
-                node = forest.split(lower, num_existing)
+                node = self._cut(lower, num_existing, cut_tick)
             if is_new:
                 own_pages = pages[offset // self._page_bytes :] if offset else pages
                 node = self._grow(node, key.ids[offset:end], own_pages, usage, below)
@@ -296,6 +297,13 @@ class Tree:
             raise
         self.candidates.enter(node, adopted or is_new or past is not None)
         return Inserted(node, num_existing, adopted)
+
+    def _cut(self, lower: Node, num_tokens: int, tick: int) -> Node:
+        """Cut an edge, and return its upper part. Where each part is evicted as a whole, neither is evicted soon."""
+        upper = self.forest.split(lower, num_tokens)
+        if self._pools.whole_edges:
+            upper.usage.cut_at = lower.usage.cut_at = tick
+        return upper
 
     def _grow(self, node: Node, ids: bytes, pages: PageValues, usage: NodeUsage, below: Node | None) -> Node:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
@@ -400,6 +408,12 @@ class Tree:
     def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
         """Protect the pages from the root to the node's end, or to a position inside its edge (`Locks.lock_pages`)."""
         return self.locks.lock_pages(node, num_tokens)
+
+    def cut_match(self, match: Match) -> None:
+        """Cut the edge in which a match ends, if it ends in one: from then on each part is evicted as a whole."""
+        node = match.deepest
+        if node is not None and match.num_page_tokens < node.end:
+            self._cut(node, match.num_page_tokens, next(self._ticks))
 
     # Evicting
 

@@ -23,8 +23,11 @@ SIZES = [(200_000, 20), (200_000, 60), (24_000, 200), (16_000, 40)]
 """Tokens and states: states are short, KV is short, both are."""
 
 
-def conversations(seed: int, number: int) -> list[Request]:
-    """Requests, input and output, and the length of the input: turns of conversations on a few system prompts."""
+def conversations(seed: int, number: int, rewritten: bool = False) -> list[Request]:
+    """Requests, input and output, and the length of the input: turns of conversations on a few system prompts.
+
+    Those that are rewritten lose something from their middle now and then.
+    """
     rng = random.Random(seed)
 
     def ids(most: int, least: int = 5) -> list[int]:
@@ -36,6 +39,9 @@ def conversations(seed: int, number: int) -> list[Request]:
             one = rng.choice(open_ones[-12:])
         else:
             open_ones.append(one := [*rng.choice(systems)])
+        if rewritten and rng.random() < 0.4:
+            start = rng.randrange(len(one))
+            del one[start : start + 300]
         one += ids(400)
         length = len(one)
         one += ids(300)
@@ -43,19 +49,22 @@ def conversations(seed: int, number: int) -> list[Request]:
     return requests
 
 
+@pytest.mark.parametrize("rewritten", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(
     ("page_size", "extra_buffer", "part"),
     [(64, True, 1 << 20), (64, True, 256), (1, True, 1 << 20), (1, False, 1 << 20)],
 )
 def test_with_lru_every_hit_is_that_of_sglangs_rust_core(
-    page_size: int, extra_buffer: bool, part: int, sizes: tuple[int, int]
+    page_size: int, extra_buffer: bool, part: int, sizes: tuple[int, int], rewritten: bool
 ) -> None:
-    """Also where a prompt is computed in parts, and leaves a state after each."""
+    """Also where a prompt is computed in parts, and leaves a state after each; where prompts leave each other inside
+    an edge, what is above edges that were evicted is as recent as they were."""
     hits = []
     for backend in ("rust", "hybrid"):
         served = Served(Setting(backend, "lru", *sizes, page_size, extra_buffer))
-        hits.append([served.serve(*request, part) for request in conversations(1, 150)])
+        requests = conversations(14, 150, rewritten) if rewritten else conversations(1, 150)
+        hits.append([served.serve(*request, part) for request in requests])
         assert served.books() == []
         served.cache.sanity_check()
     assert sum(hits[0]) > 0

@@ -1,4 +1,8 @@
-"""What of `hybrid.sglang` needs no SGLang: keys, options, refusals, the order of requests, and what is imported."""
+"""What of `hybrid.sglang` needs no SGLang: keys, options, refusals, requests and their order, prices, imports.
+
+SGLang's own objects are stood in for by plain attributes where a function only reads them; what SGLang does with its
+objects is tested with SGLang itself, in the other files here.
+"""
 
 import json
 import subprocess
@@ -22,11 +26,15 @@ from hybrid.sglang.indices import IndexPages, between, joined
 from hybrid.sglang.keys import WORDS, key_of_ids, namespace_of
 from hybrid.sglang.order import dfs_weight_order
 from hybrid.sglang.policies import CLASSIC, DEFAULT, NAMES, Options, policy_named
+from hybrid.sglang.prices import prices_of
 from hybrid.sglang.refusals import refusals, refuse
-from hybrid.tree.node import Checkpoint, Node
+from hybrid.sglang.visits import MAX_VISITS, PLAIN, Visits
+from hybrid.tree.lhd import LearnedHitDensity
+from hybrid.tree.node import Checkpoint, Kind, Node, NodeUsage
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.pools import PageParts, Pools
 from hybrid.tree.tree import Tree
+from hybrid.units import Prices
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -231,6 +239,91 @@ def test_requests_come_by_the_weight_of_what_they_share() -> None:
 def test_the_other_files_here_skip_themselves_without_sglang() -> None:
     files = [path for path in Path(__file__).parent.glob("test_*.py") if path.name != Path(__file__).name]
     assert [path.name for path in files if "require_sglang()" not in path.read_text(encoding="utf-8")] == []
+
+
+# Requests that have come
+
+
+class Seen:
+    """A tree of pages of two tokens, and what is known of its requests."""
+
+    def __init__(self, learns: bool = True) -> None:
+        self.tree = Tree(2, 2, LearnedHitDensity())
+        self.visits = Visits(self.tree, learns)
+        self.key = Key.of([1, 1, 2, 2, 3, 3, 4, 4])
+
+    def put(self, end: int, kind: Kind = Kind.TURN_END, turn: int = 0) -> NodeUsage:
+        checkpoint = Checkpoint(end, end, kind, turn=turn)
+        return self.tree.insert(self.key, end, list(range(end // 2)), checkpoint).node.usage
+
+
+def test_a_request_uses_a_state_once_however_often_it_is_looked_for() -> None:
+    seen = Seen()
+    usage = seen.put(4)
+    found = [seen.visits.match("a", seen.key, 8) for _ in range(3)]
+    assert [(match.num_tokens, known) for match, known in found] == [(4, 4)] * 3
+    assert (usage.hits, seen.tree.candidates.now) == (1, 1)
+    seen.visits.match("b", seen.key, 8)
+    assert usage.hits == 2
+    seen.visits.leave("a")
+    seen.visits.match("a", seen.key, 8)
+    assert usage.hits == 3
+
+
+def test_of_too_many_requests_the_first_is_forgotten() -> None:
+    seen = Seen()
+    usage = seen.put(4)
+    for number in range(MAX_VISITS + 1):
+        seen.visits.match(str(number), seen.key, 8)
+    seen.visits.match("1", seen.key, 8)
+    assert usage.hits == MAX_VISITS + 1
+    seen.visits.match("0", seen.key, 8)
+    assert usage.hits == MAX_VISITS + 2
+
+
+def test_a_state_that_was_evicted_is_known_again_by_the_request_that_comes_for_it() -> None:
+    """Its usage goes on, and the request that finds it gone counts as one that would have used it."""
+    seen = Seen()
+    usage = seen.put(4, turn=3)
+    seen.tree.evict_checkpoints(1)
+    match, known = seen.visits.match("a", seen.key, 8)
+    assert (match.num_tokens, known, usage.hits) == (0, 4, 1)
+    again = seen.visits.describe("a", 4, Kind.PROMPT_END)
+    assert again.past is usage
+    assert again.turn == 4  # a turn ended there
+    assert seen.visits.describe("a", 6, Kind.PROMPT_END).past is None
+    assert seen.visits.describe("unknown", 4, Kind.PROMPT_END) == (Kind.PROMPT_END, 0, None)
+
+
+def test_what_is_inserted_is_what_was_announced_for_these_parameters_and_else_what_the_tree_can_tell() -> None:
+    seen, params = Seen(), SimpleNamespace()
+    announced = seen.visits.describe("a", 8, Kind.INTERVAL)
+    seen.visits.expect(params, announced)
+    assert seen.visits.arrival(params, seen.key) is announced
+    assert seen.visits.arrival(params, seen.key).kind is Kind.TURN_END  # once; nothing of it is there
+    seen.visits.expect(params, announced)
+    assert seen.visits.arrival(SimpleNamespace(), seen.key) is not announced
+    seen.put(8)
+    inside = Key.of([1, 1, 2, 2])
+    assert seen.visits.arrival(params, inside).kind is Kind.BRANCH  # all of its pages are there
+
+
+def test_where_nothing_learns_all_states_are_of_one_kind() -> None:
+    seen = Seen(learns=False)
+    assert seen.visits.describe("a", 4, Kind.BRANCH) is PLAIN
+    assert seen.visits.arrival(SimpleNamespace(), seen.key) is PLAIN
+
+
+@pytest.mark.parametrize("kv_bytes", [6400, (3200, 3200)])
+def test_a_page_and_a_state_cost_their_share_of_their_pools(kv_bytes: int | tuple[int, int]) -> None:
+    kv = SimpleNamespace(get_kv_size_bytes=lambda: kv_bytes, size=100)
+    states = SimpleNamespace(get_kv_size_bytes=lambda: 9000, size=9)
+    given = SimpleNamespace(
+        page_size=4,
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kv),
+        req_to_token_pool=SimpleNamespace(mamba_pool=states),
+    )
+    assert prices_of(given) == Prices(page=256, checkpoint=1000)
 
 
 # The check of a server

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from array import array
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -12,6 +13,7 @@ import pytest
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
+from hybrid.tree.ghosts import BlockHash
 from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts, Policy
@@ -290,9 +292,43 @@ def test_a_request_below_checkpoints_that_end_no_turn_has_the_turn_of_the_deepes
     assert tree.recall(Key.of([9]), tree.peek(Key.of([9]), 1), 1).turn == 0
 
 
+@pytest.mark.parametrize("block", [4, 8, 12, 64, 256])
+def test_a_prefix_has_one_hash_however_many_blocks_are_hashed_at_once(block: int) -> None:
+    hashes, ids = BlockHash(block), Random(block).randbytes(100 * block + 3)
+
+    def after(before: int, ids: bytes) -> list[int]:
+        return hashes.chain(before, hashes.blocks(ids))
+
+    at_once = after(7, ids)
+    assert len(set(at_once)) == 100
+    last, one_by_one = 7, []
+    for at in range(0, 100 * block, block):
+        (last,) = after(last, ids[at : at + block])
+        one_by_one.append(last)
+    assert at_once == one_by_one
+    changed = bytearray(ids)
+    changed[50 * block] ^= 1
+    same = [a == b for a, b in zip(at_once, after(7, bytes(changed)), strict=True)]
+    assert same == [True] * 50 + [False] * 50
+
+
+@pytest.mark.parametrize("block", [8, 64, 256])
+def test_blocks_of_few_token_ids_in_any_order_have_hashes_of_their_own(block: int) -> None:
+    """Small ids, of which two or three differ or change places: what token ids are like."""
+    rng, hashes, seen = Random(1), BlockHash(block), set()
+    base = [rng.randrange(4) for _ in range(block // 4)]
+    for _ in range(4000):
+        ids = base[:]
+        for _ in range(rng.randrange(1, 4)):
+            ids[rng.randrange(len(ids))] = rng.randrange(40)
+        rng.shuffle(ids)
+        seen.add(array("i", ids).tobytes())
+    assert len({int(hashes.blocks(ids)[0]) for ids in seen}) == len(seen) > 100
+
+
 HASHES = """
 from hybrid.key import Key
-from hybrid.tree.ghosts import of_block, of_namespace
+from hybrid.tree.ghosts import BlockHash, of_namespace
 from support.caches import TreeCase
 
 case = TreeCase()
@@ -300,7 +336,8 @@ for text in ("abcd*", "abxy*", "pqrs*"):
     case.put(text, "tenant")
 case.tree.evict_all()
 known = [case.tree.ghosts.follow(case.key(text, "tenant"), None, 0, 8) for text in ("abcd", "abxy", "pqrs")]
-print(of_block(of_namespace("tenant"), b"12345678").hex(), [length for length, _ in known])
+hashes = BlockHash(8)
+print(hashes.chain(of_namespace("tenant"), hashes.blocks(b"12345678" * 3)), [length for length, _ in known])
 """
 
 

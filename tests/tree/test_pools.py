@@ -12,8 +12,10 @@ from hybrid.key import Key
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Released
 from hybrid.tree.policies import LeastRecentlyUsed
+from hybrid.tree.policy import Facts, Policy
 from hybrid.tree.pools import PageParts, Pools
 from hybrid.tree.tree import Tree
+from hybrid.units import Prices
 
 
 class Rows:
@@ -151,3 +153,88 @@ def test_a_checkpoint_that_is_offered_again_is_recent() -> None:
     tree.renew(first)
     assert tree.evict_checkpoints(1, Released(PageParts())).slots == ["second"]
     assert first.usage.hits == 0
+
+
+class Sizes(Policy):
+    """Notes what candidates would free."""
+
+    def __init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def rank(self, facts: Facts) -> float:
+        self.seen.add(facts.bytes_freed)
+        return facts.last_used
+
+
+@pytest.mark.parametrize(("apart", "of_states", "of_pages"), [(False, {1020}, {1020}), (True, {1000}, {20})])
+def test_what_is_evicted_of_a_memory_of_its_own_is_ranked_by_what_it_frees_of_that(
+    apart: bool, of_states: set[int], of_pages: set[int]
+) -> None:
+    for evict, expected in (("evict_checkpoints", of_states), ("evict_pages", of_pages)):
+        policy = Sizes()
+        tree = Tree(1, 2, policy, Prices(page=10, checkpoint=1000), pools=Pools(opaque=True, apart=apart))
+        tree.insert(Key.of([1, 2]), 2, Rows([1, 2]), Checkpoint("a", 2))
+        getattr(tree, evict)(1, Released(PageParts()))
+        assert policy.seen == expected
+
+
+# Recency of pages, where edges are evicted as a whole
+
+
+def stored(*paths: list[int]) -> Tree:
+    """A tree with a checkpoint at the end of each path, inserted one after the other."""
+    tree = opaque(whole_edges=True)
+    for path in paths:
+        tree.insert(Key.of(path), len(path), Rows(path), Checkpoint(str(path), len(path)))
+    return tree
+
+
+def pages_in_order(tree: Tree) -> list[list[int]]:
+    """The edges as their pages are evicted."""
+    evicted = []
+    while tree.num_pages:
+        evicted.append(ids_of(tree.evict_pages(1).pages))
+    return evicted
+
+
+def test_pages_are_as_recent_as_what_was_used_below_them() -> None:
+    tree = stored([1, 2], [1, 2, 3, 4], [5, 6])
+    tree.match(Key.of([1, 2, 3, 4]), 4)  # goes through [1, 2] and does not use its checkpoint
+    assert pages_in_order(tree) == [[5, 6], [3, 4], [1, 2]]
+
+
+def test_so_they_are_when_several_were_below_them_and_have_gone_in_any_order() -> None:
+    tree = stored([1, 2], [1, 2, 3, 4], [1, 2, 5, 6], [7, 8], [1, 2, 9, 9])
+    tree.match(Key.of([1, 2, 3, 4]), 4)
+    tree.insert(Key.of([0, 0]), 2, Rows([0, 0]), Checkpoint("last", 2))
+    assert pages_in_order(tree) == [[5, 6], [7, 8], [9, 9], [3, 4], [1, 2], [0, 0]]
+
+
+def test_a_checkpoint_is_not_more_recent_for_what_was_used_below_it() -> None:
+    tree = stored([1, 2], [1, 2, 3, 4], [5, 6])
+    tree.match(Key.of([1, 2, 3, 4]), 4)
+    assert tree.evict_checkpoints(1, Released(PageParts())).slots == [str([1, 2])]
+
+
+def test_both_parts_of_an_edge_that_was_cut_are_recent_and_what_is_above_them_is_not() -> None:
+    tree = stored([1, 2], [1, 2, 3, 4, 5, 6], [7, 8])
+    tree.cut_match(tree.peek(Key.of([1, 2, 3, 4, 0, 0]), 6))
+    other = tree.peek(Key.of([7, 8]), 2)
+    lock = tree.lock_match(other)
+    assert [ids_of(tree.evict_pages(1).pages) for _ in range(2)] == [[5, 6], [3, 4]]
+    tree.unlock(lock)
+    assert pages_in_order(tree) == [[1, 2], [7, 8]]
+    tree = stored([1, 2], [1, 2, 3, 4, 5, 6], [7, 8])
+    tree.cut_match(tree.peek(Key.of([1, 2, 3, 4, 0, 0]), 6))
+    assert pages_in_order(tree) == [[7, 8], [5, 6], [3, 4], [1, 2]]
+    tree = stored([1, 2], [1, 2, 3, 4, 5, 6], [7, 8], [9, 9])
+    tree.insert(Key.of([1, 2, 3, 4, 0, 0]), 6, Rows([1, 2, 3, 4, 0, 0]), Checkpoint("cut", 6))
+    tree.match(Key.of([7, 8]), 2)
+    assert pages_in_order(tree) == [[9, 9], [5, 6], [0, 0], [3, 4], [1, 2], [7, 8]]
+
+
+def test_a_match_that_ends_with_an_edge_or_nowhere_cuts_nothing() -> None:
+    tree = stored([1, 2, 3, 4])
+    for tokens in ([1, 2, 3, 4, 5, 6], [9, 9]):
+        tree.cut_match(tree.peek(Key.of(tokens), len(tokens)))
+    assert [node.num_pages for _, node in tree.nodes()] == [4 // tree.page_size]
