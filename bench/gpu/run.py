@@ -45,8 +45,8 @@ sys.exit(main(*sys.argv[1:]))"""
 NO_DEVICE = 3
 """Exit status of that process where there is no GPU."""
 
-GRACE = 5
-"""Seconds for a process to say where it is, once it is told to stop."""
+GRACE = 15
+"""Seconds for a process to end once it has said everything, or to say where it is when it is told to stop."""
 
 
 class Section(NamedTuple):
