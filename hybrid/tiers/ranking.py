@@ -148,15 +148,6 @@ class Ranking(Generic[KeyT]):
             self.bytes_used -= entry.num_bytes
         return entry is not None
 
-    def drop_lowest(self) -> KeyT | None:
-        """Forget the entry of the lowest rank, and return its key. None: there is none."""
-        lowest = self._lowest()
-        if lowest is None:
-            return None
-        heappop(self._heap)
-        self.drop(lowest[2])
-        return lowest[2]
-
     def clear(self) -> None:
         """Forget all entries. What was learned stays."""
         self._entries.clear()

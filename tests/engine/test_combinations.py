@@ -1,4 +1,5 @@
-"""Random lives of engines with random settings: every pair of options meets, and every answer is that of a cold run.
+"""Random lives of engines with random settings: every answer is that of a cold run. In 100 lives all pairs of values of
+the options of engine and cache meet.
 
     HYBRID_FUZZ=1000-1400 python -m pytest -q tests/engine/test_combinations.py
 
@@ -423,9 +424,12 @@ class Life:
 
     def tolerance(self) -> float:
         """Largest difference of log-probabilities without determinism."""
+        is_rounded = self.settings["state_dtype"] != "float32" or self.settings["kv_dtype"] != "auto"
+        if is_rounded and self.settings["model"] == "experts":
+            return 1.0  # another expert may be chosen, which is a leap
         if "bfloat16" in self.settings["model"]:
             return 0.5
-        return 0.1 if self.settings["state_dtype"] != "float32" or self.settings["kv_dtype"] != "auto" else 1e-3
+        return 0.1 if is_rounded else 1e-3
 
 
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
