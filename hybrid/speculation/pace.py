@@ -19,11 +19,17 @@ PRIOR = 2.0
 MAX_PAUSE = 64
 """A request whose drafts do not pay tries one again after at most this many passes."""
 
+MAX_UNPAID = 2
+"""Tries of other requests that did not pay, of which a request takes heed."""
+
 DRIFT = 1.02
 """The fastest pass counts as this many times slower with each later one of as many rows: sequences grow."""
 
 MAX_WEIGHT = 16
 """Passes of as many rows count as this many, at most."""
+
+MIN_PASSES = 3
+"""Passes of as many rows before it is believed that they are slow: the first one may have been captured."""
 
 FIRST_SHARE = 0.1
 """Cost of a row as a part of what a pass costs without rows, before it has been measured."""
@@ -55,29 +61,34 @@ class PassCost:
         if count < 2 or self._passes % MAX_WEIGHT == 0:
             self.share = self._fitted()
 
-    def is_slower(self, rows: int, drafts: int, expected: float) -> bool:
+    def is_slower(self, rows: int, drafts: int, expected: float, drafting: float = 0.0) -> bool:
         """Whether passes with drafts were so much slower than those without that `expected` more tokens are fewer per
         second: also where passes without drafts are captured, and those with drafts are launched.
 
         Args:
             rows: rows without drafts, each of which yields a token.
             drafts: rows of drafts.
+            drafting: seconds that a drafter computes before the pass.
         """
-        known = {own: seconds for own, (seconds, count) in self._fastest.items() if count > 1}
+        known = {own: seconds for own, (seconds, count) in self._fastest.items() if count >= MIN_PASSES}
         nearest = max((own for own in known if rows < own <= rows + drafts), default=None)
         if nearest is None or rows not in known:
             return False
-        return (rows + expected) * known[rows] < rows * known[nearest]
+        return (rows + expected) * known[rows] < rows * (known[nearest] + drafting)
 
     def prepared(self, drafter: str, steps: int, seconds: float) -> None:
         """A drafter has computed up to `steps` drafts for each of several requests in this time."""
         each = seconds / steps
         self._steps[drafter] = min(each, self._steps.get(drafter, each) * DRIFT)
 
+    def seconds_of(self, drafter: str) -> float:
+        """What a drafter takes to compute a draft for each of several requests; 0: it is not known, or is nothing."""
+        return self._steps.get(drafter, 0.0)
+
     def share_of(self, drafter: str) -> float:
         """What a drafter takes to compute a draft for each of several requests, as a part of the cost of a pass without
         rows. Before that is known it costs nothing, and is tried."""
-        return self._steps.get(drafter, 0.0) / self._empty_pass if self._empty_pass > 0 else 0.0
+        return self.seconds_of(drafter) / self._empty_pass if self._empty_pass > 0 else 0.0
 
     def _fitted(self) -> float:
         """The share by weighted least squares; a number of rows of which there was one pass says nothing."""
@@ -133,12 +144,12 @@ class Acceptance:
     """
 
     def __init__(self, prior: float, unpaid: int = 0) -> None:
-        self.unpaid: int = unpaid
+        self.unpaid: int = min(unpaid, MAX_UNPAID)  # another text may be another matter
         self._hits = PRIOR * prior
         self._trials = PRIOR
         self._failures = 0
         self._unused = 0
-        self._pause = min(4**unpaid, MAX_PAUSE) // 2 if unpaid else 0
+        self._pause = 4**self.unpaid // 2 if unpaid else 0
         self._is_due = False  # the pause is over: one draft is tried, whether it pays or not
 
     @property
@@ -178,6 +189,6 @@ class Acceptance:
             self._is_due = not self._is_due
             if not self._is_due:
                 self.unpaid = min(self.unpaid + 1, 5)
-                return 1 if rows < 1 / share else 0
+                return 1 if rows < 1 / share or self.unpaid > MAX_UNPAID else 0  # the share may be wrong
             self._pause = min(4 ** max(min(self._failures, 5), self.unpaid), MAX_PAUSE)
         return count

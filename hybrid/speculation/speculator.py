@@ -131,17 +131,19 @@ class Speculator:
 
     def _is_faster(self, trees: Sequence[_Joined], rows: int) -> bool:
         """Whether a pass with these drafts yields more tokens per second than one without, as far as is known. After
-        one that does not, the next ones have none, and nothing is computed for drafts."""
+        one that does not, the next ones have none, and nothing is computed for drafts; then one is measured again."""
         drafts = sum(joined.count for joined in trees)
         if not self._config.adaptive or not drafts:
             return True
         expected = sum(sum(joined.tree.chances[: joined.count]) for joined in trees)
-        if self._is_probe or not self._cost.is_slower(rows, drafts, expected):
+        depth = max((joined.count for joined in trees if joined.predicted is not None), default=0)
+        drafting = depth * sum(map(self._cost.seconds_of, self._stats))
+        if self._is_probe or not self._cost.is_slower(rows, drafts, expected, drafting):
             self._slower, self._is_probe = (self._slower, False) if self._is_probe else (0, False)
             return True
         self._slower = min(self._slower + 1, 3)
         self._pause = 4**self._slower
-        self._is_probe = self._slower == 3  # what a pass with drafts takes is measured now and then
+        self._is_probe = True  # what such a pass takes is measured after the pause: it may have been slow by chance
         return False
 
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:

@@ -89,6 +89,14 @@ def test_drafts_that_are_right_and_do_not_pay_are_tried_less_and_less() -> None:
     assert measured.count(7, 1, 0.01) == 0
 
 
+def test_a_draft_is_tried_now_and_then_however_much_rows_seem_to_cost() -> None:
+    """Otherwise a cost that was measured while the machine was busy would be believed for ever."""
+    measured = Acceptance(0.1)
+    tried = [at for at in range(400) if measured.count(7, 1, 1.0)]
+    assert 3 <= len(tried) < 12
+    assert tried[-1] - tried[-2] > 60
+
+
 def test_drafts_end_where_passes_with_them_yield_fewer_tokens_per_second() -> None:
     cost = PassCost()
     for rows, seconds in ((1, 1.0), (2, 3.0), (4, 3.1)):
