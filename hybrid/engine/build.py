@@ -14,7 +14,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
 from hybrid.checks import shown
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
 from hybrid.engine.padding import MAX_PROMPT_TOKENS
 from hybrid.engine.sampling_params import SamplingParams
@@ -244,7 +244,7 @@ def model_runner(
     graphs = None
     if is_captured(loaded, config):
         longest = MAX_PROMPT_TOKENS if model.prompts_can_be_recorded else 0
-        graphs = DecodeGraphs(model, cache.kv, cache.state_tensors, device, max_prompt_tokens=longest)
+        graphs = CapturedPasses(model, cache.kv, cache.state_tensors, device, max_prompt_tokens=longest)
     return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
 
 

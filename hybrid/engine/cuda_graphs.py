@@ -86,8 +86,8 @@ class CapturedModel:
         return any(self._hooks)
 
 
-class DecodeGraphs:
-    """Graphs by the layout of plans, captured when a layout first occurs.
+class CapturedPasses:
+    """Captured passes by the layout of plans.
 
     Args:
         model: computes a batch.

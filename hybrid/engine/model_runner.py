@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
-from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.padding import Padding, padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states
@@ -75,7 +75,7 @@ class ModelRunner:
         cache: HybridCache,
         device: torch.device,
         deterministic: bool,
-        graphs: DecodeGraphs | None,
+        graphs: CapturedPasses | None,
         end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self.model: Any = model

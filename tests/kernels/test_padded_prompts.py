@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid import CacheConfig, Engine, EngineConfig
 from hybrid.engine.build import LoadedModel, build_cache
-from hybrid.engine.cuda_graphs import DecodeGraphs
+from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.padding import Padding
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.step import Step
@@ -136,7 +136,7 @@ def test_padding_changes_no_bit_and_writes_nothing(deterministic: bool) -> None:
 def test_a_graph_of_one_pass_computes_another_of_its_sizes() -> None:
     """Other lengths, other numbers of prompts, of requests that decode and of checkpoints, other pages and slots."""
     engine = engine_of(deterministic=True)
-    graphs = DecodeGraphs(engine.model, engine.cache.kv, engine.cache.state_tensors, CPU, records, 512)
+    graphs = CapturedPasses(engine.model, engine.cache.kv, engine.cache.state_tensors, CPU, records, 512)
     shapes = []
     for step in steps_of(engine, [[GRID], [2, 9], [GRID + 4]]):
         if len(step.parts) > 1:

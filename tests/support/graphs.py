@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from hybrid import Engine
-from hybrid.engine.cuda_graphs import Capture, DecodeGraphs
+from hybrid.engine.cuda_graphs import Capture, CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
 
 
@@ -16,10 +16,12 @@ def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     return lambda: logits.copy_(run()), logits
 
 
-def with_graphs(engine: Engine, capture: Capture = replays, max_prompt_tokens: int = 0) -> tuple[Engine, DecodeGraphs]:
+def with_graphs(
+    engine: Engine, capture: Capture = replays, max_prompt_tokens: int = 0
+) -> tuple[Engine, CapturedPasses]:
     """The engine, its passes through graphs that were captured in this way."""
     cache = engine.cache
-    graphs = DecodeGraphs(engine.model, cache.kv, cache.state_tensors, engine.device, capture, max_prompt_tokens)
+    graphs = CapturedPasses(engine.model, cache.kv, cache.state_tensors, engine.device, capture, max_prompt_tokens)
     runner = ModelRunner(engine.model, cache, engine.device, engine.deterministic, graphs)
     return Engine(engine.loaded, cache, engine.config, runner=runner), graphs
 
