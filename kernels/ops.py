@@ -212,10 +212,21 @@ def _logged(op: Op, device: torch.device, what: str, function: Callable[..., Any
     return function
 
 
+_choices: list[dict[str, Callable[..., Any]]] = []
+"""What was chosen of each operation, by type of device."""
+
+
+def choose_again() -> None:
+    """Choose implementations anew at the next calls: `HYBRID_KERNELS` has changed."""
+    for chosen in _choices:
+        chosen.clear()
+
+
 def choose_at_first_call(name: str) -> Callable[..., Any]:
     """A function that computes an operation and chooses the implementation per type of device at the first call there:
     the module of a GPU kernel is not imported without a GPU."""
     chosen: dict[str, Callable[..., Any]] = {}
+    _choices.append(chosen)
 
     def call(*args: Any) -> Any:
         device = next(arg for arg in args if isinstance(arg, Tensor)).device

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test reaches the network
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated: without a GPU the kernels are interpreted
+
+
+@pytest.fixture
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets `HYBRID_KERNELS` for a test that calls operations: without this they stay what their first call chose."""
+    from hybrid.kernels.ops import choose_again
+
+    def use(setting: str) -> None:
+        monkeypatch.setenv("HYBRID_KERNELS", setting)
+        choose_again()
+
+    yield use
+    choose_again()
 
 
 @pytest.fixture(scope="session")

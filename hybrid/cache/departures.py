@@ -34,6 +34,7 @@ class Leaver(NamedTuple):
         path: makes `Offer.path`.
         group: of a checkpoint: see `Worth`.
         note, value: of a checkpoint: see `Offer`.
+        is_asked: somebody asked for a copy, however likely it is to be wanted.
     """
 
     name: Name
@@ -43,6 +44,7 @@ class Leaver(NamedTuple):
     group: str = ""
     note: Note | None = None
     value: Callable[[int], float] | None = None
+    is_asked: bool = False
 
 
 class Departures:
@@ -149,18 +151,23 @@ class Departures:
         return kept
 
     def _for(self, tier: Tier, leaver: Leaver) -> Offer:
-        worth = self._worth(tier, leaver.group, leaver.note) if leaver.note is not None else None
+        is_certain = self._is_ending or leaver.is_asked
+        worth = self._worth(tier, leaver.group, leaver.note, is_certain) if leaver.note is not None else None
         return Offer(
             leaver.name, leaver.num_bytes, leaver.read, worth, leaver.note, value=leaver.value, path=leaver.path()
         )
 
-    def _worth(self, tier: Tier, group: str, note: Note) -> Worth:
+    def _worth(self, tier: Tier, group: str, note: Note, is_certain: bool) -> Worth:
         """What a checkpoint may save: its share, where the pages that it needs have the others. Nothing, if it is not
-        likely to save as much time as copying all of them takes, which is taken to be that of restoring them."""
+        likely to save as much time as copying all of them takes, which is taken to be that of restoring them.
+
+        Args:
+            is_certain: it is copied whatever is likely, if a restore would save time.
+        """
         num_bytes = self._sizes.checkpoint
         gain = self.gain(note.num_tokens, tier.cost.seconds(num_bytes), tier)
         with_pages = num_bytes + note.num_tokens // self._page_size * self._sizes.page
-        if not self._is_ending and gain * self.chances.probability(group) <= tier.cost.seconds(with_pages):
+        if not is_certain and gain * self.chances.probability(group) <= tier.cost.seconds(with_pages):
             return Worth(group, 0.0)
         return Worth(group, gain * num_bytes / max(1, with_pages))
 
@@ -172,7 +179,7 @@ class Departures:
             has_below: others continue from it then.
         """
         group, note = self.chances.group(usage, has_below), Note(usage.kind.value, usage.turn, 0, num_tokens)
-        return any(self._worth(tier, group, note).seconds > 0 for tier in self._tiers)
+        return any(self._worth(tier, group, note, self._is_ending).seconds > 0 for tier in self._tiers)
 
     def gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
         """Seconds that restoring saves over computing.
@@ -223,6 +230,7 @@ class Departures:
             group=f"{boundary.kind.value} last 0",
             note=note,
             value=partial(self._value, usage, boundary.num_tokens, num_tokens),
+            is_asked=True,
         )
         return self._offer(checkpoint) and all(
             self._offer(Leaver((PAGE, names[at]), len(page), partial(bytes, page), partial(_upward, names, at)))

@@ -141,11 +141,11 @@ class Failing:
     def __init__(self, constructor: Callable[..., object], at: int) -> None:
         self.constructor, self.calls_left = constructor, at
 
-    def __call__(self, *args: object) -> object:
+    def __call__(self, *args: object, **options: object) -> object:
         self.calls_left -= 1
         if self.calls_left < 0:
             raise MemoryError("planted")
-        return self.constructor(*args)
+        return self.constructor(*args, **options)
 
 
 @pytest.mark.parametrize(

@@ -256,14 +256,14 @@ def test_a_signal_in_the_middle_of_the_bookkeeping_waits_for_its_end(
 
     monkeypatch.setattr(engine.cache, where, signalled)
     with pytest.raises(KeyboardInterrupt):
-        engine.generate([ids(60, seed=1), ids(60, seed=2), ids(60, seed=3)], greedy(4), progress=False)
+        engine.generate([ids(4 * GRID, seed=seed) for seed in (1, 2, 3)], greedy(4), progress=False)
     assert calls >= 3  # the others of the same step had their turn
     monkeypatch.undo()
     while engine.has_work:
         engine.step()
     assert_nothing_held(engine)
     for seed in (1, 2, 3):
-        assert answer(engine, ids(60, seed=seed)).token_ids == cold(tiny, ids(60, seed=seed)).token_ids
+        assert answer(engine, ids(4 * GRID, seed=seed)).token_ids == cold(tiny, ids(4 * GRID, seed=seed)).token_ids
 
 
 def test_engines_on_the_same_weights_keep_their_caches_apart(tiny: Engine) -> None:

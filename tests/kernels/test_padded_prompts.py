@@ -5,7 +5,7 @@ Kernels are ours, interpreted and watched; what a graph holds is recorded as a G
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -46,9 +46,9 @@ SIZES = {
 
 
 @pytest.fixture(autouse=True)
-def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def _plain(use_kernels: Callable[[str], None]) -> None:
     """Products are not compiled when a model is made."""
-    monkeypatch.setenv("HYBRID_KERNELS", "reference")
+    use_kernels("reference")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,9 @@ def assert_logits_are_those_of(model: Any, engine: Engine, abs_error: float = 2e
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_the_logits_of_a_scaled_model_are_those_of_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, use_kernels: Callable[[str], None]
 ) -> None:
-    monkeypatch.setenv("HYBRID_KERNELS", "reference")  # the products of transformers: what differs is the scaling
+    use_kernels("reference")  # the products of transformers: what differs is the scaling
     rope = {**BASE, "rope_type": name.split(",")[0], **SCALINGS[name]}
     model = random_model(text_config(rope_parameters=rope))
     assert_logits_are_those_of(model, engine_of(write_checkpoint(tmp_path, model)))

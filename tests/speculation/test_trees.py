@@ -1,6 +1,7 @@
 """Trees of drafts: several paths in one pass, of which one is kept."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,10 +211,10 @@ def test_two_drafters_of_which_one_is_right_at_a_time_are_both_computed(tiny: En
 @pytest.mark.parametrize("name", ["bamba", "tiny"])
 @pytest.mark.parametrize("wrong_every", [0, 3])
 def test_trees_change_no_bit_of_the_twins(
-    name: str, wrong_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, wrong_every: int, tmp_path: Path, use_kernels: Callable[[str], None]
 ) -> None:
     """The states of Mamba-2, and those of the delta rule, in plain torch."""
-    monkeypatch.setenv("HYBRID_KERNELS", "reference")
+    use_kernels("reference")
     path = "tiny" if name == "tiny" else write_random_checkpoint(tmp_path, name, 0)
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB", deterministic=True)
     judge = Judge(Engine.from_pretrained(path, dtype="float32", cache=settings))
