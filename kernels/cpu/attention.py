@@ -2,8 +2,8 @@
 
 Queries that read the same keys are taken together: a few tokens, and the heads of a group. They pass over the keys
 block by block, each with its own maximum and sum (Milakov, Gimelshein, "Online normalizer calculation for softmax",
-2018). Blocks end at fixed positions of the sequence, and a query's sums do not depend on the others: a token's bits
-depend on its own sequence alone, however prompts are cut, alone or in a batch.
+2018). Blocks end at fixed positions of the sequence, whatever pages they are in, and a query's sums do not depend on
+the others: a token's bits depend on its own sequence alone, however prompts are cut, alone or in a batch.
 """
 
 import numpy as np
@@ -38,7 +38,7 @@ TOKENS = 16
 """Tokens whose queries are taken together."""
 
 BLOCK = 64
-"""Keys that are taken at once, a multiple of LANES; a block ends where its page does."""
+"""Keys that are taken at once, a multiple of LANES."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -68,27 +68,53 @@ def _normalise(scores, count, state, output, size):  # type: ignore[no-untyped-d
 
 
 @compiled_inline
-def _add_block(queries, keys, of_key, values, of_value, scores, states, outputs, sizes):  # type: ignore[no-untyped-def]
-    """Attend to a block of keys and values.
+def _place(pages, position, most):  # type: ignore[no-untyped-def]
+    """Where the key of a position is, and how many keys, up to `most`, follow each other from there. `pages`: the table
+    of the sequence, tokens of a page, and the strides of pages and of tokens."""
+    table, page_size, of_page, of_offset = pages
+    offset = position % page_size
+    return table[position // page_size] * of_page + offset * of_offset, min(page_size - offset, most)
 
-    `sizes`: tokens, queries of each, size of a head, keys, and how many of them the first token sees: each of the next
-    ones sees one more.
-    """
+
+@compiled_inline
+def _add_values(outputs, scores, values, of_value, done, sizes):  # type: ignore[no-untyped-def]
+    """Add the values of the keys of a block from `done` on, as far as tokens see them, times their weights."""
     tokens, group, size, count, seen = sizes
-    rows = tokens * group
-    multiply_rows(queries, size, keys, of_key, states, scores, BLOCK, rows, count, size, states)
+    if seen >= done + count:
+        add_product(outputs, size, at(scores, done), BLOCK, values, of_value, tokens * group, count, size)
+        return
+    for token in range(tokens):
+        own, row = min(count, seen + token - done), token * group
+        if own > 0:
+            y = at(outputs, row * size)
+            add_product(y, size, at(scores, row * BLOCK + done), BLOCK, values, of_value, group, own, size)
+
+
+@compiled_inline
+def _add_block(queries, cache, of_values, pages, position, count, memory, sizes):  # type: ignore[no-untyped-def]
+    """Attend to a block of `count` keys and values, from a position on.
+
+    `memory`: scores, states and outputs. `sizes`: tokens, queries of each, size of a head, and how many keys of the
+    block the first token sees: each of the next ones sees one more.
+    """
+    scores, states, outputs = memory
+    tokens, group, size, seen = sizes
+    rows, done = tokens * group, 0
+    while done < count:
+        place, part = _place(pages, position + done, count - done)
+        multiply_rows(
+            queries, size, at(cache, place), pages[3], states, at(scores, done), BLOCK, rows, part, size, states
+        )
+        done += part
     for row in range(rows):
         own = min(count, seen + row // group)
         if own > 0:
             _normalise(at(scores, row * BLOCK), own, at(states, 2 * row), at(outputs, row * size), size)
-    if seen >= count:
-        add_product(outputs, size, scores, BLOCK, values, of_value, rows, count, size)
-        return
-    for token in range(tokens):
-        own, row = min(count, seen + token), token * group
-        if own > 0:
-            y = at(outputs, row * size)
-            add_product(y, size, at(scores, row * BLOCK), BLOCK, values, of_value, group, own, size)
+    done = 0
+    while done < count:
+        place, part = _place(pages, position + done, count - done)
+        _add_values(outputs, scores, at(cache, place + of_values), pages[3], done, (tokens, group, size, part, seen))
+        done += part
 
 
 @compiled
@@ -132,20 +158,21 @@ def _attend(args, kind, first, last):  # type: ignore[no-untyped-def]
                     put(outputs, row * size + j, ZERO)
                 put(states, 2 * row, _LOWEST)
                 put(states, 2 * row + 1, ZERO)
+        pages = at(table, request * width), page_size, of_page, of_offset
         position = begin
         while position < end:
-            offset = position % page_size
-            count = min(page_size - offset, BLOCK - offset % BLOCK, end - position)
-            place = table[request * width + position // page_size] * of_page + offset * of_offset + kv_head * of_head
-            keys, values, of_key = at(cache, place), at(cache, place + of_kind), of_offset
-            if kept != UNPACKED:
-                keys, values, of_key = unpacked, at(unpacked, BLOCK * size), size
+            count = min(BLOCK - position % BLOCK, end - position)
+            own, sizes = (scores, states, outputs), (tokens, group, size, end - tokens + 1 - position)
+            if kept == UNPACKED:
+                _add_block(queries, at(cache, kv_head * of_head), of_kind, pages, position, count, own, sizes)
+            else:
                 for i in range(count):
-                    source = a[1] + place + i * of_offset
-                    unpack(source, row_bytes, at(keys, i * size), size, kept)
-                    unpack(source + of_kind, row_bytes, at(values, i * size), size, kept)
-            sizes = tokens, group, size, count, end - tokens + 1 - position
-            _add_block(queries, keys, of_key, values, of_key, scores, states, outputs, sizes)
+                    place, _ = _place(pages, position + i, 1)
+                    source = a[1] + place + kv_head * of_head
+                    unpack(source, row_bytes, at(unpacked, i * size), size, kept)
+                    unpack(source + of_kind, row_bytes, at(unpacked, (BLOCK + i) * size), size, kept)
+                page = table, BLOCK, 0, size  # they are one page
+                _add_block(queries, unpacked, BLOCK * size, page, 0, count, own, sizes)
             position += count
         for token in range(tokens):
             is_blind = end - tokens + token < begin
