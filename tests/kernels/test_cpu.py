@@ -226,6 +226,20 @@ def test_attention_agrees_with_its_twin_and_a_token_is_by_itself(
             own[table[row, length // page_size], :, length % page_size] = float("nan")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 5, 64, 300])
+def test_the_bits_of_attention_do_not_depend_on_the_size_of_pages(page_size: int, dtype: torch.dtype) -> None:
+    lengths, counts, size = [1, 90, 203], [1, 20, 1], 24
+    query, rest = torch.randn(sum(counts), 4, size).to(dtype), (starts_of(counts), ints(lengths), 0.2, 16)
+    cache, table = pages_of(lengths, 16, 2, size, dtype)
+    other, places = pages_of(lengths, page_size, 2, size, dtype)
+    for row, length in enumerate(lengths):
+        for at in range(length):
+            other[places[row, at // page_size], :, at % page_size] = cache[table[row, at // 16], :, at % 16]
+    expected = attention.paged_attention(query, cache, table, *rest)
+    assert same_bits(attention.paged_attention(query, other, places, *rest), expected)
+
+
 def test_requests_without_tokens_that_are_seen_give_zeros() -> None:
     cache, table = pages_of([20, 33], 8, 2, 16, torch.float32)
     query = torch.randn(5, 4, 16)
