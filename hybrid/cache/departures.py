@@ -34,7 +34,7 @@ class Leaver(NamedTuple):
         path: makes `Offer.path`.
         group: of a checkpoint: see `Worth`.
         note, value: of a checkpoint: see `Offer`.
-        is_asked: somebody asked for a copy, however likely it is to be wanted.
+        is_asked: a copy was asked for, however likely it is to be wanted.
     """
 
     name: Name
