@@ -83,8 +83,9 @@ def tiny() -> Any:
 
 @pytest.fixture
 def untraced() -> Iterator[None]:
-    """No tracer in this thread, for tests whose signal handlers raise at any moment: coverage takes a lock in the
-    middle of the code that it traces, and a handler that raises there would leave it locked for ever."""
+    """No tracer in this thread, for tests whose signal handlers raise at any moment, or that fork beside other threads:
+    coverage takes a lock in the middle of the code that it traces, which a handler that raises there, or another thread
+    at the moment of a fork, would leave locked for ever."""
     tracer = sys.gettrace()
     sys.settrace(None)
     yield

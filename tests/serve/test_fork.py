@@ -24,6 +24,7 @@ async def _refused_in_the_child(engine: AsyncEngine) -> None:
     await engine.close()
 
 
+@pytest.mark.usefixtures("untraced")
 def test_forked_processes_are_refused_by_the_engine_of_their_parent() -> None:
     """Whatever its threads do when the process is forked: locks that they hold are held for ever in the child."""
     engine, is_done = AsyncEngine(engine_without_model(100, 10, runner=Counting())), threading.Event()
