@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,12 @@ def tiny() -> Any:
 
 @pytest.fixture
 def untraced() -> Iterator[None]:
-    """No tracer in this thread, for tests whose signal handlers raise at any moment, or that fork beside other threads:
-    coverage takes a lock in the middle of the code that it traces, which a handler that raises there, or another thread
-    at the moment of a fork, would leave locked for ever."""
-    tracer = sys.gettrace()
+    """No tracer in this thread and in those that start now, for tests whose signal handlers raise at any moment, or
+    that fork beside other threads: coverage takes a lock in the middle of the code that it traces, which a handler that
+    raises there, or another thread at the moment of a fork, would leave locked for ever."""
+    tracer, of_threads = sys.gettrace(), threading.gettrace()
     sys.settrace(None)
+    threading.settrace(None)  # type: ignore[arg-type]
     yield
     sys.settrace(tracer)
+    threading.settrace(of_threads)  # type: ignore[arg-type]
