@@ -26,11 +26,6 @@ class DraftTree:
         return len(self._tokens)
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether the drafts are more than a chain of one drafter that has one rate for all of them."""
-        return self._single is None or not self._single.is_chain or self._single.chances is not None
-
-    @property
     def chances(self) -> list[float]:
         """The chance of each draft, falling."""
         if self._chances is None:

@@ -16,11 +16,11 @@ DECAY = 0.8
 PRIOR = 2.0
 """What is expected of a request counts as much as this many drafts of its own."""
 
-MAX_PAUSE = 64
-"""A request whose drafts do not pay tries one again after at most this many passes."""
+MAX_PAUSES = 3
+"""Drafts that do not pay are looked at again after 4, 16 and then every 64 passes: 4 to the power of this."""
 
-MAX_UNPAID = 2
-"""Tries of other requests that did not pay, of which a request takes heed."""
+MAX_PAUSES_BEFORE = 2
+"""Pauses of other requests in a row of which a request takes heed: another text may be another matter."""
 
 DRIFT = 1.02
 """The fastest pass counts as this many times slower with each later one of as many rows: sequences grow."""
@@ -37,6 +37,10 @@ FIRST_SHARE = 0.1
 MIN_SHARE = 0.01
 """The least cost of a row that is believed."""
 
+DOUBTED_SHARE = 0.05
+"""A draft that would pay at this cost of a row, and does not at the measured one, is computed now and then: the machine
+may have been busy with something else when it was measured."""
+
 
 class PassCost:
     """Seconds of a pass without prompts by its number of rows: a line through the fastest passes of each number.
@@ -49,7 +53,8 @@ class PassCost:
         self.share: float = FIRST_SHARE
         """Cost of one more row, as a part of the cost of a pass without rows."""
         self._empty_pass = 0.0
-        self._steps: dict[str, float] = {}
+        self._drafts: dict[str, float] = {}
+        self._left_out = self._measured_again = 0
         self._fastest: dict[int, tuple[float, int]] = {}
         self._passes = 0
 
@@ -76,14 +81,27 @@ class PassCost:
             return False
         return (rows + expected) * known[rows] < rows * (known[nearest] + drafting)
 
-    def prepared(self, drafter: str, steps: int, seconds: float) -> None:
-        """A drafter has computed up to `steps` drafts for each of several requests in this time."""
-        each = seconds / steps
-        self._steps[drafter] = min(each, self._steps.get(drafter, each) * DRIFT)
+    def is_doubted(self) -> bool:
+        """Drafts were left out of a pass because of what rows cost. Whether to compute one of them, to measure that
+        again: after more and more such passes."""
+        self._left_out += 1
+        if self._left_out <= 4**self._measured_again:
+            return False
+        self._left_out, self._measured_again = 0, min(self._measured_again + 1, MAX_PAUSES)
+        return True
+
+    def is_paid(self) -> None:
+        """Drafts were computed because they pay."""
+        self._left_out = self._measured_again = 0
+
+    def drafted(self, drafter: str, count: int, seconds: float) -> None:
+        """A drafter had up to `count` drafts for each of several requests in this time."""
+        each = seconds / count
+        self._drafts[drafter] = min(each, self._drafts.get(drafter, each) * DRIFT)
 
     def seconds_of(self, drafter: str) -> float:
         """What a drafter takes to compute a draft for each of several requests; 0: it is not known, or is nothing."""
-        return self._steps.get(drafter, 0.0)
+        return self._drafts.get(drafter, 0.0)
 
     def share_of(self, drafter: str) -> float:
         """What a drafter takes to compute a draft for each of several requests, as a part of the cost of a pass without
@@ -133,24 +151,21 @@ class Worth:
 
 
 class Acceptance:
-    """How often drafts of one drafter are accepted, given that those before them were.
+    """How often drafts of one drafter are accepted, given that those before them were, and whether it is asked.
 
     Args:
         prior: what is expected before there was any.
-        unpaid: how often in a row drafts of other requests were tried though they did not pay.
+        pauses: how many pauses there were in a row for other requests.
 
     Attributes:
-        unpaid: the same of this one.
+        pauses: the same for this one.
     """
 
-    def __init__(self, prior: float, unpaid: int = 0) -> None:
-        self.unpaid: int = min(unpaid, MAX_UNPAID)  # another text may be another matter
+    def __init__(self, prior: float, pauses: int = 0) -> None:
+        self.pauses: int = min(pauses, MAX_PAUSES_BEFORE)
         self._hits = PRIOR * prior
         self._trials = PRIOR
-        self._failures = 0
-        self._unused = 0
-        self._pause = 4**self.unpaid // 2 if unpaid else 0
-        self._is_due = False  # the pause is over: one draft is tried, whether it pays or not
+        self._left = 4**self.pauses // 2 if pauses else 0
 
     @property
     def rate(self) -> float:
@@ -162,33 +177,25 @@ class Acceptance:
         trials = accepted + (accepted < offered)
         self._hits = DECAY * self._hits + accepted
         self._trials = DECAY * self._trials + trials
-        self._failures = 0 if accepted else self._failures + 1
-        self._unused = 0
 
-    def unused(self) -> None:
-        """Drafts were computed, of which none was probable enough."""
-        self._unused = min(self._unused + 1, 3)
-        self._pause = 4**self._unused
+    def is_due(self) -> bool:
+        """Whether no pause lasts. Asked once for each pass."""
+        self._left = max(self._left - 1, -1)
+        return self._left < 0
 
-    def count(self, limit: int, rows: int, share: float, drafting: float = 0.0) -> int:
-        """How many drafts to compute for one of several requests of a pass.
+    def paid(self, is_paid: bool) -> None:
+        """Whether drafts paid. If not, there is a pause, each longer than the one before."""
+        self.pauses = 0 if is_paid else min(self.pauses + 1, MAX_PAUSES)
+        self._left = 0 if is_paid else 4**self.pauses
+
+    def count(self, limit: int, worth: Worth) -> int:
+        """How many drafts to compute, of a drafter that takes time for each; at least one, to measure it.
 
         Args:
             limit: the most.
-            rows: rows of the pass without them.
-            share, drafting: as for `Worth`.
+            worth: of the pass without them.
         """
-        if self._pause:
-            self._pause -= 1
-            return 0
         rate = self.rate
-        count = Worth(rows, share, drafting).take(rate**ahead for ahead in range(1, limit + 1))
-        if count:
-            self.unpaid = 0
-        elif limit:
-            self._is_due = not self._is_due
-            if not self._is_due:
-                self.unpaid = min(self.unpaid + 1, 5)
-                return 1 if rows < 1 / share or self.unpaid > MAX_UNPAID else 0  # the share may be wrong
-            self._pause = min(4 ** max(min(self._failures, 5), self.unpaid), MAX_PAUSE)
-        return count
+        count = worth.take(rate**ahead for ahead in range(1, limit + 1))
+        self.paid(count > 0)
+        return max(count, 1)

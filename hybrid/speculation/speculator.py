@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +15,7 @@ from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
-from hybrid.speculation.pace import Acceptance, PassCost, Worth
+from hybrid.speculation.pace import DOUBTED_SHARE, Acceptance, PassCost, Worth
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -44,18 +45,19 @@ class _Joined:
         limit: the most.
         tree: what was proposed.
         left: the chance that none of the drafters asked is right.
-        least: drafts that are computed in any case: one, unless each says that it is improbable.
         count: drafts that are expected to be computed.
-        predicted: of the drafter that says how probable its drafts are, if they are in the tree.
+        asked: of drafters that have drafts in the tree, whether they compute them; without those that say how probable
+            their drafts are and compute nothing, which cost nothing.
+        firsts: of those that do not say how probable their drafts are the first token.
     """
 
     history: History
     limit: int
     tree: DraftTree = field(default_factory=DraftTree)
     left: float = 1.0
-    least: int = 0
     count: int = 0
-    predicted: Acceptance | None = None
+    asked: dict[str, bool] = field(default_factory=dict)
+    firsts: dict[str, int] = field(default_factory=dict)
 
 
 class Speculator:
@@ -76,8 +78,9 @@ class Speculator:
         self._pause = 0
         self._slower = 0
         self._is_probe = False
-        self._unpaid = dict.fromkeys(self._stats, 0)
+        self._pauses = dict.fromkeys(self._stats, 0)
         self._own: dict[History, dict[str, Acceptance]] = {}
+        self._watched: dict[History, tuple[int, dict[str, int]]] = {}
         self._cost = PassCost()
 
     @property
@@ -111,23 +114,60 @@ class Speculator:
             return [None] * len(asked)
         trees = [_Joined(history, min(limit, self._config.max_drafts)) for history, limit in asked]
         for joined in trees:
-            if joined.history not in self._own:
-                self._own[joined.history] = {
-                    name: Acceptance(expected.rate, self._unpaid[name]) for name, expected in self._expected.items()
-                }
+            self._watch(joined.history)
         for drafter in self._drafters:
             self._join(drafter, trees, rows)
-        found: list[Drafts | None] = []
+        for joined, count in zip(trees, self._counts(trees, rows), strict=True):
+            joined.count = count
+        if not self._is_faster(trees, rows):
+            return [None] * len(asked)
         for joined in trees:
-            most = joined.limit
-            if self._config.adaptive and len(joined.tree) and joined.tree.is_mixed:
-                worth = Worth(_rows_besides(joined, trees, rows), self._cost.share)
-                most = max(joined.least, worth.take(joined.tree.chances[:most]))
-            joined.count = min(most, len(joined.tree))
-            if joined.predicted is not None and not joined.count:
-                joined.predicted.unused()
-            found.append(joined.tree.best(most) if joined.count else None)
-        return found if self._is_faster(trees, rows) else [None] * len(asked)
+            self._judge(joined)
+        return [joined.tree.best(joined.count) if joined.count else None for joined in trees]
+
+    def _watch(self, history: History) -> None:
+        """What is known of a request when a pass begins: which tokens came where drafts were not computed."""
+        own = self._own.get(history)
+        if own is None:
+            self._own[history] = {
+                name: Acceptance(expected.rate, self._pauses[name]) for name, expected in self._expected.items()
+            }
+            return
+        position, tokens = self._watched.get(history, (len(history), {}))
+        if position < len(history):
+            del self._watched[history]
+            for name, token in tokens.items():
+                for measured in (self._expected[name], own[name]):
+                    measured.observe(1, token == history[position])
+
+    def _counts(self, trees: Sequence[_Joined], rows: int) -> list[int]:
+        """How many drafts of each request are computed: the most probable of all, as long as they pay."""
+        if not self._config.adaptive:
+            return [min(joined.limit, len(joined.tree)) for joined in trees]
+        chances = [(chance, at) for at, joined in enumerate(trees) for chance in joined.tree.chances[: joined.limit]]
+        if not chances:
+            return [0] * len(trees)
+        chances.sort(reverse=True)
+        count = Worth(rows, self._cost.share).take(chance for chance, _ in chances)
+        if count:
+            self._cost.is_paid()
+        elif Worth(rows, DOUBTED_SHARE).pays(chances[0][0]) and self._cost.is_doubted():
+            count = 1
+        taken = Counter(at for _, at in chances[:count])
+        return [taken[at] for at in range(len(trees))]
+
+    def _judge(self, joined: _Joined) -> None:
+        """Drafts of a request were looked at: whether they pay. Those that are not computed are compared with what
+        comes, where their drafter does not do that itself."""
+        own = self._own[joined.history]
+        for name, computes in joined.asked.items():
+            if not computes:
+                own[name].paid(joined.count > 0)
+            elif not joined.count and not own[name].pauses:  # they were expected to pay
+                own[name].paid(False)
+            self._pauses[name] = own[name].pauses
+        if not joined.count and joined.firsts:
+            self._watched[joined.history] = len(joined.history), joined.firsts
 
     def _is_faster(self, trees: Sequence[_Joined], rows: int) -> bool:
         """Whether a pass with these drafts yields more tokens per second than one without, as far as is known. After
@@ -136,7 +176,7 @@ class Speculator:
         if not self._config.adaptive or not drafts:
             return True
         expected = sum(sum(joined.tree.chances[: joined.count]) for joined in trees)
-        depth = max((joined.count for joined in trees if joined.predicted is not None), default=0)
+        depth = max((joined.count for joined in trees if any(joined.asked.values())), default=0)
         drafting = depth * sum(map(self._cost.seconds_of, self._stats))
         if self._is_probe or not self._cost.is_slower(rows, drafts, expected, drafting):
             self._slower, self._is_probe = (self._slower, False) if self._is_probe else (0, False)
@@ -148,16 +188,15 @@ class Speculator:
 
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
-        share, wanted = self._cost.share, []
+        share, wanted, computes = self._cost.share, [], type(drafter).prepare is not Drafter.prepare
         drafting = self._cost.share_of(drafter.name) / max(1, len(trees))
         for joined in trees:
             own, count = self._own[joined.history][drafter.name], joined.limit
             if self._config.adaptive and count > 0:
-                besides = _rows_besides(joined, trees, rows)
-                if len(joined.tree) and not _pays(joined, own.rate, Worth(besides, share, drafting)):
+                worth = Worth(_rows_besides(joined, trees, rows), share, drafting)
+                if not own.is_due() or (len(joined.tree) and not _pays(joined, own.rate, worth)):
                     continue
-                count = own.count(count, besides, share, drafting)
-                self._unpaid[drafter.name] = own.unpaid
+                count = own.count(count, worth) if computes else count
             if count > 0:
                 wanted.append((joined, own, count))
                 joined.count = max(joined.count, count)
@@ -167,9 +206,11 @@ class Speculator:
             drafts = self._ask(drafter, joined.history, count, joined.limit)
             if drafts is not None:
                 joined.tree.add(drafts, own.rate)
-                joined.left *= 1 - own.rate
-                joined.least = max(joined.least, drafts.chances is None)
-                joined.predicted = own if drafts.chances is not None else joined.predicted
+                joined.left *= 1 - (own.rate if drafts.chances is None else drafts.chances[0])
+                if drafts.chances is None:
+                    joined.firsts[drafter.name] = drafts.tokens[0]
+                if computes or drafts.chances is None:
+                    joined.asked[drafter.name] = computes
             joined.count = min(joined.limit, len(joined.tree))
 
     def _prepare(self, drafter: Drafter, wanted: Sequence[tuple[History, int]]) -> bool:
@@ -178,12 +219,11 @@ class Speculator:
         try:
             drafter.prepare(wanted)
         except Exception as error:
-            self._refuse(drafter, error)
             for history, _ in wanted:
-                self._own[history][drafter.name].observe(1, 0)
+                self._refuse(drafter, history, error)
             return False
         if type(drafter).prepare is not Drafter.prepare:
-            self._cost.prepared(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
+            self._cost.drafted(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
         return True
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
@@ -204,6 +244,7 @@ class Speculator:
 
     def end(self, history: History) -> None:
         """A request has ended."""
+        self._watched.pop(history, None)
         if self._own.pop(history, None) is not None:
             for drafter in self._drafters:
                 drafter.end(history)
@@ -222,13 +263,15 @@ class Speculator:
             most = limit if chances else count
             drafts = checked(tokens, parents, drafter.name, most, self._vocab_size, *chances)
         except Exception as error:
-            self._refuse(drafter, error)
-            self._own[history][drafter.name].observe(1, 0)
+            self._refuse(drafter, history, error)
             return None
         return drafts if len(drafts) else None
 
-    def _refuse(self, drafter: Drafter, error: Exception) -> None:
-        stats = self._stats[drafter.name]
+    def _refuse(self, drafter: Drafter, history: History, error: Exception) -> None:
+        """What a drafter did is as if its draft had been wrong."""
+        stats, own = self._stats[drafter.name], self._own[history][drafter.name]
+        own.observe(1, 0)
+        own.paid(False)
         if not stats.refused:
             log.warning("drafts are refused: %s: %s", type(error).__name__, error)
         stats.refused += 1
