@@ -136,7 +136,8 @@ class Drafting:
     def timed(self, step: Step, seconds: float) -> None:
         """A step was computed, in this time."""
         if not any(part.is_prefill for part in step.parts):
-            self._speculator.timed(sum(part.num_rows for part in step.parts), seconds)
+            drafts = sum([part.num_drafts for part in step.parts])
+            self._speculator.timed(len(step.parts) + drafts, seconds, drafts)
 
     def end(self, request: Request) -> None:
         """A request has given its memory back."""

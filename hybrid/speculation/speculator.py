@@ -15,7 +15,7 @@ from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
-from hybrid.speculation.pace import DOUBTED_SHARE, Acceptance, PassCost, Worth
+from hybrid.speculation.pace import Acceptance, PassCost, Worth
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -75,9 +75,6 @@ class Speculator:
         self._vocab_size = vocab_size
         self._stats = {drafter.name: DrafterStats() for drafter in self._drafters}
         self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in self._drafters}
-        self._pause = 0
-        self._slower = 0
-        self._is_probe = False
         self._pauses = dict.fromkeys(self._stats, 0)
         self._own: dict[History, dict[str, Acceptance]] = {}
         self._watched: dict[History, tuple[int, dict[str, int]]] = {}
@@ -109,9 +106,6 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        if self._pause and all(history in self._own for history, _ in asked):
-            self._pause -= 1
-            return [None] * len(asked)
         trees = [_Joined(history, min(limit, self._config.max_drafts)) for history, limit in asked]
         for joined in trees:
             self._watch(joined.history)
@@ -119,9 +113,6 @@ class Speculator:
             self._join(drafter, trees, rows)
         for joined, count in zip(trees, self._counts(trees, rows), strict=True):
             joined.count = count
-        if not self._is_faster(trees, rows):
-            return [None] * len(asked)
-        for joined in trees:
             self._judge(joined)
         return [joined.tree.best(joined.count) if joined.count else None for joined in trees]
 
@@ -148,10 +139,10 @@ class Speculator:
         if not chances:
             return [0] * len(trees)
         chances.sort(reverse=True)
-        count = Worth(rows, self._cost.share).take(chance for chance, _ in chances)
+        count = self._cost.worth(rows).best([chance for chance, _ in chances])
         if count:
             self._cost.is_paid()
-        elif Worth(rows, DOUBTED_SHARE).pays(chances[0][0]) and self._cost.is_doubted():
+        elif self._cost.is_doubted(rows, chances[0][0]):
             count = 1
         taken = Counter(at for _, at in chances[:count])
         return [taken[at] for at in range(len(trees))]
@@ -169,31 +160,14 @@ class Speculator:
         if not joined.count and joined.firsts:
             self._watched[joined.history] = len(joined.history), joined.firsts
 
-    def _is_faster(self, trees: Sequence[_Joined], rows: int) -> bool:
-        """Whether a pass with these drafts yields more tokens per second than one without, as far as is known. After
-        one that does not, the next ones have none, and nothing is computed for drafts; then one is measured again."""
-        drafts = sum(joined.count for joined in trees)
-        if not self._config.adaptive or not drafts:
-            return True
-        expected = sum(sum(joined.tree.chances[: joined.count]) for joined in trees)
-        depth = max((joined.count for joined in trees if any(joined.asked.values())), default=0)
-        drafting = depth * sum(map(self._cost.seconds_of, self._stats))
-        if self._is_probe or not self._cost.is_slower(rows, drafts, expected, drafting):
-            self._slower, self._is_probe = (self._slower, False) if self._is_probe else (0, False)
-            return True
-        self._slower = min(self._slower + 1, 3)
-        self._pause = 4**self._slower
-        self._is_probe = True  # what such a pass takes is measured after the pause: it may have been slow by chance
-        return False
-
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
-        share, wanted, computes = self._cost.share, [], type(drafter).prepare is not Drafter.prepare
-        drafting = self._cost.share_of(drafter.name) / max(1, len(trees))
+        wanted, computes = [], type(drafter).prepare is not Drafter.prepare
+        drafting = self._cost.drafting(drafter.name) / max(1, len(trees))
         for joined in trees:
             own, count = self._own[joined.history][drafter.name], joined.limit
             if self._config.adaptive and count > 0:
-                worth = Worth(_rows_besides(joined, trees, rows), share, drafting)
+                worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
                 if not own.is_due() or (len(joined.tree) and not _pays(joined, own.rate, worth)):
                     continue
                 count = own.count(count, worth) if computes else count
@@ -238,9 +212,9 @@ class Speculator:
                 if name in measured:
                     measured[name].observe(offered, accepted)
 
-    def timed(self, rows: int, seconds: float) -> None:
-        """A pass without prompts was computed."""
-        self._cost.observe(rows, seconds)
+    def timed(self, rows: int, seconds: float, drafts: int = 0) -> None:
+        """A pass without prompts was computed; some of its rows were drafts."""
+        self._cost.observe(rows, seconds, drafts)
 
     def end(self, history: History) -> None:
         """A request has ended."""
@@ -285,9 +259,8 @@ def _rows_besides(joined: _Joined, trees: Sequence[_Joined], rows: int) -> int:
 def _pays(joined: _Joined, rate: float, worth: Worth) -> bool:
     """Whether a draft that is right where the others are not would be computed in addition to these, or in place of
     one."""
-    chances, chance = joined.tree.chances, joined.left * rate
-    worth.take(chances)
-    return worth.pays(chance) and (len(chances) < joined.limit or chance > chances[joined.limit - 1])
+    chances, chance = joined.tree.chances[: joined.limit], joined.left * rate
+    return worth.pays(chance, chances) and (len(chances) < joined.limit or chance > chances[-1])
 
 
 def make_speculator(

@@ -11,7 +11,7 @@ import pytest
 from hybrid import History, Key
 from hybrid.speculation.cached import BLOCK, GramDrafter
 from hybrid.speculation.grams import GRAMS, GramIndex
-from hybrid.speculation.pace import FIRST_SHARE, Acceptance, PassCost, Worth
+from hybrid.speculation.pace import Acceptance, PassCost, Worth
 
 
 def history_of(ids: array[int], namespace: str = "") -> History:
@@ -62,19 +62,30 @@ def test_grams_do_not_cross_namespaces() -> None:
 
 def test_a_pass_costs_what_the_fastest_ones_took() -> None:
     cost, rng = PassCost(), random.Random(0)
-    assert cost.share == FIRST_SHARE
-    for _ in range(200):
+    for _ in range(400):
         rows = rng.choice((1, 2, 4, 8))
         noise = rng.choice((1.0, 1.0, 1.3, 3.0, 20.0))
-        cost.observe(rows, (0.020 + 0.003 * rows) * noise)
-    assert cost.share == pytest.approx(0.15, rel=0.2)
+        cost.observe(rows, (0.020 + 0.003 * rows + 0.005 * (rows > 1)) * noise, rows - 1)
+    assert cost.row == pytest.approx(0.003, rel=0.2)
+    assert cost.base == pytest.approx(0.020, rel=0.2)
+    assert cost.extra == pytest.approx(0.005, rel=0.3)
 
 
-def test_a_draft_pays_where_it_raises_the_tokens_per_second() -> None:
-    assert Worth(1, 0.1).take([0.9**ahead for ahead in range(1, 20)]) == 10
-    assert Worth(1, 0.1).take([0.95, 0.1]) == 1
-    assert Worth(64, 0.1).take([0.8, 0.8]) == 0  # one row more costs what it brings
-    assert Worth(1, 1.0).take([0.4]) == 0
+def test_a_pass_that_was_captured_says_nothing() -> None:
+    cost = PassCost()
+    for rows, seconds in ((1, 1.0), (1, 1.0), (2, 50.0), (2, 1.1), (4, 50.0), (4, 1.3), (8, 50.0)):
+        cost.observe(rows, seconds, rows - 1)
+    assert cost.row == pytest.approx(0.1) and cost.extra == pytest.approx(0)
+
+
+def test_as_many_drafts_are_computed_as_raise_the_tokens_per_second() -> None:
+    assert Worth(1, 1.1, 0.1).best([0.9**ahead for ahead in range(1, 20)]) == 11  # ten: passes of 12 rows are common
+    assert Worth(1, 1.1, 0.1).best([0.95, 0.1]) == 1
+    assert Worth(64, 7.4, 0.1).best([0.8, 0.8]) == 0  # one row more costs what it brings
+    assert Worth(1, 2.0, 1.0).best([0.4]) == 0
+    assert Worth(1, 1.1, 0.1, 0.6).best([0.5]) == 0  # not even what a pass with drafts costs in addition
+    assert Worth(1, 1.1, 0.1, 0.6).best([0.9, 0.8, 0.7]) == 3
+    assert Worth(1, 1.1, 0.1).pays(0.3, [0.9]) and not Worth(1, 1.1, 0.1).pays(0.1, [0.9])
 
 
 def test_drafts_that_do_not_pay_are_looked_at_less_and_less() -> None:
@@ -92,18 +103,9 @@ def test_drafts_that_do_not_pay_are_looked_at_less_and_less() -> None:
 def test_what_rows_cost_is_measured_again_now_and_then() -> None:
     """Otherwise a cost that was measured while the machine was busy would be believed for ever."""
     cost = PassCost()
-    tried = [at for at in range(400) if cost.is_doubted()]
+    tried = [at for at in range(400) if cost.is_doubted(1, 0.5)]
     assert 4 < len(tried) < 12 and tried[-1] - tried[-2] > 60
-
-
-def test_drafts_end_where_passes_with_them_yield_fewer_tokens_per_second() -> None:
-    cost = PassCost()
-    for rows, seconds in ((1, 1.0), (2, 3.0), (4, 3.1)):
-        for _ in range(3):
-            cost.observe(rows, seconds)
-    assert cost.is_slower(1, 1, 0.9)
-    assert not cost.is_slower(1, 4, 3.5)
-    assert not cost.is_slower(3, 1, 0.1)  # not known
+    assert not any(cost.is_doubted(1, 0.01) for _ in range(100))  # whatever rows cost, it would not pay
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 40])
