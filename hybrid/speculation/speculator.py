@@ -37,7 +37,7 @@ class DrafterStats:
     refused: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Joined:
     """The drafts of one request.
 
@@ -111,6 +111,8 @@ class Speculator:
             self._watch(joined.history)
         for drafter in self._drafters:
             self._join(drafter, trees, rows)
+        if not sum([len(joined.tree) for joined in trees]):
+            return [None] * len(trees)
         for joined, count in zip(trees, self._counts(trees, rows), strict=True):
             joined.count = count
             self._judge(joined)
@@ -136,8 +138,6 @@ class Speculator:
         if not self._config.adaptive:
             return [min(joined.limit, len(joined.tree)) for joined in trees]
         chances = [(chance, at) for at, joined in enumerate(trees) for chance in joined.tree.chances[: joined.limit]]
-        if not chances:
-            return [0] * len(trees)
         chances.sort(reverse=True)
         count = self._cost.worth(rows).best([chance for chance, _ in chances])
         if count:
@@ -162,19 +162,22 @@ class Speculator:
 
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
-        wanted, computes = [], type(drafter).prepare is not Drafter.prepare
-        drafting = self._cost.drafting(drafter.name) / max(1, len(trees))
+        name, wanted, computes = drafter.name, [], type(drafter).prepare is not Drafter.prepare
         for joined in trees:
-            own, count = self._own[joined.history][drafter.name], joined.limit
+            own, count = self._own[joined.history][name], joined.limit
             if self._config.adaptive and count > 0:
-                worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
-                if not own.is_due() or (len(joined.tree) and not _pays(joined, own.rate, worth)):
+                if not own.is_due():
                     continue
-                count = own.count(count, worth) if computes else count
+                if computes or len(joined.tree):
+                    drafting = self._cost.drafting(name) / len(trees)
+                    worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
+                    if len(joined.tree) and not _pays(joined, own.rate, worth):
+                        continue
+                    count = own.count(count, worth) if computes else count
+                    joined.count = max(joined.count, count)
             if count > 0:
                 wanted.append((joined, own, count))
-                joined.count = max(joined.count, count)
-        if not wanted or not self._prepare(drafter, [(joined.history, count) for joined, _, count in wanted]):
+        if computes and not self._prepare(drafter, [(joined.history, count) for joined, _, count in wanted]):
             return
         for joined, own, count in wanted:
             drafts = self._ask(drafter, joined.history, count, joined.limit)
@@ -182,13 +185,15 @@ class Speculator:
                 joined.tree.add(drafts, own.rate)
                 joined.left *= 1 - (own.rate if drafts.chances is None else drafts.chances[0])
                 if drafts.chances is None:
-                    joined.firsts[drafter.name] = drafts.tokens[0]
+                    joined.firsts[name] = drafts.tokens[0]
                 if computes or drafts.chances is None:
-                    joined.asked[drafter.name] = computes
+                    joined.asked[name] = computes
             joined.count = min(joined.limit, len(joined.tree))
 
     def _prepare(self, drafter: Drafter, wanted: Sequence[tuple[History, int]]) -> bool:
         """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
+        if not wanted:
+            return False
         started = time.perf_counter()
         try:
             drafter.prepare(wanted)
@@ -196,8 +201,7 @@ class Speculator:
             for history, _ in wanted:
                 self._refuse(drafter, history, error)
             return False
-        if type(drafter).prepare is not Drafter.prepare:
-            self._cost.drafted(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
+        self._cost.drafted(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
         return True
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
@@ -234,6 +238,8 @@ class Speculator:
             if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
                 raise ArgumentError(f"drafter {drafter.name}: propose must return (tokens, parents), got {proposed!r}")
             tokens, parents, *chances = proposed
+            if tokens == parents == ():  # the usual case
+                return None
             most = limit if chances else count
             drafts = checked(tokens, parents, drafter.name, most, self._vocab_size, *chances)
         except Exception as error:
