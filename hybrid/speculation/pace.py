@@ -229,15 +229,15 @@ class Acceptance:
         self._hits = DECAY * self._hits + accepted
         self._trials = DECAY * self._trials + trials
 
-    def is_due(self) -> bool:
-        """Whether no pause lasts. Asked once for each pass."""
-        self._left = max(self._left - 1, -1)
+    def is_due(self, passes: int = 1) -> bool:
+        """Whether no pause lasts, so many passes after this was asked last."""
+        self._left -= passes
         return self._left < 0
 
     def paid(self, is_paid: bool) -> None:
         """Whether drafts paid. If not, there is a pause, each longer than the one before."""
         self.pauses = 0 if is_paid else min(self.pauses + 1, MAX_PAUSES)
-        self._left = 0 if is_paid else 4**self.pauses
+        self._left = 0 if is_paid else 4**self.pauses  # passes of a pause
 
     def count(self, limit: int, worth: Worth) -> int:
         """How many drafts to compute, of a drafter that takes time for each; at least one, to measure it.

@@ -19,6 +19,9 @@ from hybrid.speculation.pace import Acceptance, PassCost, Worth
 
 log: logging.Logger = logging.getLogger(__name__)
 
+FRUITLESS, ASKED_EVERY = 16, 4
+"""After this many passes in which no drafter had anything for a request, they are asked in every fourth pass."""
+
 
 @dataclass
 class DrafterStats:
@@ -38,11 +41,41 @@ class DrafterStats:
 
 
 @dataclass(eq=False, slots=True)
+class _Known:
+    """What is known of one request.
+
+    Attributes:
+        measured: of each drafter.
+        position: where the tokens of `watched` would be.
+        watched: tokens that were not computed, by their drafter.
+        fruitless: passes in a row in which no drafter proposed anything.
+        left_out: passes since any was asked.
+    """
+
+    measured: dict[str, Acceptance]
+    position: int = 0
+    watched: dict[str, int] = field(default_factory=dict)
+    fruitless: int = 0
+    left_out: int = 0
+
+    def is_left_out(self) -> bool:
+        """Whether no drafter is asked in this pass: of those in which none would have anything, most are left out."""
+        self.left_out += 1
+        return self.fruitless >= FRUITLESS and self.left_out < ASKED_EVERY
+
+    def count(self, has_drafts: bool) -> None:
+        """Drafters were asked, and had drafts."""
+        self.fruitless = 0 if has_drafts else self.fruitless + 1
+        self.left_out = 0
+
+
+@dataclass(eq=False, slots=True)
 class _Joined:
-    """The drafts of one request.
+    """The drafts of one request in one pass.
 
     Attributes:
         limit: the most.
+        known: of the request.
         tree: what was proposed.
         left: the chance that none of the drafters asked is right.
         count: drafts that are expected to be computed.
@@ -53,6 +86,7 @@ class _Joined:
 
     history: History
     limit: int
+    known: _Known
     tree: DraftTree = field(default_factory=DraftTree)
     left: float = 1.0
     count: int = 0
@@ -76,8 +110,7 @@ class Speculator:
         self._stats = {drafter.name: DrafterStats() for drafter in self._drafters}
         self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in self._drafters}
         self._pauses = dict.fromkeys(self._stats, 0)
-        self._own: dict[History, dict[str, Acceptance]] = {}
-        self._watched: dict[History, tuple[int, dict[str, int]]] = {}
+        self._known: dict[History, _Known] = {}
         self._cost = PassCost()
 
     @property
@@ -106,32 +139,41 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        trees = [_Joined(history, min(limit, self._config.max_drafts)) for history, limit in asked]
-        for joined in trees:
-            self._watch(joined.history)
+        trees: list[_Joined] = []
+        for history, limit in asked:
+            known = self._known.get(history) or self._begin(history)
+            if not (known.is_left_out() and self._config.adaptive):
+                trees.append(_Joined(history, min(limit, self._config.max_drafts), known))
+                if known.watched:
+                    self._compare(history, known)
+        if not trees:
+            return [None] * len(asked)
         for drafter in self._drafters:
             self._join(drafter, trees, rows)
+        for joined in trees:
+            joined.known.count(len(joined.tree) > 0)
         if not sum([len(joined.tree) for joined in trees]):
-            return [None] * len(trees)
+            return [None] * len(asked)
         for joined, count in zip(trees, self._counts(trees, rows), strict=True):
             joined.count = count
             self._judge(joined)
-        return [joined.tree.best(joined.count) if joined.count else None for joined in trees]
+        found = {joined.history: joined.tree.best(joined.count) for joined in trees if joined.count}
+        return [found.get(history) for history, _ in asked]
 
-    def _watch(self, history: History) -> None:
-        """What is known of a request when a pass begins: which tokens came where drafts were not computed."""
-        own = self._own.get(history)
-        if own is None:
-            self._own[history] = {
-                name: Acceptance(expected.rate, self._pauses[name]) for name, expected in self._expected.items()
-            }
-            return
-        position, tokens = self._watched.get(history, (len(history), {}))
-        if position < len(history):
-            del self._watched[history]
-            for name, token in tokens.items():
-                for measured in (self._expected[name], own[name]):
-                    measured.observe(1, token == history[position])
+    def _begin(self, history: History) -> _Known:
+        """A request of which nothing is known."""
+        known = self._known[history] = _Known(
+            {name: Acceptance(expected.rate, self._pauses[name]) for name, expected in self._expected.items()}
+        )
+        return known
+
+    def _compare(self, history: History, known: _Known) -> None:
+        """Compare drafts that were not computed with what came."""
+        if known.position < len(history):
+            for name, token in known.watched.items():
+                for measured in (self._expected[name], known.measured[name]):
+                    measured.observe(1, token == history[known.position])
+            known.watched = {}
 
     def _counts(self, trees: Sequence[_Joined], rows: int) -> list[int]:
         """How many drafts of each request are computed: the most probable of all, as long as they pay."""
@@ -150,23 +192,23 @@ class Speculator:
     def _judge(self, joined: _Joined) -> None:
         """Drafts of a request were looked at: whether they pay. Those that are not computed are compared with what
         comes, where their drafter does not do that itself."""
-        own = self._own[joined.history]
         for name, computes in joined.asked.items():
+            own = joined.known.measured[name]
             if not computes:
-                own[name].paid(joined.count > 0)
-            elif not joined.count and not own[name].pauses:  # they were expected to pay
-                own[name].paid(False)
-            self._pauses[name] = own[name].pauses
+                own.paid(joined.count > 0)
+            elif not joined.count and not own.pauses:  # they were expected to pay
+                own.paid(False)
+            self._pauses[name] = own.pauses
         if not joined.count and joined.firsts:
-            self._watched[joined.history] = len(joined.history), joined.firsts
+            joined.known.position, joined.known.watched = len(joined.history), joined.firsts
 
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
         name, wanted, computes = drafter.name, [], type(drafter).prepare is not Drafter.prepare
         for joined in trees:
-            own, count = self._own[joined.history][name], joined.limit
+            own, count = joined.known.measured[name], joined.limit
             if self._config.adaptive and count > 0:
-                if not own.is_due():
+                if not own.is_due(joined.known.left_out):
                     continue
                 if computes or len(joined.tree):
                     drafting = self._cost.drafting(name) / len(trees)
@@ -188,7 +230,7 @@ class Speculator:
                     joined.firsts[name] = drafts.tokens[0]
                 if computes or drafts.chances is None:
                     joined.asked[name] = computes
-            joined.count = min(joined.limit, len(joined.tree))
+                joined.count = min(joined.limit, len(joined.tree))
 
     def _prepare(self, drafter: Drafter, wanted: Sequence[tuple[History, int]]) -> bool:
         """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
@@ -212,9 +254,9 @@ class Speculator:
             stats.drafted_tokens += sum(name in names for names in drafts.drafters)
             stats.accepted_tokens += sum(name in drafts.drafters[at] for at in path)
             offered, accepted = drafts.trials(name, path)
-            for measured in (self._expected, self._own.get(history, {})):
-                if name in measured:
-                    measured[name].observe(offered, accepted)
+            self._expected[name].observe(offered, accepted)
+            if history in self._known:
+                self._known[history].measured[name].observe(offered, accepted)
 
     def timed(self, rows: int, seconds: float, drafts: int = 0) -> None:
         """A pass without prompts was computed; some of its rows were drafts."""
@@ -222,8 +264,7 @@ class Speculator:
 
     def end(self, history: History) -> None:
         """A request has ended."""
-        self._watched.pop(history, None)
-        if self._own.pop(history, None) is not None:
+        if self._known.pop(history, None) is not None:
             for drafter in self._drafters:
                 drafter.end(history)
 
@@ -249,7 +290,7 @@ class Speculator:
 
     def _refuse(self, drafter: Drafter, history: History, error: Exception) -> None:
         """What a drafter did is as if its draft had been wrong."""
-        stats, own = self._stats[drafter.name], self._own[history][drafter.name]
+        stats, own = self._stats[drafter.name], self._known[history].measured[drafter.name]
         own.observe(1, 0)
         own.paid(False)
         if not stats.refused:

@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 
-from hybrid import History, Key
+from hybrid import Drafter, History, Key, SpeculationConfig
 from hybrid.speculation.cached import BLOCK, GramDrafter
 from hybrid.speculation.grams import GRAMS, GramIndex
 from hybrid.speculation.pace import Acceptance, PassCost, Worth
+from hybrid.speculation.speculator import Speculator
 
 
 def history_of(ids: array[int], namespace: str = "") -> History:
@@ -130,3 +131,71 @@ def test_after_a_replaced_token_the_source_is_drafted_at_once() -> None:
     assert [*drafter.propose(history, 3)[0]] == []
     ids.extend([16, 17])
     assert [*drafter.propose(history, 3)[0]] == [18, 19, 20]
+
+
+def test_the_chance_of_a_draft_follows_from_how_long_its_source_was_right() -> None:
+    """Each token that comes is compared with the source, whether it was drafted or not."""
+    rng, drafter = random.Random(0), GramDrafter()
+    document = [rng.randrange(1000) for _ in range(600)]
+    drafter.end(history_of(array("i", document)))
+    ids = array("i", [5000])
+    history, chances = history_of(ids), {4: [0.0], 12: [0.0]}
+    for round in range(40):  # four tokens lead to a source, of which three times in four nothing follows
+        start = rng.randrange(20, 500)
+        for at in range(start, start + (4 if round % 4 else 30)):
+            ids.append(document[at])
+            tokens, _, likely = drafter.propose(history, 1)
+            if at - start + 1 in chances and len(tokens):
+                chances[at - start + 1].append(likely[0])
+        ids.append(2000 + round)
+        drafter.propose(history, 1)
+    assert chances[4][-1] < 0.5 < 0.9 < chances[12][-1]
+
+
+class Silent(Drafter):
+    """Drafts tokens that never come, and counts how often it is asked."""
+
+    def __init__(self, has_any: bool) -> None:
+        self.has_any, self.calls = has_any, 0
+
+    def propose(self, history: History, limit: int) -> tuple[list[int], range]:
+        self.calls += 1
+        return ([7] * limit, range(-1, limit - 1)) if self.has_any else ([], range(0))
+
+
+@pytest.mark.parametrize("has_any", [True, False])
+def test_drafts_that_are_never_right_are_compared_and_not_computed(has_any: bool) -> None:
+    drafter = Silent(has_any)
+    speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000)
+    drafted = 0
+    for _ in range(10):
+        ids = array("i", [1])
+        history = history_of(ids)
+        for _ in range(200):
+            drafts = speculator.propose(history, 15, 1)
+            if drafts is not None:
+                drafted += len(drafts)
+                speculator.verified(history, drafts, [])
+            speculator.timed(1 + len(drafts or ()), 1.0 + 0.2 * len(drafts or ()), len(drafts or ()))
+            ids.append(1)
+        speculator.end(history)
+    assert drafted < 12 and drafter.calls < (150 if has_any else 800)  # of 2,000 passes
+
+
+def test_drafts_that_become_right_are_computed_though_none_was_for_long() -> None:
+    """What was not computed is compared with what came."""
+    drafter = Silent(True)
+    speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000)
+    ids = array("i", [1])
+    history, computed = history_of(ids), []
+    for at in range(1200):
+        token = 1 if at < 400 else 7
+        drafts = speculator.propose(history, 15, 1)
+        path = range(len(drafts) if drafts is not None and token == 7 else 0)
+        if drafts is not None:
+            computed.append(at)
+            speculator.verified(history, drafts, path)
+        speculator.timed(1 + len(drafts or ()), 1.0 + 0.2 * len(drafts or ()), len(drafts or ()))
+        ids.extend([token] * (1 + len(path)))
+    assert len([at for at in computed if at < 400]) < 10
+    assert len([at for at in computed if at >= 900]) == 300
