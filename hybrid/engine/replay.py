@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import StateSteps
+from hybrid.engine.capture import Capture
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 
@@ -17,9 +18,6 @@ log: logging.Logger = logging.getLogger(__name__)
 
 Log = list[tuple[Tensor, ...]]
 """Of a pass: `Batch.log`."""
-
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""As `hybrid.engine.cuda_graphs.Capture`."""
 
 
 class Replay(NamedTuple):

@@ -150,6 +150,7 @@ class Request:
         self.explanation: Explanation | None = None
         self.logprobs: list[dict[int, float]] = []
         self.pin: Pin | None = None
+        self._answer: list[int] = []  # what `output` copies; as numbers of `ids` each output would make them anew
         self.arrived: float = time.perf_counter()
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -172,6 +173,11 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_end
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its answer has ended."""
+        return self.finish_reason is not None
 
     @property
     def num_output(self) -> int:
@@ -287,8 +293,10 @@ class Request:
 
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """Its answer up to now, without those of other completions; what `previous` does not have is its delta."""
-        text, token_ids = self.text.text if self.text is not None else "", self.ids[self.prompt_len :].tolist()
-        num_output = len(token_ids)
+        text = self.text.text if self.text is not None else ""
+        num_output = self.num_output
+        self._answer += self.ids[self.prompt_len + len(self._answer) :]
+        token_ids = self._answer.copy()
         num_characters, num_tokens = (len(previous.text), len(previous.token_ids)) if previous is not None else (0, 0)
         spent = (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
         hit = self.explanation
