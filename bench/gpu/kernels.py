@@ -112,7 +112,7 @@ def _chunks(name: str, bench: Bench, requests: int, tokens: int) -> Case:
         mixed = bench.normal(requests * tokens, s.channels)
         heads = mixed.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
         parts = (x.unflatten(-1, (-1, size)) for x, size in zip(heads, (key_dim, key_dim, value_dim), strict=True))
-        return *parts, *work.gates(*(bench.normal(requests * tokens, value_heads) for _ in range(2)))
+        return *parts, *bench.normal(2, requests * tokens, value_heads), work.rate, work.dt_bias
 
     made = [(inputs(), 1 + at * requests + each) for at in range(sets)]
 
