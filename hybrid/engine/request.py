@@ -175,6 +175,11 @@ class Request:
         return self.num_computed < self.prefill_end
 
     @property
+    def has_ended(self) -> bool:
+        """Whether its answer has ended."""
+        return self.finish_reason is not None
+
+    @property
     def num_output(self) -> int:
         """Number of tokens of the answer."""
         return len(self.ids) - self.prompt_len
