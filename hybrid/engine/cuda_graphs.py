@@ -19,19 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
+from hybrid.engine.capture import Capture, capture_for
 from hybrid.engine.pieces import Layout
 from hybrid.engine.planner import Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
 from hybrid.engine.sampler import SamplingRows
-from hybrid.kernels.ops import compiled_module
 
 log: logging.Logger = logging.getLogger(__name__)
-
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""
-
-WARM_UPS = 2
-"""Runs before a capture, in which kernels are compiled and buffers allocated."""
 
 MAX_GRAPHS = 256
 """Graphs that are kept, at most; the oldest goes."""
@@ -226,33 +220,3 @@ class CapturedPasses:
             batch.log.clear()  # of the run before
         logits: Tensor = self._model(batch, self._kv, self._state)
         return logits
-
-
-def capture_for(device: torch.device) -> Capture:
-    """What captures passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
-    if device.type == "cuda":
-        return CudaCapture(device)
-    module: Any = compiled_module("capture")
-    capture: Capture = module.CpuCapture()
-    return capture
-
-
-class CudaCapture:
-    """Captures on a GPU. All graphs share their memory, as only one of them runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = run()
-        self._pool = graph.pool()
-        return graph.replay, logits

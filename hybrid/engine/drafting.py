@@ -8,8 +8,8 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.paths import exchange, extend
 from hybrid.engine.branches import Branches
 from hybrid.engine.build import LoadedModel, is_captured
+from hybrid.engine.capture import capture_for
 from hybrid.engine.config import EngineConfig
-from hybrid.engine.cuda_graphs import capture_for
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step

@@ -81,12 +81,21 @@ class Rows(NamedTuple):
         known: number of rows of prompts, without padding.
         prompts: number of rows of prompts, with padding.
         total: number of all rows.
+        idle_prompts: prompts of padding.
+        idle_decodes: decoding requests of padding, one row each.
     """
 
     parts: list[range]
     known: int
     prompts: int
     total: int
+    idle_prompts: int
+    idle_decodes: int
+
+    @property
+    def num_idle(self) -> int:
+        """Requests of padding."""
+        return self.idle_prompts + self.idle_decodes
 
     @classmethod
     def of(cls, positions: list[Sequence[int]], num_prompts: int, padding: Padding) -> Rows:
@@ -101,7 +110,9 @@ class Rows(NamedTuple):
         starts = [*accumulate(counts[:num_prompts], initial=0)][:num_prompts]
         starts += accumulate(counts[num_prompts:], initial=prompts)
         rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
-        return cls(rows, known, prompts, starts[-1] + max(0, padding.rows - (len(positions) - num_prompts)))
+        idle_prompts = max(0, padding.prompts - num_prompts)
+        idle_decodes = max(0, padding.rows - (len(positions) - num_prompts))
+        return cls(rows, known, prompts, starts[-1] + idle_decodes, idle_prompts, idle_decodes)
 
 
 def padding_of(step: Step, max_prompt_tokens: int, captures_drafts: bool = False) -> Padding | None:

@@ -250,19 +250,18 @@ def plan(
     _add_tokens(pieces, parts, positions, rows, page_size, sources)
     checkpoints = _add_checkpoints(pieces, parts, shape.captures)
     sampled = tuple(map(SampledRows.of, parts))
-    filler = max(0, shape.prompts - num_prefills) + max(0, shape.rows - len(decodes))  # requests of padding
-    sample_rows = rows_of(sampled, [place.stop for place in rows.parts]) + [0] * filler
+    sample_rows = rows_of(sampled, [place.stop for place in rows.parts]) + [0] * rows.num_idle
     pieces.add("sample_rows", sample_rows, (len(sample_rows),))
     embeddings = _add_media(pieces, parts, rows.parts, positions)
     splits: dict[str, int | None] = {}
     if prefills:
         splits["prefills"] = 1 if deterministic else None
-        _add_prefills(pieces, prefills, rows, shape)
+        _add_prefills(pieces, prefills, rows, shape.width)
     if decodes:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_decodes(pieces, decodes, positions[num_prefills:], shape)
+        _add_decodes(pieces, decodes, positions[num_prefills:], rows.idle_decodes, shape.width)
     adapted = _add_adapted(pieces, parts, rows.parts, chunk_size if deterministic else None)
-    _add_sampling(pieces, parts, sampled, filler)
+    _add_sampling(pieces, parts, sampled, rows.num_idle)
     _add_links(pieces, parts, rows, sources)
     return Plan(
         pieces.numbers().pin_memory() if pin else pieces.numbers(),
@@ -347,7 +346,7 @@ def _add_media(
     return tuple(embeddings)
 
 
-def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], filler: int) -> None:
+def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], num_idle: int) -> None:
     """Where the steps of each part start, where there are drafts; how the token of every row of logits is chosen,
     unless all are the most likely ones."""
     if [part for part in parts if part.drafts is not None]:
@@ -359,7 +358,7 @@ def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows,
     rows: list[SampleRow | None] = [
         request.sample_row(path, num_unknown) if request is not None else None for request, path, num_unknown in tokens
     ]
-    pieces.add_array(SAMPLING, np.array(sampling_numbers(rows + [None] * filler), np.float64))
+    pieces.add_array(SAMPLING, np.array(sampling_numbers(rows + [None] * num_idle), np.float64))
 
 
 def _add_links(pieces: Pieces, parts: list[Part], rows: Rows, sources: Mapping[Request, int]) -> None:
@@ -401,38 +400,37 @@ def _row_blocks(rows: Rows, num_prompts: int, chunk_size: int) -> RowBlocks:
     return RowBlocks(segments, rows.prompts, rows.total, chunk_size)
 
 
-def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, padding: Padding) -> None:
+def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, width: int) -> None:
     """The numbers of the prompt parts, and of prompts of padding, of which the last has the tokens."""
-    filler = max(0, padding.prompts - len(parts))
-    count, starts = len(parts) + filler, [0, *(place.stop for place in rows.parts[: len(parts)])]
-    if filler:
-        starts += [rows.known] * (filler - 1) + [rows.prompts]
+    idle = rows.idle_prompts
+    count, starts = len(parts) + idle, [0, *(place.stop for place in rows.parts[: len(parts)])]
+    if idle:
+        starts += [rows.known] * (idle - 1) + [rows.prompts]
     pieces.add("prefills.cu_seqlens", starts, (count + 1,))
-    pieces.add("prefills.seq_lens", [part.end for part in parts] + [0] * filler, (count,))
-    pieces.add_array("prefills.block_table", _block_table(parts, filler, padding.width))
-    pieces.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * filler, (count,))
-    pieces.add("prefills.state_write", [_write_slot(part) for part in parts] + [-1] * filler, (count,))
+    pieces.add("prefills.seq_lens", [part.end for part in parts] + [0] * idle, (count,))
+    pieces.add_array("prefills.block_table", _block_table(parts, idle, width))
+    pieces.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * idle, (count,))
+    pieces.add("prefills.state_write", [_write_slot(part) for part in parts] + [-1] * idle, (count,))
 
 
-def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], padding: Padding) -> None:
+def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], idle: int, width: int) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
     lengths = [position + 1 for own in positions for position in own]
-    filler = max(0, padding.rows - len(parts))
-    table = _block_table(parts, filler, padding.width)
+    table = _block_table(parts, idle, width)
     if len(lengths) == len(parts):  # no drafts
         read: list[int | None] = [part.lease.read_slot for part in parts]
         write = [_write_slot(part) for part in parts]
     else:
         read, write = _steps_of_drafts(parts)
-        table = np.repeat(table, [*map(len, positions), *[1] * filler], axis=0)
+        table = np.repeat(table, [*map(len, positions), *[1] * idle], axis=0)
         for row, pages in tables_of_drafts(parts):
             table[row, : len(pages)] = pages
-    rows = len(lengths) + filler
+    rows = len(lengths) + idle
     pieces.add("decodes.cu_seqlens", range(rows + 1), (rows + 1,))
-    pieces.add("decodes.seq_lens", lengths + [0] * filler, (rows,))
-    steps = len(read) + filler  # more than rows where paths have drafts in common
-    pieces.add("decodes.state_read", read + [EMPTY_STATE] * filler, (steps,))
-    pieces.add("decodes.state_write", write + [-1] * filler, (steps,))
+    pieces.add("decodes.seq_lens", lengths + [0] * idle, (rows,))
+    steps = len(read) + idle  # more than rows where paths have drafts in common
+    pieces.add("decodes.state_read", read + [EMPTY_STATE] * idle, (steps,))
+    pieces.add("decodes.state_write", write + [-1] * idle, (steps,))
     pieces.add_array("decodes.block_table", table)
     if any(part.branches is not None for part in parts):
         unrolled, places, copies = unroll(parts)
@@ -454,9 +452,9 @@ def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | No
     return read, write
 
 
-def _block_table(parts: list[Part], filler: int, width: int) -> np.ndarray:
+def _block_table(parts: list[Part], idle: int, width: int) -> np.ndarray:
     """The page ids of each part, one row each, and rows of padding."""
-    table = np.zeros((len(parts) + filler, max(width, *(len(part.lease.block_table) for part in parts), 1)), np.int64)
+    table = np.zeros((len(parts) + idle, max(width, *(len(part.lease.block_table) for part in parts), 1)), np.int64)
     for row, part in enumerate(parts):
         table[row, : len(part.lease.block_table)] = part.lease.block_table
     return table

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import StateSteps
+from hybrid.engine.capture import Capture
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 
@@ -18,9 +19,6 @@ log: logging.Logger = logging.getLogger(__name__)
 
 Log = list[tuple[Tensor, ...]]
 """Of a pass: `Batch.log`."""
-
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""As `hybrid.engine.cuda_graphs.Capture`."""
 
 
 class Replay(NamedTuple):

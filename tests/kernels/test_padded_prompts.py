@@ -164,7 +164,7 @@ def test_a_prompt_that_keeps_no_state_writes_none_and_may_have_no_tokens(folder:
     tokens, tap = sum(lengths), torch.randn(24, 4)
     mixed, windows, states = torch.randn(tokens, 24), torch.randn(8, 3, 24), torch.randn(8, 2, 8, 12)
     q, k, v = torch.randn(tokens, 2, 8), torch.randn(tokens, 2, 8), torch.randn(tokens, 2, 12)
-    gates = -torch.rand(tokens, 2), torch.rand(tokens, 2)
+    gates = (*torch.randn(2, tokens, 2), -torch.rand(2), torch.randn(2))
 
     def run(writes: list[int], captures: list[tuple[int, int, int]]) -> list[Tensor]:
         pools = windows.clone(), states.clone()

@@ -6,7 +6,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from hybrid import Engine
-from hybrid.engine.cuda_graphs import Capture, CapturedPasses
+from hybrid.engine.capture import Capture
+from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
 
 
