@@ -32,7 +32,7 @@ WINDOW = 16
 """Tokens of a source, after the place where a history left it, among which it is looked for again."""
 
 CYCLE = 64
-"""Tokens for which an answer is expected to go on repeating itself, before that is looked at again."""
+"""Tokens for which an answer is expected to repeat itself, before that is looked at again."""
 
 CONTINUED: tuple[float, ...] = (0.8, *[0.9] * 3, *[0.95] * 9)
 """How often the tree is expected to be right about the whole history, by `chances.BUCKETS`: sampled answers differ."""
@@ -282,7 +282,7 @@ def _repeated(history: History, end: int) -> tuple[array[int], int] | None:
 
 
 def _cycle(ids: array[int], at: int) -> array[int]:
-    """What follows a place in the last tokens of a history, again and again: as if it went on repeating itself."""
+    """What follows a place in the last tokens of a history, again and again: as if it continued to repeat itself."""
     period = ids[at:]
     return (period * (CYCLE // len(period) + 1))[:CYCLE]
 
