@@ -230,7 +230,7 @@ class Acceptance:
         self._trials = DECAY * self._trials + trials
 
     def is_due(self, passes: int = 1) -> bool:
-        """Whether no pause lasts, so many passes after this was asked last."""
+        """Whether no pause lasts, this many passes after it was asked for last."""
         self._left -= passes
         return self._left < 0
 
