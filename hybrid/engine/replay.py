@@ -35,6 +35,10 @@ class Replay(NamedTuple):
     write: list[int]
 
 
+NOTHING = Replay([], [0], [], [])
+"""No draft was accepted."""
+
+
 def replay_states(model: Any, log: Log, replay: Replay, state: dict[str, Tensor], device: torch.device) -> None:
     """Keep the states after accepted drafts.
 
@@ -52,35 +56,54 @@ def replay_states(model: Any, log: Log, replay: Replay, state: dict[str, Tensor]
 class ReplayOfAll:
     """Keeps the states after accepted drafts of a captured pass, by a captured replay.
 
-    All rows of the pass are computed once more where they are, so that one capture serves whatever is accepted: rows
-    that are not continue from the empty state, and what is after them is not kept. It is for chains: an accepted draft
-    that reads no slot continues from the row before it.
+    It reads the rows of the pass where they are, so that one capture serves whatever is accepted. It is for chains: an
+    accepted draft that reads no slot continues from the row before it. Rows that are not accepted keep nothing, and a
+    GPU does not compute those of them whose run reads no slot.
 
     Args:
-        rows: number of rows of the pass.
-        run: computes the states of all rows, given their `StateSteps`.
+        rows: number of rows of the pass. The first one is no draft.
+        runs: of the pass.
+        device: of the pass.
+        run: computes the states, given the `StateSteps`.
         capture: captures it, in memory that the pass does not use.
     """
 
-    def __init__(self, rows: int, run: Callable[[StateSteps], None], capture: Capture) -> None:
-        self._nothing = torch.tensor([[EMPTY_STATE] * rows, [-1] * rows])
-        self._slots = self._nothing.clone()
-        self._steps = StateSteps(torch.arange(rows + 1), *self._slots)
+    def __init__(
+        self, rows: int, runs: int, device: torch.device, run: Callable[[StateSteps], None], capture: Capture
+    ) -> None:
+        self._rows = rows
+        # one before, between and after chains, of which there are no more than half the runs, rounded up, and rows;
+        # an odd number where rows are even, as they never may be as many
+        self._runs = runs + 3
+        self._numbers = self._of(NOTHING).to(device)
+        self._steps = StateSteps(*self._numbers.split((self._runs + 1, rows, rows)))
         self._launch = run
         self._capture: Capture | None = capture
         self._run: Callable[[], Tensor | None] = self._launched
 
     def keep(self, replay: Replay) -> None:
         """Keep the states after these drafts."""
-        self._slots.copy_(self._nothing)
         if self._capture is not None:
             self._record(self._capture)
-        self._slots[:, replay.rows] = torch.tensor([replay.read, replay.write])
+        self._numbers.copy_(on_device(self._of(replay), self._numbers.device))
         self._run()
+
+    def _of(self, replay: Replay) -> Tensor:
+        """The numbers of the `StateSteps`: a run for each chain that is accepted, and for the rows in between."""
+        read, write = [-1] * self._rows, [-1] * self._rows
+        read[0] = EMPTY_STATE  # there is no row before it
+        is_kept = [False] * self._rows
+        for row, source, target in zip(replay.rows, replay.read, replay.write, strict=True):
+            read[row], write[row], is_kept[row] = source, target, True
+        starts = [
+            row for row in range(self._rows) if read[row] >= 0 or (not is_kept[row] and (is_kept[row - 1] or row == 1))
+        ]
+        return torch.tensor(starts + [self._rows] * (self._runs + 1 - len(starts)) + read + write)
 
     def _record(self, capture: Capture) -> None:
         """Capture it, while nothing is kept."""
         self._capture = None
+        self._numbers.copy_(self._of(NOTHING))
         try:
             self._run, _ = capture(self._launched)
         except Exception as error:
@@ -88,4 +111,4 @@ class ReplayOfAll:
 
     def _launched(self) -> Tensor:
         self._launch(self._steps)
-        return self._slots
+        return self._numbers
