@@ -332,6 +332,16 @@ class Bench:
         if output.is_floating_point():
             torch.full_like(output, float("nan"), dtype=self.sizes.dtype)
 
+    def call(self, operation: str) -> Callable[..., Any]:
+        """An operation as it is measured: by our own kernel."""
+        how = {"batch_invariant": True} if OPS[operation].external else {}
+        return partial(getattr(self.ops, operation), **how)
+
+    def case(self, name: str, operation: str, inputs: Sequence[tuple[Any, ...]], **more: Any) -> Case:
+        """An operation on sets of inputs, the first of which is compared with its twin. `more`: of the case."""
+        checks = partial(self.twins, name, operation, *inputs[0])
+        return Case(each_with(self.call(operation), inputs), checks, **more)
+
     def twins(self, name: str, operation: str, *arguments: Any, fp64: bool = False) -> Iterator[Line]:
         """An operation against its twin, which may compute in fp64: what it returns, and the arguments that it writes,
         of which the twin gets copies; rows of them that the twin leaves as they are keep their bits. Then again."""
@@ -345,7 +355,7 @@ class Bench:
         truths = _outputs(op.twin(*theirs))
         for truth in truths:
             self.poison(truth)
-        run = partial(getattr(self.ops, operation), *arguments, **({"batch_invariant": True} if op.external else {}))
+        run = partial(self.call(operation), *arguments)
         founds = _outputs(run())
         for number, (found, truth) in enumerate(zip(founds, truths, strict=True)):
             judge = compare if found.is_floating_point() else same_bits

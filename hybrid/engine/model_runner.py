@@ -21,7 +21,7 @@ from hybrid.engine.replay import Log, Replay, replay_states
 from hybrid.engine.results import Computed, PendingTokens, Result
 from hybrid.engine.step import Step
 from hybrid.engine.verification import Verification
-from hybrid.kernels.cpu.tasks import torch_on_one_thread
+from hybrid.kernels.cpu.threads import torch_on_one_thread
 
 MAX_CAPTURED_ROWS = 64
 """Rows of a pass on a CPU from which on its launches do not matter: decoded tokens, and drafts."""
