@@ -223,7 +223,7 @@ class CapturedPasses:
         """Capture a pass over numbers of a plan's layout."""
         log.info("capturing a graph for %s", plan.sizes)
         batch = plan.batch(numbers)
-        if not self.on_gpu:  # a step without drafts and one with them are the same pass
+        if not self.on_gpu and plan.num_decoded:  # a step without drafts and one with them are the same pass
             batch = replace(batch, log=[])
         run, logits = self._capture(partial(self._run_pass, batch))
         after_drafts = None
