@@ -273,11 +273,8 @@ def plan(
         _add_prefills(pieces, prefills, rows, shape.width)
     if decodes:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_decodes(pieces, decodes, positions[num_prefills:], rows.idle_decodes, shape.width)
+        _add_decodes(pieces, decodes, positions[num_prefills:], rows.idle_decodes, shape)
     adapted = _add_adapted(pieces, parts, rows.parts, chunk_size if deterministic else None)
-    if [part for part in decodes if part.drafts is not None]:
-        runs = run_starts(decodes, rows.idle_decodes, shape.runs)
-        pieces.add(RUN_STARTS, runs, (len(runs),))
     _add_sampling(pieces, parts, sampled, rows.num_idle)
     _add_links(pieces, parts, rows, sources)
     return Plan(
@@ -427,10 +424,12 @@ def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, width: int) -> 
     pieces.add("prefills.state_write", [_write_slot(part) for part in parts] + [-1] * idle, (count,))
 
 
-def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], idle: int, width: int) -> None:
+def _add_decodes(
+    pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], idle: int, padding: Padding
+) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
     lengths = [position + 1 for own in positions for position in own]
-    table = _block_table(parts, idle, width)
+    table = _block_table(parts, idle, padding.width)
     if len(lengths) == len(parts):  # no drafts
         read: list[int | None] = [part.lease.read_slot for part in parts]
         write = [_write_slot(part) for part in parts]
@@ -451,6 +450,9 @@ def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int
         pieces.add(STEPS, unrolled, (len(unrolled),))
         pieces.add(f"{STEPS}.places", places, (len(places),))
         pieces.add_array("copies", np.array(copies, np.int64))
+    if len(lengths) > len(parts):
+        starts = run_starts(parts, idle, padding.runs)
+        pieces.add(RUN_STARTS, starts, (len(starts),))
 
 
 def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None]]:
