@@ -229,8 +229,8 @@ class CapturedPasses:
         after_drafts = None
         if batch.log is not None:
             replay_all = partial(self._model.replay, batch.log, None, state=self._state)
-            sizes = plan.num_decoded, plan.max_runs
-            after_drafts = ReplayOfAll(*sizes, self._device, replay_all, self._capture_replay)
+            runs = plan.num_runs if self.on_gpu else None
+            after_drafts = ReplayOfAll(plan.num_decoded, runs, self._device, replay_all, self._capture_replay)
         if len(self._graphs) == MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         graph = self._graphs[plan.shape] = Graph(numbers, run, logits, after_drafts)

@@ -150,9 +150,9 @@ class Plan:
         return self.layout["token_ids"][1][0] - self.num_prefill_tokens
 
     @property
-    def max_runs(self) -> int:
-        """Requests that a plan of this shape decodes, as the linear layers see them, at most."""
-        return self.layout[RUN_STARTS][1][0] - 1 if self.pads_runs else self.num_decoded
+    def num_runs(self) -> int:
+        """Requests that decode, with drafts among them, as the linear layers see them."""
+        return self.layout[RUN_STARTS][1][0] - 1
 
     @property
     def has_drafts(self) -> bool:

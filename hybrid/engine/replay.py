@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,21 +63,26 @@ class ReplayOfAll:
 
     Args:
         rows: number of rows of the pass. The first one is no draft.
-        runs: of the pass.
+        runs: of the pass; None: what computes it knows by the slots that are read where a run starts.
         device: of the pass.
         run: computes the states, given the `StateSteps`.
         capture: captures it, in memory that the pass does not use.
     """
 
     def __init__(
-        self, rows: int, runs: int, device: torch.device, run: Callable[[StateSteps], None], capture: Capture
+        self, rows: int, runs: int | None, device: torch.device, run: Callable[[StateSteps], None], capture: Capture
     ) -> None:
-        self._rows = rows
-        # one before, between and after chains, of which there are no more than half the runs, rounded up, and rows;
-        # an odd number where rows are even, as they never may be as many
-        self._runs = runs + 3
-        self._numbers = self._of(NOTHING).to(device)
-        self._steps = StateSteps(*self._numbers.split((self._runs + 1, rows, rows)))
+        # the first row, each chain, of which there are no more than half as many as runs or rows, and what is between
+        # them; another number than that of rows, as these would have one row each
+        count = runs + 3 if runs is not None else rows
+        host = torch.arange(count + 1 + 2 * rows)
+        numbers = host.numpy()  # the same memory: to write some numbers takes a tenth of the time
+        self._starts = numbers[: count + 1] if runs is not None else None
+        self._slots = numbers[count + 1 :].reshape(2, rows)
+        self._nothing = np.full((2, rows), -1)
+        self._nothing[0, 0] = EMPTY_STATE  # there is no row before it
+        self._host, self._numbers = host, host.to(device)
+        self._steps = StateSteps(*self._numbers.split((count + 1, rows, rows)))
         self._launch = run
         self._capture: Capture | None = capture
         self._run: Callable[[], Tensor | None] = self._launched
@@ -84,26 +90,30 @@ class ReplayOfAll:
     def keep(self, replay: Replay) -> None:
         """Keep the states after these drafts."""
         if self._capture is not None:
+            self._write(NOTHING)
             self._record(self._capture)
-        self._numbers.copy_(on_device(self._of(replay), self._numbers.device))
+        self._write(replay)
         self._run()
 
-    def _of(self, replay: Replay) -> Tensor:
-        """The numbers of the `StateSteps`: a run for each chain that is accepted, and for the rows in between."""
-        read, write = [-1] * self._rows, [-1] * self._rows
-        read[0] = EMPTY_STATE  # there is no row before it
-        is_kept = [False] * self._rows
-        for row, source, target in zip(replay.rows, replay.read, replay.write, strict=True):
-            read[row], write[row], is_kept[row] = source, target, True
-        starts = [
-            row for row in range(self._rows) if read[row] >= 0 or (not is_kept[row] and (is_kept[row - 1] or row == 1))
-        ]
-        return torch.tensor(starts + [self._rows] * (self._runs + 1 - len(starts)) + read + write)
+    def _write(self, replay: Replay) -> None:
+        """Write the numbers of the `StateSteps`: a run for each chain that is accepted, and for the rows in between."""
+        self._slots[:] = self._nothing
+        self._slots[:, replay.rows] = replay.read, replay.write
+        if self._starts is not None:
+            is_kept = np.zeros(self._slots.shape[1], np.bool_)
+            is_kept[replay.rows] = True
+            starts = self._slots[0] >= 0
+            starts[1:] |= ~is_kept[1:] & is_kept[:-1]
+            starts[1:2] |= ~is_kept[1:2]  # the first row is a run by itself
+            found = np.flatnonzero(starts)
+            self._starts[: len(found)] = found
+            self._starts[len(found) :] = len(starts)
+        if self._numbers is not self._host:
+            self._numbers.copy_(on_device(self._host, self._numbers.device))
 
     def _record(self, capture: Capture) -> None:
         """Capture it, while nothing is kept."""
         self._capture = None
-        self._numbers.copy_(self._of(NOTHING))
         try:
             self._run, _ = capture(self._launched)
         except Exception as error:
