@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CPUINFO = Path("/proc/cpuinfo")
 PACKAGES = ("numpy", "torch", "triton", "transformers", "flash-linear-attention", "causal-conv1d")
-
 
 Medians = dict[str, float | None]
 """Measurements by name; None: it was not measured."""
@@ -123,13 +124,20 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], notes:
         console.print(str(note), highlight=False, markup=False, soft_wrap=True)
 
 
-def finish(lines: Sequence[Line], taken_on: dict[str, Any], as_json: bool, **more: Any) -> int:
-    """Print all figures, and what else belongs to the result, as a table or JSON object. Returns the exit status."""
-    if as_json:
-        print(json.dumps({"machine": taken_on, **more, "lines": [line.to_json() for line in lines]}))
+def finish(lines: Sequence[Line], args: Namespace, **more: Any) -> int:
+    """Print all figures, the machine, and what else belongs to the result, as a table or with `--json` as a JSON
+    object. Returns the exit status."""
+    if args.json:
+        print(json.dumps({"machine": machine(), **more, "lines": [line.to_json() for line in lines]}))
     else:
-        print_table(COLUMNS, (line.row() for line in lines), [{**more, **taken_on}])
+        print_table(COLUMNS, (line.row() for line in lines), [{**more, **machine()}])
     return status(lines)
+
+
+def printed(command: Sequence[object], **how: Any) -> Any:
+    """The JSON object that a program prints. `how`: of `subprocess.run`, which raises where the program fails."""
+    output = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, **how).stdout
+    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
 
 
 def arguments(description: str | None, runs: int | None = None, threads: bool = False) -> ArgumentParser:
@@ -161,11 +169,8 @@ def alternate(runs: int, **sides: Callable[[], float]) -> Medians:
 
 def machine(**more: Any) -> dict[str, Any]:
     """What figures are measured on: processor, versions of packages, commit, date."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").is_file():
-        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((row.split(":")[1].strip() for row in rows if row.startswith("model name")), cpu)
-    packages = {found.name: found.version for found in distributions() if found.name in PACKAGES}
+    found = re.search(r"model name\s*: (.*)", CPUINFO.read_text(encoding="utf-8")) if CPUINFO.is_file() else None
+    packages = {package.name: package.version for package in distributions() if package.name in PACKAGES}
     torch = sys.modules.get("torch")
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
@@ -173,7 +178,7 @@ def machine(**more: Any) -> dict[str, Any]:
     except OSError:  # git is not installed
         commit = ""
     return {
-        "cpu": cpu,
+        "cpu": found[1] if found else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         **({} if torch is None else {"threads": torch.get_num_threads()}),
         "python": platform.python_version(),

@@ -10,20 +10,18 @@ side runs alone. Medians of runs that alternate between the sides. Exit status 1
     cmake --build build --target llama-bench llama-batched-bench
 """
 
-import json
-import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Line, Medians, alternate, arguments, finish, machine, ratio, timed
-from prefix_reuse import SIZES, VOCAB, save_random_model
+from common import Line, Medians, alternate, arguments, finish, printed, ratio
+from model import decode_step, first_token, ids, random_model
 
-from hybrid import CacheConfig, Engine, SamplingParams
+from hybrid import CacheConfig, Engine
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 16, "linear_num_value_heads": 32}
 """What makes a model of 0.5B parameters of that of 51M."""
@@ -65,41 +63,25 @@ class Llama:  # its own benchmarks, on a checkpoint of ours
         return float(self._run("llama-batched-bench", *options)["t_tg"]) / STEPS
 
     def _run(self, program: str, *options: object) -> dict[str, Any]:
-        command = [self._programs / program, "-m", self._file, "-t", self._threads, *options]
-        ended = subprocess.run(list(map(str, command)), check=True, capture_output=True, text=True)
-        return json.loads(next(line for line in ended.stdout.splitlines() if line.startswith("{")))
+        found: dict[str, Any] = printed([self._programs / program, "-m", self._file, "-t", self._threads, *options])
+        return found
 
 
-class Ours:
-    def __init__(self, path: Path, dtype: str) -> None:
-        how = {"load_dtype": "int8"} if dtype == "int8" else {"dtype": dtype}
-        self.engine = Engine.from_pretrained(path, cache=CacheConfig(memory="2GiB"), **how)
-        self._generator = torch.Generator().manual_seed(1)
-        self.document = self.ids(SHARED)
-
-    def ids(self, count: int) -> list[int]:
-        return torch.randint(0, VOCAB, (count,), generator=self._generator).tolist()
-
-    def prefill(self, cached: bool = False) -> float:
-        prompt = self.document + self.ids(OWN) if cached else self.ids(PROMPT)
-        return timed(lambda: self.engine.generate([prompt], SamplingParams(max_new_tokens=1), progress=False))
-
-    def decode(self, count: int, length: int) -> float:
-        """Of a step of `count` sequences."""
-        params = SamplingParams(max_new_tokens=STEPS, ignore_eos=True)
-        outputs = self.engine.generate([self.ids(length) for _ in range(count)], params, progress=False)
-        return 1 / statistics.median(output.tokens_per_second or 0.0 for output in outputs)
+def prefill(engine: Engine, cached: tuple[int, ...] = ()) -> float:
+    """Of a new prompt, or of new tokens after cached ones."""
+    return first_token(engine, [*cached, *ids(OWN)] if cached else ids(PROMPT))
 
 
-def against_llama(ours: Ours, llama: Llama | None, runs: int, strict: int) -> list[Line]:
+def against_llama(engine: Engine, llama: Llama | None, runs: int, strict: int) -> list[Line]:
     """`strict`: which of the targets counts, fp32 or bf16, then those of the large model."""
-    ours.prefill(cached=True)
+    document = tuple(ids(SHARED))
+    prefill(engine, document)
     one, eight = (1.2, 1.5, 1.1, 1.3)[strict], (1.1, 1.2)[strict % 2]
     work: list[tuple[str, float, Callable[[], float], Callable[[Llama], float]]] = [
-        ("decode of one", one, lambda: ours.decode(1, PROMPT), lambda it: it.seconds(0, STEPS, PROMPT)),
-        ("step of eight", eight, lambda: ours.decode(8, OWN), Llama.of_eight),
-        ("prefill", 1.0, ours.prefill, lambda it: it.seconds(PROMPT, 0)),
-        ("hit", 1.0, lambda: ours.prefill(True), lambda it: it.seconds(OWN, 0, SHARED)),
+        ("decode of one", one, partial(decode_step, engine, 1, PROMPT, STEPS), lambda it: it.seconds(0, STEPS, PROMPT)),
+        ("step of eight", eight, partial(decode_step, engine, 8, OWN, STEPS), Llama.of_eight),
+        ("prefill", 1.0, partial(prefill, engine), lambda it: it.seconds(PROMPT, 0)),
+        ("hit", 1.0, partial(prefill, engine, document), lambda it: it.seconds(OWN, 0, SHARED)),
     ]
     lines = []
     for name, target, mine, theirs in work:
@@ -109,18 +91,20 @@ def against_llama(ours: Ours, llama: Llama | None, runs: int, strict: int) -> li
     return lines
 
 
-def of_threads(ours: Ours, runs: int) -> list[Line]:
+def of_threads(engine: Engine, runs: int) -> list[Line]:
     lines = []
-    for name, work in (("prefill", ours.prefill), ("step of eight", lambda: ours.decode(8, OWN))):
+    works = {"prefill": partial(prefill, engine), "step of eight": partial(decode_step, engine, 8, OWN, STEPS)}
+    for name, work in works.items():
         sides = {str(n): lambda n=n, work=work: (torch.set_num_threads(n), work())[1] for n in (1, 2, 4)}
         t = alternate(runs, **sides)
         lines += [ratio(f"{name}: 1 thread over {n}", t, "1", n, goal) for n, goal in (("2", 1.7), ("4", 2.8))]
     return lines
 
 
-def costs(ours: Ours) -> list[Line]:
-    ours.decode(1, PROMPT)
-    captured = ours.engine.runner.graphs  # None where nothing is compiled
+def costs(engine: Engine) -> list[Line]:
+    decode_step(engine, 1, PROMPT, STEPS)
+    runner: Any = engine.runner
+    captured = runner.graphs  # None where nothing is compiled
     found = {} if captured is None else captured.graphs[-1].replay.seconds()
     return [Line(f"decode step: {name}", t / sum(found.values()), medians={name: t}) for name, t in found.items()]
 
@@ -132,18 +116,17 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32")
     parser.add_argument("--only", choices=("llama", "threads", "costs"))
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        save_random_model(Path(folder), SIZES | (LARGE if args.large else {}))
-        ours = Ours(Path(folder), args.dtype)
-        llama = Llama(args.llama, Path(folder), args.dtype, args.threads) if args.llama else None
+    with random_model(args, **(LARGE if args.large else {})) as (path, _):
+        how = {"load_dtype": "int8"} if args.dtype == "int8" else {"dtype": args.dtype}
+        engine = Engine.from_pretrained(path, cache=CacheConfig(memory="2GiB"), **how)
+        llama = Llama(args.llama, path, args.dtype, args.threads) if args.llama else None
         parts = {
-            "llama": lambda: against_llama(ours, llama, args.runs, 2 * args.large + (args.dtype != "float32")),
-            "costs": lambda: costs(ours),
-            "threads": lambda: of_threads(ours, args.runs),
+            "llama": lambda: against_llama(engine, llama, args.runs, 2 * args.large + (args.dtype != "float32")),
+            "costs": lambda: costs(engine),
+            "threads": lambda: of_threads(engine, args.runs),
         }
         lines = [line for name, part in parts.items() if args.only in (None, name) for line in part()]
-    return finish(lines, machine(), args.json, model="0.5B" if args.large else "51M", dtype=args.dtype)
+    return finish(lines, args, model="0.5B" if args.large else "51M", dtype=args.dtype)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from functools import partial
 from itertools import count, repeat
 from random import Random
 
-from common import Line, Medians, arguments, finish, machine, timed
-from hit_rate import NoStore
+from common import Line, Medians, arguments, finish, timed
+from hit_rate import NoContents
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
@@ -41,7 +41,7 @@ def fastest(works: Iterator[Work], times: int = 30) -> float:
 
 def cache_of(num_pieces: int, policy: str = "lru", stored: int = 0) -> HybridCache:
     """A cache with one budget: a piece holds four pages, or one state, or `stored` checkpoints."""
-    store = NoStore(64 * PAGES_OF_A_PIECE // stored) if stored else None
+    store = NoContents(0, 64 * PAGES_OF_A_PIECE // stored) if stored else None
     memory = CacheMemory.of_bytes(num_pieces * 64 * PAGES_OF_A_PIECE, 64, 64 * PAGES_OF_A_PIECE, store=store)
     return HybridCache(memory, CacheConfig(page_size=PAGE, chunk_size=PAGE, eviction=policy))
 
@@ -208,7 +208,7 @@ def main() -> int:
             slope = statistics.linear_regression([*map(math.log, figures)], [*map(math.log, figures.values())]).slope
             medians: Medians = {str(size): figure for size, figure in figures.items()}
             lines.append(Line(name, slope, 0.25, at_most=True, medians=medians, unit="us"))
-    return finish(lines, machine(), args.json)
+    return finish(lines, args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""`hybrid.hf.PrefixCache` against transformers' plain `generate`, on the random Qwen3.5 of `bench/prefix_reuse.py`.
+"""`hybrid.hf.PrefixCache` against transformers' plain `generate`, on the random Qwen3.5 of `bench/model.py`.
 
     python bench/hf.py [--runs 5] [--threads 1] [--json]
 
@@ -10,16 +10,14 @@ reach. Exit status 1 when a target is missed.
 
 import copy
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import Line, Medians, alternate, arguments, finish, machine, ratio
-from prefix_reuse import VOCAB, save_random_model
+from common import Line, Medians, alternate, arguments, finish, ratio
+from model import ids, random_model
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
@@ -53,6 +51,38 @@ class Tokens(BaseStreamer):
         pass
 
 
+def prompt(count: int) -> Tensor:
+    return torch.tensor([ids(count)])
+
+
+def turn(count: int) -> Tensor:
+    """Tokens that end a turn, and those with which an answer begins."""
+    return torch.cat([prompt(count - OPENING - 1), torch.tensor([[END]]), prompt(OPENING)], 1)
+
+
+def first_token(generate: Callable[..., Any], tokens: Tensor, past: DynamicCache | None = None) -> float:
+    streamer = Tokens()
+    generate(tokens, past_key_values=past, max_new_tokens=FEW, do_sample=False, streamer=streamer)
+    return streamer.seconds[1]
+
+
+def answered(generate: Callable[..., Any], tokens: Tensor) -> Any:
+    """With an answer that ends its turn."""
+    return generate(tokens, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False, forced_eos_token_id=END)
+
+
+def over_a_chunk(count: int, runs: int, **generates: Callable[..., Any]) -> Medians:
+    """Mean seconds until a call returns, its answer kept, the sides taking turns. The lengths of the prompts are spread
+    evenly over a chunk: where a prompt ends in its chunk decides how much of it is computed again."""
+    totals = dict.fromkeys(generates, 0.0)
+    for run in range(runs):
+        for name, generate in generates.items():
+            given, start = prompt(count + run * CHUNK // runs), time.process_time()
+            answered(generate, given)
+            totals[name] += (time.process_time() - start) / runs
+    return {**totals}
+
+
 class Sides:
     """transformers, and our cache in both modes."""
 
@@ -61,23 +91,6 @@ class Sides:
         model.generation_config.eos_token_id = END
         self.ours = PrefixCache(model, "512MiB")
         self.fine = PrefixCache(model, "512MiB", deterministic=False)
-        self._generator = torch.Generator().manual_seed(1)
-
-    def ids(self, count: int) -> Tensor:
-        return torch.randint(3, VOCAB, (1, count), generator=self._generator)
-
-    def first_token(self, generate: Callable[..., Any], prompt: Tensor, past: DynamicCache | None = None) -> float:
-        streamer = Tokens()
-        generate(prompt, past_key_values=past, max_new_tokens=FEW, do_sample=False, streamer=streamer)
-        return streamer.seconds[1]
-
-    def answered(self, generate: Callable[..., Any], prompt: Tensor) -> float:
-        start = time.process_time()
-        generate(prompt, max_new_tokens=ANSWER, min_new_tokens=ANSWER, do_sample=False, forced_eos_token_id=END)
-        return time.process_time() - start
-
-    def turn(self, count: int) -> Tensor:
-        return torch.cat([self.ids(count - OPENING - 1), torch.tensor([[END]]), self.ids(OPENING)], 1)
 
     @torch.no_grad()
     def carried(self, chat: Tensor) -> DynamicCache:
@@ -88,21 +101,12 @@ class Sides:
 
     def two_turns(self) -> Tensor:
         """A chat of two turns, answered through one cache. The other one keeps the same."""
-        chat, options = self.turn(TURN), {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
+        chat = turn(TURN)
         for _ in range(2):
-            chat = self.ours.generate(chat, forced_eos_token_id=END, **options)
+            chat = answered(self.ours.generate, chat)
             self.fine.keep(chat[0].tolist())
-            chat = torch.cat([chat, self.turn(TURN)], 1)
+            chat = torch.cat([chat, turn(TURN)], 1)
         return chat[:, :-TURN]
-
-    def over_a_chunk(self, count: int, runs: int, **generates: Callable[..., Any]) -> Medians:
-        """Mean seconds until a call returns, its answer kept, the sides taking turns. The lengths of the prompts are
-        spread evenly over a chunk: where a prompt ends in its chunk decides how much of it is computed again."""
-        totals = dict.fromkeys(generates, 0.0)
-        for run in range(runs):
-            for name, generate in generates.items():
-                totals[name] += self.answered(generate, self.ids(count + run * CHUNK // runs))
-        return {name: total / runs for name, total in totals.items()}
 
 
 def measure(sides: Sides, runs: int) -> list[Line]:
@@ -116,15 +120,15 @@ def measure(sides: Sides, runs: int) -> list[Line]:
     chat = sides.two_turns()
     t = alternate(
         runs,
-        third=lambda: sides.first_token(ours, torch.cat([chat, sides.ids(TURN)], 1)),
-        third_fine=lambda: sides.first_token(fine, torch.cat([chat, sides.ids(TURN)], 1)),
-        alone=lambda: sides.first_token(model, sides.ids(TURN)),
+        third=lambda: first_token(ours, torch.cat([chat, prompt(TURN)], 1)),
+        third_fine=lambda: first_token(fine, torch.cat([chat, prompt(TURN)], 1)),
+        alone=lambda: first_token(model, prompt(TURN)),
     )
     name = f"first token of a third turn of {TURN} tokens after {chat.shape[1]}, over the turn alone"
     both(name, t, "third", "alone", 1.3)
     lines += measure_short_turn(sides, chat, runs)
     for count in COLD:
-        t = sides.over_a_chunk(count, runs, plain=model, cold=ours, cold_fine=fine)
+        t = over_a_chunk(count, runs, plain=model, cold=ours, cold_fine=fine)
         name = f"{ANSWER} tokens after a new prompt of {count} to {count + CHUNK}, over plain generate"
         both(name, t, "cold", "plain", 1.05)
     sides.ours.audit()
@@ -138,7 +142,7 @@ def measure_short_turn(sides: Sides, chat: Tensor, runs: int) -> list[Line]:
     cut = chat[:, : -ANSWER // 2]  # the last answer was cut off: no token ends it
 
     def short(generate: Callable[..., Any], before: Tensor, past: DynamicCache | None = None) -> float:
-        return sides.first_token(generate, torch.cat([before, sides.turn(SHORT)], 1), copy.deepcopy(past))
+        return first_token(generate, torch.cat([before, turn(SHORT)], 1), copy.deepcopy(past))
 
     t = alternate(
         runs,
@@ -150,24 +154,26 @@ def measure_short_turn(sides: Sides, chat: Tensor, runs: int) -> list[Line]:
         alone=partial(short, sides.model.generate, chat[:, :0]),
     )
     name, alone = f"first token of a third turn of {SHORT} tokens after {chat.shape[1]}", "over the turn alone"
-    return [
-        ratio(f"{name}, {alone}", t, "third", "alone", 1.3, at_most=True, part="deterministic"),
-        ratio(f"{name}, {alone}", t, "cut", "alone", part="deterministic, answer cut off"),
-        ratio(f"{name}, {alone}", t, "fine", "alone", 1.2, at_most=True, part="not deterministic"),
-        ratio(f"{name}, {alone}", t, "carried", "alone", part="a DynamicCache carried by hand"),
-        ratio(f"{name}, {alone}", t, "whole", "alone", part="a DynamicCache carried by hand, last token computed"),
-        ratio(f"{name}, over a DynamicCache carried by hand", t, "third", "carried", part="deterministic"),
-        ratio(f"{name}, over a DynamicCache carried by hand", t, "fine", "carried", part="not deterministic"),
+    by_hand = "a DynamicCache carried by hand"
+    lines = [
+        ratio(f"{name}, {alone}", t, side, "alone", target, at_most=True, part=part)
+        for side, target, part in (
+            ("third", 1.3, "deterministic"),
+            ("cut", None, "deterministic, answer cut off"),
+            ("fine", 1.2, "not deterministic"),
+            ("carried", None, by_hand),
+            ("whole", None, f"{by_hand}, last token computed"),
+        )
     ]
+    for side, part in (("third", "deterministic"), ("fine", "not deterministic")):
+        lines.append(ratio(f"{name}, over {by_hand}", t, side, "carried", part=part))
+    return lines
 
 
 def main() -> int:
     args = arguments(__doc__, runs=5, threads=True).parse_args()
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        model = save_random_model(Path(folder))
-    lines = measure(Sides(model), args.runs)
-    return finish(lines, machine(), args.json)
+    with random_model(args) as (_, model):
+        return finish(measure(Sides(model), args.runs), args)
 
 
 if __name__ == "__main__":

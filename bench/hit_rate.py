@@ -23,11 +23,12 @@ import sys
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
-from common import Line, arguments, finish, machine
+from common import ROOT, Line, arguments, finish
 from tqdm import tqdm
 
 from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
@@ -37,7 +38,10 @@ from hybrid.key import Key
 from hybrid.tree.node import Kind
 from hybrid.tree.policies import POLICIES
 
-GEOMETRIES = {"qwen35_4b": (32768, 51_511_296), "nv7b": (65536, 26_787_840)}
+GEOMETRIES = {
+    name: (sizes["kv_bytes_per_token"], sizes["state_bytes"])
+    for name, sizes in json.loads((ROOT / "bench" / "reference.json").read_text(encoding="utf-8"))["geometries"].items()
+}
 """Bytes of KV per token, and of a state: what `--geometry` takes too, as two numbers."""
 
 STORED_SHARE = {"float32": None, "bfloat16": 0.512, "int8": 0.275}
@@ -46,16 +50,6 @@ STORED_SHARE = {"float32": None, "bfloat16": 0.512, "int8": 0.275}
 PAGE = 64
 
 COMPUTED = (8000, 1.0)  # tokens, and the seconds that computing them takes: what a restore must beat
-
-TARGETS = {
-    ("lmsys", 3.0): 44.0,
-    ("sharegpt", 4.0): 46.0,
-    ("fewshot", 4.0): 67.0,
-    ("swebench", 10.0): 41.0,
-    ("swebench_nc", 15.0): 58.0,
-}
-"""Cells of the geometry qwen35_4b that the default policy should reach. Others may be 3 points below the best of LRU
-and Marconi."""
 
 KNOWN = {"lru": "LRU", "marconi": "Marconi", "marconi_best_alpha": "best alpha", "learned": "simulated"}
 KNOWN_INFINITE = {"any_token": "any token", "checkpoint_every_64": "every 64"}
@@ -72,10 +66,8 @@ def load_trace(name: str, folder: Path | None) -> list[Request]:
         if folder is None:
             sys.exit(f"{name!r} is not a file; give --traces DIR (or HYBRID_TRACES) with a {name}.jsonl in it")
         path = folder / f"{name}.jsonl"
-        if not path.is_file():
-            sys.exit(
-                f"no trace {path.name} in {folder}; python bench/traces.py --out {folder} makes it, or give a file"
-            )
+    if not path.is_file():
+        sys.exit(f"no trace {path.name} in {folder}; python bench/traces.py --out {folder} makes it, or give a file")
     requests = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(tqdm(file, desc=f"reading {path.name}", unit="request", disable=None), 1):
@@ -88,24 +80,17 @@ def load_trace(name: str, folder: Path | None) -> list[Request]:
     return requests
 
 
-@dataclass(frozen=True)
-class NoStore:
-    """Stored checkpoints of `checkpoint_bytes` bytes, without contents."""
-
-    checkpoint_bytes: int
-
-    def store(self, slot: int, place: int) -> None: ...
-
-    def restore(self, place: int, slot: int) -> None: ...
-
-    def move_stored(self, moves: dict[int, int]) -> None: ...
-
-
 class NoContents:
-    """Pages and checkpoints of the right sizes, without contents: what host memory copies."""
+    """Pages and checkpoints of the right sizes without contents: nothing is stored, moved or restored, and what host
+    memory copies is zeros."""
 
     def __init__(self, page_bytes: int, checkpoint_bytes: int) -> None:
+        self.checkpoint_bytes = checkpoint_bytes
         self._page, self._checkpoint = memoryview(bytes(page_bytes)), memoryview(bytes(checkpoint_bytes))
+
+    def _nothing(self, *args: Any) -> None: ...
+
+    store = restore = move_pages = move_states = move_stored = write_page = write_checkpoint = _nothing
 
     def page_layout(self) -> str:
         return ""
@@ -117,16 +102,6 @@ class NoContents:
 
     def read_checkpoint(self, slot: int) -> memoryview:
         return self._checkpoint
-
-    def write_page(self, page: int, contents: memoryview) -> None: ...
-
-    def write_checkpoint(self, slot: int, contents: memoryview) -> None: ...
-
-    def move_pages(self, moves: dict[int, int]) -> None: ...
-
-    def move_states(self, moves: dict[int, int]) -> None: ...
-
-    def move_stored(self, moves: dict[int, int]) -> None: ...
 
 
 def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> HybridCache:
@@ -142,15 +117,14 @@ def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> Hybri
     if math.isinf(budget_gb):
         return HybridCache(CacheMemory.of_indices(1 << 21, 1 << 19), config)
     kv_bytes, state_bytes = GEOMETRIES.get(geometry) or map(int, geometry.split(","))
-    share = STORED_SHARE[args.state_dtype]
-    store = None if share is None else NoStore(int(share * state_bytes))
+    share, budget, page_bytes = STORED_SHARE[args.state_dtype], int(budget_gb * 1e9), PAGE * kv_bytes
+    contents = NoContents(page_bytes, int((share or 1) * state_bytes))
+    stored, copied = contents if share else None, contents if args.host else None
+    memory = CacheMemory.of_bytes(budget, page_bytes, state_bytes, mover=copied, store=stored)
     if not args.host:
-        memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * kv_bytes, state_bytes, store=store)
         return HybridCache(memory, config)
-    contents = NoContents(PAGE * kv_bytes, store.checkpoint_bytes if store is not None else state_bytes)
-    memory = CacheMemory.of_bytes(int(budget_gb * 1e9), PAGE * kv_bytes, state_bytes, mover=contents, store=store)
     with patch("hybrid.cache.tiers.free_memory", lambda device: 1 << 60):  # nothing is copied
-        cache = HybridCache(memory, replace(config, host=int(args.host * budget_gb * 1e9)))
+        cache = HybridCache(memory, replace(config, host=int(args.host * budget)))
     cache.note_pass(*COMPUTED)
     return cache
 
@@ -221,23 +195,16 @@ def run_reference(args: argparse.Namespace) -> list[Line]:
     names = args.trace.split(",") if args.trace else None
     cells = []
     for row in reference["cells"]:
-        name, geometry, budget_gb = row["trace"], row["geometry"], row["budget_gb"]
-        if args.geometry in ("all", geometry) and (names is None or name in names):
-            target = max(row.get(key, 0.0) for key in ("lru", "marconi", "marconi_best_alpha")) - 3
-            if geometry == "qwen35_4b":
-                target = max(target, TARGETS.get((name, budget_gb), 0.0))
-            cells.append(
-                (name, geometry, budget_gb, target, {title: row[key] for key, title in KNOWN.items() if key in row})
-            )
-    if names is None:
-        for name, row in reference["infinite_cache"].items():
-            known = {title: row[key] for key, title in KNOWN_INFINITE.items()}
-            cells.append((name, "qwen35_4b", math.inf, row["checkpoint_every_64"] - 0.5, known))
+        if args.geometry in ("all", row["geometry"]) and (names is None or row["trace"] in names):
+            known = {title: row[key] for key, title in KNOWN.items() if key in row}
+            best = max(row.get(key, 0.0) for key in ("lru", "marconi", "marconi_best_alpha"))
+            target = max(best - 3, row.get("target", 0.0))
+            cells.append((row["trace"], row["geometry"], row["budget_gb"], target, known))
+    for name, row in reference["infinite_cache"].items() if names is None else ():
+        known = {title: row[key] for key, title in KNOWN_INFINITE.items()}
+        cells.append((name, "qwen35_4b", math.inf, row["checkpoint_every_64"] - 0.5, known))
     traces = {name: load_trace(name, args.traces) for name, *_ in cells}
-    return [
-        run(args, name, traces[name], geometry, gb, round(target, 1), known)
-        for name, geometry, gb, target, known in cells
-    ]
+    return [run(args, name, traces[name], *sizes, round(target, 1), known) for name, *sizes, target, known in cells]
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -280,7 +247,7 @@ def main(given: Sequence[str] | None = None) -> int:
     except HybridError as error:
         sys.exit(str(error))
     asked = {"policy": args.policy, "placement": args.placement, "state_dtype": args.state_dtype, "seed": args.seed}
-    return finish(lines, machine(), args.json, **asked)
+    return finish(lines, args, **asked)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from array import array
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Line, arguments, finish, machine
+from common import ROOT, Medians, arguments, finish, printed, ratio
 from hit_rate import load_trace
 
 CELLS = {"lmsys": 3.0, "swebench": 10.0}
@@ -42,7 +41,7 @@ def clocked(owner: Any, name: str, spent: list[int]) -> None:
     setattr(owner, name, call)
 
 
-def serve(folder: Path, name: str, side: str) -> tuple[float, float]:
+def serve(folder: Path, name: str, side: str) -> dict[str, float]:
     """Serve a trace. Returns the token hit rate in percent, and microseconds in the tree per request."""
     sys.path.insert(0, str(ROOT / "tests"))
     from support.sglang_absent import imitate
@@ -57,7 +56,8 @@ def serve(folder: Path, name: str, side: str) -> tuple[float, float]:
         clocked(owner, method, spent)
     for ids, num_prompt in requests:
         served.serve(array("q", ids), num_prompt)
-    return round(100 * served.hit_tokens / served.prompt_tokens, 1), spent[0] / 1000 / len(requests)
+    hits = round(100 * served.hit_tokens / served.prompt_tokens, 1)
+    return {"hits": hits, "us": spent[0] / 1000 / len(requests)}
 
 
 def main() -> int:
@@ -68,18 +68,15 @@ def main() -> int:
     if args.one:
         print(json.dumps(serve(args.traces, *args.one)))
         return 0
-    command, lines = [sys.executable, "-W", "ignore", __file__, "--traces", str(args.traces), "--one"], []
+    command, lines = [sys.executable, "-W", "ignore", __file__, "--traces", args.traces, "--one"], []
     for name in CELLS:
-        runs: dict[str, list[list[float]]] = {side: [] for side in SIDES}
-        for side in [*SIDES] * args.runs:
-            shown = subprocess.run([*command, name, side], stdout=subprocess.PIPE, text=True, check=True).stdout
-            runs[side].append(json.loads(shown))
-        times = {side: statistics.median(us for _, us in found) for side, found in runs.items()}
-        hits = {"hits in %": {side: found[0][0] for side, found in runs.items()}}
+        runs = [{side: printed([*command, name, side]) for side in SIDES} for _ in range(args.runs)]
+        times: Medians = {side: statistics.median(run[side]["us"] for run in runs) for side in SIDES}
+        hits = {"hits in %": {side: runs[0][side]["hits"] for side in SIDES}}
         for side, (_, _, goal) in SIDES.items():
-            value = times[side] / times["rust"]
-            lines.append(Line(f"{name}, {side}", value, goal, True, medians=times, unit="us", details=hits))
-    return finish(lines, machine(), args.json, runs=args.runs)
+            shown = {"at_most": True, "unit": "us", "details": hits}
+            lines.append(ratio(f"{name}, {side}", times, side, "rust", goal, **shown))
+    return finish(lines, args, runs=args.runs)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@
     python bench/speculation.py [--runs 5] [--only deterministic|fast] [--json]
 
 fp32, one thread; seconds of CPU per token while all requests decode, medians of runs that alternate between the sides,
-of the random model of `bench/prefix_reuse.py`, or the tiny one where that is said. For the line `edit` a logits
+of the random model of `bench/model.py`, or the tiny one where that is said. For the line `edit` a logits
 processor forces the known answer on both sides; running free the tiny one repeats itself. Status 1: a target missed.
 """
 
 import random
 import sys
 import sysconfig
-import tempfile
 import time
 from array import array
 from collections import Counter
@@ -20,8 +19,8 @@ from itertools import count, islice, repeat
 from pathlib import Path
 
 import torch
-from common import Line, alternate, arguments, finish, machine, ratio
-from prefix_reuse import VOCAB, save_random_model
+from common import Line, alternate, arguments, finish, ratio
+from model import VOCAB, greedy, ids, random_model
 
 from hybrid import CacheConfig, Drafter, Engine, History, Key, SamplingParams, SpeculationConfig
 from hybrid.speculation.cached import GramDrafter
@@ -29,6 +28,11 @@ from hybrid.speculation.grams import common_length
 
 PROMPT, NEW, NEW_OF_EIGHT, CHANGED, MODES = 200, 128, 64, 0.04, {"deterministic": True, "fast": False}
 MODULES = ("textwrap", "queue", "heapq", "shlex", "calendar", "csv", "fnmatch", "json/decoder")  # are continued
+LIBRARY = Path(sysconfig.get_paths()["stdlib"])
+
+
+def source_of(module: str) -> str:
+    return (LIBRARY / f"{module}.py").read_text(encoding="utf-8")
 
 
 class Wrong(Drafter):
@@ -41,10 +45,6 @@ class Wrong(Drafter):
         done = len(history) - history.prompt_len
         known = self.answers[history[0]][done : done + limit]
         return [token ^ 1 for token in known], range(-1, len(known) - 1)
-
-
-def ids(seed: int, count: int) -> list[int]:
-    return [seed, *random.Random(seed).choices(range(VOCAB), k=count - 1)]
 
 
 def forced(answer: list[int], own: list[int], row: torch.Tensor) -> torch.Tensor:
@@ -106,43 +106,44 @@ class Mode:
         sides = ("drafts", "none") if is_slower else ("none", "drafts")
         self.lines.append(ratio(name, t, *sides, target, at_most=is_slower, part=self._name))
 
-    def random_model(self) -> None:
+    def of_random_model(self) -> list[Line]:
         for many, faster, new in ((1, 4.0, NEW), (8, 1.5, NEW_OF_EIGHT)):
-            params = SamplingParams(max_new_tokens=new, ignore_eos=True)
-            prompts = [ids(seed, PROMPT) for seed in range(many)]
+            params = greedy(new)
+            prompts = [[seed, *ids(PROMPT - 1)] for seed in range(many)]
             answers = [output.token_ids for output in self.plain.generate(prompts, params, progress=False)]
             self.compare("regenerate", prompts, params, faster, "cache")
             self.compare("never right, times as slow", prompts, params, 1.03, Wrong(dict(enumerate(answers))))
-        document, changes = ids(9, NEW), random.Random(0)
+        document, changes = ids(NEW), random.Random(0)
         edited = [token if changes.random() > CHANGED else changes.randrange(VOCAB) for token in document]
         params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logits_processors=(partial(forced, edited),))
         self.compare("edit, forced", [document], params, 3.0, "cache")
+        return self.lines
 
-    def tiny_model(self) -> None:
-        text = Path(sysconfig.get_paths()["stdlib"], "bisect.py").read_text(encoding="utf-8")[:900]
+    def of_tiny_model(self) -> list[Line]:
+        text = source_of("bisect")[:900]
         quoting = self.plain.tokenizer(text + "\n\n" + text[:90]).input_ids
-        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+        params = greedy(NEW)
         self.compare("tiny, free running", [quoting], params, 1.5, "cache")
-        sources = [Path(sysconfig.get_paths()["stdlib"], f"{name}.py").read_text(encoding="utf-8") for name in MODULES]
-        prompts = [self.plain.tokenizer(source[:700]).input_ids for source in sources]
+        prompts = [self.plain.tokenizer(source_of(name)[:700]).input_ids for name in MODULES]
         self.compare("tiny, mtp, apart", prompts, params, 1.3, "mtp")
         self.compare("tiny, mtp", prompts, params, 1.0, "mtp")
         first, usage = SpeculationConfig(drafters=("mtp",), max_drafts=1, adaptive=False), Counter[str]()
         decode(self.loaded["mtp"].with_cache(self.config, speculation=first), prompts, params, usage, "")
         share = usage["accepted"] / usage["drafted"]
         self.lines.append(Line("tiny, mtp, share of first drafts accepted", share, 0.6, part=self._name))
+        return self.lines
 
 
 def of_drafting() -> list[Line]:
     """Drafting over the standard library's source in the tiny model's tokens; memory."""
     tiny, drafter = Engine.from_pretrained("tiny", cache=CacheConfig(memory="8MiB")), GramDrafter()
     tokens = seconds = 0.0
-    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:60]:
-        known = array("i", tiny.tokenizer(file.read_text(encoding="utf-8")[:20_000]).input_ids)
+    for file in sorted(LIBRARY.glob("*.py"))[:60]:
+        known = array("i", tiny.tokenizer(source_of(file.stem)[:20_000]).input_ids)
         own, start = known[:1], time.process_time()
         history = History(own, 1, "", partial(Key.of, known))
         while len(own) < len(known):  # as an answer that is accepted wherever the drafts are right
-            drafts, _ = drafter.propose(history, 7)
+            drafts, *_ = drafter.propose(history, 7)
             after = known[len(own) : len(own) + 8]
             own.extend(after[: common_length(array("i", drafts), after) + 1])
         drafter.end(history)
@@ -154,18 +155,15 @@ def of_drafting() -> list[Line]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, runs=5)
+    parser = arguments(__doc__, runs=5, threads=True)
     parser.add_argument("--only", choices=MODES, help="one mode alone")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    modes: list[Mode] = []
-    with tempfile.TemporaryDirectory() as folder:
-        save_random_model(Path(folder))
+    lines: list[Line] = []
+    with random_model(args) as (path, _):
         for name in [args.only] if args.only else MODES:
-            modes += [Mode(name, Path(folder), args.runs), Mode(name, "tiny", args.runs)]
-            modes[-2].random_model()
-            modes[-1].tiny_model()
-    return finish([*(line for mode in modes for line in mode.lines), *of_drafting()], machine(), args.json)
+            lines += Mode(name, path, args.runs).of_random_model()
+            lines += Mode(name, "tiny", args.runs).of_tiny_model()
+    return finish([*lines, *of_drafting()], args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Host memory and disk behind the cache: what a restored prefix costs, on the random model of `bench/prefix_reuse.py`,
+"""Host memory and disk behind the cache: what a restored prefix costs, on the random model of `bench/model.py`,
 on a CPU. What is read from disk is in the operating system's memory (a warm page cache). After a "restart" an engine
 with an empty cache of its own has opened the directory; loading weights does not count.
 
@@ -9,44 +9,24 @@ fp32, deterministic mode, medians of runs that alternate between the sides. Exit
 """
 
 import sys
-import tempfile
 from pathlib import Path
 
-import torch
-from common import Line, alternate, arguments, finish, machine, ratio, timed
-from prefix_reuse import NEW, SHARED, Sides, save_random_model
+from common import Line, alternate, arguments, finish, ratio, timed
+from model import first_token, greedy, ids, random_model
 
-from hybrid import CacheConfig, Engine, SamplingParams
+from hybrid import CacheConfig, Engine
 
+SHARED, NEW = 4096, 64
 SIZES = (128, 512, 2048)
 """Tokens of prefixes that are restored or computed."""
 
-CHAT = SamplingParams(max_new_tokens=8, ignore_eos=True)
-
-
-def evict(engine: Engine) -> None:
-    """Everything leaves the device."""
-    engine.cache.allocator.evict(engine.cache.tree.evict_all)
-
-
-def flush(engine: Engine) -> None:
-    """What waits for the disk would be had from memory."""
-    if engine.cache.tiers is not None and engine.cache.tiers.disk is not None:
-        assert engine.cache.tiers.disk.flush()
-
 
 class Tiers:
-    """Engines on one model: with host memory, with a directory, and without.
+    """Engines on one model: with host memory, with a directory in its folder, and without."""
 
-    Args:
-        sides: prompts, and the engine without.
-        folder: for the directory.
-    """
-
-    def __init__(self, sides: Sides, folder: Path) -> None:
-        self.sides = sides
+    def __init__(self, folder: Path) -> None:
         self._config = CacheConfig(memory="1GiB", disk="4GiB", directory=folder / "cache")
-        self.device: Engine = sides.ours
+        self.device: Engine = Engine.from_pretrained(folder, cache=CacheConfig(memory="1GiB"))
         self.host: Engine = self.device.with_cache(CacheConfig(memory="1GiB", host="2GiB"))
         self.disk: Engine = self.device.with_cache(self._config)
 
@@ -65,37 +45,39 @@ class Tiers:
 
     def asked(self, engine: Engine, prefix: list[int]) -> float:
         """The same where the engine decides whether to restore."""
-        evict(engine)
-        flush(engine)
-        return self.sides.first_token(engine, [*prefix, *self.sides.ids(NEW)])
+        cache = engine.cache
+        cache.allocator.evict(cache.tree.evict_all)  # everything leaves the device
+        if cache.tiers is not None and cache.tiers.disk is not None:
+            assert cache.tiers.disk.flush()  # what waits for the disk would be had from memory
+        return first_token(engine, prefix + ids(NEW))
 
     def chats(self, engine: Engine) -> float:
         """Seconds of conversations that fit into the device."""
         engine.cache.clear()
-        shared = self.sides.ids(256)
+        shared = ids(256)
 
         def serve() -> None:
             for _ in range(2):
-                prompts = [shared + self.sides.ids(70) for _ in range(4)]
-                for output in engine.generate(prompts, CHAT, progress=False):
-                    engine.generate([output.prompt_token_ids + output.token_ids], CHAT, progress=False)
+                prompts = [shared + ids(70) for _ in range(4)]
+                for output in engine.generate(prompts, greedy(8), progress=False):
+                    engine.generate([output.prompt_token_ids + output.token_ids], greedy(8), progress=False)
 
         return timed(serve)
 
 
 def measure(tiers: Tiers, runs: int) -> list[Line]:
-    sides, document, few = tiers.sides, tiers.sides.ids(SHARED), max(2, runs // 2)
+    document, few = ids(SHARED), max(2, runs // 2)
     for engine in (tiers.device, tiers.host, tiers.disk):
-        sides.first_token(engine, [*document, *sides.ids(NEW)])
+        first_token(engine, document + ids(NEW))
     lines: list[Line] = []
     t = alternate(
         runs,
-        device=lambda: sides.first_token(tiers.device, [*document, *sides.ids(NEW)]),
+        device=lambda: first_token(tiers.device, document + ids(NEW)),
         host=lambda: tiers.restored(tiers.host, document),
         disk=lambda: tiers.restored(tiers.disk, document),
         restarted=lambda: tiers.restarted(document),
     )
-    t |= alternate(few, computed=lambda: sides.first_token(tiers.device, sides.ids(SHARED + NEW)))
+    t |= alternate(few, computed=lambda: first_token(tiers.device, ids(SHARED + NEW)))
     for where, what, most in (
         ("host", "restored from host memory", 1.3),
         ("disk", "restored from disk", 1.6),
@@ -104,22 +86,20 @@ def measure(tiers: Tiers, runs: int) -> list[Line]:
         name = f"first token: {SHARED} + {NEW} {what}, over a hit on the device"
         lines += [ratio(name, t, where, "device", most, at_most=True)]
         lines += [ratio(f"first token: {SHARED} + {NEW} computed, over {what}", t, "computed", where, 8.0)]
-    for where, kept in (("host memory", lambda: tiers.host), ("disk", lambda: tiers.disk)):
+    for where, engine in (("host memory", tiers.host), ("disk", tiers.disk)):
         for size in SIZES:
-            prefix = sides.ids(size)
-            sides.first_token(kept(), [*prefix, *sides.ids(NEW)])
+            prefix = ids(size)
+            first_token(engine, prefix + ids(NEW))
             t = alternate(
                 few,
-                computed=lambda size=size: sides.first_token(tiers.device, sides.ids(size + NEW)),
-                asked=lambda prefix=prefix, kept=kept: tiers.asked(kept(), prefix),
+                computed=lambda size=size: first_token(tiers.device, ids(size + NEW)),
+                asked=lambda prefix=prefix, engine=engine: tiers.asked(engine, prefix),
             )
             name = f"a prefix of {size} from {where}, over computing it"
             lines += [ratio(name, t, "asked", "computed", 1.05, at_most=True)]
-    for where, engine in (("disk", tiers.disk), ("host memory", tiers.host)):
         t = alternate(few, off=lambda: tiers.chats(tiers.device), on=lambda engine=engine: tiers.chats(engine))
         name = f"a workload that fits into the device, with {where} over without"
         lines += [ratio(name, t, "on", "off", 1.02, at_most=True)]
-    for engine in (tiers.host, tiers.disk):
         engine.cache.audit()
     tiers.disk.close()
     return lines
@@ -127,11 +107,8 @@ def measure(tiers: Tiers, runs: int) -> list[Line]:
 
 def main() -> int:
     args = arguments(__doc__, runs=5, threads=True).parse_args()
-    torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        theirs = save_random_model(Path(folder))
-        lines = measure(Tiers(Sides(Path(folder), theirs), Path(folder)), args.runs)
-    return finish(lines, machine(), args.json)
+    with random_model(args) as (path, _):
+        return finish(measure(Tiers(path), args.runs), args)
 
 
 if __name__ == "__main__":

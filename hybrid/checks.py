@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
@@ -47,16 +47,30 @@ def known_names(settings: Settings) -> Settings:
 
     @wraps(make)
     def checked(self: Any, *args: Any, **given: Any) -> None:
-        for name in given:
-            if name not in names:
-                meant = [SETTINGS_ELSEWHERE[name]] if SETTINGS_ELSEWHERE.get(name) in names else []
-                meant = meant or get_close_matches(name, names, n=1)
-                remedy = f"; did you mean {meant[0]}?" if meant else f"; there are: {', '.join(names)}"
-                raise KeywordError(f"{settings.__name__} has no {shown(name)}{remedy}")
+        refuse_unknown(f"{settings.__name__} has no", given, names)
         make(self, *args, **given)
 
     type.__setattr__(settings, "__init__", checked)
     return settings
+
+
+def refuse_unknown(refusal: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Refuse keywords that there are not.
+
+    Args:
+        refusal: the message up to the keyword.
+        given: the keywords.
+        names: those that there are.
+
+    Raises:
+        KeywordError: for the first that there is not; it names the one meant.
+    """
+    for name in given:
+        if name not in names:
+            meant = [SETTINGS_ELSEWHERE[name]] if SETTINGS_ELSEWHERE.get(name) in names else []
+            meant = meant or get_close_matches(name, names, n=1)
+            remedy = f"; did you mean {meant[0]}?" if meant else f"; there are: {', '.join(names)}"
+            raise KeywordError(f"{refusal} {shown(name)}{remedy}")
 
 
 MAX_INT = 2**63 - 1

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid.kernels.ops import delta_gates
 from hybrid.kernels.triton import convolution
 
 FLA = "flash-linear-attention"
@@ -83,8 +84,10 @@ def fla_chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
     state_read: Tensor,
@@ -102,13 +105,13 @@ def fla_chunk_gated_delta_rule(
     Raises:
         ImportError: the package cannot be used.
     """
-    rule = _function(FLA)
+    rule, gates = _function(FLA), delta_gates(a, b, rate, dt_bias)
     chunk = min(chunk_size & -chunk_size, 64)
     step = _step(cu_seqlens, state_write, captures)
     output: Tensor | None = None
     final = state.new_empty(0)
     for wave in step.waves:
-        rows = (q, k, v, g, beta) if wave.tokens is None else tuple(x[wave.tokens] for x in (q, k, v, g, beta))
+        rows = (q, k, v, *gates) if wave.tokens is None else tuple(x[wave.tokens] for x in (q, k, v, *gates))
         mixed, final = rule(
             *(x.unsqueeze(0) for x in rows),
             initial_state=state[state_read] if wave.resumed is None else final[wave.resumed],

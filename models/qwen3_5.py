@@ -67,7 +67,7 @@ class GatedDeltaNet(nn.Module):
             q, k, v = self._split(
                 kernels.causal_conv1d(mixed[tokens], taps, conv, *slots, batch_invariant=batch.needs_own_kernels)
             )
-            gates = kernels.delta_gates(a[tokens], b[tokens], self._rate(), self.dt_bias)
+            gates = (a[tokens], b[tokens], self._rate(), self.dt_bias)
             parts.append(
                 kernels.chunk_gated_delta_rule(
                     q, k, v, *gates, recurrent, *slots, chunk_size, batch_invariant=batch.needs_own_kernels

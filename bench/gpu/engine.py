@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from common import Line, Medians, check, ratio, timed
 from gpu import attention, kernels
-from gpu.harness import Bench, Planned, Roofline, Timing, compare
+from gpu.harness import Bench, Planned, Roofline, Timing, compare, profile
 from torch import Tensor
 
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
@@ -202,7 +202,7 @@ def hit(bench: Bench) -> Iterator[Line | dict[str, Any]]:
 def _profile(bench: Bench, name: str, run: Callable[[], object]) -> dict[str, Any]:
     """The kernels of a run; or why they are not known."""
     try:
-        found = bench.device.profile(run)
+        found = profile(bench.device, run)
     except Exception as error:  # a profiler may be missing or refused
         found = {"failed": f"{type(error).__name__}: {error}"[:300]}
     print(f"profile of {name}: { {key: value for key, value in found.items() if key != 'longest'} }", flush=True)

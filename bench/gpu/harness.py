@@ -67,6 +67,7 @@ class Gpu:
     """The first CUDA device."""
 
     device = torch.device("cuda", 0)
+    activity = torch.profiler.ProfilerActivity.CUDA
 
     def __init__(self) -> None:
         torch.cuda.set_device(self.device)
@@ -119,10 +120,6 @@ class Gpu:
             return run, f"events ({type(error).__name__} while recording)"
         return graph.replay, "graph"
 
-    def profile(self, run: Call) -> dict[str, Any]:
-        """Kernels of a run, and the share of its time in which one was running."""
-        return profile(run, self.synchronize, torch.profiler.ProfilerActivity.CUDA)
-
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
@@ -148,6 +145,7 @@ class Cpu:
     """A CPU in the place of a GPU, for rehearsals: its times mean nothing."""
 
     device = torch.device("cpu")
+    activity = torch.profiler.ProfilerActivity.CPU
     cache_bytes = 0
 
     def time(self, calls: Sequence[Call], seconds: float = 0.0) -> Timing:
@@ -155,10 +153,6 @@ class Cpu:
 
     def recorded(self, run: Call) -> tuple[Call, str]:
         return run, "clock"
-
-    def profile(self, run: Call) -> dict[str, Any]:
-        """As on a GPU, of operations."""
-        return profile(run, self.synchronize, torch.profiler.ProfilerActivity.CPU)
 
     def synchronize(self) -> None:
         return None
@@ -173,12 +167,13 @@ class Cpu:
 Device = Gpu | Cpu
 
 
-def profile(run: Call, synchronize: Call, activity: torch.profiler.ProfilerActivity) -> dict[str, Any]:
-    """What the device does in a run: how many kernels, for which part of the time, and which take longest."""
-    synchronize()
-    with torch.profiler.profile(activities=[activity]) as profiler:
-        wall = timed(lambda: (run(), synchronize()))
-    wanted = getattr(torch.autograd.DeviceType, activity.name)
+def profile(device: Device, run: Call) -> dict[str, Any]:
+    """What a device does in a run: how many kernels (operations of a CPU), for which part of the time, and which take
+    longest."""
+    device.synchronize()
+    with torch.profiler.profile(activities=[device.activity]) as profiler:
+        wall = timed(lambda: (run(), device.synchronize()))
+    wanted = getattr(torch.autograd.DeviceType, device.activity.name)
     spans = [(e.time_range.start, e.time_range.end, e.name) for e in profiler.events() if e.device_type == wanted]
     busy, end, each = 0.0, 0.0, dict[str, list[float]]()
     for start, stop, name in sorted(spans):
@@ -337,6 +332,16 @@ class Bench:
         if output.is_floating_point():
             torch.full_like(output, float("nan"), dtype=self.sizes.dtype)
 
+    def call(self, operation: str) -> Callable[..., Any]:
+        """An operation as it is measured: by our own kernel."""
+        how = {"batch_invariant": True} if OPS[operation].external else {}
+        return partial(getattr(self.ops, operation), **how)
+
+    def case(self, name: str, operation: str, inputs: Sequence[tuple[Any, ...]], **more: Any) -> Case:
+        """An operation on sets of inputs, the first of which is compared with its twin. `more`: of the case."""
+        checks = partial(self.twins, name, operation, *inputs[0])
+        return Case(each_with(self.call(operation), inputs), checks, **more)
+
     def twins(self, name: str, operation: str, *arguments: Any, fp64: bool = False) -> Iterator[Line]:
         """An operation against its twin, which may compute in fp64: what it returns, and the arguments that it writes,
         of which the twin gets copies; rows of them that the twin leaves as they are keep their bits. Then again."""
@@ -350,7 +355,7 @@ class Bench:
         truths = _outputs(op.twin(*theirs))
         for truth in truths:
             self.poison(truth)
-        run = partial(getattr(self.ops, operation), *arguments, **({"batch_invariant": True} if op.external else {}))
+        run = partial(self.call(operation), *arguments)
         founds = _outputs(run())
         for number, (found, truth) in enumerate(zip(founds, truths, strict=True)):
             judge = compare if found.is_floating_point() else same_bits

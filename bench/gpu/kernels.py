@@ -80,9 +80,10 @@ def delta_step(bench: Bench) -> Iterator[Planned]:
             v, pool = bench.normal(requests, value_heads, value_dim), work.recurrent
             return [fla_step(q, k, v, *work.gates(a, b), pool, read, write) for _, a, b, *_, read, write in inputs]
 
-        return Case(
-            each_with(bench.ops.gated_delta_step, inputs),
-            partial(bench.twins, name, "gated_delta_step", *inputs[0]),
+        return bench.case(
+            name,
+            "gated_delta_step",
+            inputs,
             num_bytes=moved,
             target=0.8 if requests >= 64 else None,
             peers={"FLA's recurrent rule without convolution and gates, with gather and scatter": fla},
@@ -112,7 +113,7 @@ def _chunks(name: str, bench: Bench, requests: int, tokens: int) -> Case:
         mixed = bench.normal(requests * tokens, s.channels)
         heads = mixed.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
         parts = (x.unflatten(-1, (-1, size)) for x, size in zip(heads, (key_dim, key_dim, value_dim), strict=True))
-        return *parts, *work.gates(*(bench.normal(requests * tokens, value_heads) for _ in range(2)))
+        return *parts, *bench.normal(2, requests * tokens, value_heads), work.rate, work.dt_bias
 
     made = [(inputs(), 1 + at * requests + each) for at in range(sets)]
 
@@ -121,10 +122,9 @@ def _chunks(name: str, bench: Bench, requests: int, tokens: int) -> Case:
         return *given, work.recurrent, starts, slots, slots, captures, s.page_size
 
     captures = torch.stack((each, torch.full_like(each, s.page_size), spare), 1)
-    checks = partial(bench.twins, name, "chunk_gated_delta_rule", *arguments(0, captures))
-    run = partial(bench.ops.chunk_gated_delta_rule, batch_invariant=True)
-    none = bench.ints([]).view(0, 3)
-    return Case(each_with(run, [arguments(at, none) for at in range(sets)]), checks, tokens=requests * tokens)
+    operation, none = "chunk_gated_delta_rule", bench.ints([]).view(0, 3)
+    calls = each_with(bench.call(operation), [arguments(at, none) for at in range(sets)])
+    return Case(calls, partial(bench.twins, name, operation, *arguments(0, captures)), tokens=requests * tokens)
 
 
 def convolution(bench: Bench) -> Iterator[Planned]:
@@ -138,9 +138,7 @@ def convolution(bench: Bench) -> Iterator[Planned]:
         xs = [bench.normal(tokens, s.channels) for _ in slots]
         none = bench.ints([]).view(0, 3)
         inputs = [(x, work.taps, work.conv, starts, slot, slot, none) for x, slot in zip(xs, slots, strict=True)]
-
-        run, checks = bench.ops.causal_conv1d, partial(bench.twins, name, "causal_conv1d", *inputs[0])
-        return Case(each_with(partial(run, batch_invariant=True), inputs), checks, num_bytes=moved)
+        return bench.case(name, "causal_conv1d", inputs, num_bytes=moved)
 
     for tokens in s.prompts:
         yield plan(f"convolution of {tokens}", 10, prompts, tokens)
@@ -154,23 +152,21 @@ def state_copies(bench: Bench) -> Iterator[Planned]:
     def copy(name: str, count: int) -> Case:
         sets = bench.sets(2 * count * size)
         rows = bench.normal(2 * count * sets, size // 4, dtype=torch.float32).view(torch.uint8)
-        places = [tuple(x.clone() for x in pair) for pair in bench.shuffled(len(rows)).view(sets, 2, count)]
-        checks = partial(bench.twins, name, "copy_states", rows, *places[0])
-        calls = each_with(partial(bench.ops.copy_states, rows), places)
-        return Case(calls, checks, num_bytes=2 * count * size, target=0.85 if count >= 8 else None)
+        places = bench.shuffled(len(rows)).view(sets, 2, count)
+        inputs = [(rows, *(x.clone() for x in pair)) for pair in places]
+        return bench.case(name, "copy_states", inputs, num_bytes=2 * count * size, target=0.85 if count >= 8 else None)
 
     def links(name: str, count: int) -> Case:
         tokens, numbers = bench.shuffled(2 * count) - count // 2, bench.shuffled(8 * count)  # some are negative
         places = torch.stack([bench.shuffled(count), *(bench.shuffled(count) + count * at for at in range(4))], 1)
-        checks = partial(bench.twins, name, "fill_in_tokens", numbers, tokens, places)
-        return Case([partial(bench.ops.fill_in_tokens, numbers, tokens, places)], checks)
+        return bench.case(name, "fill_in_tokens", [(numbers, tokens, places)])
 
     def shifts(name: str, count: int) -> Case:
         x, state = bench.normal(3 * count, s.config["hidden_size"]), bench.normal(2 * count, s.config["hidden_size"])
         reads, writes = bench.ints([-1] * 3 * count), bench.ints([-1] * 3 * count)
         reads[::3], writes[2::3] = bench.shuffled(count), bench.shuffled(count) + count
         inputs = x, state, bench.ints([*range(0, 3 * count + 1, 3)]), reads, writes
-        return Case([partial(bench.ops.shift_rows, *inputs)], partial(bench.twins, name, "shift_rows", *inputs))
+        return bench.case(name, "shift_rows", [inputs])
 
     for count in s.copies:
         yield plan(f"copy of {count} states", 8, copy, count)
@@ -210,9 +206,7 @@ def elementwise(bench: Bench) -> Iterator[Planned]:
                 return bench.normal(rows, *shape[:-1], count * shape[-1]).chunk(count, dim=-1)
             return *(bench.normal(rows, *shape) for _ in range(count)), *rest
 
-        sets = [inputs() for _ in range(bench.sets(moved))]
-        checks = partial(bench.twins, name, operation, *sets[0])
-        return Case(each_with(getattr(bench.ops, operation), sets), checks, num_bytes=moved)
+        return bench.case(name, operation, [inputs() for _ in range(bench.sets(moved))], num_bytes=moved)
 
     for rows in s.rows:
         for operation in kernels:
@@ -242,15 +236,13 @@ def _store(name: str, bench: Bench, rows: int) -> Case:
         )
         for chosen in slots
     ]
-
-    checks = partial(bench.twins, name, "norm_rotate_store", *inputs[0])
     stored = [(k, v, *rest[-2:]) for _, k, v, *rest in inputs]
     variants = {"store_kv alone": each_with(bench.ops.store_kv, stored)}
     for kind, kept in KV_DTYPES.items():
         rows_of = torch.zeros((*cache.shape[:-1], row_size(head_dim)), dtype=torch.uint8, device=cache.device)
         packed = [(k, v, rows_of.view(kept), chosen) for k, v, _, chosen in stored]
         variants[f"store_kv, kv {kind}"] = each_with(bench.ops.store_kv, packed)
-    return Case(each_with(bench.ops.norm_rotate_store, inputs), checks, num_bytes=moved, variants=variants)
+    return bench.case(name, "norm_rotate_store", inputs, num_bytes=moved, variants=variants)
 
 
 def products(bench: Bench) -> Iterator[Planned]:

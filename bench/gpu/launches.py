@@ -10,7 +10,9 @@ operations of torch, which would be a launch each, compute next to nothing. View
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,20 +28,18 @@ import time
 from types import SimpleNamespace
 
 import torch
-from common import Line, arguments, finish, machine, timed
+from common import Line, arguments, finish, timed
+from gpu.engine import make_engine
+from gpu.harness import Bench, Cpu, Roofline
 from gpu.resources import SHARED_MEMORY_OF_PROGRAM
 from gpu.sizes import FULL, TOY
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
-from hybrid.batch import Batch, Group
-from hybrid.kernels.batch_invariant import RowBlocks
 from hybrid.kernels.ops import OPS
-from hybrid.memory.tensors import CacheTensors
-from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 
-PAGE, PRODUCTS, MEMORY = 64, ("linear", "mm", "addmm"), ("empty", "new_empty", "empty_like", "empty_strided")
+PRODUCTS, MEMORY = ("linear", "mm", "addmm"), ("empty", "new_empty", "empty_like", "empty_strided")
 RUNS, STEPS = 15, 60
 
 
@@ -59,47 +59,38 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def batch(tokens: int, is_prefill: bool, deterministic: bool) -> Batch:
-    """A step of one request: the tokens of a prompt, or one decoded token."""
-    count, splits = tokens if is_prefill else 1, (1 if is_prefill else 16) if deterministic else None
-    numbers = torch.arange(tokens + 1)
-    group = Group(
-        slice(0, count),
-        cu_seqlens=torch.tensor([0, count]),
-        seq_lens=numbers[tokens:],
-        block_table=numbers[: -(-tokens // PAGE)].view(1, -1),
-        state_read=numbers[:1],
-        state_write=numbers[1:2],
-        num_splits=splits,
-    )
-    starts = [(0, count)] if is_prefill else []
-    return Batch(
-        token_ids=numbers[:count],
-        positions=numbers[:count],
-        slot_mapping=numbers[:count],
-        checkpoints=torch.zeros(0, 3, dtype=torch.int64),
-        sample_rows=numbers[count - 1 : count],
-        prefills=group if is_prefill else None,
-        decodes=None if is_prefill else group,
-        blocks=RowBlocks(starts, count if is_prefill else 0, count, PAGE) if deterministic else None,
-    )
-
-
-def measured(name: str, run: Callable[[], Tensor]) -> list[Line]:
-    """Launches of a pass by kind, and its time on the host."""
+@contextmanager
+def nothing_launched(launched: list[str]) -> Iterator[None]:
+    """Launches of Triton are noted by name, and do nothing."""
     from triton.runtime.jit import JITFunction
 
-    launched: list[str] = []
     with (
         patch.object(JITFunction, "run", lambda kernel, *_, **__: launched.append(kernel.__name__)),
         patch("hybrid.kernels.triton.attention._shared_memory", lambda device: SHARED_MEMORY_OF_PROGRAM),
     ):
+        yield
+
+
+def pass_of(engine: Engine, prompt: int, is_decode: bool) -> Callable[[], Tensor]:
+    """The pass of a step of one request: the tokens of its prompt, or one decoded token."""
+    runner: Any = engine.runner
+    engine.add_request([1] * prompt, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    if is_decode:
+        logits = torch.zeros(1, engine.model.config.vocab_size)
+        with patch.object(runner, "model", lambda *_: logits):
+            engine.step()
+    batch = runner.plan(engine.scheduler.schedule(), None).on(torch.device("cpu"))[0]
+    return lambda: engine.model(batch, engine.cache.kv, engine.cache.state_tensors)
+
+
+def measured(name: str, run: Callable[[], Tensor], launched: list[str]) -> list[Line]:
+    """Launches of a pass by kind, and its time on the host."""
+    run()
+    launched.clear()
+    with Operations() as operations:
         run()
-        launched.clear()
-        with Operations() as operations:
-            run()
-        kernels, found = Counter(launched), operations.found
-        seconds = statistics.median(timed(run) for _ in range(RUNS))
+    kernels, found = Counter(launched), operations.found
+    seconds = statistics.median(timed(run) for _ in range(RUNS))
     products = sum(found[kind] for kind in PRODUCTS)
     small = found.total() - products
     details = {"kernels": dict(kernels), "torch": dict(found)}
@@ -111,8 +102,6 @@ def measured(name: str, run: Callable[[], Tensor]) -> list[Line]:
 def engine_steps(requests: int) -> list[Line]:
     """The host's time for a step of an engine whose model takes none, and of it what passes while nothing is under way:
     a device that has computed a step waits for the next launch."""
-    from triton.runtime.jit import JITFunction
-
     limits = EngineConfig(max_num_seqs=requests, overlap=True, enforce_eager=True)
     engine = Engine.from_pretrained("tiny", cache=CacheConfig(memory="256MiB", deterministic=False), config=limits)
     runner: Any = engine.runner
@@ -132,7 +121,6 @@ def engine_steps(requests: int) -> list[Line]:
         return SimpleNamespace(wait=wait, choose=pending.choose, sources=pending.sources)
 
     with (
-        patch.object(JITFunction, "run", lambda kernel, *_, **__: None),
         patch.object(runner, "model", lambda batch, *_: logits[: len(batch.sample_rows)]),
         patch.object(runner, "launch", timed_launch),
     ):
@@ -160,26 +148,16 @@ def main() -> int:
     for op in OPS.values():
         _ = op.kernel  # imported as what is compiled, not as what is interpreted
     os.environ.update(HYBRID_KERNELS="triton", TRITON_INTERPRET="1")  # so that tensors may be on a CPU; nothing runs
-    from transformers import Qwen3_5TextConfig
-
-    layers = FULL.config["layer_types"]
-    config = Qwen3_5TextConfig(**{**TOY.config, "layer_types": layers, "num_hidden_layers": len(layers)})
-    model = Qwen3_5ForCausalLM(config, PAGE)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    fuse = vars(Qwen3_5ForCausalLM.__mro__[1]).get("fuse_projections")  # missing in versions to compare with
-    if fuse is not None:
-        fuse(model)
-    tensors = CacheTensors.fixed(model.spec(config, torch.float32), PAGE, 64, 4, torch.device("cpu"))
-    lines: list[Line] = []
-    with torch.inference_mode():
-        for mode, deterministic in (("fast", False), ("deterministic", True)):
-            for what, tokens, is_prefill in (("decode step", 2048, False), ("prefill of 64", 64, True)):
-                step = batch(tokens, is_prefill, deterministic)
-                lines += measured(f"{what}, {mode}", lambda step=step: model(step, tensors.kv, tensors.state))
-    for requests in (1, 32):
-        lines += engine_steps(requests)
-    return finish(lines, machine(), args.json)
+    sizes = replace(TOY, model=(*TOY.model[:3], FULL.model[3]), page_size=64, memory="64MiB", batched_tokens=4096)
+    bench, lines, launched = Bench(Cpu(), sizes, Roofline(), 0, True), list[Line](), list[str]()
+    with torch.inference_mode(), nothing_launched(launched):
+        for mode in ("fast", "deterministic"):
+            for what, prompt in (("decode step", 2048), ("prefill of 64", 64)):
+                engine = make_engine(bench, deterministic=mode == "deterministic")
+                lines += measured(f"{what}, {mode}", pass_of(engine, prompt, what == "decode step"), launched)
+        for requests in (1, 32):
+            lines += engine_steps(requests)
+    return finish(lines, args)
 
 
 if __name__ == "__main__":

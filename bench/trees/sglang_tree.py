@@ -15,7 +15,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from allocators import TokenAllocator, state_allocator
+import numpy as np
+import torch
+from slots import Ids, Slots
 
 CHUNK = 64
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -29,6 +31,36 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
+
+
+class TokenIndices:
+    """Slots as SGLang keeps them: tensors with an index for each token."""
+
+    device = "cpu"
+
+    def __init__(self, size: int, page: int = 1) -> None:
+        self.page, self._sizes = page, (size, page)
+        self.clear()
+
+    def clear(self) -> None:
+        """Everything is free."""
+        self._slots = Slots(*self._sizes)
+        self.size, self.available_size = self._slots.size, self._slots.available_size
+        self.schedulable_available_size = self.available_size
+
+    def alloc(self, need: int) -> torch.Tensor | None:
+        pages: Ids | None = self._slots.alloc(need)
+        if pages is None:
+            return None
+        return torch.from_numpy((pages[:, None] * self.page + np.arange(self.page)).reshape(-1)[:need])
+
+    def free(self, indices: torch.Tensor, start_pos: int = 0) -> None:
+        self._slots.free(np.asarray(indices)[:: self.page] // self.page)
+
+    free_segment = free_full_segment = free
+
+    def mamba_full_cache_donor(self) -> None:
+        return None
 
 
 def without_a_server(module: ModuleType) -> None:
@@ -50,13 +82,14 @@ class SGLangTree:
     """One cache of SGLang. Its KV indices are one for each token."""
 
     unit = 1
+    joined = staticmethod(torch.cat)
 
     def __init__(self, core: str, page_size: int, kv_slots: int, state_slots: int) -> None:
         without_a_server(mamba)
         if core == "rust":
             without_a_server(importlib.import_module("sglang.srt.mem_cache.rust_tree_core.adapter"))
-        self.name, self.page = f"sglang-{core}", page_size
-        self.kv, self.st = TokenAllocator(kv_slots, page_size), state_allocator(state_slots)
+        self.page = page_size
+        self.kv, self.st = TokenIndices(kv_slots, page_size), TokenIndices(state_slots)
         pool = object.__new__(HybridReqToTokenPool)
         pool.mamba_allocator, pool.mamba_ckpt_pool = self.st, None
         cache.page_interleave_shard_size = lambda _: 1
@@ -77,9 +110,9 @@ class SGLangTree:
     def key(self, tokens: array[int]) -> array[int]:
         return tokens
 
-    def match(self, key: array[int], num_tokens: int) -> tuple[int, Any, int | None, int]:
+    def match(self, key: array[int], num_tokens: int) -> tuple[int, Any, int | None]:
         found = self._cache.match_prefix(MatchPrefixParams(key=RadixKey(key, limit=num_tokens)))
-        return found.device_prefix_len, found.last_device_node, found.mamba_branching_seqlen, found.full_kv_hit_length
+        return found.device_prefix_len, found.last_device_node, found.mamba_branching_seqlen
 
     def indices(self, node: Any) -> Any:
         return self._core.collect_full_device_indices(node, self._core.root_node_handle())
@@ -105,16 +138,12 @@ class SGLangTree:
         return done.num_tokens_evicted, done.mamba_num_evicted
 
     def check(self) -> None:
-        self._core.sanity_check([], [])
-
-    def sizes(self) -> dict[str, int]:
         core = self._core
-        return {
-            "kv_evictable": core.full_evictable_size(),
-            "kv_protected": core.full_protected_size(),
-            "st_evictable": core.mamba_evictable_size(),
-            "st_protected": core.mamba_protected_size(),
-        }
+        core.sanity_check([], [])
+        held = core.full_evictable_size() + core.full_protected_size()
+        assert held + self.kv.available_size() == self.kv.size
+        held = core.mamba_evictable_size() + core.mamba_protected_size()
+        assert held + self.st.available_size() == self.st.size
 
 
 def rust(**sizes: int) -> SGLangTree:

@@ -41,6 +41,11 @@ class Completions:
         """Of the request."""
         return self.requests[0].request_id
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all answers have."""
+        return all(request.has_ended for request in self.requests)
+
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """The answers up to now. The fields beside `outputs` are those of the first; it has a finish reason when all
         answers have one."""
@@ -51,7 +56,5 @@ class Completions:
             Completion(index, output.text, output.token_ids, output.logprobs, output.finish_reason, output.error)
             for index, output in enumerate(outputs)
         )
-        ended = all(output.finish_reason is not None for output in outputs)
-        return replace(
-            first, usage=usage, completions=completions, finish_reason=first.finish_reason if ended else None
-        )
+        finish_reason = first.finish_reason if self.has_ended else None
+        return replace(first, usage=usage, completions=completions, finish_reason=finish_reason)

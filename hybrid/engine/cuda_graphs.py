@@ -19,19 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
+from hybrid.engine.capture import Capture, capture_for
 from hybrid.engine.pieces import Layout
 from hybrid.engine.planner import Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
 from hybrid.engine.sampler import SamplingRows
-from hybrid.kernels.ops import compiled_module
 
 log: logging.Logger = logging.getLogger(__name__)
-
-Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""
-
-WARM_UPS = 2
-"""Runs before a capture, in which kernels are compiled and buffers allocated."""
 
 MAX_GRAPHS = 256
 """Graphs that are kept, at most; the oldest goes."""
@@ -52,6 +46,21 @@ class Graph:
     replay: Callable[[], None]
     logits: Tensor
     after_drafts: ReplayOfAll | None
+
+
+class SharedLogits:
+    """The logits of all graphs, in one memory: a row of a large vocabulary takes 1 MB, and graphs may be hundreds."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+
+    def hold(self, logits: Tensor) -> Tensor:
+        """A copy of `[rows, vocab]` logits, valid until the next one. New memory is taken, which no graph may do while
+        it is captured, where the rows are more than before: graphs captured so far keep the old one, half as large."""
+        count = len(logits)
+        if self._rows is None or len(self._rows) < count:
+            self._rows = logits.new_empty(1 << (count - 1).bit_length(), logits.shape[1])
+        return self._rows[:count].copy_(logits)
 
 
 class Ran(NamedTuple):
@@ -96,9 +105,11 @@ class CapturedPasses:
         device: of the model.
         capture: captures a pass; None: `capture_for(device)`.
         max_prompt_tokens: tokens of prompts up to which passes with prompts are captured; 0: they are not.
+        on_gpu: passes are captured as CUDA graphs are: each once, before it is computed, with padding, and with logits
+            that all share. None: as `device` is.
 
     Attributes:
-        max_prompt_tokens: as given.
+        max_prompt_tokens, on_gpu: as given.
     """
 
     def __init__(
@@ -109,8 +120,10 @@ class CapturedPasses:
         device: torch.device,
         capture: Capture | None = None,
         max_prompt_tokens: int = 0,
+        on_gpu: bool | None = None,
     ) -> None:
         self.max_prompt_tokens: int = max_prompt_tokens
+        self.on_gpu: bool = device.type == "cuda" if on_gpu is None else on_gpu
         self._model = model
         self._kv, self._state = kv, state
         self._device = device
@@ -119,6 +132,7 @@ class CapturedPasses:
         self._graphs: dict[Layout, Graph] = {}
         self._occurred: set[Layout] = set()  # layouts with prompts
         self._captures = True
+        self._logits = SharedLogits()
         self._captured_model = CapturedModel(model)
 
     @property
@@ -139,7 +153,7 @@ class CapturedPasses:
         """
         graph = self._graphs.get(plan.shape)
         if graph is None and self._captures and self._is_worth_it(plan):
-            if self._graphs and self._device.type == "cpu":
+            if self._graphs and not self.on_gpu:
                 return self._result(plan, self._capture_and_run(plan, tokens))
             graph = self._capture_idle(plan)
         if graph is None:
@@ -209,13 +223,14 @@ class CapturedPasses:
         """Capture a pass over numbers of a plan's layout."""
         log.info("capturing a graph for %s", plan.sizes)
         batch = plan.batch(numbers)
-        if self._device.type == "cpu":  # a step without drafts and one with them are the same pass
+        if not self.on_gpu and plan.num_decoded:  # a step without drafts and one with them are the same pass
             batch = replace(batch, log=[])
         run, logits = self._capture(partial(self._run_pass, batch))
         after_drafts = None
         if batch.log is not None:
             replay_all = partial(self._model.replay, batch.log, None, state=self._state)
-            after_drafts = ReplayOfAll(plan.num_decoded, replay_all, self._capture_replay)
+            runs = plan.num_runs if self.on_gpu else None
+            after_drafts = ReplayOfAll(plan.num_decoded, runs, self._device, replay_all, self._capture_replay)
         if len(self._graphs) == MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         graph = self._graphs[plan.shape] = Graph(numbers, run, logits, after_drafts)
@@ -225,34 +240,4 @@ class CapturedPasses:
         if batch.log is not None:
             batch.log.clear()  # of the run before
         logits: Tensor = self._model(batch, self._kv, self._state)
-        return logits
-
-
-def capture_for(device: torch.device) -> Capture:
-    """What captures passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
-    if device.type == "cuda":
-        return CudaCapture(device)
-    module: Any = compiled_module("capture")
-    capture: Capture = module.CpuCapture()
-    return capture
-
-
-class CudaCapture:
-    """Captures on a GPU. All graphs share their memory, as only one of them runs at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = run()
-        self._pool = graph.pool()
-        return graph.replay, logits
+        return self._logits.hold(logits) if self.on_gpu else logits

@@ -238,11 +238,11 @@ class Engine:
         ):
             self._steps.enter(requests)
             while len(done) < len(requests):
-                if not outputs:
+                ended = outputs.take_ended()
+                done.update({output.request_id: output for output in ended})
+                bar.update(len(ended))
+                if not ended:
                     self._steps.work()
-                finished = [output for output in outputs.take() if output.finish_reason is not None]
-                done.update({output.request_id: output for output in finished})
-                bar.update(len(finished))
             self._steps.replay_while_idle()
         return [done[request.request_id] for request in requests]
 

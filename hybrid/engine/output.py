@@ -123,6 +123,11 @@ class Source(Protocol):
     @property
     def request_id(self) -> str: ...
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its next output is the last."""
+        ...
+
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """The answer up to now; what `previous` does not have is its delta."""
         ...
@@ -154,4 +159,14 @@ class Outputs:
         outputs = [request.output(taken.pop(name, None)) for name, request in self._moved.items()]
         taken.update((output.request_id, output) for output in outputs if output.finish_reason is None)
         self._moved, self._taken = {}, taken  # last: a signal handler may raise anywhere before
+        return outputs
+
+    def take_ended(self) -> list[RequestOutput]:
+        """As `take`, but for the requests that have ended: no output is made of the others."""
+        ended = [name for name, request in self._moved.items() if request.has_ended]
+        if not ended:
+            return []
+        outputs = [self._moved[name].output(self._taken.get(name)) for name in ended]
+        self._taken = {name: output for name, output in self._taken.items() if name not in ended}
+        self._moved = {name: request for name, request in self._moved.items() if name not in ended}
         return outputs

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
-from hybrid.engine.cuda_graphs import Capture
+from hybrid.engine.capture import Capture
 from hybrid.engine.pieces import ALIGNMENT
 from hybrid.engine.predictor_passes import PredictorInputs, PredictorPasses
 from hybrid.engine.step import Part

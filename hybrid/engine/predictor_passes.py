@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Batch, Group
-from hybrid.engine.cuda_graphs import Capture, CapturedModel
+from hybrid.engine.capture import Capture
+from hybrid.engine.cuda_graphs import CapturedModel
 from hybrid.engine.padding import Padding
 
 log: logging.Logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
 from hybrid.speculation.drafter import History
+from hybrid.tiers.tier import Reading
 
 
 class Completions(Source, Protocol):
@@ -92,6 +93,7 @@ class Request:
         kept_len: number of tokens that a next turn can share: those before a stop text.
         wanted: positions at which other requests wait for a checkpoint of this one.
         leader: (request, position): this one waits until that one has committed that many tokens.
+        ahead: what it will need from disk is being read while it waits; None: nothing is.
         keeps_memory: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
         latest_turn: it is the next to start once this many requests have been started before it.
         pin: keeps what was computed; a replay extends it.
@@ -143,6 +145,7 @@ class Request:
         self.kept_len: int = 0
         self.wanted: set[int] = set()
         self.leader: tuple[Request, int] | None = None
+        self.ahead: Reading | None = None
         self.keeps_memory: bool = False
         self.latest_turn: int = 0
         self.finish_reason: str | None = None
@@ -150,6 +153,7 @@ class Request:
         self.explanation: Explanation | None = None
         self.logprobs: list[dict[int, float]] = []
         self.pin: Pin | None = None
+        self._answer: list[int] = []  # what `output` copies; as numbers of `ids` each output would make them anew
         self.arrived: float = time.perf_counter()
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -172,6 +176,11 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed < self.prefill_end
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its answer has ended."""
+        return self.finish_reason is not None
 
     @property
     def num_output(self) -> int:
@@ -287,8 +296,10 @@ class Request:
 
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
         """Its answer up to now, without those of other completions; what `previous` does not have is its delta."""
-        text, token_ids = self.text.text if self.text is not None else "", self.ids[self.prompt_len :].tolist()
-        num_output = len(token_ids)
+        text = self.text.text if self.text is not None else ""
+        num_output = self.num_output
+        self._answer += self.ids[self.prompt_len + len(self._answer) :]
+        token_ids = self._answer.copy()
         num_characters, num_tokens = (len(previous.text), len(previous.token_ids)) if previous is not None else (0, 0)
         spent = (self.last_token_at or 0.0) - (self.first_token_at or 0.0)
         hit = self.explanation

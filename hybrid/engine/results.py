@@ -18,7 +18,7 @@ from hybrid.engine.request import Request, Status
 from hybrid.engine.sampled_rows import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.sampler import Logprobs, Sampled, SamplingRows, choose, token_logprobs
 from hybrid.engine.verification import Verification
-from hybrid.kernels.cpu.tasks import torch_on_one_thread
+from hybrid.kernels.cpu.threads import torch_on_one_thread
 from hybrid.memory.device import Arriving, on_device
 
 NOT_FINITE = -2

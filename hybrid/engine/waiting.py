@@ -11,8 +11,10 @@ Replays come last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Set
+from heapq import heappop, heappush
 
+from hybrid.engine.priority_queue import PriorityQueue
 from hybrid.engine.request import Request
 
 MAX_OVERTAKING = 256
@@ -23,13 +25,16 @@ MAX_SERVED = 4096
 
 
 class WaitingQueue:
-    """Requests in the order in which they may start."""
+    """Requests in the order in which they may start. What a step costs does not depend on how many wait."""
 
     def __init__(self) -> None:
         self._retracted: deque[Request] = deque()
-        self._by_namespace: dict[str, dict[Request, None]] = {}
-        self._replays: dict[Request, None] = {}
+        self._by_namespace: dict[str, PriorityQueue[Request]] = {}  # by `scheduling_priority`
+        self._by_latest_turn: PriorityQueue[Request] = PriorityQueue()  # the same requests
+        self._namespaces: PriorityQueue[str] = PriorityQueue()  # those of which requests wait, by what they were served
+        self._replays: PriorityQueue[Request] = PriorityQueue()
         self._served: dict[str, int] = {}
+        self._moved: set[str] = set()  # namespaces that were served since they were put into the queue
         self._virtual_time = 0  # what the namespace that started last had been served
         self._num_started = 0
 
@@ -44,19 +49,21 @@ class WaitingQueue:
     @property
     def num_requests(self) -> int:
         """Requests that wait, replays aside."""
-        return len(self._retracted) + sum(map(len, self._by_namespace.values()))
+        return len(self._retracted) + len(self._by_latest_turn)
 
     def add(self, request: Request) -> None:
         """Queue a request that has not run yet."""
         if request.is_replay:
-            self._replays[request] = None
+            self._replays.put(request, 0)
             return
         request.latest_turn = self._num_started + self.num_requests + MAX_OVERTAKING
         name = request.namespace
         if name not in self._by_namespace:
-            self._by_namespace[name] = {}
             self._served[name] = max(self._served.get(name, 0), self._virtual_time)
-        self._by_namespace[name][request] = None
+            self._namespaces.put(name, self._served[name])
+            self._by_namespace[name] = PriorityQueue()
+        self._by_namespace[name].put(request, request.params.scheduling_priority)
+        self._by_latest_turn.put(request, request.latest_turn)
 
     def return_first(self, request: Request) -> None:
         """Queue a request that has run, before all others."""
@@ -65,33 +72,40 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """Remove a request, if it waits."""
         if request in self._replays:
-            del self._replays[request]
-            return
-        if request in self._retracted:
+            self._replays.remove(request)
+        elif request in self._retracted:
             self._retracted.remove(request)
-            return
-        name = request.namespace
-        own = self._by_namespace.get(name, {})
-        if request not in own:
-            return
-        del own[request]
+        elif request in self._by_latest_turn:
+            self._by_latest_turn.remove(request)
+            self._remove_of(request.namespace, request)
+
+    def _remove_of(self, name: str, request: Request) -> None:
+        own = self._by_namespace[name]
+        own.remove(request)
         if not own:
             del self._by_namespace[name]
+            self._namespaces.remove(name)
             if self._served[name] <= self._virtual_time:
                 del self._served[name]
 
-    def started(self, request: Request) -> None:
-        """A request starts: remove it, and count its prompt as service of its namespace."""
+    def started(self, request: Request, num_tokens: int) -> None:
+        """A request starts: remove it, and count its prompt as service of its namespace.
+
+        Args:
+            num_tokens: tokens of the prompt that have to be computed.
+        """
         name = request.namespace
         if not request.is_replay and request not in self._retracted:
             self._num_started += 1
             self._virtual_time = max(self._virtual_time, self._served[name])
-            self.serve(name, request.prefill_end - request.num_computed)
+            self.serve(name, num_tokens)
         self.remove(request)
 
     def serve(self, namespace: str, num_tokens: int) -> None:
         """Count tokens as service of a namespace."""
         self._served[namespace] = self._served.get(namespace, self._virtual_time) + num_tokens
+        if namespace in self._by_namespace:
+            self._moved.add(namespace)
         if len(self._served) > 2 * MAX_SERVED + len(self._by_namespace):
             self._forget_least()
 
@@ -112,25 +126,41 @@ class WaitingQueue:
         Args:
             skipped: namespaces of which no new request may start. The caller may add to it.
         """
+        for name in self._moved & self._by_namespace.keys():
+            self._namespaces.put(name, self._served[name])
+        self._moved.clear()
         yield from tuple(self._retracted)
-        queues = {name: iter(self._in_order(requests)) for name, requests in self._by_namespace.items()}
-        heads = {name: next(queue) for name, queue in queues.items()}
-        while heads:
-            name = min(heads, key=lambda name: (heads[name].latest_turn > self._num_started, self._served[name]))
-            if name not in skipped:
-                request, following = heads[name], next(queues[name], None)
-                if following is None:
-                    del heads[name]
-                else:
-                    heads[name] = following
-                yield request
-            else:
-                del heads[name]
-        yield from tuple(self._replays)
+        offered: set[Request] = set()
+        turns, latest_turns = self._by_turns(skipped), self._by_latest_turn.visit()
+        urgent = next(latest_turns, None)
+        while True:
+            while urgent is not None and urgent[0] <= self._num_started:
+                request = urgent[1]
+                urgent = next(latest_turns, None)
+                if request in self._by_latest_turn and request not in offered and request.namespace not in skipped:
+                    offered.add(request)
+                    yield request
+            following = next(turns, None)
+            if following is None:
+                break
+            if following not in offered:
+                offered.add(following)
+                yield following
+        yield from (replay for _, replay in self._replays.visit())
 
-    def _in_order(self, requests: Iterable[Request]) -> Sequence[Request]:
-        """The requests of a namespace as they may start, in view of their priorities."""
-        waiting = tuple(requests)
-        if not any(request.params.scheduling_priority for request in waiting):
-            return waiting
-        return sorted(waiting, key=lambda r: (r.latest_turn > self._num_started, r.params.scheduling_priority))
+    def _by_turns(self, skipped: Set[str]) -> Iterator[Request]:
+        """The requests of all namespaces, each time the next one of the namespace that was served the fewest tokens."""
+        others = self._namespaces.visit()
+        following = next(others, None)
+        begun: list[tuple[int, str]] = []
+        queues: dict[str, Iterator[tuple[int, Request]]] = {}
+        while begun or following is not None:
+            if following is not None and (not begun or following[0] < begun[0][0]):
+                name, following = following[1], next(others, None)
+                queues[name] = self._by_namespace[name].visit() if name in self._by_namespace else iter(())
+            else:
+                name = heappop(begun)[1]
+            _, request = next(queues[name], (0, None))
+            if request is not None and name not in skipped:
+                yield request
+                heappush(begun, (self.num_served(name), name))

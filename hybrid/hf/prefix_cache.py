@@ -32,6 +32,7 @@ from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
+from hybrid.checks import refuse_unknown
 from hybrid.errors import ArgumentError, NonFiniteError, PromptError, RequestError
 from hybrid.hf.beginnings import Beginnings
 from hybrid.hf.drafting import Drafting
@@ -123,8 +124,8 @@ class PrefixCache:
         placement: Sequence[str] = PLACEMENTS,
         **tiers: Unpack[TierOptions],
     ) -> None:
-        if unknown := tiers.keys() - TierOptions.__annotations__.keys():
-            raise TypeError(f"PrefixCache() got an unexpected keyword argument {min(unknown)!r}")
+        options = [*(PrefixCache.__init__.__kwdefaults__ or ()), *TierOptions.__annotations__]
+        refuse_unknown("PrefixCache() got an unexpected keyword argument", tiers, options)
         self._model = PassModel(model)
         self._refuse_training()
         on_cpu = self._model.device.type == "cpu"
@@ -446,9 +447,7 @@ class PrefixCache:
 
     def _refuse_training(self) -> None:
         if self._model.outer.training:
-            raise ArgumentError(
-                "the model is in training mode, where dropout changes its results: call model.eval() first"
-            )
+            raise ArgumentError("the model is in training mode, where dropout changes results: call model.eval() first")
 
     def _keep_turn(self, token_ids: Sequence[int], num_prompt: int, past: Past, rows: Iterable[int]) -> None:
         """Cache a turn whose answer has been computed: no failure of it takes the answer away."""

@@ -19,7 +19,8 @@ from typing import NamedTuple
 from hybrid.tiers.needs import Needs
 from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, UnavailableError
+from hybrid.tiers.sampled import Sampled
+from hybrid.tiers.tier import CHECKPOINT, PAGE, AtHand, Contents, Name, Note, Offer, UnavailableError
 
 COPY = 1e-10
 """Seconds per byte restored that are assumed until they are measured."""
@@ -36,8 +37,6 @@ class Kept:
         name: of its prefix.
         contents: its bytes.
         worth, value, note: see `Offer`.
-        place: its index in the list of all.
-        is_on_device: the device has it too.
     """
 
     name: bytes
@@ -45,8 +44,6 @@ class Kept:
     worth: Worth
     value: Callable[[int], float]
     note: Note | None
-    place: int
-    is_on_device: bool = False
 
 
 class Dropped(NamedTuple):
@@ -96,10 +93,11 @@ class HostTier:
         self._dropped: list[Dropped] = []
         self._pages: dict[bytes, Contents] = {}
         self._checkpoints: dict[bytes, Kept] = {}
-        self._order: list[Kept] = []
+        rng = Random(0)
+        self._all: Sampled[Kept] = Sampled(rng)
+        self._on_device: Sampled[Kept] = Sampled(rng)  # those of which the device has the checkpoint too
         self._passed: dict[bytes, None] = {}  # checkpoints whose pages alone are left, oldest first
         self._needs = Needs()
-        self._random = Random(0)
 
     def __len__(self) -> int:
         return len(self._pages) + len(self._checkpoints)
@@ -130,7 +128,7 @@ class HostTier:
         known = self._checkpoints.get(name)
         if known is not None:
             known.note, known.worth, known.value = offer.note, offer.worth, offer.value
-            known.is_on_device = False
+            self._on_device.discard(known)
             return True
         if offer.worth.seconds <= 0 or offer.num_bytes > self.num_bytes:
             return False
@@ -145,9 +143,9 @@ class HostTier:
         except BaseException:
             self._give_up(name)
             raise
-        kept = Kept(name, contents, offer.worth, offer.value, offer.note, len(self._order))
+        kept = Kept(name, contents, offer.worth, offer.value, offer.note)
         self._checkpoints[name] = kept
-        self._order.append(kept)
+        self._all.add(kept)
         self._count(contents)
         return True
 
@@ -210,20 +208,18 @@ class HostTier:
 
     def _lowest_first(self) -> Iterator[tuple[float, bytes]]:
         """Checkpoints and their values, in the order in which they are dropped: those whose pages alone are left, those
-        that the device has too, and a sample of the others."""
-        for name in [*self._passed]:
+        that the device has too, and a sample of the others. Nothing may change while this is iterated over."""
+        for name in self._passed:
             yield -math.inf, name
-        on_device = [kept for kept in self._order if kept.is_on_device]
-        for _, kept in self._sorted(on_device):
+        for _, kept in self._sample(self._on_device):
             yield -math.inf, kept.name
-        for value, kept in self._sorted(self._order):
-            if not kept.is_on_device:
+        for value, kept in self._sample(self._all):
+            if kept not in self._on_device:
                 yield value, kept.name
 
-    def _sorted(self, kept: list[Kept]) -> list[tuple[float, Kept]]:
-        """A sample, by value."""
-        some = kept if len(kept) <= SAMPLE else self._random.sample(kept, SAMPLE)
-        return sorted(((self._value(one), one) for one in some), key=lambda one: one[0])
+    def _sample(self, kept: Sampled[Kept]) -> list[tuple[float, Kept]]:
+        """A sample, the lowest value first."""
+        return sorted(((self._value(one), one) for one in kept.sample(SAMPLE)), key=lambda one: one[0])
 
     def _value(self, kept: Kept) -> float:
         return kept.value(len(kept.contents) + self._needs.num_alone(kept.name) * self._page_bytes)
@@ -239,8 +235,9 @@ class HostTier:
         kept = self._checkpoints.get(name)
         if kept is None:
             return
-        kept.is_on_device = True
-        if not is_copied_again:
+        if is_copied_again:
+            self._on_device.add(kept)
+        else:
             self._remove(kept)
             self._passed[name] = None
 
@@ -261,9 +258,8 @@ class HostTier:
 
     def _remove(self, kept: Kept) -> None:
         del self._checkpoints[kept.name]
-        last = self._order.pop()
-        if last is not kept:
-            self._order[kept.place], last.place = last, kept.place
+        self._all.discard(kept)
+        self._on_device.discard(kept)
         self.bytes_used -= len(kept.contents)
 
     def take_dropped(self) -> list[Dropped]:
@@ -274,18 +270,18 @@ class HostTier:
 
     def let_all_go(self) -> None:
         """Drop everything, for `take_dropped`."""
-        while self._order:
-            self._let_go(self._order[-1].name)
+        for kept in [*self._all][::-1]:
+            self._let_go(kept.name)
 
     def names(self) -> Iterable[Name]:
         """Of all copies."""
         return [*((CHECKPOINT, name) for name in self._checkpoints), *((PAGE, name) for name in self._pages)]
 
-    def fetch(self, names: Sequence[Name], seconds: float) -> list[Contents]:
-        """See `Tier.fetch`. Copies nothing, and waits for nothing."""
+    def begin(self, names: Sequence[Name]) -> AtHand:
+        """See `Tier.begin`. Copies nothing."""
         if any(name not in self for name in names):
             raise UnavailableError("a copy is not there any more")
-        return [self._pages[name] if kind == PAGE else self._checkpoints[name].contents for kind, name in names]
+        return AtHand([self._pages[name] if kind == PAGE else self._checkpoints[name].contents for kind, name in names])
 
     @property
     def is_empty(self) -> bool:
@@ -309,7 +305,8 @@ class HostTier:
         """See `Tier.clear`."""
         self._pages.clear()
         self._checkpoints.clear()
-        self._order.clear()
+        self._all.clear()
+        self._on_device.clear()
         self._passed.clear()
         self._needs.clear()
         self._dropped.clear()
@@ -321,10 +318,10 @@ class HostTier:
         held = sum(map(len, self._pages.values())) + sum(len(kept.contents) for kept in self._checkpoints.values())
         if held != self.bytes_used or held > self.num_bytes:
             wrong.append(f"host memory counts {self.bytes_used} bytes of {self.num_bytes} and holds {held}")
-        if {*map(id, self._checkpoints.values())} != {*map(id, self._order)}:
+        if {*self._checkpoints.values()} != {*self._all}:
             wrong.append("a checkpoint in host memory would never be dropped")
         if any(page not in self._needs for page in self._pages):
             wrong.append("host memory has a page that nothing needs")
-        if any(self._order[kept.place] is not kept for kept in self._order):
-            wrong.append("a checkpoint in host memory is in another place than it says")
-        return wrong
+        if not {*self._on_device} <= {*self._all}:
+            wrong.append("a checkpoint that is not in host memory counts as on the device too")
+        return wrong + self._all.violations(self.label) + self._on_device.violations(self.label)

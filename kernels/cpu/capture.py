@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid.kernels.cpu.tasks import SHARES, Task, num_threads, recorder, together, torch_on_one_thread
+from hybrid.kernels.cpu.tasks import SHARES, Task, recorder, together
+from hybrid.kernels.cpu.threads import num_threads, torch_on_one_thread
 from hybrid.kernels.cpu.vectors import INDEX, at, numbers
 
 BLOCK = 4 << 20

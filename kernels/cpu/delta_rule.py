@@ -169,8 +169,10 @@ def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
     state_read: Tensor,
@@ -180,14 +182,13 @@ def chunk_gated_delta_rule(
 ) -> Tensor:
     """`reference.chunk_gated_delta_rule`."""
     heads, key_dim, value_dim = state.shape[1:]
-    is_known = v.dtype in DTYPES and q.dtype == k.dtype == beta.dtype == v.dtype
-    is_known = is_known and g.dtype == state.dtype == torch.float32
+    is_known = v.dtype in DTYPES and q.dtype == k.dtype == b.dtype == v.dtype and state.dtype == torch.float32
     lies_right = all(tensor.stride()[1:] == (tensor.shape[2], 1) for tensor in (q, k, v))
-    lies_right = lies_right and g.stride(1) == 1 and beta.stride(1) == 1
     if not is_known or not lies_right or state.stride()[1:] != (key_dim * value_dim, value_dim, 1):
         return twins.chunk_gated_delta_rule(
-            q, k, v, g, beta, state, cu_seqlens, state_read, state_write, captures, chunk_size
+            q, k, v, a, b, rate, dt_bias, state, cu_seqlens, state_read, state_write, captures, chunk_size
         )
+    g, beta = (gate.contiguous() for gate in twins.delta_gates(a, b, rate, dt_bias))
     captures, y = captures.contiguous(), torch.empty(v.shape, dtype=v.dtype)
     state_read, state_write = state_read.contiguous(), state_write.contiguous()
     tensors = (q, k, v, g, beta, state, cu_seqlens, state_read, state_write, captures, y)

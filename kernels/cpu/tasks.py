@@ -12,15 +12,14 @@ import os
 import struct
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
+from hybrid.kernels.cpu.threads import num_threads
 
 SHARES = 2
 """Shares of an operation for each thread, where it is worth that many: the others compute more where one is slower."""
@@ -48,32 +47,6 @@ class Task(NamedTuple):
 
 recorder: ContextVar[Callable[[Task], None] | None] = ContextVar("recorder", default=None)
 """Is called with every task that is run in its context."""
-
-
-_threads: ContextVar[int | None] = ContextVar("threads", default=None)
-
-
-def num_threads() -> int:
-    """The threads that compiled operations are shared among: as many as torch uses, or used before
-    `torch_on_one_thread`."""
-    return _threads.get() or torch.get_num_threads()
-
-
-@contextmanager
-def torch_on_one_thread() -> Iterator[None]:
-    """Torch's own operations are computed by this thread alone; compiled ones have their threads.
-
-    For small operations between compiled ones: after one on several threads those of OpenMP look for the next one for
-    about ten milliseconds, and take the cores on which compiled operations have theirs.
-    """
-    before, count = _threads.get(), torch.get_num_threads()
-    try:
-        _threads.set(before or count)
-        torch.set_num_threads(1)
-        yield
-    finally:
-        torch.set_num_threads(count)
-        _threads.set(before)
 
 
 def run(function: Any, kind: Any, numbers: Sequence[int], count: int, multiple: int, most: int) -> None:

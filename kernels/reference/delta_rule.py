@@ -25,8 +25,10 @@ def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
     state_read: Tensor,
@@ -43,8 +45,8 @@ def chunk_gated_delta_rule(
     Args:
         q, k: `[T, key_heads, key_dim]`; value head h uses key head `h // (value_heads / key_heads)`.
         v: `[T, value_heads, value_dim]`.
-        g: `[T, value_heads]` fp32, the log of the decay, at most 0.
-        beta: `[T, value_heads]`, how much of the old value is replaced.
+        a, b, rate, dt_bias: as for `delta_gates`, which gives g, the log of the decay, and beta, how much of the old
+            value is replaced.
         state: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
         cu_seqlens: `[R + 1]` where each request's tokens begin. A request that keeps no state may have none.
         state_read, state_write: `[R]` slots; -1 in `state_write`: the request keeps no state.
@@ -55,6 +57,7 @@ def chunk_gated_delta_rule(
         `[T, value_heads, value_dim]` in the type of `v`.
     """
     layout = chunk_layout(tuple(cu_seqlens.tolist()), chunk_size)
+    g, beta = delta_gates(a, b, rate, dt_bias)
     group, dtype = v.shape[1] // k.shape[1], v.dtype
 
     def chunks(x: Tensor) -> Tensor:

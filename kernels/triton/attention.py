@@ -90,7 +90,7 @@ def paged_attention(
         pieces = query.new_empty((splits, *query.shape), dtype=torch.float32)
         weights = query.new_empty((splits, num_tokens, heads), dtype=torch.float32)
     tree = (visible.view(torch.uint8), visible.stride(0), visible.shape[1]) if visible is not None else (seq_lens, 0, 0)
-    _attention[(kv_heads, splits, tiles)](
+    _attention[(kv_heads * splits * tiles,)](  # along the first axis, the only one with room for more than 65535
         query,
         codes,
         scales,
@@ -251,14 +251,17 @@ def _attention(
     LAST: tl.constexpr,  # which of the 4-byte words of a packed row is its scale
     PRECISION: tl.constexpr,
 ):
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    kv_head = tl.program_id(0) % KV_HEADS
+    index = tl.program_id(0) // KV_HEADS
+    split = index % num_splits
+    index = index // num_splits
     if SINGLE:
-        request, tile, first_token, count = tl.program_id(2), 0, tl.program_id(2), 1
+        request, tile, first_token, count = index, 0, index, 1
     else:
         # the last tiles see the most keys: they begin first
         request, tile = find_tile(
-            cu_seqlens, num_requests, tl.num_programs(2) - 1 - tl.program_id(2), ROWS, GROUP, REQUESTS
+            cu_seqlens, num_requests, tl.num_programs(0) // (KV_HEADS * num_splits) - 1 - index, ROWS, GROUP, REQUESTS
         )
         if request >= num_requests:
             return
@@ -349,7 +352,7 @@ def _attention(
     places = output + ((token * HEADS + head) * HEAD_DIM)[:, None] + d[None, :]
     tl.store(places, mixed.to(output.dtype.element_ty), mask=inside)
     if SPLIT:
-        weight = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
+        weight = tl.where(total == 0, float("-inf"), highest + tl.log2(total))  # NaN stays NaN
         tl.store(weights + token * HEADS + head, weight, mask=exists)
 
 
@@ -361,7 +364,7 @@ def _merge(
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     split = tl.arange(0, SPLITS).to(tl.int64)
     weight = tl.load(weights + split * num_rows + row, mask=split < num_splits, other=float("-inf"))
-    filled = weight > float("-inf")
+    filled = weight != float("-inf")
     weight = tl.exp2(weight - tl.maximum(tl.max(weight, 0), -1e30))
     inside = filled[:, None] & (d < HEAD_DIM)[None, :]
     piece = tl.load(pieces + ((split * num_rows + row) * HEAD_DIM)[:, None] + d[None, :], mask=inside, other=0.0)

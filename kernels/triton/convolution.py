@@ -35,7 +35,7 @@ def causal_conv1d(
     requests = cu_seqlens.numel() - 1
     output = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     block = min(CHANNELS, triton.next_power_of_2(channels))
-    _convolution_kernel[(triton.cdiv(channels, block), max_tiles(tokens, requests, TILE))](
+    _convolution_kernel[(triton.cdiv(channels, block) * max_tiles(tokens, requests, TILE),)](
         x,
         weight,
         state,
@@ -92,12 +92,13 @@ def _convolution_kernel(
     TILE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    request, tile = find_tile(cu_seqlens, num_requests, tl.program_id(1), TILE, 1, REQUESTS)
+    blocks = tl.cdiv(num_channels, CHANNELS)
+    request, tile = find_tile(cu_seqlens, num_requests, tl.program_id(0) // blocks, TILE, 1, REQUESTS)
     if request < num_requests:
         start = tl.load(cu_seqlens + request).to(tl.int64)
         first = tile * TILE
         left = tl.load(cu_seqlens + request + 1).to(tl.int64) - start - first
-        channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+        channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
         exists = channel < num_channels
         is_old = channel < tl.where(first == 0, num_channels, 0)  # what comes before this tile lies in the window
         inputs = x + (start + first) * x_stride + channel

@@ -7,9 +7,9 @@ the chunk's start to each token, the rule is (Yang et al., "Gated Delta Networks
     out  = exp(d) Q S + N new                      A = beta (K K^T) exp(d_i - d_j) below the diagonal, else 0
     S   <- exp(d_C) S + (exp(d_C - d) K)^T new     N = (Q K^T) exp(d_i - d_j) on and below the diagonal, else 0
 
-M and N do not depend on S. The first launch makes them for all chunks side by side; the second walks through the chunks
-of a request, a program per tile of a value head's columns, which the rule never mixes. It keeps its tile of S in
-registers and writes it where a capture, or the end, asks for it.
+M and N do not depend on S. The first launch makes them for all chunks side by side, from the projections of the gates;
+the second walks through the chunks of a request, a program per tile of a value head's columns, which the rule never
+mixes. It keeps its tile of S in registers and writes it where a capture, or the end, asks for it.
 
 What must stay true:
 * S is fp32 from slot to slot, never rounded on the way. So a prompt cut at a multiple of the chunk gives the same bits
@@ -64,8 +64,8 @@ FP32_TILES = Tiles(chunk=16, columns=16, num_warps=8, num_stages=1, split=False)
 
 
 def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Arguments as for the twin in `hybrid.kernels.reference`. The innermost dimension of `a` and `b` is contiguous, as
-    are `rate` and `dt_bias`."""
+    """The gates by themselves, for a rule that takes them. Arguments as for the twin in `hybrid.kernels.reference`. The
+    innermost dimension of `a` and `b` is contiguous, as are `rate` and `dt_bias`."""
     tokens, heads = a.shape
     g, beta = a.new_empty(tokens, heads, dtype=torch.float32), b.new_empty(tokens, heads)
     _gates_kernel[(triton.cdiv(tokens * heads, GATES),)](
@@ -78,8 +78,10 @@ def chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    rate: Tensor,
+    dt_bias: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
     state_read: Tensor,
@@ -89,8 +91,9 @@ def chunk_gated_delta_rule(
 ) -> Tensor:
     """Arguments as for the twin in `hybrid.kernels.reference`; `state` is written.
 
-    The innermost dimension of `q`, `k`, `v` and `state` is contiguous, other strides are free; those of tokens in `q`,
-    `k` and `v` are compiled in. `state_write[r]` may equal `state_read[r]`; no other slot is both read and written.
+    The innermost dimension of `q`, `k`, `v`, `a`, `b` and `state` is contiguous, other strides are free; those of
+    tokens in `q`, `k` and `v` are compiled in. `state_write[r]` may equal `state_read[r]`; no other slot is both read
+    and written.
 
     Raises:
         ValueError: `chunk_size` is not a multiple of 16.
@@ -124,8 +127,10 @@ def chunk_gated_delta_rule(
     _within_chunks[(chunks * value_heads,)](
         q,
         k,
-        g,
-        beta,
+        a,
+        b,
+        rate,
+        dt_bias,
         matrices,
         scales,
         slots,
@@ -136,8 +141,8 @@ def chunk_gated_delta_rule(
         key_dim**-0.5,
         *q.stride()[:2],
         *k.stride()[:2],
-        *g.stride(),
-        *beta.stride(),
+        a.stride(0),
+        b.stride(0),
         *captures.stride(),
         CAPTURES=padded_batch(num_captures),
         **common,
@@ -244,8 +249,10 @@ def _times(matrix, y, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
 def _within_chunks(
     q,
     k,
-    g,
-    beta,
+    a,
+    b,
+    rate,
+    dt_bias,
     matrices,
     scales,
     slots,
@@ -258,10 +265,8 @@ def _within_chunks(
     q_head_stride,
     k_stride,
     k_head_stride,
-    g_stride,
-    g_head_stride,
-    beta_stride,
-    beta_head_stride,
+    a_stride,
+    b_stride,
     capture_stride,
     capture_field_stride,
     VALUE_HEADS: tl.constexpr,
@@ -304,12 +309,13 @@ def _within_chunks(
     q_place = q + start * q_stride + head // GROUP * q_head_stride + at[:, None] * q_stride + keys[None, :]
     k_tile = tl.load(k_place, mask=mask, other=0.0)
     q_tile = tl.load(q_place, mask=mask, other=0.0)
-    log_decay = tl.load(g + start * g_stride + head * g_head_stride + at * g_stride, mask=exists, other=0.0)
+    x = tl.load(a + (start + at) * a_stride + head, mask=exists, other=0.0).to(tl.float32)
+    lost = log_decay(x + tl.load(dt_bias + head).to(tl.float32), tl.load(rate + head))
+    decay = tl.cumsum(tl.where(exists, lost, 0.0), 0)
     k_wide = k_tile.to(tl.float32)
     q_wide = q_tile.to(tl.float32)
     k_norm = tl.rsqrt(tl.sum(k_wide * k_wide, 1) + 1e-6)
     q_norm = tl.rsqrt(tl.sum(q_wide * q_wide, 1) + 1e-6) * scale
-    decay = tl.cumsum(log_decay, 0)
     last = tl.sum(tl.where(at == CHUNK - 1, decay, 0.0), 0)
     ratio = tl.exp(tl.where(at[:, None] >= at[None, :], decay[:, None] - decay[None, :], float("-inf")))
     ratio = ratio * k_norm[None, :]
@@ -326,11 +332,11 @@ def _within_chunks(
     attended = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * ratio * q_norm[:, None]
     _keep(matrices + (place * 2 + 1) * SIZE, attended, CHUNK, SPLIT)
 
-    rate = tl.load(beta + start * beta_stride + head * beta_head_stride + at * beta_stride, mask=exists, other=0.0)
-    rate = rate.to(tl.float32)
-    lower = tl.dot(k_tile, tl.trans(k_tile), input_precision="ieee") * ratio * (rate * k_norm)[:, None]
+    beta = replaced(tl.load(b + (start + at) * b_stride + head, mask=exists, other=0.0)).to(tl.float32)
+    beta = tl.where(exists, beta, 0.0)
+    lower = tl.dot(k_tile, tl.trans(k_tile), input_precision="ieee") * ratio * (beta * k_norm)[:, None]
     lower = tl.where(at[:, None] > at[None, :], lower, 0.0)
-    solved = _inverse(lower, CHUNK, SPLIT) * rate[None, :]
+    solved = _inverse(lower, CHUNK, SPLIT) * beta[None, :]
     _keep(matrices + place * 2 * SIZE, solved, CHUNK, SPLIT)
 
 

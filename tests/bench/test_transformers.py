@@ -2,12 +2,14 @@
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from hybrid import CacheConfig, Engine
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -25,23 +27,19 @@ TINY = {
 
 
 @pytest.fixture
-def prefix_reuse(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
+    """Imports a program and gives it sizes for a test."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    module = importlib.import_module("prefix_reuse")
-    sizes = {
-        "SIZES": TINY,
-        "SHARED": 256,
-        "NEW": 8,
-        "COLD": 64,
-        "GROUP_SHARED": 64,
-        "GROUP_OWN": 4,
-        "GROUP_NEW": 2,
-        "DECODED": 6,
-    }
-    for name, value in sizes.items():
-        monkeypatch.setattr(module, name, value)
-    yield module
-    for name in ("prefix_reuse", "hf", "cpu", "tiers"):
+    monkeypatch.setattr(importlib.import_module("model"), "SIZES", TINY)
+
+    def imported(name: str, **sizes: Any) -> ModuleType:
+        module = importlib.import_module(name)
+        for constant, value in sizes.items():
+            monkeypatch.setattr(module, constant, value)
+        return module
+
+    yield imported
+    for name in ("model", "prefix_reuse", "hf", "cpu", "tiers"):
         sys.modules.pop(name, None)
 
 
@@ -50,42 +48,31 @@ def assert_every_line_is_measured(lines: list[Any], count: int) -> None:
     assert all(line.value > 0 and min(line.medians.values()) > 0 for line in lines)
 
 
-def test_the_engine_against_transformers(prefix_reuse: ModuleType, tmp_path: Path) -> None:
-    theirs = prefix_reuse.save_random_model(tmp_path)
-    lines = prefix_reuse.measure(prefix_reuse.Sides(tmp_path, theirs), 1)
-    assert_every_line_is_measured(lines, 8)
+def test_the_engine_against_transformers(load: Callable[..., ModuleType], tmp_path: Path) -> None:
+    program = load("prefix_reuse", SHARED=256, NEW=8, COLD=64, GROUP_SHARED=64, GROUP_OWN=4, GROUP_NEW=2, DECODED=6)
+    theirs = load("model").save_random_model(tmp_path)
+    assert_every_line_is_measured(program.measure(tmp_path, theirs, 1), 8)
 
 
-def test_host_memory_against_the_device(
-    prefix_reuse: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiers = importlib.import_module("tiers")
-    monkeypatch.setattr(tiers, "SIZES", (128,))
-    sides = prefix_reuse.Sides(tmp_path, prefix_reuse.save_random_model(tmp_path))
-    assert_every_line_is_measured(tiers.measure(tiers.Tiers(sides, tmp_path), 1), 10)
+def test_host_memory_against_the_device(load: Callable[..., ModuleType], tmp_path: Path) -> None:
+    tiers = load("tiers", SIZES=(128,), SHARED=256, NEW=8)
+    load("model").save_random_model(tmp_path)
+    assert_every_line_is_measured(tiers.measure(tiers.Tiers(tmp_path), 1), 10)
 
 
-def test_the_cache_inside_transformers(
-    prefix_reuse: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hf = importlib.import_module("hf")
-    for name, value in {"TURN": 300, "ANSWER": 3, "SHORT": 8, "COLD": (64,)}.items():
-        monkeypatch.setattr(hf, name, value)
-    sides = hf.Sides(prefix_reuse.save_random_model(tmp_path))
+def test_the_cache_inside_transformers(load: Callable[..., ModuleType], tmp_path: Path) -> None:
+    hf = load("hf", TURN=300, ANSWER=3, SHORT=8, COLD=(64,))
+    sides = hf.Sides(load("model").save_random_model(tmp_path))
     assert_every_line_is_measured(hf.measure(sides, 2), 11)
 
 
-def test_the_engine_against_llama_cpp_without_it(
-    prefix_reuse: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu = importlib.import_module("cpu")
-    for name, value in {"PROMPT": 64, "SHARED": 128, "OWN": 8, "STEPS": 6}.items():
-        monkeypatch.setattr(cpu, name, value)
-    prefix_reuse.save_random_model(tmp_path)
-    ours = cpu.Ours(tmp_path, "float32")
-    lines = cpu.against_llama(ours, None, 1, 0)
+def test_the_engine_against_llama_cpp_without_it(load: Callable[..., ModuleType], tmp_path: Path) -> None:
+    cpu = load("cpu", PROMPT=64, SHARED=128, OWN=8, STEPS=6)
+    load("model").save_random_model(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, cache=CacheConfig(memory="64MiB"))
+    lines = cpu.against_llama(engine, None, 1, 0)
     assert [line.medians["ours"] > 0 and not line.reached for line in lines] == [True] * 4
-    assert_every_line_is_measured(cpu.of_threads(ours, 1), 4)
-    parts = cpu.costs(ours)
+    assert_every_line_is_measured(cpu.of_threads(engine, 1), 4)
+    parts = cpu.costs(engine)
     assert {"decode step: multiply", "decode step: step", "decode step: torch"} <= {line.name for line in parts}
     assert sum(line.value for line in parts) == pytest.approx(1)

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -22,31 +24,67 @@ def test_a_trace_has_the_bytes_that_the_figures_were_taken_with(tmp_path: Path) 
 
 def test_the_known_figures_are_of_the_traces_that_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
-    traces, hit_rate = importlib.import_module("traces"), importlib.import_module("hit_rate")
+    traces = importlib.import_module("traces")
     reference = json.loads((BENCH / "reference.json").read_text(encoding="utf-8"))
     assert len(reference["cells"]) == 30
     assert {cell["trace"] for cell in reference["cells"]} == set(traces.TRACES) == set(reference["infinite_cache"])
-    for name, (kv, state) in hit_rate.GEOMETRIES.items():
-        assert reference["geometries"][name] == {"kv_bytes_per_token": kv, "state_bytes": state}
+    targets = {cell["trace"]: cell["target"] for cell in reference["cells"] if "target" in cell}
+    assert targets.keys() == traces.TRACES.keys()
+    assert targets["swebench_nc"] == 58
 
 
-def test_the_same_trace_on_our_tree_and_on_one_that_never_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+def operations_of(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCH / "trees"))
-    operations, ours, empty = (importlib.import_module(name) for name in ("operations", "hybrid_tree", "allocators"))
-    trace = operations.make_trace(requests=300, prompts=10)
-    for make, hits in ((ours.HybridTree, True), (empty.EmptyTree, False)):
-        run = operations.Mixed(make(page_size=64, kv_slots=30 * 1024, state_slots=64))
-        for ids in trace:
-            run.request(ids)
-            run.check()
-        assert (run.hit_tokens > run.num_tokens // 4) == hits
-        assert ("evict_kv" in run.times) == hits
+    return importlib.import_module("operations")
 
 
-def test_figures_of_one_tree_are_written(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    command = [sys.executable, BENCH / "trees" / "operations.py", "hybrid_tree:HybridTree", "--only", "lock"]
-    subprocess.run([*command, "--json", file], check=True, capture_output=True)
-    figures = json.loads(file.read_text(encoding="utf-8"))["figures"]
-    assert set(figures) == {f"{name} depth{depth}" for name in ("lock", "unlock") for depth in (1, 10, 100)}
+def test_our_tree_serves_the_trace_of_mixed_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    operations = operations_of(monkeypatch)
+    run = operations.Mixed(importlib.import_module("hybrid_tree").HybridTree(64, 30 * 1024, 64))
+    for ids in operations.make_trace(requests=300, prompts=10):
+        run.request(ids)
+        run.tree.check()
+    assert run.hit_tokens > run.num_tokens // 4
+    assert run.evicted_tokens > 0
+
+
+def test_a_trace_of_mixed_operations_has_conversations_of_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = operations_of(monkeypatch).make_trace(requests=30, prompts=4, live_max=5)
+    assert [sorted(map(len, trace)).count(length) for length in (1224, 1424, 1624)] == [10, 10, 10]
+    begun = {tuple(ids[:1024]) for ids in trace}
+    assert len(begun) <= 4
+    for ids in trace:
+        assert len(ids) == 1224 or any(list(ids[:-200]) == list(other) for other in trace[: trace.index(ids)])
+
+
+def test_figures_of_one_tree_are_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    command = [sys.executable, BENCH / "trees" / "operations.py", "hybrid_tree:HybridTree", "lock"]
+    figures = importlib.import_module("common").printed(command)
+    assert set(figures) == {"lock + unlock, depth 1", "lock + unlock, depth 100"}
     assert all(0 < value < 1000 for value in figures.values())
+
+
+def test_sides_take_turns_and_every_figure_has_a_goal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On figures of two sides that are made up: of times the smaller is better, of rates the larger."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    tree, taken = importlib.import_module("tree"), []
+
+    def run(args: Any, side: str, *command: Any) -> dict[str, Any]:
+        if command[0] != tree.OPERATIONS:
+            return {"version": "0"}
+        taken.append((side, command[-1]))
+        value = {"theirs": 60.0, "ours": 10.0}[side] * (1 + len(taken) // 4)
+        return {name: value for name in tree.GOALS if name.startswith(command[-1])}
+
+    monkeypatch.setattr(tree, "run", run)
+    monkeypatch.setattr("sys.argv", ["tree.py", "--runs", "3", "--only", "lock", "evict", "--json"])
+    assert tree.main() == 1
+    assert taken == [("theirs", "lock"), ("ours", "lock"), ("theirs", "evict"), ("ours", "evict")] * 3
+    lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert lines.keys() == {name for name in tree.GOALS if name.startswith(("lock", "evict"))}
+    assert lines["lock + unlock, depth 1"]["value"] > 2
+    assert lines["evict leaves in bulk: leaves/s"]["value"] < 1
+    assert lines["evict leaves in bulk: leaves/s"]["target"] == 1

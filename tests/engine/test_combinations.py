@@ -30,7 +30,7 @@ from hybrid import (
     SamplingParams,
 )
 from support.combinations import LONGEST, PAIRWISE, InjectedError, Makes, Settings
-from support.engines import assert_nothing_held
+from support.engines import assert_nothing_held, no_even_tokens, not_twice_in_a_row
 
 FIRST, LAST = map(int, os.environ.get("HYBRID_FUZZ", "0-8").split("-"))
 """Seeds of the lives: from the first to before the last."""
@@ -74,16 +74,6 @@ FORMS: list[dict[str, Any]] = [
     {"choice": ["yes, it is", "no", 'ünknown "quoted"']},
     {"json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
 ]
-
-
-def no_even_tokens(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
-    logits[::2] = -torch.inf
-    return logits
-
-
-def not_twice_in_a_row(prompt: list[int], answer: list[int], logits: torch.Tensor) -> torch.Tensor:
-    logits[(answer or prompt)[-1]] = -torch.inf
-    return logits
 
 
 def fails_at_the_third(answer: list[int], logits: torch.Tensor) -> torch.Tensor:

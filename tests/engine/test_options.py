@@ -12,18 +12,17 @@ import hybrid
 from hybrid import Engine, PromptError, SamplingError, SamplingParams
 from hybrid.engine.constraints import Constraints, Edits
 from hybrid.engine.sampler import NO_TOKEN, choose
-from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
-
-
-def no_even_tokens(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
-    logits[::2] = -torch.inf
-    return logits
-
-
-def not_twice_in_a_row(prompt: list[int], answer: list[int], logits: torch.Tensor) -> torch.Tensor:
-    logits[(answer or prompt)[-1]] = -torch.inf
-    return logits
-
+from support.engines import (
+    GRID,
+    answer,
+    assert_nothing_held,
+    engine_on,
+    greedy,
+    ids,
+    no_even_tokens,
+    not_twice_in_a_row,
+    run_to_end,
+)
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},

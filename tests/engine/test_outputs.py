@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hybrid import ArgumentError, ClosedError, Engine, EngineConfig, Histogram, OwnershipError, RequestOutput
+from hybrid.engine.request import Request
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
 from support.scheduling import Counting, engine_without_model
 
@@ -54,6 +55,19 @@ def test_a_late_caller_gets_all_that_is_new_in_one_delta(tiny: Engine) -> None:
             seen[output.request_id].append(output)
     assert_deltas_add_up(seen)
     assert max(len(output.delta_token_ids) for outputs in seen.values() for output in outputs) > 4
+
+
+def test_generate_makes_one_output_of_each_request(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of unfinished requests would be thrown away."""
+    made = []
+    whole = Request.output
+    monkeypatch.setattr(Request, "output", lambda request, *args: made.append(request) or whole(request, *args))
+    for params in (greedy(10), greedy(10, n=2)):
+        made.clear()
+        outputs = engine_on(tiny).generate(list(TEXTS), params, progress=False)
+        assert [output.delta for output in outputs] == [output.text for output in outputs]
+        assert [output.delta_token_ids for output in outputs] == [output.token_ids for output in outputs]
+        assert len(made) <= len(TEXTS) * (1 if params.n == 1 else 1 + params.n)
 
 
 def test_deltas_survive_steps_that_raise_and_retractions() -> None:

@@ -1,12 +1,14 @@
 """Turns: requests of one namespace do not delay those of another, and the queue is bounded on request."""
 
+import random
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from hybrid import CacheConfig, Engine, EngineConfig, QueueFullError, RequestError
+from hybrid import CacheConfig, Engine, EngineConfig, QueueFullError, RequestError, SamplingParams
 from hybrid.engine.waiting import MAX_OVERTAKING, MAX_SERVED, WaitingQueue
+from support.calls import calls_of
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.scheduling import engine_without_model
 
@@ -128,3 +130,69 @@ def test_what_namespaces_were_served_is_forgotten_when_there_are_many_and_the_gr
         queue.serve(name, 1)
     assert sum(queue.num_served(name) > 0 for name in names) <= 2 * MAX_SERVED
     assert queue.num_served("greedy") == 10**6
+
+
+class Waits:
+    """A request as far as the queue sees it."""
+
+    is_replay = False
+    latest_turn = 0
+    prefill_end = 100
+    num_computed = 0
+
+    def __init__(self, namespace: str, priority: int = 0) -> None:
+        self.namespace = namespace
+        self.params = SamplingParams(scheduling_priority=priority)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_turns_are_those_of_a_plain_search(seed: int) -> None:
+    """What waits is looked through whole for each request that starts."""
+    rng = random.Random(seed)
+    queue, waiting = WaitingQueue(), list[Any]()
+    served: dict[str, int] = {}
+    num_started = 0
+    for _ in range(60):
+        for _ in range(rng.randrange(30)):
+            request: Any = Waits(f"n{rng.randrange(6)}", rng.choice((0, 0, 1, -2)))
+            queue.add(request)
+            waiting.append(request)
+        for request in rng.sample(waiting, len(waiting) // 10):  # aborted
+            queue.remove(request)
+            waiting.remove(request)
+        skipped = {f"n{rng.randrange(6)}"}
+        passed: set[Any] = set()  # offered, and not started
+        served = {request.namespace: queue.num_served(request.namespace) for request in waiting}
+        for request, _ in zip(queue.in_turn(skipped), range(rng.randrange(25)), strict=False):
+            left = [other for other in waiting if other.namespace not in skipped and other not in passed]
+            urgent = [other for other in left if other.latest_turn <= num_started]
+            least = min(served[other.namespace] for other in left)
+            if urgent:
+                assert request.latest_turn == min(other.latest_turn for other in urgent)
+            else:
+                assert served[request.namespace] == least
+                own = [other for other in left if other.namespace == request.namespace]
+                assert request is min(own, key=lambda other: other.params.scheduling_priority)
+            if rng.random() < 0.7:
+                queue.started(request, request.prefill_end - request.num_computed)
+                num_started += 1
+                waiting.remove(request)
+                served[request.namespace] = queue.num_served(request.namespace)
+            else:
+                passed.add(request)
+        queue.serve(f"n{rng.randrange(6)}", rng.randrange(200))
+        assert queue.num_requests == len(waiting)
+
+
+@pytest.mark.parametrize("num_namespaces", [1, 3000])
+def test_a_step_costs_the_same_whatever_waits(num_namespaces: int) -> None:
+    queue = WaitingQueue()
+    for number in range(6000):
+        queue.add(cast(Any, Waits(f"n{number % num_namespaces}", number % 3)))
+
+    def steps() -> None:
+        for _ in range(20):
+            for request, _ in zip(queue.in_turn(set()), range(3), strict=False):
+                queue.started(request, request.prefill_end - request.num_computed)
+
+    assert calls_of(steps) < 60 * 100

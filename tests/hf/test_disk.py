@@ -104,3 +104,7 @@ def test_a_model_that_changes_uses_nothing_of_what_it_was_and_spoils_nothing(mod
 def test_an_option_that_there_is_not_is_refused(model: Any) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'disc'"):
         PrefixCache(model, disc="1GiB")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'gpu_memory_utilisation'.*there are: device, .*directory"):
+        PrefixCache(model, gpu_memory_utilisation=0.5)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="'evict'; did you mean eviction"):
+        PrefixCache(model, evict="lru")  # type: ignore[call-arg]

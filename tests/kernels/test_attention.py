@@ -283,6 +283,22 @@ def test_tokens_before_the_first_one_are_not_seen(requests: list[tuple[int, int]
         shorter.check(found.paged_attention(*arguments))
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+def test_what_is_not_a_number_is_not_lost_among_pieces(part: str, num_splits: int) -> None:
+    """It fails the request; a piece that has it must not count as one without keys."""
+    batch = Batch([(600, 1), (620, 1)])
+    if part == "query":
+        batch.query[0] = float("nan")
+    else:
+        page, kind = int(batch.table[0, 300 // 16]), ("key", "value").index(part)
+        batch.pages[page, kind, 300 % 16, :, 3] = float("nan")
+    for found in (attention, reference):
+        y = found.paged_attention(*batch.arguments(), num_splits)
+        has_nan = y.isnan()
+        assert has_nan[0, :, 3].all() and not has_nan[1].any()
+
+
 def test_large_scores_do_not_overflow() -> None:
     for requests in ([(40, 1)], [(20, 20)]):
         batch = Batch(requests)

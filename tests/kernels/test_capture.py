@@ -131,15 +131,6 @@ def test_threads_that_do_not_begin_are_not_waited_for(
     assert len(futures) > 4 and all(future.cancelled() for future in futures)
 
 
-def test_torch_is_on_one_thread_and_compiled_operations_are_not(threads: Callable[[int], None]) -> None:
-    threads(3)
-    with tasks.torch_on_one_thread():
-        with pytest.raises(NotCapturedError), tasks.torch_on_one_thread():
-            raise NotCapturedError(f"{torch.get_num_threads()} {tasks.num_threads()}")
-        assert (torch.get_num_threads(), tasks.num_threads()) == (1, 3)
-    assert torch.get_num_threads() == tasks.num_threads() == 3
-
-
 class _Threads(TorchDispatchMode):
     """Notes the number of threads with which torch computes something of at least `size` elements."""
 

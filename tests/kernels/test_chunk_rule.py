@@ -16,7 +16,7 @@ from torch import Tensor
 from hybrid.kernels import reference
 from hybrid.kernels.triton import delta_rule
 from support.interpreter import multiply_bfloat16
-from support.tensors import ints, rows_of, same_bits, starts_of, untouched
+from support.tensors import ints, raw_gates, rows_of, same_bits, starts_of, untouched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NARROW = (torch.float16, torch.bfloat16)
@@ -49,14 +49,16 @@ def large_fp32_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Inputs:
-    """What the rule takes for T packed tokens: q, k `[T, key_heads, key_dim]`, v `[T, value_heads, value_dim]`, g and
-    beta `[T, value_heads]`. q, k and v are views of one tensor, as they come out of the convolution."""
+    """What the rule takes for T packed tokens: q, k `[T, key_heads, key_dim]`, v `[T, value_heads, value_dim]`, a and b
+    `[T, value_heads]`. q, k and v are views of one tensor, as they come out of the convolution, and so are a and b."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    g: Tensor
-    beta: Tensor
+    a: Tensor
+    b: Tensor
+    rate: Tensor
+    bias: Tensor
 
     @classmethod
     def random(
@@ -70,16 +72,29 @@ class Inputs:
         widths = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
         mixed = torch.randn(count, sum(widths)).to(DEVICE, dtype)
         q, k, v = mixed.split(widths, dim=1)
-        g = -torch.rand(count, value_heads).pow(3) * 4  # from none to strong decay
-        beta = torch.rand(count, value_heads).to(DEVICE, dtype)
+        a, b = (3 * torch.randn(count, 2 * value_heads)).to(DEVICE, dtype).chunk(2, dim=1)
+        if DEVICE == "cpu" and dtype == torch.bfloat16:
+            b = b.float()  # beta has its type, to which the interpreter would round towards zero
+        rate, bias = -torch.rand(value_heads).to(DEVICE), torch.randn(value_heads).to(DEVICE, dtype)
         q, k = q.unflatten(1, (key_heads, key_dim)), k.unflatten(1, (key_heads, key_dim))
-        return cls(q, k, v.unflatten(1, (value_heads, value_dim)), g.to(DEVICE), beta)
+        return cls(q, k, v.unflatten(1, (value_heads, value_dim)), a, b, rate, bias)
 
     def part(self, start: int, end: int) -> "Inputs":
-        return Inputs(*(x[start:end] for x in self.tensors()))
+        return Inputs(*(x[start:end] for x in self.tensors()[:5]), self.rate, self.bias)
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return self.q, self.k, self.v, self.g, self.beta
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.a, self.b, self.rate, self.bias
+
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """The log of the decay, and beta as it is rounded, both in fp64: from none to strong decay."""
+        g = self.rate.double() * torch.nn.functional.softplus(self.a.double() + self.bias.double())
+        return g, self.b.double().sigmoid().to(self.b.dtype).double()
+
+    def set_gates(self, g: float | Tensor, beta: float | None = None) -> None:
+        """Let all tokens have these gates."""
+        given, old = torch.zeros_like(self.a, dtype=torch.float32) + g, self.b
+        a, b, self.rate, self.bias = raw_gates(given, torch.full_like(given, 0.5 if beta is None else beta))
+        self.a, self.b = a.to(old.dtype), old if beta is None else b.to(old.dtype)
 
 
 def pool_for(x: Inputs, num_slots: int = 25) -> Tensor:
@@ -94,7 +109,8 @@ def pool_for(x: Inputs, num_slots: int = 25) -> Tensor:
 
 def recurrence(x: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The rule itself, token by token in fp64. Returns the outputs, and the states before the first and after each."""
-    q, k, v, g, beta = (tensor.double() for tensor in x.tensors())
+    q, k, v = (tensor.double() for tensor in (x.q, x.k, x.v))
+    g, beta = x.gates()
     group = v.shape[1] // k.shape[1]
     q, k = (y / (y.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
     q, k = (y.repeat_interleave(group, dim=1) for y in (q * q.shape[-1] ** -0.5, k))
@@ -203,9 +219,9 @@ def test_the_twin_agrees(large_fp32_chunks: None) -> None:
 def test_inputs_and_pools_of_any_strides_and_indices_of_32_bits() -> None:
     x = Inputs.random(20, (1, 2))
     wide = Inputs(
-        *(torch.cat((y, torch.full_like(y, float("nan"))), dim=1)[:, : y.shape[1]] for y in (x.q, x.k, x.v)),
-        g=x.g.t().contiguous().t(),
-        beta=x.beta.t().contiguous().t(),
+        *(torch.cat((y, torch.full_like(y, float("nan"))), dim=1)[:, : y.shape[1]] for y in x.tensors()[:5]),
+        x.rate,
+        x.bias,
     )
     pool = pool_for(x)
     padded = torch.full((25, 2, 20, 19), float("nan"), device=DEVICE)
@@ -272,13 +288,11 @@ def hard(name: str, dtype: torch.dtype) -> Inputs:
     match name:
         case "identical keys, nothing forgotten, all replaced":
             x.k[:] = x.k[0].clone()
-            x.g.zero_()
-            x.beta.fill_(1.0)
+            x.set_gates(0.0, 1.0)
         case "every token forgets nearly all":
-            x.g.fill_(-50.0)
+            x.set_gates(-50.0)
         case "decay between none and all":
-            x.g.zero_()
-            x.g[3::7] = -50.0
+            x.set_gates(torch.where(torch.arange(70, device=DEVICE) % 7 == 3, -50.0, 0.0)[:, None])
         case "zero keys and queries":
             x.q[::3] = 0.0
             x.k[::2] = 0.0
@@ -310,7 +324,7 @@ def test_hard_numbers_stay_right(name: str, dtype: torch.dtype, large_fp32_chunk
     output = run(x, pool, [70], [1], [8], chunk=64)
     scale = max(1.0, float(after.abs().max()))
     # decays are differences of sums of g over a chunk, and as exact as these sums
-    bound = 3e-5 + 64 * float(x.g[:64].sum().abs()) * 2**-24
+    bound = 3e-5 + 64 * float(x.gates()[0][:64].sum().abs()) * 2**-24
     narrow = 8e-3 if dtype == torch.bfloat16 else 0.0
     torch.testing.assert_close(output.double() / scale, outputs / scale, rtol=bound + narrow, atol=bound + narrow)
     torch.testing.assert_close(pool[8].double() / scale, after[-1] / scale, rtol=3 * bound, atol=3 * bound)

@@ -2,6 +2,7 @@
 bits depend on the row alone: not on its place, its neighbours, its address or the number of threads.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -394,13 +395,13 @@ Prompt = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def prompt_of(layer: Layer, count: int, heads: tuple[int, int], dims: tuple[int, int]) -> tuple[Tensor, Prompt]:
-    """What goes into the convolution, and into the chunk rule: (q, k, v, g, beta)."""
-    (key_heads, value_heads), (key_dim, value_dim) = heads, dims
-    mixed, gates = layer.tokens(count)[0], torch.rand(2, count, value_heads)
-    keys, values = (key_heads, key_dim), (value_heads, value_dim)
-    q, k, v = mixed.split((key_heads * key_dim, key_heads * key_dim, value_heads * value_dim), dim=-1)
-    rows = (q.unflatten(-1, keys), k.unflatten(-1, keys), v.unflatten(-1, values))
-    return mixed, (*rows, -gates[0], gates[1].to(layer.dtype))
+    """What goes into the convolution, and into the chunk rule: q, k, v, a and b."""
+    (key_heads, _), (key_dim, value_dim) = heads, dims
+    mixed, a, b = layer.tokens(count)
+    values = (heads[1], value_dim)
+    keys = key_heads * key_dim
+    q, k, v = mixed.split((keys, keys, math.prod(values)), dim=-1)
+    return mixed, (*(part.unflatten(-1, (-1, key_dim)) for part in (q, k)), v.unflatten(-1, values), a, b)
 
 
 CHUNK = 16
@@ -422,11 +423,11 @@ def test_prompts_of_a_linear_layer_agree_with_the_twins_and_are_by_themselves(
     slots = starts, ints([part[1] for part in PARTS]), ints([part[2] for part in PARTS]), captures
     ours, theirs = layer.pools(), layer.pools()
     conv = convolution.causal_conv1d(mixed, layer.weights[0], ours[0], *slots)
-    rule = delta_rule.chunk_gated_delta_rule(*inputs, ours[1], *slots, CHUNK)
+    rule = delta_rule.chunk_gated_delta_rule(*inputs, *layer.weights[1:], ours[1], *slots, CHUNK)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for mine, twin in (
         (conv, reference.causal_conv1d(mixed, layer.weights[0], theirs[0], *slots)),
-        (rule, reference.chunk_gated_delta_rule(*inputs, theirs[1], *slots, CHUNK)),
+        (rule, reference.chunk_gated_delta_rule(*inputs, *layer.weights[1:], theirs[1], *slots, CHUNK)),
     ):
         torch.testing.assert_close(mine, twin, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=0, equal_nan=True)
@@ -439,7 +440,8 @@ def test_prompts_of_a_linear_layer_agree_with_the_twins_and_are_by_themselves(
             rows, own = slice(first + start, first + end), (starts_of([end - start]), ints([source]), ints([write]))
             none = torch.zeros(0, 3).long()
             y = convolution.causal_conv1d(mixed[rows], layer.weights[0], pools[0], *own, none)
-            z = delta_rule.chunk_gated_delta_rule(*(part[rows] for part in inputs), pools[1], *own, none, CHUNK)
+            part = (*(each[rows] for each in inputs), *layer.weights[1:])
+            z = delta_rule.chunk_gated_delta_rule(*part, pools[1], *own, none, CHUNK)
             assert same_bits(y, conv[rows])
             assert same_bits(z, rule[rows])
             source = write

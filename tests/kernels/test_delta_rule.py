@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid.hf.torch_functions import use_torch_functions
 from hybrid.kernels import reference as kernels
-from support.tensors import ints, poisoned_states, rows_of, same_bits, starts_of, untouched
+from support.tensors import ints, poisoned_states, raw_gates, rows_of, same_bits, starts_of, untouched
 
 CHUNK = 16
 LENGTHS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5, 2 * CHUNK]
@@ -94,7 +94,7 @@ def in_chunks(
     chunk: int = CHUNK,
 ) -> Tensor:
     where = (states, starts_of(lengths), ints(reads), ints(writes), rows_of(captures), chunk)
-    return kernels.chunk_gated_delta_rule(*x.tensors(), *where)
+    return kernels.chunk_gated_delta_rule(x.q, x.k, x.v, *raw_gates(x.g, x.beta), *where)
 
 
 def close(ours: Tensor, expected: Tensor) -> None:

@@ -69,10 +69,10 @@ def put(monkeypatch: pytest.MonkeyPatch, package: str, function: Callable[..., A
 
 
 def rule_inputs(count: int) -> tuple[Tensor, ...]:
-    """q, k, v, g and beta for two value heads on one key head."""
+    """q, k, v, a, b, rate and bias for two value heads on one key head."""
     q, k = torch.randn(2, count, 1, 16)
-    v, g, beta = torch.randn(count, 2, 24), -torch.rand(count, 2).pow(3) * 4, torch.rand(count, 2)
-    return tuple(x.to(DEVICE) for x in (q, k, v, g, beta))
+    v, a, b = torch.randn(count, 2, 24), *2 * torch.randn(2, count, 2)
+    return tuple(x.to(DEVICE) for x in (q, k, v, a, b, -torch.rand(2), torch.randn(2)))
 
 
 class NaiveRule:

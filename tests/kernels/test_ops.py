@@ -32,7 +32,8 @@ def rule_arguments() -> tuple[Any, ...]:
     """Of the chunk rule: two requests, key heads half as many as value heads, one capture."""
     q, k, v = torch.randn(40, 2, DIM), torch.randn(40, 2, DIM), torch.randn(40, 4, DIM)
     where = (starts_of([32, 8]), ints([0, 1]), ints([2, 3]), ints([0, 16, 4]).view(1, 3))
-    return q, k, v, -torch.rand(40, 4), torch.rand(40, 4), torch.randn(6, 4, DIM, DIM), *where, 16
+    gates = (*torch.randn(2, 40, 4), -torch.rand(4), torch.randn(4))
+    return q, k, v, *gates, torch.randn(6, 4, DIM, DIM), *where, 16
 
 
 def step_arguments() -> tuple[Any, ...]:

@@ -4,6 +4,9 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from hybrid import CacheConfig, Engine, RequestOutput, SamplingParams
 
 GRID = 16
@@ -60,3 +63,15 @@ def assert_nothing_held(engine: Engine) -> None:
     assert stats.pages_private == 0
     assert stats.states_private == 0
     assert not engine.has_work
+
+
+def no_even_tokens(answer: list[int], logits: Tensor) -> Tensor:
+    """Processes logits: tokens with an even id cannot be chosen."""
+    logits[::2] = -torch.inf
+    return logits
+
+
+def not_twice_in_a_row(prompt: list[int], answer: list[int], logits: Tensor) -> Tensor:
+    """Processes logits, prompt given: the last token cannot be chosen again."""
+    logits[(answer or prompt)[-1]] = -torch.inf
+    return logits

@@ -94,7 +94,7 @@ def _again(run: Callable[[], Any], results: Any) -> None:
 
 
 def records(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Captures a pass, as `hybrid.engine.cuda_graphs.Capture`."""
+    """Captures a pass, as `hybrid.engine.capture.Capture`."""
     recording = Recording()
     with recording.recording():
         logits = run()

@@ -36,6 +36,14 @@ def rows_of(captures: Sequence[tuple[int, int, int]]) -> Tensor:
     return torch.tensor(captures, dtype=torch.int64).view(-1, 3)
 
 
+def raw_gates(g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `delta_gates` makes gates of, in fp32: a, b, a rate of -1 for each head, and no bias."""
+    lost = -g.double()
+    a = torch.where(lost > 20, lost, lost.clamp(max=20).expm1().log())
+    heads = torch.ones(g.shape[1], device=g.device)
+    return a.float(), beta.double().logit().float(), -heads, 0 * heads
+
+
 def poisoned_pages(
     num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:

@@ -1,5 +1,6 @@
 """Host memory as a store of copies: what has the highest value per byte stays, and nothing exceeds its size."""
 
+import time
 from collections.abc import Callable
 from random import Random
 
@@ -60,7 +61,7 @@ def test_what_fits_is_kept() -> None:
     assert (tier.num_checkpoints, tier.num_pages) == (2, 3)
     assert (tier.bytes_used, tier.bytes_written) == (2 * STATE + 3 * PAGE, 2 * STATE + 3 * PAGE)
     assert tier.bytes_offered == 2 * STATE + 4 * PAGE
-    assert tier.fetch([state("ab"), page("a")], 0.0) == [bytes(STATE), bytes(PAGE)]
+    assert tier.begin([state("ab"), page("a")]).take() == [bytes(STATE), bytes(PAGE)]
     assert tier.violations() == []
 
 
@@ -225,6 +226,28 @@ def test_bookkeeping_holds_through_random_calls(seed: int) -> None:
         assert tier.bytes_used <= 200
         assert tier.violations() == []
         tier.take_dropped()
+
+
+@pytest.mark.parametrize("device_has", [None, "checkpoints", "pages"])
+def test_what_an_offer_takes_does_not_grow_with_what_is_kept(device_has: str | None) -> None:
+    """Whatever is dropped first: what the device has too, pages alone that are left, or a sample."""
+
+    def seconds(num_kept: int) -> float:
+        tier = HostTier(num_kept * (STATE + PAGE), PAGE)
+        for number in range(num_kept):
+            offer(tier, chr(number), 2.0)
+            if device_has is not None:
+                tier.restored(chr(number).encode(), device_has == "checkpoints")
+        assert len(tier) >= num_kept
+        times = []
+        for number in range(30):
+            start = time.process_time()
+            for letter in "abcde":
+                offer(tier, chr(40_000 + number) + letter, 1.0)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(30_000) < 4 * seconds(300)
 
 
 def test_a_state_whose_read_fails_changes_nothing_that_counts() -> None:

@@ -1,0 +1,53 @@
+"""Capturing of a function, so that it runs again in one launch: a CUDA graph, or a program of compiled operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid.kernels.ops import compiled_module
+
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+"""Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""
+
+WARM_UPS = 2
+"""Runs before a capture, in which kernels are compiled and buffers allocated."""
+
+
+def capture_for(device: torch.device) -> Capture:
+    """What captures passes on a device: CUDA graphs, or programs of compiled operations on a CPU."""
+    if device.type == "cuda":
+        return CudaCapture(device)
+    module: Any = compiled_module("capture")
+    capture: Capture = module.CpuCapture()
+    return capture
+
+
+class CudaCapture:
+    """Captures on a GPU. All graphs share their memory, as only one of them runs at a time.
+
+    What other threads do meanwhile is no error, neither here nor there: another engine may take pinned memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        if self._stream is None:  # one for all, since what is freed is kept for the stream that had it
+            self._stream = torch.cuda.Stream(self._device)
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = run()
+        self._pool = graph.pool()
+        return graph.replay, logits
