@@ -32,10 +32,12 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.counting import current
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
+from hybrid.cache.new_tree import new_tree
 from hybrid.cache.opener import Opener
 from hybrid.cache.owner import Owner
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.restorer import Restorer
+from hybrid.cache.restores import Restores, waited_for
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers, make_tiers
@@ -52,13 +54,8 @@ from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind, Released
-from hybrid.tree.policies import policy_of
-from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import ceil_div
-
-GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
-"""The tree remembers this many evicted prefixes for each page of the memory, and at least this many: about 15 MB."""
 
 
 class HybridCache:
@@ -87,6 +84,7 @@ class HybridCache:
         pins: prefixes that are protected from eviction.
         leases: the open leases.
         tiers: copies in host memory and on disk; None: `config` asks for none.
+        restores: brings back what they have; None: there are none.
     """
 
     def __init__(
@@ -101,18 +99,7 @@ class HybridCache:
         self.config: CacheConfig = config
         self.memory: CacheMemory = memory
         self.tiers: Tiers | None = make_tiers(memory, config, model)
-        self.tree: Tree = Tree(
-            config.page_size,
-            config.grid,
-            policy_of(config.eviction),
-            memory.prices,
-            max_ghosts=max(MIN_GHOSTS, GHOSTS_PER_PAGE * memory.pages.capacity),
-            seed=config.seed,
-            priority_cap=config.priority_cap,
-            pools=Pools(leaving=self.tiers.departures if self.tiers is not None else None),
-        )
-        if self.tiers is not None:
-            self.tiers.departures.follow(self.tree)
+        self.tree: Tree = new_tree(memory, config, self.tiers)
         self._digests = memory.digests() if config.verify_contents else None
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)
         self._opener = Opener(self.tree, memory, self.allocator)
@@ -120,6 +107,9 @@ class HybridCache:
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
         self._capturer = Capturer(self.tree, memory, self.allocator, self.tiers)
         self._committer = Committer(self.tree, memory, self.allocator)
+        self.restores: Restores | None = None
+        if self.tiers is not None and memory.sizes is not None:
+            self.restores = Restores(self.tiers, self.tree, self._opener, self._restorer(), memory.sizes, config)
         self._stats = CacheStats()
         if memory.sizes is not None:
             self._stats.page_bytes, self._stats.checkpoint_bytes = memory.sizes.page, memory.sizes.checkpoint
@@ -194,7 +184,7 @@ class HybridCache:
         """
         if not 0 <= limit < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
-        return self._open(key, limit, num_tokens, priority)
+        return waited_for(self.begin(key, limit, num_tokens, priority), self.restores)
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
         """As `open`, for a caller that needs states and no logits: all of the key may be cached.
@@ -203,15 +193,21 @@ class HybridCache:
             num_tokens: tokens to allocate pages for at once.
             priority: how much its checkpoints matter, for policies that ask.
         """
-        return self._open(key, len(key), num_tokens, priority)
+        return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
 
-    def _open(self, key: Key, limit: int, num_tokens: int, priority: int) -> Lease | None:
+    def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+        """As `open`, without waiting for a disk: while `lease.restoring` is not None, call `proceed`."""
         self._owner.claim()
         self.pins.expire()
         lease = self._opener.open(key, limit, num_tokens, priority)
-        if lease is not None and self.tiers is not None:
-            self.tiers.restore(lease, limit, self.tree, self._opener, self._restorer())
+        if lease is not None and self.restores is not None:
+            self.restores.begin(lease, limit)
         return lease
+
+    def proceed(self, lease: Lease) -> bool:
+        """Give a lease what was read for it meanwhile. False: it is being read. When this raises, close the lease."""
+        self._refuse_closed(lease, even_void=True)
+        return self.restores is None or self.restores.proceed(lease)
 
     def note_pass(self, num_tokens: int, seconds: float) -> None:
         """A pass computed `num_tokens` tokens of prompts: what restoring them must beat."""
@@ -466,7 +462,7 @@ class HybridCache:
 
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""
-        return current(self._stats, self.tree, self.memory, self.allocator, self.pins, self.tiers)
+        return current(self._stats, self.tree, self.memory, self.allocator, self.pins, self.tiers, self.restores)
 
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""
@@ -498,3 +494,5 @@ class HybridCache:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
         if lease.is_void and not even_void:
             raise OwnershipError("a pass of this lease was discarded: it can only be closed")
+        if lease.restoring is not None and not even_void:
+            raise OwnershipError("this lease waits for copies from disk: call proceed until it returns True, or close")

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.pins import Pins
+from hybrid.cache.restores import Restores
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers
 from hybrid.memory.memory import CacheMemory
@@ -13,7 +14,13 @@ from hybrid.tree.tree import Tree
 
 
 def current(
-    stats: CacheStats, tree: Tree, memory: CacheMemory, allocator: Allocator, pins: Pins, tiers: Tiers | None
+    stats: CacheStats,
+    tree: Tree,
+    memory: CacheMemory,
+    allocator: Allocator,
+    pins: Pins,
+    tiers: Tiers | None,
+    restores: Restores | None,
 ) -> CacheStats:
     """What a cache did and holds. May be called from any thread.
 
@@ -29,5 +36,7 @@ def current(
     now.pages_private, now.states_private = allocator.num_private()
     if tiers is not None:
         tiers.count(now)
+    if restores is not None:
+        restores.count(now)
     now.pins, now.policy_failure = len(pins), tree.policy_failure
     return now

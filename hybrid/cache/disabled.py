@@ -27,9 +27,9 @@ class DisabledCache(HybridCache):
         """Whether what requests computed is kept for others: never."""
         return False
 
-    def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
+    def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
         """As in `HybridCache`; there is nothing to find."""
-        lease = super().open(key, limit, num_tokens, priority)
+        lease = super().begin(key, limit, num_tokens, priority)
         if lease is not None:
             lease.explanation = cache_off(key)
         return lease

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybrid.cache.explain import Explanation
+from hybrid.cache.restoring import Restoring
 from hybrid.key import Key
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Checkpoint, Lock, NodeUsage, PageLock, StateLock
@@ -33,6 +34,7 @@ class Lease:
             commit enters it in the tree.
         back: the second slot of the ping-pong pair, if it has one: the state after `back_tokens` tokens.
         captured: checkpoints that the pass in flight writes, or that wait to be committed.
+        restoring: what is being restored for it; until that ends it can only be closed. None: nothing is.
         is_void: a pass failed (`HybridCache.discard`): the lease can only be closed.
     """
 
@@ -54,7 +56,13 @@ class Lease:
     back: int | None = None
     back_tokens: int = 0
     captured: list[Checkpoint] = field(default_factory=list)
+    restoring: Restoring | None = None
     is_void: bool = False
+
+    @property
+    def num_expected(self) -> int:
+        """Tokens that do not have to be computed, if what is being restored for it can be."""
+        return self.num_hit_tokens if self.restoring is None else self.restoring.num_tokens
 
     @property
     def private_pages(self) -> Sequence[int]:

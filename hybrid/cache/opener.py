@@ -94,6 +94,9 @@ class Opener:
     def close(self, lease: Lease) -> None:
         """Give back everything that a lease holds, which must be open."""
         self.leases.remove(lease)
+        if lease.restoring is not None:
+            lease.restoring.drop()
+            lease.restoring = None
         for lock in lease.locks:
             self._allocator.unlock(lock)
         lease.page_lock = lease.state_lock = None

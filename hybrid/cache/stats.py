@@ -33,6 +33,7 @@ class CacheStats:
         disk_report: what was found in the directory at the start, and what of it was dropped.
         restored_checkpoints, restored_tokens, restored_bytes: what came back from there, and tokens that were not
             computed because of it.
+        read_ahead_bytes, read_in_vain_bytes: read from disk for requests that were queued; read, and not used.
         tier_failures: copies and restores that failed; requests computed instead.
         policy_failure: why the eviction policy was dismissed; None while it is in use.
     """
@@ -72,6 +73,8 @@ class CacheStats:
     restored_checkpoints: int = 0
     restored_tokens: int = 0
     restored_bytes: int = 0
+    read_ahead_bytes: int = 0
+    read_in_vain_bytes: int = 0
     tier_failures: int = 0
     policy_failure: str | None = None
 

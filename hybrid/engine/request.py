@@ -22,6 +22,7 @@ from hybrid.prompts.detokenizer import TextStream
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
 from hybrid.speculation.drafter import History
+from hybrid.tiers.tier import Reading
 
 
 class Completions(Source, Protocol):
@@ -92,6 +93,7 @@ class Request:
         kept_len: number of tokens that a next turn can share: those before a stop text.
         wanted: positions at which other requests wait for a checkpoint of this one.
         leader: (request, position): this one waits until that one has committed that many tokens.
+        ahead: what it will need from disk is being read while it waits; None: nothing is.
         keeps_memory: it was retracted once. It starts again with the memory for all its tokens, and keeps it.
         latest_turn: it is the next to start once this many requests have been started before it.
         pin: keeps what was computed; a replay extends it.
@@ -143,6 +145,7 @@ class Request:
         self.kept_len: int = 0
         self.wanted: set[int] = set()
         self.leader: tuple[Request, int] | None = None
+        self.ahead: Reading | None = None
         self.keeps_memory: bool = False
         self.latest_turn: int = 0
         self.finish_reason: str | None = None

@@ -6,6 +6,7 @@ budget of tokens. A share ends at a multiple of the chunk, or at the end of its 
 * Waiting requests start in the order of `WaitingQueue`. One that cannot have its memory waits, and those after it too.
 * When pages run out, the youngest request is retracted: it gives its memory back and is resumed later. It starts again
   only with the memory for all its tokens, and is not retracted again, so that no token is computed more than twice.
+* A request computes nothing until what it needs from disk is read; others do meanwhile (`RestoringRequests`).
 * A waiting request whose prefix a running one is about to compute waits for it; those after it do not.
 * In deterministic mode the answer of a finished request is replayed as whole chunks, after all prompts of a step.
 * What raises while one request is scheduled fails that request alone.
@@ -24,6 +25,7 @@ from hybrid.cache.retreat import retreat
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.request import Request, Status
+from hybrid.engine.restoring import RestoringRequests
 from hybrid.engine.step import Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
@@ -46,6 +48,7 @@ class Scheduler:
     Attributes:
         waiting: requests without memory.
         running: requests with memory, in the order in which they started.
+        restoring: of those, the ones that compute nothing until copies are read for them.
         drafting: as given.
         num_retractions: since the engine was made.
     """
@@ -62,12 +65,18 @@ class Scheduler:
         self._grid = cache.config.grid
         self._failures: list[tuple[Request, Exception]] = []
         self._expected: Set[Request] = frozenset()
+        self.restoring: RestoringRequests = RestoringRequests(cache)
         self.num_retractions: int = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has not run yet."""
+        self.waiting.add(request)
+        self.restoring.queue(request, self._cacheable(request))
 
     def schedule(self, only: Set[Request] | None = None, expected: Set[Request] = frozenset()) -> Step:
         """Choose what the next step computes, and allocate the memory for it.
@@ -80,6 +89,9 @@ class Scheduler:
             expected: requests whose next token is chosen by a pass under way.
         """
         self._expected = expected
+        if self.cache.restores is not None:
+            for request in self.restoring.proceed(len(self.running) > len(self.restoring), self._fail):
+                self._resume(request)
         decodes = self._decode_parts(only)
         num_rows = len(decodes)
         if self.drafting is not None:
@@ -162,6 +174,7 @@ class Scheduler:
         self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
+        self.restoring.forget(request)
         lease, request.lease = request.lease, None
         request.status = Status.FINISHED
         if self.drafting is not None:
@@ -230,7 +243,7 @@ class Scheduler:
         groups: dict[str, list[Request]] = {}
         replays = []
         for request in self.running:
-            if request.is_prefilling and (only is None or request in only):
+            if self._is_prefilling(request) and (only is None or request in only):
                 if request.is_replay:
                     replays.append(request)
                 else:
@@ -303,7 +316,7 @@ class Scheduler:
     def _admit(self, budget: int, only: Set[Request] | None) -> None:
         """Start waiting requests while there is memory and they would have a share of the budget. A namespace with no
         prompt in progress always has one."""
-        prefilling = [request for request in self.running if request.is_prefilling]
+        prefilling = [request for request in self.running if self._is_prefilling(request)]
         budget -= sum(request.prefill_end - request.num_computed for request in prefilling)
         busy = {request.namespace for request in prefilling if not request.is_replay}
         skipped = set(busy) if budget <= 0 else set()
@@ -320,6 +333,8 @@ class Scheduler:
             except Exception as error:
                 self._fail(request, error)
                 continue
+            if request in self.restoring:
+                continue
             busy.add(request.namespace)
             budget -= request.prefill_end - request.num_computed
             if budget <= 0:
@@ -333,26 +348,45 @@ class Scheduler:
         return not self.running and self._start_after(self._empty_cache, request)
 
     def _start(self, request: Request) -> bool:
-        end = request.prompt_len if self.deterministic else len(request.ids)
-        lease = self.cache.open(
+        end = self._prompt_end(request)
+        lease = self.cache.begin(
             request.key(),
-            min(end - 1, request.hit_limit),
+            self._cacheable(request),
             request.max_len if request.keeps_memory else end,
             request.params.priority,
         )
         if lease is None:
             return False
         request.lease, request.status = lease, Status.RUNNING
-        request.num_computed = request.num_committed = lease.num_hit_tokens
         request.prefill_end = end
         request.leader = None
+        request.num_computed = request.num_committed = lease.num_hit_tokens
         self.running.append(request)
-        self.waiting.started(request)
-        if request.explanation is None:
-            request.explanation = lease.explanation
-            if not request.is_replay:
-                self.cache.record(lease.explanation)
+        self.waiting.started(request, end - lease.num_expected)
+        if self.restoring.start(request):
+            self._resume(request)
         return True
+
+    def _resume(self, request: Request) -> None:
+        """A request that has its memory computes from its hit on."""
+        assert request.lease is not None
+        request.num_computed = request.num_committed = request.lease.num_hit_tokens
+        if request.explanation is None:
+            request.explanation = request.lease.explanation
+            if not request.is_replay:
+                self.cache.record(request.explanation)
+
+    def _prompt_end(self, request: Request) -> int:
+        """The number of tokens that a request computes as prompt when it starts."""
+        return request.prompt_len if self.deterministic else len(request.ids)
+
+    def _cacheable(self, request: Request) -> int:
+        """The number of its tokens that may be cached: one is left to compute."""
+        return min(self._prompt_end(request) - 1, request.hit_limit)
+
+    def _is_prefilling(self, request: Request) -> bool:
+        """Whether a request that runs has tokens of its prompt to compute now."""
+        return request.is_prefilling and request not in self.restoring
 
     def fork(self, request: Request, fork: Request) -> None:
         """Start another answer to the prompt of a request, whose first tokens have just been sampled: with a copy of
@@ -383,7 +417,7 @@ class Scheduler:
             if leader.status is Status.RUNNING and leader.num_committed < position:
                 return True
             request.leader = None
-        end = request.prompt_len if self.deterministic else len(request.ids)
+        end = self._prompt_end(request)
         key: Key | None = None
         usable, grid = 0, self._grid
         for leader in self.running:

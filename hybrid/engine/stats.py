@@ -53,6 +53,7 @@ class EngineStats:
     Attributes:
         waiting: requests that have no memory yet, or had to give it back.
         running: requests with memory.
+        restoring: of these, those that compute nothing until copies are read for them from disk.
         replays: answers that wait for their replay, or are replayed (deterministic mode).
         retractions: how often a running request gave its memory back.
         finished: number of requests that ended, by `finish_reason`.
@@ -68,6 +69,7 @@ class EngineStats:
 
     waiting: int
     running: int
+    restoring: int
     replays: int
     retractions: int
     finished: dict[str, int]

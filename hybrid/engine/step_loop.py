@@ -31,6 +31,9 @@ NO_TOKEN_LEFT = "no token can be chosen: the parameters exclude all, or a logits
 NOT_FINITE = "the model computed NaN or infinity for this request; nothing of the pass was cached"
 
 
+MAX_IDLE = 0.005
+"""Seconds that a step waits for a disk, where there is nothing to compute: who runs the steps may do something else."""
+
 NO_ONE: frozenset[Request] = frozenset()
 
 
@@ -123,6 +126,7 @@ class StepLoop:
         return EngineStats(
             waiting=scheduler.waiting.num_requests,
             running=len(running) - replays,
+            restoring=len(scheduler.restoring),
             replays=replays + scheduler.waiting.num_replays,
             retractions=scheduler.num_retractions,
             finished=dict(meter.finished),
@@ -148,7 +152,7 @@ class StepLoop:
         with deferred_interrupts():
             for request in requests:
                 self.requests[request.request_id] = request
-                self._scheduler.waiting.add(request)
+                self._scheduler.add(request)
 
     @contextmanager
     def aborting(self, requests: list[Request]) -> Iterator[None]:
@@ -211,7 +215,11 @@ class StepLoop:
         with self._guard() as guard:
             launched = self._under_way(guard) or self._launch(guard)
             if launched is None:
-                self._suspects.passed([])
+                if not self._scheduler.restoring:
+                    self._suspects.passed([])
+                    return
+                with guard.interruptible():  # nothing else can be computed now
+                    self._scheduler.restoring.wait(MAX_IDLE)
                 return
             failure = self._launch_next(guard, launched)
             with guard.interruptible():

@@ -88,13 +88,17 @@ class WaitingQueue:
             if self._served[name] <= self._virtual_time:
                 del self._served[name]
 
-    def started(self, request: Request) -> None:
-        """A request starts: remove it, and count its prompt as service of its namespace."""
+    def started(self, request: Request, num_tokens: int) -> None:
+        """A request starts: remove it, and count its prompt as service of its namespace.
+
+        Args:
+            num_tokens: tokens of the prompt that have to be computed.
+        """
         name = request.namespace
         if not request.is_replay and request not in self._retracted:
             self._num_started += 1
             self._virtual_time = max(self._virtual_time, self._served[name])
-            self.serve(name, request.prefill_end - request.num_computed)
+            self.serve(name, num_tokens)
         self.remove(request)
 
     def serve(self, namespace: str, num_tokens: int) -> None:

@@ -1,8 +1,8 @@
 """Copies of pages and checkpoints in a directory on disk, which other processes may share, and later ones find.
 
 The thread of the cache knows what is there (`Index`), reads no file and waits for no other process. A writer thread
-puts what was offered into segments, and a reader thread reads and checks what is fetched; a request waits for it as
-long as computing would take. Whatever fails is a copy less, never an error.
+puts what was offered into segments, and a reader thread (`Reader`) reads and checks what is wanted. Whatever fails is a
+copy less, never an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import sqlite3
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,13 +24,14 @@ from hybrid.tiers.expected import Expected
 from hybrid.tiers.health import DiskCounts, Health
 from hybrid.tiers.index import Index, Place
 from hybrid.tiers.manifest import DamagedError
+from hybrid.tiers.process_lock import FORKED, ProcessLock
 from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
-from hybrid.tiers.reading import Wanted, WrongCopyError, read_copies
+from hybrid.tiers.reading import Begin, Buffer, BufferedReading, Reader, Wanted, WrongCopyError
 from hybrid.tiers.segment import DATA_ALIGNMENT
 from hybrid.tiers.session import Origin, Pending, Session
 from hybrid.tiers.store import DirectoryStore, Store
-from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note, Offer, UnavailableError
+from hybrid.tiers.tier import CHECKPOINT, AtHand, Contents, Name, Note, Offer, Reading, UnavailableError
 from hybrid.tiers.worker import Worker
 
 READ_LATENCY, READ = 5e-4, 1e-9
@@ -46,11 +46,8 @@ MAX_PENDING_SEGMENTS = 4
 WRITTEN_AFTER = 2.0
 """Seconds after which copies are written that do not fill a segment."""
 
-MIN_WAIT = 0.05
-"""Seconds that a request waits for the disk at least."""
-
-GROWN_AFTER = 60.0
-"""Seconds after which a disk that was full is tried with more again."""
+GROWN_AFTER = 60.0  # seconds
+"""A disk that was full is tried with more again after this."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -71,6 +68,7 @@ class DiskTier:
         label, where, cost, wants_ids, bytes_offered, bytes_written: see `Tier`.
         counts: what it did.
         report: what was found in the directory, and what of it was dropped.
+        reader: reads copies.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class DiskTier:
         self._origin = origin
         self._open_store = open_store
         self._segment_bytes = max(1, min(MAX_SEGMENT_BYTES, num_bytes // 16))
-        self._lock = threading.Lock()  # of all that follows
+        self._lock = ProcessLock()  # of all that follows
         self._index = Index(num_bytes)
         self._pending: dict[Name, Pending] = {}
         self._pending_bytes = 0
@@ -108,14 +106,14 @@ class DiskTier:
         self._max_bytes = num_bytes
         self._grows_at = 0.0
         self._is_closed = False
-        self._late: Future[list[Contents]] | None = None
+        self._late: Buffer | None = None
         self._session: Session | None = None  # used by the writer's thread, once it runs
         try:
             self._open()
         except RECOVERABLE as error:
             self._failed(error)
         self._writer = Worker("hybrid disk writer", self._idle, WRITTEN_AFTER)
-        self._reader = Worker("hybrid disk reader")
+        self.reader: Reader = Reader()
 
     # What it holds
 
@@ -148,13 +146,12 @@ class DiskTier:
     @property
     def is_empty(self) -> bool:
         """See `Tier.is_empty`."""
-        index = self._index
-        return not (index.num_checkpoints or index.foreign or self._pending or self.failure)
+        return not (self._index.num_checkpoints or self._index.foreign or self._pending or self.failure)
 
     @property
     def failure(self) -> str | None:
         """Why the directory is not used now; None: it is."""
-        return self._health.failure
+        return FORKED if self._lock.is_foreign else self._health.failure
 
     def note(self, name: Name) -> Note | None:
         """See `Tier.note`."""
@@ -164,9 +161,8 @@ class DiskTier:
 
     def why_missing(self, name: Name) -> str:
         """See `Tier.why_missing`."""
-        if self.failure is not None:
-            return f"the disk is not used: {self.failure}"
-        return self._index.foreign.get(name, "")
+        foreign = self._index.foreign.get(name, "")
+        return foreign if self.failure is None else f"the disk is not used: {self.failure}"
 
     def violations(self) -> list[str]:
         """See `Tier.violations`."""
@@ -176,7 +172,7 @@ class DiskTier:
                 wrong.append(f"the disk counts {self._pending_bytes} bytes that wait, which is wrong")
             if not set(self._batch) <= set(self._pending):
                 wrong.append("a copy of the next segment does not wait for the disk")
-            return wrong
+            return wrong + self.reader.violations()
 
     # What comes
 
@@ -247,7 +243,7 @@ class DiskTier:
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Have on the disk what was offered. False: it took longer than `seconds`, or the tier is closed."""
-        if self._is_closed:
+        if self._is_closed or self._lock.is_foreign:
             return False
         with suppress(WaitTimeoutError):
             self._submit_batch().result(seconds)
@@ -256,47 +252,59 @@ class DiskTier:
 
     # What goes
 
-    def fetch(self, names: Sequence[Name], seconds: float) -> list[Contents]:
-        """See `Tier.fetch`. Waits at least `MIN_WAIT` seconds."""
-        found: dict[Name, Contents] = {}
-        wanted: list[Wanted] = []
+    def begin(self, names: Sequence[Name]) -> Reading:
+        """See `Tier.begin`."""
+        return self._begin(names, self.reader.begin)
+
+    def read_ahead(self, names: Sequence[Name]) -> Reading:
+        """As `begin`, for a request that does not wait for them yet."""
+        return self._begin(names, self.reader.begin_ahead)
+
+    def _begin(self, names: Sequence[Name], begin: Begin) -> Reading:
         with self._lock:
             session = self._session
-            for name in names:
-                if name in self._pending:
-                    found[name] = self._pending[name].contents
-                    continue
-                place = self._index.places.get(name)
-                if place is None or session is None:
-                    raise UnavailableError("a copy on disk is not there any more")
-                held = self._index.segments[place.segment]
-                wanted.append(Wanted(name, held.file, held.origin, place))
-        if wanted and session is not None:
-            for want, contents in zip(wanted, self._read(session.store, wanted, seconds), strict=True):
-                found[want.name] = contents
-        return [found[name] for name in names]
-
-    def _read(self, store: Store, wanted: list[Wanted], seconds: float) -> list[Contents]:
-        if self._late is not None and not self._late.done():
+            wanted = [self._wanted(name) for name in names]
+        at_hand = [want for want in wanted if not isinstance(want, Wanted)]
+        if session is None or len(at_hand) == len(wanted):
+            return AtHand(at_hand)
+        if self._late is not None and not self._late.is_done:
             raise UnavailableError("the disk has not answered yet to an earlier request")
-        start = time.perf_counter()
-        future = self._reader.submit(partial(read_copies, store, wanted))
-        try:
-            return future.result(max(MIN_WAIT, seconds))
-        except WrongCopyError as error:
-            self.counts.num_damaged += 1
-            self._forget([error.wanted.name])
-            raise UnavailableError(f"{error}: it is dropped") from error
-        except Exception as error:
-            if isinstance(error, WaitTimeoutError) and not future.done():
-                self._late = future
-                self.counts.num_late += 1
-                self.cost.note(sum(want.place.span.num_bytes for want in wanted), time.perf_counter() - start)
-                raise UnavailableError("the disk took longer than computing") from error
-            self.counts.num_failures += 1
-            if isinstance(error, FileNotFoundError | EOFError | PermissionError):
-                self._forget([want.name for want in wanted if want.file in str(error)])
-            raise UnavailableError(f"the disk failed: {error!s:.200}") from error
+        return begin(session.store, wanted, self._refusal)
+
+    def _wanted(self, name: Name) -> Wanted | Contents:
+        """Where a copy is; its contents, if it waits for the writer."""
+        if name in self._pending:
+            return self._pending[name].contents
+        place = self._index.places.get(name)
+        if place is None:
+            raise UnavailableError("a copy on disk is not there any more")
+        held = self._index.segments[place.segment]
+        return Wanted(name, held.file, held.origin, place)
+
+    def _refusal(self, reading: BufferedReading) -> UnavailableError:
+        """Copies could not be read, or not in time. Those that are of no use are forgotten."""
+        failed = reading.error
+        if failed is None:
+            return self._too_late(reading)
+        buffer, error = failed
+        if isinstance(error, UnavailableError):
+            return error
+        if isinstance(error, WrongCopyError):
+            self.counts.num_damaged += self._forget([buffer.wanted])
+            return UnavailableError(f"{error}: it is dropped")
+        self.counts.num_failures += 1
+        if isinstance(error, FileNotFoundError | EOFError | PermissionError):
+            self._forget([one.wanted for one in reading.buffers if one.wanted.file in str(error)])
+        return UnavailableError(f"the disk failed: {error!s:.200}")
+
+    def _too_late(self, reading: BufferedReading) -> UnavailableError:
+        late = reading.late()
+        if late is None:
+            return UnavailableError("the disk reads for other requests for longer than computing takes")
+        self._late, num_bytes, seconds = late
+        self.counts.num_late += 1
+        self.cost.note(num_bytes, seconds)
+        return UnavailableError("the disk took longer than computing")
 
     def used(self, name: Name) -> None:
         """See `Tier.used`."""
@@ -306,24 +314,15 @@ class DiskTier:
             elif name in self._pending:
                 self._index.ranking.learn(self._pending[name].worth.group, 0, 1)
 
-    def drop(self, name: Name) -> None:
-        """Forget a copy, if it is there."""
+    def _forget(self, wanted: list[Wanted]) -> int:
+        """Copies are of no use: they leave the manifest, too. Returns how many were not forgotten before."""
         with self._lock:
-            pending = self._pending.pop(name, None)
-            if pending is not None:
-                self._pending_bytes -= len(pending.contents)
-                if name in self._batch:
-                    self._batch.remove(name)
-                    self._batch_bytes -= len(pending.contents)
-        self._forget([name])
-
-    def _forget(self, names: list[Name]) -> None:
-        """Copies are of no use: they leave the manifest, too."""
-        with self._lock:
-            places = [(self._index.forget(name), name) for name in names]
-        gone = [(place.segment, name) for place, name in places if place is not None]
+            gone = [(one.place.segment, one.name) for one in wanted if self._index.places.get(one.name) is one.place]
+            for _, name in gone:
+                self._index.forget(name)
         if gone:
             self._writer.submit(partial(self._change, lambda session: session.remove_copies(gone)))
+        return len(gone)
 
     def clear(self) -> None:
         """Forget all copies that this process could use; those of other models stay. Does nothing once closed."""
@@ -354,7 +353,7 @@ class DiskTier:
         self._is_closed = True
         self._writer.submit(self._leave)
         self._writer.close(max(1.0, end - time.monotonic()))
-        self._reader.close(0.0)
+        self.reader.close()
 
     # The writer's thread
 

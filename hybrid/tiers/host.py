@@ -20,7 +20,7 @@ from hybrid.tiers.needs import Needs
 from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
 from hybrid.tiers.sampled import Sampled
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, UnavailableError
+from hybrid.tiers.tier import CHECKPOINT, PAGE, AtHand, Contents, Name, Note, Offer, UnavailableError
 
 COPY = 1e-10
 """Seconds per byte restored that are assumed until they are measured."""
@@ -277,11 +277,11 @@ class HostTier:
         """Of all copies."""
         return [*((CHECKPOINT, name) for name in self._checkpoints), *((PAGE, name) for name in self._pages)]
 
-    def fetch(self, names: Sequence[Name], seconds: float) -> list[Contents]:
-        """See `Tier.fetch`. Copies nothing, and waits for nothing."""
+    def begin(self, names: Sequence[Name]) -> AtHand:
+        """See `Tier.begin`. Copies nothing."""
         if any(name not in self for name in names):
             raise UnavailableError("a copy is not there any more")
-        return [self._pages[name] if kind == PAGE else self._checkpoints[name].contents for kind, name in names]
+        return AtHand([self._pages[name] if kind == PAGE else self._checkpoints[name].contents for kind, name in names])
 
     @property
     def is_empty(self) -> bool:

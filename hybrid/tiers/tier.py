@@ -69,6 +69,60 @@ class Offer:
     path: Iterator[bytes] = field(default_factory=lambda: iter(()))
 
 
+class Reading(Protocol):
+    """Copies that are read for one user, who ends it with `drop`."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `take` has an answer."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """That reading has taken, without what it waited for others."""
+        ...
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it is done, up to `seconds`. Returns whether it is."""
+        ...
+
+    def take(self) -> Sequence[Contents]:
+        """The contents, in the order of the names.
+
+        Raises:
+            UnavailableError: they cannot be had, or it is not done: it took too long.
+        """
+        ...
+
+    def drop(self) -> None:
+        """They are not wanted any more. Another `drop` does nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtHand:
+    """Copies that need not be read: a `Reading` that is done.
+
+    Attributes:
+        contents: of the copies.
+    """
+
+    contents: Sequence[Contents]
+    is_done: bool = True
+    seconds: float = 0.0
+
+    def wait(self, seconds: float) -> bool:
+        """See `Reading.wait`."""
+        return True
+
+    def take(self) -> Sequence[Contents]:
+        """See `Reading.take`."""
+        return self.contents
+
+    def drop(self) -> None:
+        """See `Reading.drop`."""
+
+
 class Tier(Protocol):
     """A place for copies. One thread calls it, that of the cache.
 
@@ -114,14 +168,11 @@ class Tier(Protocol):
         now."""
         ...
 
-    def fetch(self, names: Sequence[Name], seconds: float) -> Sequence[Contents]:
-        """The contents of copies that are there. Not counted as a use.
-
-        Args:
-            seconds: that the caller can wait.
+    def begin(self, names: Sequence[Name]) -> Reading:
+        """Begin to read copies that are there. Waits for nothing; not counted as a use.
 
         Raises:
-            UnavailableError: they cannot be had, or not in time.
+            UnavailableError: they cannot be had now.
         """
         ...
 

@@ -174,7 +174,7 @@ def test_turns_are_those_of_a_plain_search(seed: int) -> None:
                 own = [other for other in left if other.namespace == request.namespace]
                 assert request is min(own, key=lambda other: other.params.scheduling_priority)
             if rng.random() < 0.7:
-                queue.started(request)
+                queue.started(request, request.prefill_end - request.num_computed)
                 num_started += 1
                 waiting.remove(request)
                 served[request.namespace] = queue.num_served(request.namespace)
@@ -193,6 +193,6 @@ def test_a_step_costs_the_same_whatever_waits(num_namespaces: int) -> None:
     def steps() -> None:
         for _ in range(20):
             for request, _ in zip(queue.in_turn(set()), range(3), strict=False):
-                queue.started(request)
+                queue.started(request, request.prefill_end - request.num_computed)
 
     assert calls_of(steps) < 60 * 100

@@ -61,9 +61,7 @@ def write_for_ever(path: Path, seed: int) -> None:
             tier.flush()
         elif action < 0.6:
             tier.used(name_of(rng.choice(NUMBERS)))
-        elif action < 0.65:
-            tier.drop(name_of(rng.choice(NUMBERS)))
-        elif action < 0.67:
+        elif action < 0.62:
             tier.clear()
         count_right(tier, [rng.choice(NUMBERS)])
 
@@ -172,7 +170,6 @@ def user(path: Path) -> dict[str, int]:
         assert "it cannot be written" in tier.report[0], tier.report
         assert count_right(tier, NUMBERS) == len(NUMBERS)
         assert not offer(tier, 1000)
-        tier.drop(name_of(1))
         tier.used(name_of(2))
         tier.clear()
         assert tier.flush()

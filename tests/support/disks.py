@@ -54,12 +54,26 @@ def fill(tier: DiskTier, numbers: Sequence[int]) -> None:
     tier.be_patient(0.0)
 
 
+def fetch(tier: DiskTier, *numbers: int, seconds: float = 10.0) -> Sequence[Contents]:
+    """The contents of copies.
+
+    Raises:
+        UnavailableError: they cannot be had, or not in time.
+    """
+    reading = tier.begin([name_of(number) for number in numbers])
+    try:
+        reading.wait(seconds)
+        return reading.take()
+    finally:
+        reading.drop()
+
+
 def fetched(tier: DiskTier, number: int) -> bytes | None:
     """The contents of a copy; None: it cannot be had."""
     if name_of(number) not in tier:
         return None
     try:
-        return bytes(tier.fetch([name_of(number)], 10.0)[0])
+        return bytes(fetch(tier, number)[0])
     except UnavailableError:
         return None
 

@@ -12,7 +12,7 @@ import safetensors
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.ranking import Worth
 from hybrid.tiers.tier import Note, Offer, UnavailableError
-from support.disks import LIMIT, contents_of, count_right, fetched, fill, name_of, offer, origin, tier_at
+from support.disks import LIMIT, contents_of, count_right, fetch, fill, name_of, offer, origin, tier_at
 
 
 def segments(path: Path) -> list[Path]:
@@ -186,23 +186,7 @@ def test_a_tier_that_is_freed_ends_its_threads_and_its_lock(tmp_path: Path) -> N
 def test_a_fetch_of_what_is_not_there_says_so(tmp_path: Path) -> None:
     tier = tier_at(tmp_path)
     with pytest.raises(UnavailableError, match="not there any more"):
-        tier.fetch([name_of(1)], 1.0)
-    tier.close()
-
-
-def test_a_copy_that_is_dropped_alone_leaves_the_others(tmp_path: Path) -> None:
-    tier = tier_at(tmp_path)
-    fill(tier, range(6))
-    offer(tier, 7)
-    tier.drop(name_of(2))
-    tier.drop(name_of(7))
-    tier.drop(name_of(99))
-    assert tier.flush()
-    assert fetched(tier, 2) is None
-    assert count_right(tier, range(8)) == 5
-    tier.close()
-    tier = tier_at(tmp_path)
-    assert count_right(tier, range(8)) == 5
+        fetch(tier, 1)
     tier.close()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.tier import UnavailableError
-from support.disks import FaultyStore, contents_of, count_right, fetched, fill, name_of, offer, tier_at
+from support.disks import FaultyStore, contents_of, count_right, fetch, fetched, fill, name_of, offer, tier_at
 
 NUMBERS = range(24)
 
@@ -64,7 +64,7 @@ def test_flipped_bits_in_the_payload_are_a_miss(tmp_path: Path) -> None:
     assert outcomes["damaged"] > 5
     assert tier.flush()
     with pytest.raises(UnavailableError, match="not there any more"):
-        tier.fetch([name_of(n) for n in NUMBERS], 1.0)
+        fetch(tier, *NUMBERS)
     tier.close()
     tier = tier_at(tmp_path)
     assert count_right(tier, NUMBERS) == outcomes["right"], "damaged copies have left the manifest"
@@ -270,7 +270,7 @@ def test_reads_that_fail_are_a_miss_and_no_copy_is_dropped(tmp_path: Path) -> No
     fill(tier, NUMBERS)
     store.errors["get_into"] = OSError(errno.EIO, "Input/output error")
     with pytest.raises(UnavailableError, match=r"the disk failed: \[Errno 5\] Input/output error"):
-        tier.fetch([name_of(1)], 1.0)
+        fetch(tier, 1)
     del store.errors["get_into"]
     assert count_right(tier, NUMBERS) == len(NUMBERS)
     works(tier)
@@ -340,11 +340,11 @@ def test_a_slow_read_is_waited_for_as_long_as_computing_takes_and_then_not_tried
     store.seconds["get_into"] = 1.0
     before = tier.cost.seconds(1)
     with pytest.raises(UnavailableError, match="took longer than computing"):
-        tier.fetch([name_of(1)], 0.001)
+        fetch(tier, 1, seconds=0.05)
     assert tier.cost.seconds(1) > 10 * before
     start = time.monotonic()
     with pytest.raises(UnavailableError, match="has not answered yet"):
-        tier.fetch([name_of(1)], 10.0)
+        fetch(tier, 1)
     assert time.monotonic() - start < 0.5
     store.seconds["get_into"] = 0.0
     end = time.monotonic() + 10

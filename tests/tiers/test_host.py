@@ -61,7 +61,7 @@ def test_what_fits_is_kept() -> None:
     assert (tier.num_checkpoints, tier.num_pages) == (2, 3)
     assert (tier.bytes_used, tier.bytes_written) == (2 * STATE + 3 * PAGE, 2 * STATE + 3 * PAGE)
     assert tier.bytes_offered == 2 * STATE + 4 * PAGE
-    assert tier.fetch([state("ab"), page("a")], 0.0) == [bytes(STATE), bytes(PAGE)]
+    assert tier.begin([state("ab"), page("a")]).take() == [bytes(STATE), bytes(PAGE)]
     assert tier.violations() == []
 
 
