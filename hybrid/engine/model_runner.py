@@ -99,16 +99,16 @@ class ModelRunner:
 
     def _padding(self, step: Step) -> Padding | None:
         """The sizes that a step is padded to; None: it is launched kernel by kernel."""
-        graphs, on_gpu = self.graphs, self._device.type == "cuda"
+        graphs = self.graphs
         if graphs is None or graphs.is_hooked:
             return None
-        padding = padding_of(step, graphs.max_prompt_tokens, captures_drafts=not on_gpu)
-        if padding is None or on_gpu or padding.tokens:
+        padding = padding_of(step, graphs.max_prompt_tokens)
+        if padding is None or graphs.on_gpu or padding.tokens:
             return padding
         num_drafts = sum([len(part.drafts) for part in step.parts if part.drafts is not None])
         if len(step.parts) + num_drafts > MAX_CAPTURED_ROWS:
             return None
-        return padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
+        return padding._replace(rows=len(step.parts), runs=0)  # rows of padding would be computed one by one
 
     def launch(self, plan: Plan) -> PendingTokens:
         """Give a plan to the device, without waiting for the results."""
