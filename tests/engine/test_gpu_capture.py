@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybrid.engine.capture import WARM_UPS, CudaCapture
 
-GPU = torch.device("cuda")
+GPU = torch.device("cuda", 1)
 
 
 class Gpu:
@@ -33,6 +33,12 @@ class Gpu:
 
     def wait_stream(self, other: "Gpu") -> None:
         self.said.append("wait")
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self.said.append(device)
+        yield
+        self.said.append("another device")
 
     @contextmanager
     def stream(self, stream: "Gpu") -> Iterator[None]:
@@ -68,7 +74,7 @@ def test_captures_are_warmed_up_share_memory_and_a_stream_and_let_other_threads_
     """An error mode of all threads would fail both this capture and what another thread does: pinned memory is taken by
     another engine, or by a loader of data."""
     gpu = Gpu()
-    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+    for name in ("device", "Stream", "current_stream", "stream", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
     capture, logits = CudaCapture(GPU), torch.zeros(2, 3)
 
@@ -80,7 +86,8 @@ def test_captures_are_warmed_up_share_memory_and_a_stream_and_let_other_threads_
         gpu.said.clear()
         replay, found = capture(run)
         replay()
-        warm = ["wait", "on a stream", *["run"] * WARM_UPS, "wait"]
-        assert gpu.said == [*warm, ("capture", pool, "thread_local"), "run", "captured", "replay"]
+        warm = [GPU, "wait", "on a stream", *["run"] * WARM_UPS, "wait"]
+        captured = [("capture", pool, "thread_local"), "run", "captured", "another device"]
+        assert gpu.said == [*warm, *captured, "replay"]
         assert found is logits
     assert gpu.streams == 1

@@ -71,17 +71,13 @@ def accepted(step: Step, counts: tuple[int, ...]) -> Replay:
     return found[0]
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_padding_beside_drafts_changes_no_bit_and_writes_nothing(deterministic: bool) -> None:
-    for engine, step in steps_of(deterministic, [(3, 0, 1), (1, 1, 0)]):
+def test_padding_beside_drafts_changes_no_bit_and_writes_nothing() -> None:
+    for engine, step in steps_of(True, [(2, 0, 1)]):
         bare, padded = planned(engine, step, None), planned(engine, step, padding_for(step))
         assert padded.num_decoded > bare.num_decoded
         (logits, memory), (expected, expected_memory) = computed(engine, padded), computed(engine, bare)
         for one, other in zip([logits, *memory], [expected, *expected_memory], strict=True):
-            if deterministic:
-                assert same_bits(one, other)
-            else:  # the pieces of attention follow from the number of rows
-                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+            assert same_bits(one, other)
         idle = replace(padded, numbers=padded.idle())
         assert all(map(same_bits, computed(engine, idle)[1], memory_of(engine)))
 
