@@ -248,11 +248,13 @@ class Speculator:
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""
-        for name in dict.fromkeys(name for names in drafts.drafters for name in names):
+        proposed = drafts.drafters
+        right = [proposed[at] for at in path]
+        for name in {name for names in set(proposed) for name in names}:
             stats = self._stats[name]
             stats.proposals += 1
-            stats.drafted_tokens += sum(name in names for names in drafts.drafters)
-            stats.accepted_tokens += sum(name in drafts.drafters[at] for at in path)
+            stats.drafted_tokens += sum([name in names for names in proposed])
+            stats.accepted_tokens += sum([name in names for names in right])
             offered, accepted = drafts.trials(name, path)
             self._expected[name].observe(offered, accepted)
             if history in self._known:
