@@ -86,6 +86,12 @@ class Drafts:
         tried = any(parent == last and drafter in own for parent, own in zip(self.parents, self.drafters, strict=True))
         return right + tried, right
 
+    def scaled(self, trust: float) -> Drafts:
+        """The same, with this part of what their drafter says that their probabilities are."""
+        if self.chances is None or trust > 0.9:  # one cannot know it better
+            return self
+        return Drafts(self.tokens, self.parents, self.drafters, tuple([trust * chance for chance in self.chances]))
+
     def only(self, kept: Sequence[int]) -> Drafts:
         """Some of them: indices in rising order, parents before their children."""
         place = {at: index for index, at in enumerate(kept)}

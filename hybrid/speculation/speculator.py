@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
-from hybrid.speculation.cached import ContinuationDrafter, GramDrafter
+from hybrid.speculation.cached import CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import Drafter, History
@@ -47,14 +47,14 @@ class _Known:
     Attributes:
         measured: of each drafter.
         position: where the tokens of `watched` would be.
-        watched: tokens that were not computed, by their drafter.
+        watched: by drafter a token that it proposed, and how probable it said that it is (None: it does not say).
         fruitless: passes in a row in which no drafter proposed anything.
         left_out: passes since any was asked.
     """
 
     measured: dict[str, Acceptance]
     position: int = 0
-    watched: dict[str, int] = field(default_factory=dict)
+    watched: dict[str, tuple[int, float | None]] = field(default_factory=dict)
     fruitless: int = 0
     left_out: int = 0
 
@@ -81,7 +81,7 @@ class _Joined:
         count: drafts that are expected to be computed.
         asked: of drafters that have drafts in the tree, whether they compute them; without those that say how probable
             their drafts are and compute nothing, which cost nothing.
-        firsts: of those that do not say how probable their drafts are the first token.
+        firsts: of each drafter that does not learn itself how probable its drafts are: the first token, and what it says.
     """
 
     history: History
@@ -91,7 +91,7 @@ class _Joined:
     left: float = 1.0
     count: int = 0
     asked: dict[str, bool] = field(default_factory=dict)
-    firsts: dict[str, int] = field(default_factory=dict)
+    firsts: dict[str, tuple[int, float | None]] = field(default_factory=dict)
 
 
 class Speculator:
@@ -163,16 +163,22 @@ class Speculator:
     def _begin(self, history: History) -> _Known:
         """A request of which nothing is known."""
         known = self._known[history] = _Known(
-            {name: Acceptance(expected.rate, self._pauses[name]) for name, expected in self._expected.items()}
+            {
+                name: Acceptance(expected.rate, self._pauses[name], expected.trust)
+                for name, expected in self._expected.items()
+            }
         )
         return known
 
     def _compare(self, history: History, known: _Known) -> None:
-        """Compare drafts that were not computed with what came."""
+        """Compare drafts with what came."""
         if known.position < len(history):
-            for name, token in known.watched.items():
+            for name, (token, claimed) in known.watched.items():
                 for measured in (self._expected[name], known.measured[name]):
-                    measured.observe(1, token == history[known.position])
+                    if claimed is None:
+                        measured.observe(1, token == history[known.position])
+                    else:
+                        measured.compare(claimed, token == history[known.position])
             known.watched = {}
 
     def _counts(self, trees: Sequence[_Joined], rows: int) -> list[int]:
@@ -199,8 +205,10 @@ class Speculator:
             elif not joined.count and not own.pauses:  # they were expected to pay
                 own.paid(False)
             self._pauses[name] = own.pauses
-        if not joined.count and joined.firsts:
-            joined.known.position, joined.known.watched = len(joined.history), joined.firsts
+        watched = {  # what was computed of drafters that say nothing is counted when it is verified
+            name: first for name, first in joined.firsts.items() if first[1] is not None or not joined.count
+        }
+        joined.known.position, joined.known.watched = len(joined.history), watched
 
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
@@ -224,10 +232,12 @@ class Speculator:
         for joined, own, count in wanted:
             drafts = self._ask(drafter, joined.history, count, joined.limit)
             if drafts is not None:
+                claimed = drafts.chances[0] if drafts.chances is not None else None
+                if not isinstance(drafter, CachedDrafter):
+                    joined.firsts[name] = drafts.tokens[0], claimed
+                    drafts = drafts.scaled(own.trust)
                 joined.tree.add(drafts, own.rate)
                 joined.left *= 1 - (own.rate if drafts.chances is None else drafts.chances[0])
-                if drafts.chances is None:
-                    joined.firsts[name] = drafts.tokens[0]
                 if computes or drafts.chances is None:
                     joined.asked[name] = computes
                 joined.count = min(joined.limit, len(joined.tree))
