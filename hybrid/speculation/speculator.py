@@ -81,7 +81,7 @@ class _Joined:
         count: drafts that are expected to be computed.
         asked: of drafters that have drafts in the tree, whether they compute them; without those that say how probable
             their drafts are and compute nothing, which cost nothing.
-        firsts: of each drafter that does not learn itself how probable its drafts are: the first token, and what it says.
+        firsts: of each drafter that does not learn itself how probable its drafts are: the first one, and what it says.
     """
 
     history: History
