@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybrid.cache.cache import HybridCache
@@ -101,10 +101,18 @@ class Speculator:
         config: how much is drafted.
         drafters: who drafts, in the order in which they are asked.
         vocab_size: of the model.
+        clock: seconds, by which drafters are timed.
     """
 
-    def __init__(self, config: SpeculationConfig, drafters: Sequence[Drafter], vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        drafters: Sequence[Drafter],
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._config = config
+        self._clock = clock
         self._drafters = tuple(drafters)
         self._vocab_size = vocab_size
         self._stats = {drafter.name: DrafterStats() for drafter in self._drafters}
@@ -246,14 +254,14 @@ class Speculator:
         """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
         if not wanted:
             return False
-        started = time.perf_counter()
+        started = self._clock()
         try:
             drafter.prepare(wanted)
         except Exception as error:
             for history, _ in wanted:
                 self._refuse(drafter, history, error)
             return False
-        self._cost.drafted(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
+        self._cost.drafted(drafter.name, max(count for _, count in wanted), self._clock() - started)
         return True
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
@@ -323,13 +331,18 @@ def _pays(joined: _Joined, rate: float, worth: Worth) -> bool:
 
 
 def make_speculator(
-    config: SpeculationConfig | None, cache: HybridCache, vocab_size: int, mtp: Drafter | None = None
+    config: SpeculationConfig | None,
+    cache: HybridCache,
+    vocab_size: int,
+    mtp: Drafter | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Speculator | None:
     """The drafts that a configuration asks for; None: it asks for none.
 
     Args:
         mtp: drafts with the model's own predictor; None: it has none here. It is asked after the others, which cost
             less.
+        clock: seconds, by which drafters are timed.
 
     Raises:
         ArgumentError: two drafters have the same name, or there is no predictor.
@@ -352,4 +365,4 @@ def make_speculator(
     names = [drafter.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ArgumentError(f"SpeculationConfig: drafters must have different names, got {names}")
-    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size)
+    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock)
