@@ -143,7 +143,7 @@ def of_drafting() -> list[Line]:
         own, start = known[:1], time.process_time()
         history = History(own, 1, "", partial(Key.of, known))
         while len(own) < len(known):  # as an answer that is accepted wherever the drafts are right
-            drafts, _ = drafter.propose(history, 7)
+            drafts, *_ = drafter.propose(history, 7)
             after = known[len(own) : len(own) + 8]
             own.extend(after[: common_length(array("i", drafts), after) + 1])
         drafter.end(history)

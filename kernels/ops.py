@@ -224,7 +224,8 @@ def choose_again() -> None:
 
 def choose_at_first_call(name: str) -> Callable[..., Any]:
     """A function that computes an operation and chooses the implementation per type of device at the first call there:
-    the module of a GPU kernel is not imported without a GPU."""
+    the module of a GPU kernel is not imported without a GPU. Triton launches on the current device, which every thread
+    has one of: it is that of the tensors for the call."""
     chosen: dict[str, Callable[..., Any]] = {}
     _choices.append(chosen)
 
@@ -233,6 +234,9 @@ def choose_at_first_call(name: str) -> Callable[..., Any]:
         function = chosen.get(device.type)
         if function is None:
             function = chosen[device.type] = implementation(name, device)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return function(*args)
         return function(*args)
 
     return call

@@ -41,19 +41,27 @@ class Judge:
     Args:
         engine: its weights are used; every scenario gets a cache of its own.
         seed: of the random prompts.
-        plain: runs what is cold, on the same weights; None: `engine`.
+        cold: answers what is cold, on the same weights; None: `engine` does.
     """
 
-    def __init__(self, engine: Engine, seed: int = 0, plain: Engine | None = None) -> None:
+    def __init__(self, engine: Engine, seed: int = 0, cold: Judge | None = None) -> None:
         self.engine: Engine = engine
+        self._seed = seed
         self._random = random.Random(seed)
-        self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
         config = engine.cache.config
         self.grid: int = config.grid
         self._config = CacheConfig(
             page_size=config.page_size, chunk_size=config.chunk_size, kv_dtype=config.kv_dtype, deterministic=True
         )
-        self._cold = (plain or engine).with_cache(replace(self._config, enabled=False), size=(256, 16))
+        self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
+        self._cold = engine.with_cache(replace(self._config, enabled=False), size=(256, 16))
+        if cold is not None:
+            self._answers, self._cold = cold._answers, cold._cold
+
+    def begin(self) -> None:
+        """Draw the same random prompts from the first one on. Scenarios that begin so ask for the same ones where these
+        have the same lengths, and each is answered cold once; what is warm each computes in a cache of its own."""
+        self._random = random.Random(self._seed)
 
     def ids(self, count: int) -> list[int]:
         """Random token ids."""
@@ -102,6 +110,7 @@ class Judge:
 
     def attempt(self, scenario: Callable[..., Check], *given: object) -> Check:
         """The check of a scenario. It fails with the error in words where the scenario raises one of ours."""
+        self.begin()
         try:
             return scenario(self, *given)
         except HybridError as error:

@@ -87,13 +87,13 @@ def memory_pressure(judge: Judge) -> Check:
     """More requests than the memory holds: eviction and retraction.
 
     Every request needs one more page while it decodes. How many are admitted depends on the sizes of a page and a
-    state, so that the memory is reduced until one is retracted.
+    state, so that sizes are tried until one is retracted. The first suffices for all families.
     """
     page_size = judge.engine.cache.config.page_size
     longest = -(-(6 * judge.grid + 24) // page_size)
     shared, evicted, retracted = judge.ids(4 * judge.grid), False, False
     outputs: list[RequestOutput] = []
-    for percent in (300, 250, 225, 200, 175, 150, 125, 110):
+    for percent in (225, 250, 300, 200, 175, 150, 125, 110):
         warm = judge.warm(pages=longest * percent // 100, states=5, longest=longest)
         outputs = []
         for _ in range(2):
@@ -270,7 +270,7 @@ def run_parity(model: str | Path, seed: int = 0) -> Parity:
     if has_predictor(open_checkpoint(model)):
         config = CacheConfig(memory="64MiB", deterministic=True)
         predicting = Engine.from_pretrained(model, dtype="float32", cache=config, speculation="mtp")
-        checks += predictor(Judge(predicting, seed, plain=engine))
+        checks += predictor(Judge(predicting, seed, judge))
     return Parity(checks, product_costs(engine), preparation)
 
 

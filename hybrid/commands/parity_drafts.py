@@ -69,6 +69,7 @@ class Known(Drafter):
 
 def drafts(judge: Judge) -> list[Check]:
     """Drafts of every kind, greedy and sampled, each cold and as a hit, with retraction and aborts in between."""
+    judge.begin()
     prompts = [judge.ids(2 * judge.grid + 9), judge.ids(judge.grid // 2)]
     checks = []
     for mode, params in (("greedy", ANSWER), ("sampled", SAMPLED)):
@@ -89,6 +90,7 @@ def drafts(judge: Judge) -> list[Check]:
 
 def predictor(judge: Judge) -> list[Check]:
     """Drafts of the checkpoint's own predictor, alone and with others, where the judge's engine was loaded with it."""
+    judge.begin()
     prompts = [judge.ids(2 * judge.grid + 9), judge.ids(judge.grid // 2)]
     checks = []
     for mode, params in (("greedy", ANSWER), ("sampled", SAMPLED)):
@@ -146,7 +148,12 @@ def regenerated(judge: Judge) -> Check:
 
 
 def under_pressure(judge: Judge, *others: str) -> Check:
-    """Drafts in a memory that is too small: requests are retracted, and some aborted in the middle."""
+    """Drafts in a memory that is too small: requests are retracted, and some aborted in the middle.
+
+    Sizes are tried until one is retracted. The first, which holds little more than one request, suffices for all
+    families.
+    """
+    judge.begin()
     page_size = judge.engine.cache.config.page_size
     shared = judge.ids(4 * judge.grid)
     prompts = [shared + judge.ids(judge.grid - missing) for missing in (2, 5, 9, 14, 20)]
@@ -154,7 +161,7 @@ def under_pressure(judge: Judge, *others: str) -> Check:
     longest = -(-(6 * judge.grid + ANSWER.max_new_tokens) // page_size)
     outputs: list[RequestOutput] = []
     retracted = False
-    for percent in (300, 250, 225, 200, 175, 150, 125, 110):
+    for percent in (110, 125, 150, 175, 200, 225, 250, 300):
         own = SpeculationConfig(drafters=(Known(answers, wrong_every=5), *others), adaptive=False)
         warm = judge.warm(pages=longest * percent // 100, states=5, speculation=own, longest=longest)
         aborted = warm.add_request(judge.ids(judge.grid), ANSWER)

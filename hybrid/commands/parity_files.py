@@ -96,11 +96,9 @@ def restarted(judge: Judge, model: str | Path, process: Executor) -> Check:
     directory, and answers the prompts and their second turns."""
     with TemporaryDirectory() as folder:
         first = judge.warm(*_few(judge), host="1MiB", directory=Path(folder) / "cache")
-        prompts = [judge.ids(4 * judge.grid + 9 + number) for number in range(3)]
-        turns = [first.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
-        second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
+        prompts = _conversations(judge, first, 3)
         first.close()
-        later = process.submit(generate_after_restart, str(model), first.cache.config, prompts + second)
+        later = process.submit(generate_after_restart, str(model), first.cache.config, prompts)
         outputs, stats = later.result()
     hits = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
     return judge.check(
@@ -126,13 +124,20 @@ def _few(judge: Judge) -> tuple[int, int]:
     return 14 * judge.grid // judge.engine.cache.config.page_size, 5
 
 
+def _conversations(judge: Judge, engine: Engine, count: int) -> list[list[int]]:
+    """Prompts that an engine has answered, and then the second turns that continue them."""
+    prompts, turns = [], []
+    for number in range(count):
+        prompts.append(judge.ids(4 * judge.grid + 9 + number))
+        turn = engine.generate([prompts[-1]], ANSWER, progress=False)[0]
+        turns.append(prompts[-1] + turn.token_ids + judge.ids(judge.grid // 2 + 3))
+    return prompts + turns
+
+
 def _evicted(judge: Judge, name: str, warm: Engine) -> Check:
     """Prompts and their second turns in an engine that cannot hold all of them."""
-    prompts = [judge.ids(4 * judge.grid + 9 + number) for number in range(5)]
-    turns = [warm.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
-    second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
     outputs = []
-    for prompt in (*prompts, *second):
+    for prompt in _conversations(judge, warm, 5):
         if warm.cache.tiers is not None and warm.cache.tiers.disk is not None:
             warm.cache.tiers.disk.flush()  # what waits for the disk would be had from memory
         outputs += warm.generate([prompt], ANSWER, progress=False)

@@ -245,7 +245,8 @@ def model_runner(
     if is_captured(loaded, config):
         longest = MAX_PROMPT_TOKENS if model.prompts_can_be_recorded else 0
         graphs = CapturedPasses(model, cache.kv, cache.state_tensors, device, max_prompt_tokens=longest)
-    return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens)
+    is_compiled = device.type == "cpu" and model.decode_can_be_recorded
+    return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens, is_compiled)
 
 
 def check_settings(cache: object, config: object) -> None:

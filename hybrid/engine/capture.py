@@ -27,21 +27,27 @@ def capture_for(device: torch.device) -> Capture:
 
 
 class CudaCapture:
-    """Captures on a GPU. All graphs share their memory, as only one of them runs at a time."""
+    """Captures on a GPU. All graphs share their memory, as only one of them runs at a time.
+
+    What other threads do meanwhile is no error, neither here nor there: another engine may take pinned memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = run()
+        with torch.cuda.device(self._device):  # whose stream is captured
+            if self._stream is None:  # one for all, since what is freed is kept for the stream that had it
+                self._stream = torch.cuda.Stream(self._device)
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                for _ in range(WARM_UPS):
+                    run()
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = run()
         self._pool = graph.pool()
-        return graph.replay, logits
+        return graph.replay, result

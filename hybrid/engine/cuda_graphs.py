@@ -48,6 +48,21 @@ class Graph:
     after_drafts: ReplayOfAll | None
 
 
+class SharedLogits:
+    """The logits of all graphs, in one memory: a row of a large vocabulary takes 1 MB, and graphs may be hundreds."""
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+
+    def hold(self, logits: Tensor) -> Tensor:
+        """A copy of `[rows, vocab]` logits, valid until the next one. New memory is taken, which no graph may do while
+        it is captured, where the rows are more than before: graphs captured so far keep the old one, half as large."""
+        count = len(logits)
+        if self._rows is None or len(self._rows) < count:
+            self._rows = logits.new_empty(1 << (count - 1).bit_length(), logits.shape[1])
+        return self._rows[:count].copy_(logits)
+
+
 class Ran(NamedTuple):
     """What a pass has computed: valid until the next one.
 
@@ -90,9 +105,11 @@ class CapturedPasses:
         device: of the model.
         capture: captures a pass; None: `capture_for(device)`.
         max_prompt_tokens: tokens of prompts up to which passes with prompts are captured; 0: they are not.
+        on_gpu: passes are captured as CUDA graphs are: each once, before it is computed, with padding, and with logits
+            that all share. None: as `device` is.
 
     Attributes:
-        max_prompt_tokens: as given.
+        max_prompt_tokens, on_gpu: as given.
     """
 
     def __init__(
@@ -103,8 +120,10 @@ class CapturedPasses:
         device: torch.device,
         capture: Capture | None = None,
         max_prompt_tokens: int = 0,
+        on_gpu: bool | None = None,
     ) -> None:
         self.max_prompt_tokens: int = max_prompt_tokens
+        self.on_gpu: bool = device.type == "cuda" if on_gpu is None else on_gpu
         self._model = model
         self._kv, self._state = kv, state
         self._device = device
@@ -113,6 +132,7 @@ class CapturedPasses:
         self._graphs: dict[Layout, Graph] = {}
         self._occurred: set[Layout] = set()  # layouts with prompts
         self._captures = True
+        self._logits = SharedLogits()
         self._captured_model = CapturedModel(model)
 
     @property
@@ -133,7 +153,7 @@ class CapturedPasses:
         """
         graph = self._graphs.get(plan.shape)
         if graph is None and self._captures and self._is_worth_it(plan):
-            if self._graphs and self._device.type == "cpu":
+            if self._graphs and not self.on_gpu:
                 return self._result(plan, self._capture_and_run(plan, tokens))
             graph = self._capture_idle(plan)
         if graph is None:
@@ -203,13 +223,14 @@ class CapturedPasses:
         """Capture a pass over numbers of a plan's layout."""
         log.info("capturing a graph for %s", plan.sizes)
         batch = plan.batch(numbers)
-        if self._device.type == "cpu":  # a step without drafts and one with them are the same pass
+        if not self.on_gpu and plan.num_decoded:  # a step without drafts and one with them are the same pass
             batch = replace(batch, log=[])
         run, logits = self._capture(partial(self._run_pass, batch))
         after_drafts = None
         if batch.log is not None:
             replay_all = partial(self._model.replay, batch.log, None, state=self._state)
-            after_drafts = ReplayOfAll(plan.num_decoded, replay_all, self._capture_replay)
+            runs = plan.num_runs if self.on_gpu else None
+            after_drafts = ReplayOfAll(plan.num_decoded, runs, self._device, replay_all, self._capture_replay)
         if len(self._graphs) == MAX_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
         graph = self._graphs[plan.shape] = Graph(numbers, run, logits, after_drafts)
@@ -219,4 +240,4 @@ class CapturedPasses:
         if batch.log is not None:
             batch.log.clear()  # of the run before
         logits: Tensor = self._model(batch, self._kv, self._state)
-        return logits
+        return self._logits.hold(logits) if self.on_gpu else logits

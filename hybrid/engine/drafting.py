@@ -42,6 +42,7 @@ class Drafting:
         self._mtp = mtp
         self._cache = cache
         self._deterministic = deterministic
+        self._grid = cache.config.grid
         self._most = config.max_num_batched_tokens - config.max_num_seqs - cache.config.chunk_size
 
     @property
@@ -74,7 +75,7 @@ class Drafting:
 
     def _limit(self, part: Part) -> int:
         """The most drafts that a part may have."""
-        request, grid = part.request, self._cache.config.grid
+        request, grid = part.request, self._grid
         limit = min(request.num_left - 1, grid)
         if request.may_end_anywhere and not self._deterministic:
             limit = min(
@@ -85,10 +86,11 @@ class Drafting:
     def _add(self, part: Part, drafts: Drafts | None) -> None:
         """Add drafts to a part, and allocate their memory."""
         lease, config = part.lease, self._cache.config
-        boundary = ceil_div(part.end, config.grid) * config.grid
         if drafts is None or not len(drafts):
-            self._cache.trim(lease, part.num_pages)  # pages in which a predictor has computed
+            if self._mtp is not None:
+                self._cache.trim(lease, part.num_pages)  # pages in which it has computed
             return
+        boundary = ceil_div(part.end, self._grid) * self._grid
         if not drafts.is_chain:
             part.branches = self._branches(part, drafts)
         if part.branches is None:
@@ -136,7 +138,8 @@ class Drafting:
     def timed(self, step: Step, seconds: float) -> None:
         """A step was computed, in this time."""
         if not any(part.is_prefill for part in step.parts):
-            self._speculator.timed(sum(part.num_rows for part in step.parts), seconds)
+            drafts = sum([part.num_drafts for part in step.parts])
+            self._speculator.timed(len(step.parts) + drafts, seconds, drafts)
 
     def end(self, request: Request) -> None:
         """A request has given its memory back."""

@@ -6,6 +6,8 @@ step can be planned and launched: its pass takes the tokens of this one on the d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -67,6 +69,8 @@ class ModelRunner:
         deterministic: results must not depend on the rest of the batch.
         graphs: of passes that are captured; None: every step is launched kernel by kernel.
         end_tokens: the model's tokens that end an answer.
+        is_compiled: on a CPU all operations of the model that take long are compiled: torch has one thread for the
+            others, since its own threads would take the cores of the next compiled one.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class ModelRunner:
         deterministic: bool,
         graphs: CapturedPasses | None,
         end_tokens: frozenset[int] = frozenset(),
+        is_compiled: bool = False,
     ) -> None:
         self.model: Any = model
         self.graphs = graphs
@@ -84,6 +89,7 @@ class ModelRunner:
         self._device = device
         self._deterministic = deterministic
         self._end_tokens = end_tokens
+        self._threads: Callable[[], AbstractContextManager[None]] = torch_on_one_thread if is_compiled else nullcontext
 
     def plan(self, step: Step, under_way: PendingTokens | None = None) -> Plan:
         """Build the plan of a step whose memory has been allocated. Steps that a graph can compute are padded."""
@@ -93,19 +99,23 @@ class ModelRunner:
 
     def _padding(self, step: Step) -> Padding | None:
         """The sizes that a step is padded to; None: it is launched kernel by kernel."""
-        graphs, on_gpu = self.graphs, self._device.type == "cuda"
+        graphs = self.graphs
         if graphs is None or graphs.is_hooked:
             return None
-        padding = padding_of(step, graphs.max_prompt_tokens, captures_drafts=not on_gpu)
-        if padding is None or on_gpu or padding.tokens:
+        padding = padding_of(step, graphs.max_prompt_tokens)
+        if padding is None or graphs.on_gpu or padding.tokens:
             return padding
         num_drafts = sum([len(part.drafts) for part in step.parts if part.drafts is not None])
         if len(step.parts) + num_drafts > MAX_CAPTURED_ROWS:
             return None
-        return padding._replace(rows=len(step.parts))  # rows of padding would be computed one by one
+        return padding._replace(rows=len(step.parts), runs=0)  # rows of padding would be computed one by one
 
     def launch(self, plan: Plan) -> PendingTokens:
         """Give a plan to the device, without waiting for the results."""
+        with self._threads():
+            return self._launch(plan)
+
+    def _launch(self, plan: Plan) -> PendingTokens:
         verification, under_way = None, plan.under_way
         tokens = under_way.choose() if under_way is not None else None  # before this pass writes the same logits
         plan = replace(plan, under_way=None)  # what is pending keeps its plan, and must not keep all passes before it
@@ -116,13 +126,17 @@ class ModelRunner:
             logits = self.model(batch, self._cache.kv, self._cache.state_tensors)
             keep = partial(self._replay, batch.log) if batch.log is not None else None
         if plan.has_drafts and keep is not None:
-            verification = Verification(plan.parts, self._end_tokens, keep)
+            verification = Verification(plan.parts, self._end_tokens, partial(self._keep, keep))
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
         return PendingTokens(plan, Computed(logits, sampling, plan.is_padded, finite), verification)
 
     def _replay(self, log: Log, replay: Replay) -> None:
         replay_states(self.model, log, replay, self._cache.state_tensors, self._device)
+
+    def _keep(self, keep: Callable[[Replay], None], replay: Replay) -> None:
+        with self._threads():
+            keep(replay)
 
     def _are_finite(self, slots: list[int]) -> Tensor:
         """`[C]` whether the states in these slots are finite."""

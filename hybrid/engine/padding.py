@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from hybrid.engine.sampled_rows import SampledRows
-from hybrid.engine.step import Step
+from hybrid.engine.step import Part, Step
 from hybrid.units import ceil_div
 
 MIN_WIDTH = 16
@@ -33,6 +33,10 @@ MIN_CAPTURES = 4
 MIN_ROWS_BESIDE_PROMPTS = 8
 """Decoding requests that a padded step with prompts has at least, if it has any."""
 
+MAX_ROWS_WITH_DRAFTS = 128
+"""Decoded tokens and drafts of a step beyond which it is not padded: its graph keeps what its states are computed from,
+the inputs of all linear layers."""
+
 
 class Padding(NamedTuple):
     """The sizes that a step is padded to.
@@ -43,6 +47,8 @@ class Padding(NamedTuple):
         tokens: of prompts; 0: the step has none.
         prompts: prompt parts; at least one of them is padding.
         captures: checkpoints that prompts write.
+        runs: beside drafts, requests as the linear layers see them: those of padding have several rows, one, or none;
+            0: as many as there are.
     """
 
     rows: int
@@ -50,6 +56,7 @@ class Padding(NamedTuple):
     tokens: int = 0
     prompts: int = 0
     captures: int = 0
+    runs: int = 0
 
     @classmethod
     def of(cls, num_requests: int, num_pages: int) -> Padding:
@@ -68,6 +75,16 @@ class Padding(NamedTuple):
             _power_from(prompts + 1),
             max(MIN_CAPTURES, _power_from(captures)),
         )
+
+    @classmethod
+    def with_drafts(cls, decodes: int, drafts: int, pages: int) -> Padding:
+        """For decoding requests with drafts, however these are dealt out: powers of two of rows and of requests, and
+        every other width, as each graph keeps its log. There are as many runs of padding as requests at least, so that
+        none of them is longer than others are on average, and fewer runs than rows."""
+        rows, width = _power_from(decodes + drafts), MIN_WIDTH
+        while width < pages:
+            width *= 4
+        return cls(rows - drafts, width, runs=min(2 * _power_from(decodes), rows - 1))
 
 
 NO_PADDING = Padding(0, 0)
@@ -115,23 +132,37 @@ class Rows(NamedTuple):
         return cls(rows, known, prompts, starts[-1] + idle_decodes, idle_prompts, idle_decodes)
 
 
-def padding_of(step: Step, max_prompt_tokens: int, captures_drafts: bool = False) -> Padding | None:
+def run_starts(decodes: Sequence[Part], idle: int, runs: int) -> list[int]:
+    """Where the steps of each request that decodes start, and the end.
+
+    Args:
+        idle: rows of padding, which are spread over the runs that are left.
+        runs: as in `Padding`.
+    """
+    starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in decodes)]
+    end, spare = starts[-1], max(0, runs + 1 - len(starts))
+    return starts + [end + idle * (index + 1) // spare for index in range(spare)]
+
+
+def padding_of(step: Step, max_prompt_tokens: int) -> Padding | None:
     """The sizes that a step is padded to; None: no graph is captured of such steps.
 
     Args:
         max_prompt_tokens: of steps with prompts; 0: no graph is captured of them.
-        captures_drafts: graphs are captured of decode steps with drafts that are chains.
     """
     parts = step.parts
     if [part for part in parts if part.request.media or part.request.adapter or part.branches]:
         return None
-    has_drafts = bool([part for part in parts if part.drafts is not None])
+    drafts = sum([part.num_drafts for part in parts])
     pages = max([len(part.lease.block_table) for part in parts])
     prompts = [part for part in parts if part.is_prefill]
     if not prompts:
-        return Padding.of(len(parts), pages) if captures_drafts or not has_drafts else None
+        if not drafts:
+            return Padding.of(len(parts), pages)
+        is_small = len(parts) + drafts <= MAX_ROWS_WITH_DRAFTS
+        return Padding.with_drafts(len(parts), drafts, pages) if is_small else None
     tokens = sum(part.num_rows for part in prompts)
-    if tokens > max_prompt_tokens or len(prompts) > MAX_PROMPTS or has_drafts:
+    if tokens > max_prompt_tokens or len(prompts) > MAX_PROMPTS or drafts:
         return None
     if any(SampledRows.of(part).count > 1 for part in prompts):
         return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
-from hybrid.engine.padding import NO_PADDING, Padding, Rows
+from hybrid.engine.padding import NO_PADDING, Padding, Rows, run_starts
 from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
 from hybrid.engine.request import Request
 from hybrid.engine.sampled_rows import SampledRows, rows_of, targets_of, tokens_of
@@ -45,9 +45,9 @@ LINKS = "links"
 RUN_STARTS = "decodes.run_starts"
 """The piece of a layout, where there are drafts, with `Group.run_starts`."""
 
-NOT_READ = (RUN_STARTS, SAMPLING, LINKS)
-"""The last pieces of a layout, which no captured pass reads: with drafts passes are captured on a CPU alone, where the
-compiled operations know by `state_read` which token continues from the one before it."""
+NOT_READ = (SAMPLING, LINKS)
+"""The last pieces of a layout, which no captured pass reads. Nor does it read `RUN_STARTS`, which comes before them,
+where that is not padded: compiled operations know by `state_read` which token continues from the one before it."""
 
 LINK_FIELDS = 5
 """Numbers of a link."""
@@ -92,6 +92,7 @@ class Plan:
         adapted: the adapters of the step, with the blocks of their rows.
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
         under_way: the pass before, from which this one may continue; None: its results are known.
+        pads_runs: `RUN_STARTS` is padded, too.
     """
 
     numbers: Tensor
@@ -107,11 +108,18 @@ class Plan:
     adapted: tuple[tuple[Adapter, RowBlocks | None], ...] = ()
     targets: tuple[int, ...] | None = None
     under_way: UnderWay | None = None
+    pads_runs: bool = False
+
+    @property
+    def not_read(self) -> tuple[str, ...]:
+        """The last pieces of the layout, which no captured pass reads."""
+        return NOT_READ if self.pads_runs else (RUN_STARTS, *NOT_READ)
 
     @property
     def shape(self) -> Layout:
         """The layout without what no layer reads."""
-        return tuple([place for place in self.layout.items() if place[0] not in NOT_READ])
+        not_read = self.not_read
+        return tuple([place for place in self.layout.items() if place[0] not in not_read])
 
     def on(self, device: torch.device, tokens: Tensor | None = None) -> tuple[Batch, SamplingRows | None]:
         """The plan's tensors on a device, in one copy.
@@ -140,6 +148,11 @@ class Plan:
     def num_decoded(self) -> int:
         """Number of rows that decode, with drafts and padding."""
         return self.layout["token_ids"][1][0] - self.num_prefill_tokens
+
+    @property
+    def num_runs(self) -> int:
+        """Requests that decode, with drafts among them, as the linear layers see them."""
+        return self.layout[RUN_STARTS][1][0] - 1
 
     @property
     def has_drafts(self) -> bool:
@@ -211,8 +224,9 @@ class Plan:
         """Numbers of a plan of this shape in which every row is a draft or another request, is sampled at random, and
         continues from the pass before."""
         rows = self.layout["token_ids"][1][0]
-        start = min((self.layout[name][0] for name in NOT_READ if name in self.layout), default=self.numbers.numel())
-        return start + (1 + len(SamplingRows._fields) + LINK_FIELDS) * rows + 1 + len(NOT_READ) * ALIGNMENT
+        last = self.not_read
+        start = min((self.layout[name][0] for name in last if name in self.layout), default=self.numbers.numel())
+        return start + (1 + len(SamplingRows._fields) + LINK_FIELDS) * rows + 1 + len(last) * ALIGNMENT
 
     def _view(self, numbers: Tensor, name: str) -> Tensor:
         start, shape = self.layout[name]
@@ -259,7 +273,7 @@ def plan(
         _add_prefills(pieces, prefills, rows, shape.width)
     if decodes:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
-        _add_decodes(pieces, decodes, positions[num_prefills:], rows.idle_decodes, shape.width)
+        _add_decodes(pieces, decodes, positions[num_prefills:], rows.idle_decodes, shape)
     adapted = _add_adapted(pieces, parts, rows.parts, chunk_size if deterministic else None)
     _add_sampling(pieces, parts, sampled, rows.num_idle)
     _add_links(pieces, parts, rows, sources)
@@ -277,6 +291,7 @@ def plan(
         adapted=adapted,
         targets=targets_of(sampled),
         under_way=under_way,
+        pads_runs=shape.runs > 0,
     )
 
 
@@ -347,11 +362,7 @@ def _add_media(
 
 
 def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], num_idle: int) -> None:
-    """Where the steps of each part start, where there are drafts; how the token of every row of logits is chosen,
-    unless all are the most likely ones."""
-    if [part for part in parts if part.drafts is not None]:
-        starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in parts if not part.is_prefill)]
-        pieces.add(RUN_STARTS, starts, (len(starts),))
+    """How the token of every row of logits is chosen, unless all are the most likely ones."""
     tokens = tokens_of(parts, sampled)
     if not [request for request, *_ in tokens if request is not None and request.params.temperature]:
         return
@@ -413,10 +424,12 @@ def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, width: int) -> 
     pieces.add("prefills.state_write", [_write_slot(part) for part in parts] + [-1] * idle, (count,))
 
 
-def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], idle: int, width: int) -> None:
+def _add_decodes(
+    pieces: Pieces, parts: list[Part], positions: list[Sequence[int]], idle: int, padding: Padding
+) -> None:
     """The numbers of decoded tokens and their drafts, one row each, and of the padding."""
     lengths = [position + 1 for own in positions for position in own]
-    table = _block_table(parts, idle, width)
+    table = _block_table(parts, idle, padding.width)
     if len(lengths) == len(parts):  # no drafts
         read: list[int | None] = [part.lease.read_slot for part in parts]
         write = [_write_slot(part) for part in parts]
@@ -437,6 +450,9 @@ def _add_decodes(pieces: Pieces, parts: list[Part], positions: list[Sequence[int
         pieces.add(STEPS, unrolled, (len(unrolled),))
         pieces.add(f"{STEPS}.places", places, (len(places),))
         pieces.add_array("copies", np.array(copies, np.int64))
+    if len(lengths) > len(parts):
+        starts = run_starts(parts, idle, padding.runs)
+        pieces.add(RUN_STARTS, starts, (len(starts),))
 
 
 def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None]]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +36,10 @@ class Replay(NamedTuple):
     write: list[int]
 
 
+NOTHING = Replay([], [0], [], [])
+"""No draft was accepted."""
+
+
 def replay_states(model: Any, log: Log, replay: Replay, state: dict[str, Tensor], device: torch.device) -> None:
     """Keep the states after accepted drafts.
 
@@ -52,31 +57,59 @@ def replay_states(model: Any, log: Log, replay: Replay, state: dict[str, Tensor]
 class ReplayOfAll:
     """Keeps the states after accepted drafts of a captured pass, by a captured replay.
 
-    All rows of the pass are computed once more where they are, so that one capture serves whatever is accepted: rows
-    that are not continue from the empty state, and what is after them is not kept. It is for chains: an accepted draft
-    that reads no slot continues from the row before it.
+    It reads the rows of the pass where they are, so that one capture serves whatever is accepted. It is for chains: an
+    accepted draft that reads no slot continues from the row before it. Rows that are not accepted keep nothing, and a
+    GPU does not compute those of them whose run reads no slot.
 
     Args:
-        rows: number of rows of the pass.
-        run: computes the states of all rows, given their `StateSteps`.
+        rows: number of rows of the pass. The first one is no draft.
+        runs: of the pass; None: what computes it knows by the slots that are read where a run starts.
+        device: of the pass.
+        run: computes the states, given the `StateSteps`.
         capture: captures it, in memory that the pass does not use.
     """
 
-    def __init__(self, rows: int, run: Callable[[StateSteps], None], capture: Capture) -> None:
-        self._nothing = torch.tensor([[EMPTY_STATE] * rows, [-1] * rows])
-        self._slots = self._nothing.clone()
-        self._steps = StateSteps(torch.arange(rows + 1), *self._slots)
+    def __init__(
+        self, rows: int, runs: int | None, device: torch.device, run: Callable[[StateSteps], None], capture: Capture
+    ) -> None:
+        # the first row, each chain, of which there are no more than half as many as runs or rows, and what is between
+        # them; another number than that of rows, as these would have one row each
+        count = runs + 3 if runs is not None else rows
+        host = torch.arange(count + 1 + 2 * rows)
+        numbers = host.numpy()  # the same memory: to write some numbers takes a tenth of the time
+        self._starts = numbers[: count + 1] if runs is not None else None
+        self._slots = numbers[count + 1 :].reshape(2, rows)
+        self._nothing = np.full((2, rows), -1)
+        self._nothing[0, 0] = EMPTY_STATE  # there is no row before it
+        self._host, self._numbers = host, host.to(device)
+        self._steps = StateSteps(*self._numbers.split((count + 1, rows, rows)))
         self._launch = run
         self._capture: Capture | None = capture
         self._run: Callable[[], Tensor | None] = self._launched
 
     def keep(self, replay: Replay) -> None:
         """Keep the states after these drafts."""
-        self._slots.copy_(self._nothing)
         if self._capture is not None:
+            self._write(NOTHING)
             self._record(self._capture)
-        self._slots[:, replay.rows] = torch.tensor([replay.read, replay.write])
+        self._write(replay)
         self._run()
+
+    def _write(self, replay: Replay) -> None:
+        """Write the numbers of the `StateSteps`: a run for each chain that is accepted, and for the rows in between."""
+        self._slots[:] = self._nothing
+        self._slots[:, replay.rows] = replay.read, replay.write
+        if self._starts is not None:
+            is_kept = np.zeros(self._slots.shape[1], np.bool_)
+            is_kept[replay.rows] = True
+            starts = self._slots[0] >= 0
+            starts[1:] |= ~is_kept[1:] & is_kept[:-1]
+            starts[1:2] |= ~is_kept[1:2]  # the first row is a run by itself
+            found = np.flatnonzero(starts)
+            self._starts[: len(found)] = found
+            self._starts[len(found) :] = len(starts)
+        if self._numbers is not self._host:
+            self._numbers.copy_(on_device(self._host, self._numbers.device))
 
     def _record(self, capture: Capture) -> None:
         """Capture it, while nothing is kept."""
@@ -88,4 +121,4 @@ class ReplayOfAll:
 
     def _launched(self) -> Tensor:
         self._launch(self._steps)
-        return self._slots
+        return self._numbers

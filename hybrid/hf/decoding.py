@@ -45,8 +45,8 @@ class DraftSource(Protocol):
         """Those of `path` were accepted."""
         ...
 
-    def timed(self, rows: int, seconds: float) -> None:
-        """A pass took so long."""
+    def timed(self, rows: int, seconds: float, drafts: int) -> None:
+        """A pass took so long; some of its rows were drafts."""
         ...
 
     def end(self, history: History) -> None:
@@ -161,7 +161,7 @@ class DraftedDecoding:
                     if is_finished or num_drawn > len(drafts) or tokens[-1] != drafts.tokens[num_drawn - 1]:
                         break
                 if not is_first:
-                    self._source.timed(num_rows, time.perf_counter() - start)
+                    self._source.timed(num_rows, time.perf_counter() - start, len(drafts))
                 if saved is not None:
                     is_right = num_drawn <= len(drafts) and tokens[-1] == drafts.tokens[num_drawn - 1]  # and ends it
                     self._source.verified(history, drafts, range(num_drawn - 1 + is_right))

@@ -135,9 +135,9 @@ class _Locked:
         with self._lock, deferred_interrupts():
             self._speculator.verified(history, drafts, path)
 
-    def timed(self, rows: int, seconds: float) -> None:
+    def timed(self, rows: int, seconds: float, drafts: int) -> None:
         with self._lock, deferred_interrupts():
-            self._speculator.timed(rows, seconds)
+            self._speculator.timed(rows, seconds, drafts)
 
     def end(self, history: History) -> None:
         with self._lock, deferred_interrupts():

@@ -202,7 +202,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             checkpoint = Checkpoint(slot, len(key), arrival.kind, params.priority or 0, arrival.turn)
         elif past is None:
             past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
-        pages = IndexPages(value if len(value) == length else value[:length], self.page_size)
+        pages = IndexPages(value if value.numel() == length else value[:length], self.page_size)
         inserted = self.tree.insert(key, len(key), pages, checkpoint, None, past)
         if not inserted.adopted and inserted.node.slot is not None:
             self.tree.renew(inserted.node)

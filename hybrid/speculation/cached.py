@@ -7,6 +7,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from hybrid.speculation.chances import Chances
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.grams import GRAMS, MAX_BACK, GramIndex, Piece, common_length, match_length
 from hybrid.tree.following import following
@@ -30,9 +31,18 @@ MAX_AHEAD = 16
 WINDOW = 16
 """Tokens of a source, after the place where a history left it, among which it is looked for again."""
 
-Chain = tuple[Sequence[int], Sequence[int]]
+CYCLE = 64
+"""Tokens for which an answer is expected to repeat itself, before that is looked at again."""
 
-NOTHING: Chain = ((), ())
+CONTINUED: tuple[float, ...] = (0.8, *[0.9] * 3, *[0.95] * 9)
+"""How often the tree is expected to be right about the whole history, by `chances.BUCKETS`: sampled answers differ."""
+
+REPEATED: tuple[float, ...] = (0.3, 0.3, 0.3, 0.4, 0.5, 0.5, 0.6, 0.6, 0.7, 0.8, 0.8, 0.9, 0.95)
+"""How often what follows an n-gram elsewhere is expected to follow it again, by `chances.BUCKETS`."""
+
+Chain = tuple[Sequence[int], Sequence[int], Sequence[float]]
+
+NOTHING: Chain = ((), (), ())
 
 
 class Source:
@@ -42,38 +52,59 @@ class Source:
         ids: the tokens.
         at: where in `ids` the token of position `start` is.
         start: a position of the history.
+        matched: how many tokens before it were those of the source when it was found.
+        learned: how often such sources are right. Each token of the history that the source had a token for is counted,
+            drafted or not.
         followed: how many tokens in a row were right.
+        is_left: the token at `start` is another one.
+        is_proven: `PROVEN` tokens in a row were right at some time.
     """
 
-    __slots__ = ("at", "followed", "ids", "start")
+    __slots__ = ("at", "followed", "ids", "is_left", "is_proven", "learned", "matched", "start")
 
-    def __init__(self, ids: array[int], at: int, start: int) -> None:
+    def __init__(self, ids: array[int], at: int, start: int, matched: int, learned: Chances) -> None:
         self.ids: array[int] = ids
         self.at: int = at
         self.start: int = start
+        self.matched: int = matched
+        self.learned: Chances = learned
         self.followed: int = 0
+        self.is_left: bool = False
+        self.is_proven: bool = False
 
-    def follow(self, history: History) -> int:
-        """How many tokens of the history, from `start` on, are those of the source; they are passed."""
+    @property
+    def right(self) -> int:
+        """How many tokens before `start` are those of the source."""
+        return self.matched + self.followed
+
+    def follow(self, history: History) -> None:
+        """Pass the tokens of the history, from `start` on, that are those of the source."""
+        if self.is_left:
+            return
         own = history[self.start :]
-        if not own or self.at >= len(self.ids) or own[0] != self.ids[self.at]:
-            return 0
         theirs = self.ids[self.at : self.at + len(own)]
         count = common_length(own, theirs)
+        self.is_left = count < min(len(own), len(theirs))
+        self.learned.observe(self.right, count, self.is_left)
         self.at += count
         self.start += count
         self.followed += count
-        return count
+        self.is_proven |= self.followed >= PROVEN
 
     def skip(self) -> None:
         """The next token of the history replaces that of the source."""
         self.at += 1
         self.start += 1
-        self.followed = 0
+        self.matched = self.followed = 0
+        self.is_left = False
 
     def draft(self, limit: int) -> Chain:
         """What follows, as a chain. Ids that stand for images end it."""
-        return _chain(self.ids[self.at : self.at + limit])
+        tokens = self.ids[self.at : self.at + limit]
+        if tokens and min(tokens) < 0:
+            tokens = tokens[: next(at for at, token in enumerate(tokens) if token < 0)]
+        count = len(tokens)
+        return tokens, range(-1, count - 1), self.learned.ahead(self.right, count)
 
 
 class ContinuationDrafter(Drafter):
@@ -85,6 +116,8 @@ class ContinuationDrafter(Drafter):
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
+        self._learned = Chances(CONTINUED)
+        self._own: dict[History, Chances] = {}
         self._sources: dict[History, Source] = {}
         self._next_look: dict[History, int] = {}
 
@@ -117,11 +150,16 @@ class ContinuationDrafter(Drafter):
             page_size = self._tree.page_size
             self._next_look[history] = (len(history) // page_size + 1) * page_size
             return NOTHING
-        source = self._sources[history] = Source(ids, 0, len(history))
+        before = self._sources.get(history)
+        learned = self._own.setdefault(history, self._learned.of_request())
+        right = before.right if before is not None and not before.is_left else 0
+        source = self._sources[history] = Source(ids, 0, len(history), right, learned)
         return source.draft(limit)
 
     def end(self, history: History) -> None:
-        """Forget the request."""
+        """Learn from the request, and forget it."""
+        if history in self._own:
+            self._learned.absorb(self._own.pop(history))
         self._sources.pop(history, None)
         self._next_look.pop(history, None)
 
@@ -131,13 +169,15 @@ class _Reading:
 
     Attributes:
         piece: its tokens that are indexed.
+        learned: how often sources are right.
         source: what it follows; None: nothing.
     """
 
-    __slots__ = ("piece", "source")
+    __slots__ = ("learned", "piece", "source")
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Piece, learned: Chances) -> None:
         self.piece: Piece = piece
+        self.learned: Chances = learned
         self.source: Source | None = None
 
 
@@ -149,6 +189,7 @@ class GramDrafter(Drafter):
     """
 
     def __init__(self) -> None:
+        self._learned = Chances(REPEATED)
         self._indices: OrderedDict[str, GramIndex] = OrderedDict()
         self._readings: dict[History, _Reading] = {}
 
@@ -188,31 +229,32 @@ class GramDrafter(Drafter):
         """Look for the last tokens of a history: in the index, in those that are not indexed yet, and in the source
         that was left."""
         index, tail = self._indices.get(history.namespace), history[-MAX_BACK:]
-        found = index.find(tail) if index is not None else None
-        length = match_length(tail, *found) if found is not None else 0
+        best, length = _again(reading.source, tail), 0
+        if best is not None:
+            length = match_length(tail, *best)
         repeated = _repeated(history, reading.piece.end)
-        if repeated is not None:
-            own = match_length(tail, *repeated)
-            if own >= length:
-                return _cycle(*repeated, min(limit, 2 * own))
-        if found is None:
-            found = _again(reading.source, tail)
-            if found is None:
-                return NOTHING
-            length = match_length(tail, *found)
-        ids, at = found
-        source = reading.source = Source(ids, at, len(history))
-        return source.draft(min(limit, 2 * length))
+        if repeated is not None and (own := match_length(tail, *repeated)) > length:
+            best, length = (_cycle(*repeated), 0), own
+        found = index.find(tail) if index is not None else None
+        if found is not None and (own := match_length(tail, *found)) > length:
+            best, length = found, own
+        if best is None:
+            return NOTHING
+        source = reading.source = Source(*best, len(history), length, reading.learned)
+        return source.draft(limit)
 
     def end(self, history: History) -> None:
         """Keep what the request added, and forget the rest."""
         reading = self._readings.pop(history, None) or self._open(history)
         self._learn(history, reading.piece)
+        self._learned.absorb(reading.learned)
         self._readings.pop(history, None)
 
     def _open(self, history: History) -> _Reading:
         """Begin with a history: what is known of it is not indexed again."""
-        reading = self._readings[history] = _Reading(self._index(history.namespace).open(history[:]))
+        reading = self._readings[history] = _Reading(
+            self._index(history.namespace).open(history[:]), self._learned.of_request()
+        )
         self._learn(history, reading.piece)
         return reading
 
@@ -246,22 +288,15 @@ def _repeated(history: History, end: int) -> tuple[array[int], int] | None:
     return ids, at // ids.itemsize + length
 
 
-def _cycle(ids: array[int], at: int, limit: int) -> Chain:
-    """What follows a place in the last tokens of a history, again and again: as if it went on repeating itself."""
+def _cycle(ids: array[int], at: int) -> array[int]:
+    """What follows a place in the last tokens of a history, again and again: as if it continued to repeat itself."""
     period = ids[at:]
-    return _chain((period * (limit // len(period) + 1))[:limit])
-
-
-def _chain(tokens: array[int]) -> Chain:
-    """Tokens that follow each other, up to ids that stand for images."""
-    if tokens and min(tokens) < 0:
-        tokens = tokens[: next(at for at, token in enumerate(tokens) if token < 0)]
-    return tokens, range(-1, len(tokens) - 1)
+    return (period * (CYCLE // len(period) + 1))[:CYCLE]
 
 
 def _again(source: Source | None, tail: array[int]) -> tuple[array[int], int] | None:
     """Where a source that was left continues: after the next place that has the last two tokens."""
-    if source is None:
+    if source is None or not source.is_proven:
         return None
     ids, end = source.ids, min(source.at + WINDOW, len(source.ids))
     at = max(source.at - 2, 1)

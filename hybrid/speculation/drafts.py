@@ -6,6 +6,7 @@ are what would have been sampled anyway are accepted, so that wrong drafts cost 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -100,6 +101,8 @@ class Drafts:
 
     def first(self, count: int) -> Drafts:
         """The first `count` tokens."""
+        if len(self.tokens) <= count:
+            return self
         chances = self.chances[:count] if self.chances is not None else None
         return Drafts(self.tokens[:count], self.parents[:count], self.drafters[:count], chances)
 
@@ -125,6 +128,8 @@ def checked(
     if not isinstance(tokens, Sequence) or not isinstance(parents, Sequence) or len(tokens) != len(parents):
         raise ArgumentError(f"drafter {drafter}: propose must return two sequences of the same length")
     known = _probabilities(chances, len(tokens), drafter) if chances is not None else None
+    if parents == range(-1, len(tokens) - 1) and _are_tokens(tokens, vocab_size):  # a chain has no brothers
+        return Drafts(tuple(tokens), tuple(parents), ((drafter,),) * len(tokens), known).first(limit)
     own: dict[tuple[int, int], int] = {}
     place: list[int] = []  # of each proposed token among those that are kept
     kept: list[int] = []
@@ -150,18 +155,23 @@ def checked(
         tuple(token for _, token in own),
         tuple(parent for parent, _ in own),
         ((drafter,),) * len(own),
-        tuple(known[at] for at in kept) if known is not None else None,
+        tuple([known[at] for at in kept]) if known is not None else None,
     )
 
 
-def _probabilities(chances: object, count: int, drafter: str) -> list[float]:
+def _are_tokens(tokens: object, vocab_size: int) -> bool:
+    """Whether all are tokens, as far as that is known at once."""
+    return isinstance(tokens, array) and len(tokens) > 0 and min(tokens) >= 0 and max(tokens) < vocab_size
+
+
+def _probabilities(chances: object, count: int, drafter: str) -> tuple[float, ...]:
     """Probabilities of `count` drafts."""
     if not isinstance(chances, Sequence) or len(chances) != count:
         raise ArgumentError(f"drafter {drafter}: propose must return a probability for each token, or none at all")
     for chance in chances:
-        if not isinstance(chance, Real) or not 0 <= float(chance) <= 1:
+        if (type(chance) is not float and not isinstance(chance, Real)) or not 0 <= float(chance) <= 1:
             raise ArgumentError(f"drafter {drafter}: a probability must be from 0 to 1, got {chance!r}")
-    return [float(chance) for chance in chances]
+    return tuple(map(float, chances))
 
 
 def accepted(drafts: Drafts, sampled: Sequence[int], is_end: Callable[[int], bool]) -> list[int]:

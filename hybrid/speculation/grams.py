@@ -8,7 +8,7 @@ from operator import mul
 
 import numpy as np
 
-GRAMS = (10, 4)
+GRAMS = (6, 2)
 """Lengths of the n-grams, longest first."""
 
 FACTOR, MIXER = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
@@ -31,8 +31,6 @@ _POWERS_BEFORE = POWERS[_LONG][0][:-_SHORT]
 
 FIRST_SLOTS = 1 << 12
 """Slots of the table when it is created. It is doubled until there are as many as tokens."""
-
-NO_IDS: array[int] = array("i")
 
 MAX_BACK = 16
 """A match is followed back for this many tokens, at most."""
@@ -121,19 +119,22 @@ class GramIndex:
         count = len(ids)
         if count < _SHORT:
             return None
-        slots, num_slots, last = self._slots, self._num_slots, ids[-1]
         value = sum(map(mul, ids[-_SHORT:], _SHORT_POWERS))
         if count >= _LONG:
             longer = sum(map(mul, ids[-_LONG:-_SHORT], _POWERS_BEFORE), value + _LONG_CONSTANT)
-            entry = slots[((longer * MIXER & MASK) >> 20) % num_slots]
-            piece, at = self._pieces.get(entry >> 32), entry & 0xFFFFFFFF
-            known = piece.ids if piece is not None else NO_IDS
-            if at < len(known) and known[at - 1] == last and known[at - _LONG : at] == ids[-_LONG:]:
-                return known, at
-        entry = slots[(((value + _SHORT_CONSTANT) * MIXER & MASK) >> 20) % num_slots]
+            found = self._place(longer, ids[-_LONG:])
+            if found is not None:
+                return found
+        return self._place(value + _SHORT_CONSTANT, ids[-_SHORT:])
+
+    def _place(self, value: int, gram: array[int]) -> tuple[array[int], int] | None:
+        """The place after an n-gram, if that has the slot of its hash."""
+        entry = self._slots[((value * MIXER & MASK) >> 20) % self._num_slots]
         piece, at = self._pieces.get(entry >> 32), entry & 0xFFFFFFFF
-        known = piece.ids if piece is not None else NO_IDS
-        if at < len(known) and known[at - 1] == last and known[at - _SHORT : at] == ids[-_SHORT:]:
+        if piece is None:
+            return None
+        known = piece.ids
+        if at < len(known) and known[at - 1] == gram[-1] and known[at - len(gram) : at] == gram:
             return known, at
         return None
 

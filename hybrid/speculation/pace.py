@@ -1,14 +1,15 @@
 """How many drafts are worth computing.
 
-A draft is worth its row of a pass if it is accepted often enough: with N tokens expected of a pass of T seconds, one
-more row of s seconds and acceptance p pays where p / s > N / T. How often drafts are accepted is measured per request
-and drafter, what passes cost per engine. With many requests in a pass N / T approaches 1 / s, so that drafts end by
-themselves.
+Drafts are worth their rows of a pass if they raise the tokens per second: with N tokens expected of a pass of T
+seconds, one more row of s seconds and acceptance p pays where p / s > N / T. A pass with drafts also takes longer than
+one without because there are any: they are verified, and what was accepted is computed once more. How often drafts are
+accepted is measured per request and drafter, what passes cost per engine. With many requests in a pass N / T approaches
+1 / s, so that drafts end by themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 DECAY = 0.8
 """What an earlier verification counts, of a request's measured acceptance."""
@@ -16,11 +17,11 @@ DECAY = 0.8
 PRIOR = 2.0
 """What is expected of a request counts as much as this many drafts of its own."""
 
-MAX_PAUSE = 64
-"""A request whose drafts do not pay tries one again after at most this many passes."""
+MAX_PAUSES = 3
+"""Drafts that do not pay are looked at again after 4, 16 and then every 64 passes: 4 to the power of this."""
 
-MAX_UNPAID = 2
-"""Tries of other requests that did not pay, of which a request takes heed."""
+MAX_PAUSES_BEFORE = 2
+"""Pauses of other requests in a row of which a request takes heed: another text may be another matter."""
 
 DRIFT = 1.02
 """The fastest pass counts as this many times slower with each later one of as many rows: sequences grow."""
@@ -28,129 +29,194 @@ DRIFT = 1.02
 MAX_WEIGHT = 16
 """Passes of as many rows count as this many, at most."""
 
-MIN_PASSES = 3
-"""Passes of as many rows before it is believed that they are slow: the first one may have been captured."""
-
 FIRST_SHARE = 0.1
 """Cost of a row as a part of what a pass costs without rows, before it has been measured."""
 
 MIN_SHARE = 0.01
-"""The least cost of a row that is believed."""
+"""The least cost of a row that is believed, as a part of what a pass without drafts costs."""
+
+DOUBTED_SHARE = 0.05
+"""A draft that would pay at this cost of a row, and does not at the measured one, is computed now and then: the machine
+may have been busy with something else when it was measured."""
 
 
-class PassCost:
-    """Seconds of a pass without prompts by its number of rows: a line through the fastest passes of each number.
+class Fastest:
+    """The fastest of the latest passes of each number of rows.
 
-    Whatever else the machine does makes a pass slower and never faster, so that the fastest of the latest passes says
-    what a pass costs.
+    Whatever else a machine does makes a pass slower and never faster, so that the fastest says what a pass costs. One
+    pass of a number of rows says nothing: it may have been captured.
     """
 
     def __init__(self) -> None:
-        self.share: float = FIRST_SHARE
-        """Cost of one more row, as a part of the cost of a pass without rows."""
-        self._empty_pass = 0.0
-        self._steps: dict[str, float] = {}
-        self._fastest: dict[int, tuple[float, int]] = {}
-        self._passes = 0
+        self._seconds: dict[int, tuple[float, int]] = {}
 
     def observe(self, rows: int, seconds: float) -> None:
         """A pass of this many rows took so long."""
-        fastest, count = self._fastest.get(rows, (seconds, 0))
-        self._fastest[rows] = min(seconds, fastest * DRIFT), min(count + 1, MAX_WEIGHT)
-        self._passes += 1
-        if count < 2 or self._passes % MAX_WEIGHT == 0:
-            self.share = self._fitted()
+        fastest, count = self._seconds.get(rows, (seconds, 0))
+        self._seconds[rows] = min(seconds, fastest * DRIFT), min(count + 1, MAX_WEIGHT)
 
-    def is_slower(self, rows: int, drafts: int, expected: float, drafting: float = 0.0) -> bool:
-        """Whether passes with drafts were so much slower than those without that `expected` more tokens are fewer per
-        second: also where passes without drafts are captured, and those with drafts are launched.
+    @property
+    def known(self) -> list[tuple[int, float, int]]:
+        """Rows, seconds, and what they count."""
+        return [(rows, seconds, count) for rows, (seconds, count) in self._seconds.items() if count > 1]
+
+
+class PassCost:
+    """Seconds of a pass without prompts by its number of rows: a line through passes with drafts, and one through those
+    without.
+
+    Attributes:
+        row: seconds of one more row.
+        base: seconds of a pass without drafts and without rows.
+        extra: seconds that a pass with drafts takes longer than one without of as many rows.
+    """
+
+    def __init__(self) -> None:
+        self.row, self.base, self.extra = FIRST_SHARE, 1.0, 0.0
+        self._plain, self._drafted = Fastest(), Fastest()
+        self._drafting: dict[str, float] = {}
+        self._passes = 0
+        self._left_out = self._measured_again = 0
+
+    def observe(self, rows: int, seconds: float, drafts: int) -> None:
+        """A pass of this many rows took so long, of which some were drafts."""
+        (self._drafted if drafts else self._plain).observe(rows, seconds)
+        self._passes += 1
+        if self._passes < MAX_WEIGHT or self._passes % MAX_WEIGHT == 0:
+            self._fit()
+
+    def worth(self, rows: int, drafting: float = 0.0) -> Worth:
+        """What drafts are worth.
 
         Args:
-            rows: rows without drafts, each of which yields a token.
-            drafts: rows of drafts.
-            drafting: seconds that a drafter computes before the pass.
+            rows: other rows of the pass.
+            drafting: seconds that it takes to have a draft.
         """
-        known = {own: seconds for own, (seconds, count) in self._fastest.items() if count >= MIN_PASSES}
-        nearest = max((own for own in known if rows < own <= rows + drafts), default=None)
-        if nearest is None or rows not in known:
+        return Worth(rows, self.base + self.row * rows, self.row + drafting, self.extra)
+
+    def drafting(self, drafter: str) -> float:
+        """Seconds in which a drafter computes a draft for each of several requests; 0: it is not known, or nothing."""
+        return self._drafting.get(drafter, 0.0)
+
+    def drafted(self, drafter: str, count: int, seconds: float) -> None:
+        """A drafter has computed up to `count` drafts for each of several requests in this time."""
+        each = seconds / count
+        self._drafting[drafter] = min(each, self._drafting.get(drafter, each) * DRIFT)
+
+    def is_doubted(self, rows: int, chance: float) -> bool:
+        """Drafts were left out of a pass, because of what they cost. Whether to compute the most probable one, to
+        measure that again: after more and more such passes.
+
+        Args:
+            rows: of the pass without drafts.
+            chance: that it is accepted.
+        """
+        if chance * (1 + DOUBTED_SHARE * rows) <= DOUBTED_SHARE * rows:
             return False
-        return (rows + expected) * known[rows] < rows * (known[nearest] + drafting)
+        self._left_out += 1
+        if self._left_out <= 4**self._measured_again:
+            return False
+        self._left_out, self._measured_again = 0, min(self._measured_again + 1, MAX_PAUSES)
+        return True
 
-    def prepared(self, drafter: str, steps: int, seconds: float) -> None:
-        """A drafter has computed up to `steps` drafts for each of several requests in this time."""
-        each = seconds / steps
-        self._steps[drafter] = min(each, self._steps.get(drafter, each) * DRIFT)
+    def is_paid(self) -> None:
+        """Drafts were computed because they pay."""
+        self._left_out = self._measured_again = 0
 
-    def seconds_of(self, drafter: str) -> float:
-        """What a drafter takes to compute a draft for each of several requests; 0: it is not known, or is nothing."""
-        return self._steps.get(drafter, 0.0)
+    def _fit(self) -> None:
+        """The lines. They have the same slope, which follows from passes with drafts if there are several numbers of
+        rows of them, else from all passes."""
+        plain, drafted = self._plain.known, self._drafted.known
+        every = plain + drafted
+        if len(every) < 2:
+            return
+        slope = _slope(drafted if len(drafted) > 1 else every)
+        without = _height(plain or drafted, slope)
+        least = MIN_SHARE * max(without, min(seconds for _, seconds, _ in every))
+        self.row = max(slope, least)
+        self.base = max(_height(plain or drafted, self.row), least)
+        self.extra = max(_height(drafted, self.row) - self.base, 0.0) if len(drafted) > 1 and plain else 0.0
 
-    def share_of(self, drafter: str) -> float:
-        """What a drafter takes to compute a draft for each of several requests, as a part of the cost of a pass without
-        rows. Before that is known it costs nothing, and is tried."""
-        return self.seconds_of(drafter) / self._empty_pass if self._empty_pass > 0 else 0.0
 
-    def _fitted(self) -> float:
-        """The share by weighted least squares; a number of rows of which there was one pass says nothing."""
-        known = [(rows, seconds, count) for rows, (seconds, count) in self._fastest.items() if count > 1]
-        weight = sum(count for _, _, count in known)
-        if len(known) < 2:
-            return FIRST_SHARE
-        rows = sum(count * rows for rows, _, count in known) / weight
-        seconds = sum(count * seconds for _, seconds, count in known) / weight
-        spread = sum(count * (own - rows) ** 2 for own, _, count in known)
-        slope = sum(count * (own - rows) * (time - seconds) for own, time, count in known) / spread
-        base = self._empty_pass = seconds - slope * rows
-        return 1.0 if base <= 0 else min(max(slope / base, MIN_SHARE), 1.0)
+def _slope(known: Sequence[tuple[int, float, int]]) -> float:
+    """Of the line by weighted least squares."""
+    weight = sum(count for _, _, count in known)
+    rows = sum(count * rows for rows, _, count in known) / weight
+    spread = sum(count * (own - rows) ** 2 for own, _, count in known)
+    return sum(count * (own - rows) * time for own, time, count in known) / spread if spread else 0.0
+
+
+def _height(known: Sequence[tuple[int, float, int]], slope: float) -> float:
+    """Of a line of this slope, where there are no rows."""
+    return sum(count * (time - slope * rows) for rows, time, count in known) / sum(count for _, _, count in known)
+
+
+def is_common(rows: int) -> bool:
+    """Whether passes of this many rows are computed. Passes are captured for each number of rows, which takes as long
+    as many passes: there are to be few such numbers."""
+    return rows <= 4 or (rows <= 8 and rows % 2 == 0) or rows % 4 == 0
 
 
 class Worth:
-    """What a pass yields and costs, draft by draft.
+    """What a pass yields and costs.
 
     Args:
-        rows: rows of the pass without drafts of this request.
-        share: cost of a row as a part of the cost of a pass without rows.
-        drafting: what it costs to have a draft for it, in the same unit.
+        rows: rows of the pass without drafts of a request, each of which yields a token.
+        without: cost of the pass without drafts.
+        row: of one more row, and what it costs to have a draft for it.
+        extra: what a pass costs in addition because there are drafts.
     """
 
-    def __init__(self, rows: int, share: float, drafting: float = 0.0) -> None:
-        self._share = share + drafting
-        self._expected = float(rows)
-        self._cost = 1.0 + share * rows
+    def __init__(self, rows: int, without: float, row: float, extra: float = 0.0) -> None:
+        self._rows = rows
+        self._without = without
+        self._row = row
+        self._extra = extra
 
-    def pays(self, chance: float) -> bool:
-        """Whether one more draft that is accepted with this chance raises the tokens per second."""
-        return chance * self._cost > self._share * self._expected
+    def best(self, chances: Sequence[float]) -> int:
+        """How many drafts to compute, for the most tokens per second.
 
-    def take(self, chances: Iterable[float]) -> int:
-        """Add drafts as long as they pay; returns how many."""
-        count = 0
-        for chance in chances:
-            if not self.pays(chance):
+        Args:
+            chances: that each is accepted, falling.
+        """
+        best, expected, cost = 0, float(self._rows), self._without + self._extra
+        most = expected / self._without
+        for count, chance in enumerate(chances, 1):
+            expected, cost = expected + chance, cost + self._row
+            if chance * cost <= expected * self._row and expected <= most * cost:  # from here on fewer and fewer
                 break
-            self._expected, self._cost, count = self._expected + chance, self._cost + self._share, count + 1
-        return count
+            if expected > most * cost and (is_common(self._rows + count) or count == len(chances)):
+                best, most = count, expected / cost
+        return best
+
+    def pays(self, chance: float, others: Sequence[float]) -> bool:
+        """Whether one more draft that is accepted with this chance raises the tokens per second.
+
+        Args:
+            others: chances of those that there are, falling: the best of them are computed.
+        """
+        count = self.best(others)
+        added = self._row if count else self._row + self._extra
+        cost = self._without + (self._extra + count * self._row if count else 0.0)
+        return chance * cost > (self._rows + sum(others[:count])) * added
 
 
 class Acceptance:
-    """How often drafts of one drafter are accepted, given that those before them were.
+    """How often drafts of one drafter are accepted, given that those before them were, and whether it is asked.
 
     Args:
         prior: what is expected before there was any.
-        unpaid: how often in a row drafts of other requests were tried though they did not pay.
+        pauses: how many pauses there were in a row for other requests.
 
     Attributes:
-        unpaid: the same of this one.
+        pauses: the same for this one.
     """
 
-    def __init__(self, prior: float, unpaid: int = 0) -> None:
-        self.unpaid: int = min(unpaid, MAX_UNPAID)  # another text may be another matter
+    def __init__(self, prior: float, pauses: int = 0) -> None:
+        self.pauses: int = min(pauses, MAX_PAUSES_BEFORE)
         self._hits = PRIOR * prior
         self._trials = PRIOR
-        self._failures = 0
-        self._unused = 0
-        self._pause = 4**self.unpaid // 2 if unpaid else 0
-        self._is_due = False  # the pause is over: one draft is tried, whether it pays or not
+        self._left = 4**self.pauses // 2 if pauses else 0
 
     @property
     def rate(self) -> float:
@@ -162,33 +228,25 @@ class Acceptance:
         trials = accepted + (accepted < offered)
         self._hits = DECAY * self._hits + accepted
         self._trials = DECAY * self._trials + trials
-        self._failures = 0 if accepted else self._failures + 1
-        self._unused = 0
 
-    def unused(self) -> None:
-        """Drafts were computed, of which none was probable enough."""
-        self._unused = min(self._unused + 1, 3)
-        self._pause = 4**self._unused
+    def is_due(self, passes: int = 1) -> bool:
+        """Whether no pause lasts, this many passes after it was asked for last."""
+        self._left -= passes
+        return self._left < 0
 
-    def count(self, limit: int, rows: int, share: float, drafting: float = 0.0) -> int:
-        """How many drafts to compute for one of several requests of a pass.
+    def paid(self, is_paid: bool) -> None:
+        """Whether drafts paid. If not, there is a pause, each longer than the one before."""
+        self.pauses = 0 if is_paid else min(self.pauses + 1, MAX_PAUSES)
+        self._left = 0 if is_paid else 4**self.pauses  # passes of a pause
+
+    def count(self, limit: int, worth: Worth) -> int:
+        """How many drafts to compute, of a drafter that takes time for each; at least one, to measure it.
 
         Args:
             limit: the most.
-            rows: rows of the pass without them.
-            share, drafting: as for `Worth`.
+            worth: of the pass without them.
         """
-        if self._pause:
-            self._pause -= 1
-            return 0
         rate = self.rate
-        count = Worth(rows, share, drafting).take(rate**ahead for ahead in range(1, limit + 1))
-        if count:
-            self.unpaid = 0
-        elif limit:
-            self._is_due = not self._is_due
-            if not self._is_due:
-                self.unpaid = min(self.unpaid + 1, 5)
-                return 1 if rows < 1 / share or self.unpaid > MAX_UNPAID else 0  # the share may be wrong
-            self._pause = min(4 ** max(min(self._failures, 5), self.unpaid), MAX_PAUSE)
-        return count
+        count = worth.best([rate**ahead for ahead in range(1, limit + 1)])
+        self.paid(count > 0)
+        return max(count, 1)

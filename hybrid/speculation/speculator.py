@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,9 @@ from hybrid.speculation.drafts import Drafts, checked
 from hybrid.speculation.pace import Acceptance, PassCost, Worth
 
 log: logging.Logger = logging.getLogger(__name__)
+
+FRUITLESS, ASKED_EVERY = 16, 4
+"""After this many passes in which no drafter had anything for a request, they are asked in every fourth pass."""
 
 
 @dataclass
@@ -36,26 +40,58 @@ class DrafterStats:
     refused: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
+class _Known:
+    """What is known of one request.
+
+    Attributes:
+        measured: of each drafter.
+        position: where the tokens of `watched` would be.
+        watched: tokens that were not computed, by their drafter.
+        fruitless: passes in a row in which no drafter proposed anything.
+        left_out: passes since any was asked.
+    """
+
+    measured: dict[str, Acceptance]
+    position: int = 0
+    watched: dict[str, int] = field(default_factory=dict)
+    fruitless: int = 0
+    left_out: int = 0
+
+    def is_left_out(self) -> bool:
+        """Whether no drafter is asked in this pass: of those in which none would have anything, most are left out."""
+        self.left_out += 1
+        return self.fruitless >= FRUITLESS and self.left_out < ASKED_EVERY
+
+    def count(self, has_drafts: bool) -> None:
+        """Drafters were asked, and had drafts."""
+        self.fruitless = 0 if has_drafts else self.fruitless + 1
+        self.left_out = 0
+
+
+@dataclass(eq=False, slots=True)
 class _Joined:
-    """The drafts of one request.
+    """The drafts of one request in one pass.
 
     Attributes:
         limit: the most.
+        known: of the request.
         tree: what was proposed.
         left: the chance that none of the drafters asked is right.
-        least: drafts that are computed in any case: one, unless each says that it is improbable.
         count: drafts that are expected to be computed.
-        predicted: of the drafter that says how probable its drafts are, if they are in the tree.
+        asked: of drafters that have drafts in the tree, whether they compute them; without those that say how probable
+            their drafts are and compute nothing, which cost nothing.
+        firsts: of those that do not say how probable their drafts are the first token.
     """
 
     history: History
     limit: int
+    known: _Known
     tree: DraftTree = field(default_factory=DraftTree)
     left: float = 1.0
-    least: int = 0
     count: int = 0
-    predicted: Acceptance | None = None
+    asked: dict[str, bool] = field(default_factory=dict)
+    firsts: dict[str, int] = field(default_factory=dict)
 
 
 class Speculator:
@@ -73,11 +109,8 @@ class Speculator:
         self._vocab_size = vocab_size
         self._stats = {drafter.name: DrafterStats() for drafter in self._drafters}
         self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in self._drafters}
-        self._pause = 0
-        self._slower = 0
-        self._is_probe = False
-        self._unpaid = dict.fromkeys(self._stats, 0)
-        self._own: dict[History, dict[str, Acceptance]] = {}
+        self._pauses = dict.fromkeys(self._stats, 0)
+        self._known: dict[History, _Known] = {}
         self._cost = PassCost()
 
     @property
@@ -106,84 +139,111 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        if self._pause and all(history in self._own for history, _ in asked):
-            self._pause -= 1
+        trees: list[_Joined] = []
+        for history, limit in asked:
+            known = self._known.get(history) or self._begin(history)
+            if not (known.is_left_out() and self._config.adaptive):
+                trees.append(_Joined(history, min(limit, self._config.max_drafts), known))
+                if known.watched:
+                    self._compare(history, known)
+        if not trees:
             return [None] * len(asked)
-        trees = [_Joined(history, min(limit, self._config.max_drafts)) for history, limit in asked]
-        for joined in trees:
-            if joined.history not in self._own:
-                self._own[joined.history] = {
-                    name: Acceptance(expected.rate, self._unpaid[name]) for name, expected in self._expected.items()
-                }
         for drafter in self._drafters:
             self._join(drafter, trees, rows)
-        found: list[Drafts | None] = []
         for joined in trees:
-            most = joined.limit
-            if self._config.adaptive and len(joined.tree) and joined.tree.is_mixed:
-                worth = Worth(_rows_besides(joined, trees, rows), self._cost.share)
-                most = max(joined.least, worth.take(joined.tree.chances[:most]))
-            joined.count = min(most, len(joined.tree))
-            if joined.predicted is not None and not joined.count:
-                joined.predicted.unused()
-            found.append(joined.tree.best(most) if joined.count else None)
-        return found if self._is_faster(trees, rows) else [None] * len(asked)
+            joined.known.count(len(joined.tree) > 0)
+        if not sum([len(joined.tree) for joined in trees]):
+            return [None] * len(asked)
+        for joined, count in zip(trees, self._counts(trees, rows), strict=True):
+            joined.count = count
+            self._judge(joined)
+        found = {joined.history: joined.tree.best(joined.count) for joined in trees if joined.count}
+        return [found.get(history) for history, _ in asked]
 
-    def _is_faster(self, trees: Sequence[_Joined], rows: int) -> bool:
-        """Whether a pass with these drafts yields more tokens per second than one without, as far as is known. After
-        one that does not, the next ones have none, and nothing is computed for drafts; then one is measured again."""
-        drafts = sum(joined.count for joined in trees)
-        if not self._config.adaptive or not drafts:
-            return True
-        expected = sum(sum(joined.tree.chances[: joined.count]) for joined in trees)
-        depth = max((joined.count for joined in trees if joined.predicted is not None), default=0)
-        drafting = depth * sum(map(self._cost.seconds_of, self._stats))
-        if self._is_probe or not self._cost.is_slower(rows, drafts, expected, drafting):
-            self._slower, self._is_probe = (self._slower, False) if self._is_probe else (0, False)
-            return True
-        self._slower = min(self._slower + 1, 3)
-        self._pause = 4**self._slower
-        self._is_probe = True  # what such a pass takes is measured after the pause: it may have been slow by chance
-        return False
+    def _begin(self, history: History) -> _Known:
+        """A request of which nothing is known."""
+        known = self._known[history] = _Known(
+            {name: Acceptance(expected.rate, self._pauses[name]) for name, expected in self._expected.items()}
+        )
+        return known
+
+    def _compare(self, history: History, known: _Known) -> None:
+        """Compare drafts that were not computed with what came."""
+        if known.position < len(history):
+            for name, token in known.watched.items():
+                for measured in (self._expected[name], known.measured[name]):
+                    measured.observe(1, token == history[known.position])
+            known.watched = {}
+
+    def _counts(self, trees: Sequence[_Joined], rows: int) -> list[int]:
+        """How many drafts of each request are computed: the most probable of all, as long as they pay."""
+        if not self._config.adaptive:
+            return [min(joined.limit, len(joined.tree)) for joined in trees]
+        chances = [(chance, at) for at, joined in enumerate(trees) for chance in joined.tree.chances[: joined.limit]]
+        chances.sort(reverse=True)
+        count = self._cost.worth(rows).best([chance for chance, _ in chances])
+        if count:
+            self._cost.is_paid()
+        elif self._cost.is_doubted(rows, chances[0][0]):
+            count = 1
+        taken = Counter(at for _, at in chances[:count])
+        return [taken[at] for at in range(len(trees))]
+
+    def _judge(self, joined: _Joined) -> None:
+        """Drafts of a request were looked at: whether they pay. Those that are not computed are compared with what
+        comes, where their drafter does not do that itself."""
+        for name, computes in joined.asked.items():
+            own = joined.known.measured[name]
+            if not computes:
+                own.paid(joined.count > 0)
+            elif not joined.count and not own.pauses:  # they were expected to pay
+                own.paid(False)
+            self._pauses[name] = own.pauses
+        if not joined.count and joined.firsts:
+            joined.known.position, joined.known.watched = len(joined.history), joined.firsts
 
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
-        share, wanted = self._cost.share, []
-        drafting = self._cost.share_of(drafter.name) / max(1, len(trees))
+        name, wanted, computes = drafter.name, [], type(drafter).prepare is not Drafter.prepare
         for joined in trees:
-            own, count = self._own[joined.history][drafter.name], joined.limit
+            own, count = joined.known.measured[name], joined.limit
             if self._config.adaptive and count > 0:
-                besides = _rows_besides(joined, trees, rows)
-                if len(joined.tree) and not _pays(joined, own.rate, Worth(besides, share, drafting)):
+                if not own.is_due(joined.known.left_out):
                     continue
-                count = own.count(count, besides, share, drafting)
-                self._unpaid[drafter.name] = own.unpaid
+                if computes or len(joined.tree):
+                    drafting = self._cost.drafting(name) / len(trees)
+                    worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
+                    if len(joined.tree) and not _pays(joined, own.rate, worth):
+                        continue
+                    count = own.count(count, worth) if computes else count
+                    joined.count = max(joined.count, count)
             if count > 0:
                 wanted.append((joined, own, count))
-                joined.count = max(joined.count, count)
-        if not wanted or not self._prepare(drafter, [(joined.history, count) for joined, _, count in wanted]):
+        if computes and not self._prepare(drafter, [(joined.history, count) for joined, _, count in wanted]):
             return
         for joined, own, count in wanted:
             drafts = self._ask(drafter, joined.history, count, joined.limit)
             if drafts is not None:
                 joined.tree.add(drafts, own.rate)
-                joined.left *= 1 - own.rate
-                joined.least = max(joined.least, drafts.chances is None)
-                joined.predicted = own if drafts.chances is not None else joined.predicted
-            joined.count = min(joined.limit, len(joined.tree))
+                joined.left *= 1 - (own.rate if drafts.chances is None else drafts.chances[0])
+                if drafts.chances is None:
+                    joined.firsts[name] = drafts.tokens[0]
+                if computes or drafts.chances is None:
+                    joined.asked[name] = computes
+                joined.count = min(joined.limit, len(joined.tree))
 
     def _prepare(self, drafter: Drafter, wanted: Sequence[tuple[History, int]]) -> bool:
         """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
+        if not wanted:
+            return False
         started = time.perf_counter()
         try:
             drafter.prepare(wanted)
         except Exception as error:
-            self._refuse(drafter, error)
             for history, _ in wanted:
-                self._own[history][drafter.name].observe(1, 0)
+                self._refuse(drafter, history, error)
             return False
-        if type(drafter).prepare is not Drafter.prepare:
-            self._cost.prepared(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
+        self._cost.drafted(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
         return True
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
@@ -194,17 +254,17 @@ class Speculator:
             stats.drafted_tokens += sum(name in names for names in drafts.drafters)
             stats.accepted_tokens += sum(name in drafts.drafters[at] for at in path)
             offered, accepted = drafts.trials(name, path)
-            for measured in (self._expected, self._own.get(history, {})):
-                if name in measured:
-                    measured[name].observe(offered, accepted)
+            self._expected[name].observe(offered, accepted)
+            if history in self._known:
+                self._known[history].measured[name].observe(offered, accepted)
 
-    def timed(self, rows: int, seconds: float) -> None:
-        """A pass without prompts was computed."""
-        self._cost.observe(rows, seconds)
+    def timed(self, rows: int, seconds: float, drafts: int = 0) -> None:
+        """A pass without prompts was computed; some of its rows were drafts."""
+        self._cost.observe(rows, seconds, drafts)
 
     def end(self, history: History) -> None:
         """A request has ended."""
-        if self._own.pop(history, None) is not None:
+        if self._known.pop(history, None) is not None:
             for drafter in self._drafters:
                 drafter.end(history)
 
@@ -219,16 +279,20 @@ class Speculator:
             if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
                 raise ArgumentError(f"drafter {drafter.name}: propose must return (tokens, parents), got {proposed!r}")
             tokens, parents, *chances = proposed
+            if tokens == parents == ():  # the usual case
+                return None
             most = limit if chances else count
             drafts = checked(tokens, parents, drafter.name, most, self._vocab_size, *chances)
         except Exception as error:
-            self._refuse(drafter, error)
-            self._own[history][drafter.name].observe(1, 0)
+            self._refuse(drafter, history, error)
             return None
         return drafts if len(drafts) else None
 
-    def _refuse(self, drafter: Drafter, error: Exception) -> None:
-        stats = self._stats[drafter.name]
+    def _refuse(self, drafter: Drafter, history: History, error: Exception) -> None:
+        """What a drafter did is as if its draft had been wrong."""
+        stats, own = self._stats[drafter.name], self._known[history].measured[drafter.name]
+        own.observe(1, 0)
+        own.paid(False)
         if not stats.refused:
             log.warning("drafts are refused: %s: %s", type(error).__name__, error)
         stats.refused += 1
@@ -242,9 +306,8 @@ def _rows_besides(joined: _Joined, trees: Sequence[_Joined], rows: int) -> int:
 def _pays(joined: _Joined, rate: float, worth: Worth) -> bool:
     """Whether a draft that is right where the others are not would be computed in addition to these, or in place of
     one."""
-    chances, chance = joined.tree.chances, joined.left * rate
-    worth.take(chances)
-    return worth.pays(chance) and (len(chances) < joined.limit or chance > chances[joined.limit - 1])
+    chances, chance = joined.tree.chances[: joined.limit], joined.left * rate
+    return worth.pays(chance, chances) and (len(chances) < joined.limit or chance > chances[-1])
 
 
 def make_speculator(

@@ -235,7 +235,8 @@ def read_archive(source: str | Path | bytes | bytearray | memoryview, store: Sto
     except OSError as error:
         raise CacheFileError(f"{name} cannot be read: {error.strerror or error}") from error
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, safetensors.SafetensorError) as error:
-        raise CacheFileError(f"{name} is not a usable file of cached prefixes: {error!s:.300}") from error
+        wrong = f"{name} is not a usable file of cached prefixes: {error!s:.300}"
+        raise CacheFileError(f"{wrong}; make one with `save` of an engine or a cache") from error
 
 
 def _stored(name: str, store: Store) -> bytearray:

@@ -305,7 +305,7 @@ class Candidates:
         if self.failure is None:
             try:
                 ranks = policy.ranks(groups, weights, self.now - used)
-                if ranks.shape == used.shape and not math.isnan(ranks.min()):
+                if ranks.shape == used.shape and not math.isnan(ranks.item(ranks.argmin())):  # NaN counts as the lowest
                     return ranks
                 reason = "a rank is NaN, or there are not as many as candidates"
             except Exception as error:

@@ -15,6 +15,7 @@ it once they have been needed.
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -28,13 +29,14 @@ MAX_UNHASHED = 1 << 23
 STEP = 0x9E3779B97F4A7C15
 """What the hash of a prefix is multiplied with for each block that follows: odd."""
 
-AT_ONCE = 16
+AT_ONCE = 64
 """Blocks of a prompt that are hashed to find out whether more of it was ever known."""
 
 
 Hashes = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
+@lru_cache
 def of_namespace(namespace: str) -> int:
     """The hash of the empty prefix of a namespace."""
     return int.from_bytes(blake2b(namespace.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
@@ -66,13 +68,16 @@ class BlockHash:
         """The hashes of the prefixes that continue one with the hash `before` by the first of some blocks, the first
         two, and so on.
 
-        Each is `STEP` times the one before, plus the block's own and 1: here for all of them in sums.
+        Each is `STEP` times the one before, plus the block's own: here for all of them in sums.
         """
         count = len(blocks)
         if count > len(self._powers):
             self._powers, self._inverses = powers(STEP, 2 * count), powers(pow(STEP, -1, 1 << 64), 2 * count)
-        sums = np.cumsum((blocks + np.uint64(1)) * self._inverses[:count]) + np.uint64(before)
-        hashes: list[int] = (sums * self._powers[:count]).tolist()
+        sums = blocks * self._inverses[:count]
+        sums.cumsum(out=sums)
+        sums += np.uint64(before)
+        sums *= self._powers[:count]
+        hashes: list[int] = sums.tolist()
         return hashes
 
 

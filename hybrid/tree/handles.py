@@ -85,18 +85,19 @@ class Handles:
         Raises:
             LockError: the node has no such lock. Nothing was changed.
         """
-        kinds = [kind for kind, named in ((True, state), (False, pages)) if named]
-        for kind in kinds:
-            if not self._held.get((handle, kind)):
+        held = self._held
+        for kind, named in ((True, state), (False, pages)):
+            if named and (handle, kind) not in held:
                 what = "checkpoint" if kind else "pages"
                 raise LockError(f"handle {handle} has no lock on its {what}; a lock is released exactly once")
-        for kind in kinds:
-            held = self._held[handle, kind]
-            lock = held.pop()
-            if not held:
-                del self._held[handle, kind]
-            if lock is not None:
-                self._locks.unlock(lock)
+        for kind, named in ((True, state), (False, pages)):
+            if named:
+                locks = held[handle, kind]
+                lock = locks.pop()
+                if not locks:
+                    del held[handle, kind]
+                if lock is not None:
+                    self._locks.unlock(lock)
 
     def num_locks(self, handle: int) -> tuple[int, int]:
         """Number of locks on the pages, and on the checkpoint, that were taken by this handle."""

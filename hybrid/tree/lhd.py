@@ -159,7 +159,8 @@ class LearnedHitDensity(AgingPolicy):
         return float(self._densities[group, BIN_OF[min(facts.age, LAST_AGE)]]) * weight
 
     def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
-        ranks: Floats = self._densities[groups, _BIN_OF[np.minimum(ages, LAST_AGE)]] * weights
+        bins = _BIN_OF.take(ages, mode="clip")  # older ones have the bin of the last age
+        ranks: Floats = self._densities.take(groups * BINS + bins) * weights
         return ranks
 
     # What happens

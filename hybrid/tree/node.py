@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hybrid.key import TOKEN_BYTES
-from hybrid.tree.pools import PageValues, SlotValue
+from hybrid.tree.pools import PageValues, SlotValue, move_end
 
 
 class Kind(StrEnum):
@@ -159,8 +159,7 @@ class Run:
             self.pages, self.ids = empty, b""
             return
         mutable = self._mutable_ids()
-        into.extend(self.pages[-num_pages:])
-        del self.pages[-num_pages:]
+        move_end(self.pages, len(self.pages) - num_pages, into)
         del mutable[-num_pages * self.page_size * TOKEN_BYTES :]
 
     def _mutable_ids(self) -> bytearray:

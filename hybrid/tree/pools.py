@@ -10,7 +10,6 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 PageValues = Any
@@ -36,8 +35,9 @@ class PageParts:
     __slots__ = ("_ends", "parts")
 
     def __init__(self, parts: Iterable[Any] = ()) -> None:
-        self.parts: list[Any] = [*parts]
-        self._ends: list[int] = [*accumulate(map(len, self.parts))]
+        self.parts: list[Any] = []
+        self._ends: list[int] = []
+        self._append(parts)
 
     @classmethod
     def of(cls, values: Any) -> PageParts:
@@ -90,10 +90,38 @@ class PageParts:
 
     def extend(self, values: Any) -> None:
         """Add one part at the end, or pages in parts."""
-        at = len(self)
-        more = values.parts if isinstance(values, PageParts) else [values] if len(values) else []
-        self._ends.extend(at + end for end in accumulate(map(len, more)))
-        self.parts.extend(more)
+        self._append(values.parts if isinstance(values, PageParts) else [values] if len(values) else ())
+
+    def move_end(self, start: int, into: PageParts) -> None:
+        """Move the pages from `start` on, which are some, to the end of others."""
+        at = bisect_right(self._ends, start)
+        before = self._ends[at - 1] if at else 0
+        moved = self.parts[at:]
+        if start == before:
+            into._append(moved)
+        else:
+            cut, moved[0] = moved[0][: start - before], moved[0][start - before :]
+            into._append(moved)
+            self.parts[at], self._ends[at] = cut, start
+            at += 1
+        del self.parts[at:], self._ends[at:]
+
+    def _append(self, parts: Iterable[Any]) -> None:
+        ends = self._ends
+        end = ends[-1] if ends else 0
+        for part in parts:
+            end += len(part)
+            ends.append(end)
+            self.parts.append(part)
+
+
+def move_end(values: PageValues, start: int, into: PageValues) -> None:
+    """Move the values of the pages from `start` on, which are some, to the end of others."""
+    if isinstance(values, PageParts):
+        values.move_end(start, into)
+    else:
+        into.extend(values[start:])
+        del values[start:]
 
 
 class Leaving(Protocol):

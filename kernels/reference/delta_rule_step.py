@@ -60,8 +60,9 @@ def gated_delta_step(
         dt_bias: `[value_heads]`.
         conv: one layer's windows, `[slots, width - 1, channels]`; written.
         recurrent: one layer's states, `[slots, value_heads, key_dim, value_dim]` fp32; written.
-        cu_seqlens: `[R + 1]` where each request's tokens begin.
-        state_read: `[T]` the slot that a token continues from; -1: from the token before it.
+        cu_seqlens: `[R + 1]` where each request's tokens begin. A request may have none, unless R is T.
+        state_read: `[T]` the slot that a token continues from; -1: from the token before it. A request whose first
+            token has none keeps nothing, and what is returned for it has no meaning.
         state_write: `[T]` the slot that holds what is after it; -1: it is not kept.
 
     Returns:

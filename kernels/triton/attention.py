@@ -254,10 +254,8 @@ def _attention(
     KV_HEADS: tl.constexpr = HEADS // GROUP
     kv_head = tl.program_id(0) % KV_HEADS
     index = tl.program_id(0) // KV_HEADS
-    split = 0
-    if SPLIT:
-        split = index % num_splits
-        index = index // num_splits
+    split = index % num_splits
+    index = index // num_splits
     if SINGLE:
         request, tile, first_token, count = index, 0, index, 1
     else:

@@ -26,7 +26,7 @@ from hybrid.kernels.triton.common.gates import log_decay, replaced
 COLUMNS = 32
 WARPS = 2
 ENOUGH_PROGRAMS = 4096
-"""Programs that keep a large GPU busy to the end; with more to do, a program has several tiles."""
+"""Programs that keep a large GPU busy to the end; with more to do, a program has several tiles of a single token."""
 
 
 def gated_delta_step(
@@ -44,9 +44,10 @@ def gated_delta_step(
 ) -> Tensor:
     """Arguments as for the twin in `hybrid.kernels.reference`; `conv` and `recurrent` are written.
 
-    Every request has at least one token, and its first one reads a slot. `conv` has the type of `mixed`. The innermost
-    dimension of `mixed`, `a`, `b`, `conv` and `recurrent` is contiguous; `weight` may have any strides, and is read
-    fastest when it lies in memory as `[width, channels]`.
+    A request whose first token reads no slot is not computed: its rows of the result are not written. As many requests
+    as tokens have one each. `conv` has the type of `mixed`. The innermost dimension of `mixed`, `a`, `b`, `conv` and
+    `recurrent` is contiguous; `weight` may have any strides, and is read fastest when it lies in memory as
+    `[width, channels]`.
 
     Raises:
         RuntimeError: the first call with these pools comes while a CUDA graph is captured.
@@ -58,8 +59,8 @@ def gated_delta_step(
     output = mixed.new_empty(tokens, value_heads, value_dim)
     columns = min(COLUMNS, triton.next_power_of_2(value_dim))
     tiles = triton.cdiv(value_dim, columns)
-    tiles_each = 1
-    while tiles % (2 * tiles_each) == 0 and requests * value_heads * tiles >= 2 * tiles_each * ENOUGH_PROGRAMS:
+    tiles_each, programs = 1, requests * value_heads * tiles if tokens == requests else 0  # some may have no token
+    while tiles % (2 * tiles_each) == 0 and programs >= 2 * tiles_each * ENOUGH_PROGRAMS:
         tiles_each *= 2
     _step_kernel[(value_heads * tiles // tiles_each, requests)](
         mixed,
@@ -159,7 +160,12 @@ def _step_kernel(
     else:
         start = tl.load(cu_seqlens + request).to(tl.int64)
         count = tl.load(cu_seqlens + request + 1).to(tl.int32) - start.to(tl.int32)
+        if count == 0:
+            return
     slot = tl.load(state_read + start).to(tl.int64)
+    if not ONE_TOKEN:  # noqa: SIM102 (decided when compiled)
+        if slot < 0:
+            return
 
     key = tl.arange(0, KEYS)
     column = tl.arange(0, COLUMNS)

@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -83,6 +84,10 @@ def test_statistics_count_requests_and_add_up(cache: AuditedCache) -> None:
     assert stats.states_total == stats.states_free + stats.checkpoints + stats.states_private == 8
     assert (stats.pages_private, stats.states_private) == private(cache.leases) == (1, 2)
     assert stats.evicted_pages == stats.evicted_checkpoints == 0
+
+
+def test_statistics_begin_at_zero() -> None:
+    assert not any(asdict(CacheStats()).values())
 
 
 def test_statistics_are_a_copy(cache: AuditedCache) -> None:

@@ -41,12 +41,18 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     assert all(check["hit_tokens"] for check in result["checks"][3:])
 
 
+def only_repeated_prompts(patch: pytest.MonkeyPatch) -> None:
+    """Let `hybrid parity` run one scenario."""
+    patch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
+    for name in ("against_transformers", "drafts", "files", "predictor"):
+        patch.setattr(parity, name, lambda *_: [])
+
+
 def test_parity_fails_where_a_hit_changes_a_result(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint that is off by one bit is noticed."""
-    monkeypatch.setattr(parity, "against_transformers", lambda *_: [])
-    monkeypatch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
+    only_repeated_prompts(monkeypatch)
     commit = HybridCache.commit
 
     def spoil(cache: HybridCache, *arguments: Any) -> None:
@@ -62,8 +68,7 @@ def test_parity_fails_where_a_hit_changes_a_result(
 
 
 def test_parity_fails_where_nothing_is_hit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(parity, "against_transformers", lambda *_: [])
-    monkeypatch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
+    only_repeated_prompts(monkeypatch)
     monkeypatch.setattr(HybridCache, "commit", lambda *_: None)
     status, result = run_json(capsys, "parity")
     assert status == 1

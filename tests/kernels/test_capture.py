@@ -10,14 +10,13 @@ import pytest
 import torch
 from numba import njit
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels.cpu import elementwise, matmul, tasks
 from hybrid.kernels.cpu.capture import CpuCapture, NotCapturedError
 from hybrid.kernels.cpu.vectors import INDEX, ZERO, numbers
-from support.engines import engine_on, ids
+from support.engines import ids
 from support.tensors import same_bits
 
 
@@ -129,35 +128,6 @@ def test_threads_that_do_not_begin_are_not_waited_for(
     assert same_bits(result, expected)
     assert same_bits(run(), expected)
     assert len(futures) > 4 and all(future.cancelled() for future in futures)
-
-
-class _Threads(TorchDispatchMode):
-    """Notes the number of threads with which torch computes something of at least `size` elements."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[int] = set()
-        self._size = size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(arg, Tensor) and arg.numel() >= self._size for arg in args):
-            self.found.add(torch.get_num_threads())
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_captured_step_leaves_no_thread_of_torch_behind(tiny: Engine, threads: Callable[[int], None]) -> None:
-    """They would wait actively, and take the cores of the next step."""
-    threads(2)
-    engine = engine_on(tiny)
-    params = SamplingParams(max_new_tokens=12, logprobs=2, temperature=0.7, top_p=0.9, ignore_eos=True)
-    engine.generate([ids(20), ids(30)], params, progress=False)
-    for seed in (1, 2):
-        engine.add_request(ids(20, seed), params)
-    engine.step()
-    with _Threads(engine.model.config.vocab_size) as noted:
-        for _ in range(3):
-            engine.step()
-    assert noted.found == {1}
 
 
 @njit(nogil=True, error_model="numpy")

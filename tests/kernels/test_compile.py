@@ -1,7 +1,7 @@
 """Every Triton kernel compiles for a GPU that need not be there, at the sizes of Qwen3.5-9B in bfloat16, and fits it.
 
 The interpreter runs kernels that a compiler would refuse, and says nothing of registers; here the compiler speaks. The
-tool that people use runs in a process of its own, since kernels that are interpreted in this one cannot be compiled.
+tools run in processes of their own, since kernels that are interpreted in this one cannot be compiled.
 """
 
 import ast
@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="there is no triton for this platform, and 
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "bench" / "gpu" / "resources.py"
+VARIANTS = ROOT / "tests" / "support" / "variants.py"
 H100_SHARED_MEMORY = 227 << 10
 
 MATRIX_KERNELS = {
@@ -33,17 +34,22 @@ MATRIX_KERNELS = {
 """Kernels whose work is matrix products: without tensor cores they are ten times as slow."""
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, tool: Path = TOOL, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
-        [sys.executable, str(TOOL), *arguments], capture_output=True, text=True, env={**variables, **environment}
+        [sys.executable, str(tool), *arguments], capture_output=True, text=True, env={**variables, **environment}
     )
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled kernels are kept."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def compiled(folder: Path) -> dict[str, Any]:
     """What the tool writes."""
-    folder = tmp_path_factory.mktemp("compiled")
     result = run("--json", str(folder / "found.json"), TRITON_CACHE_DIR=str(folder / "cache"))
     assert result.returncode == 0, result.stdout + result.stderr
     found: dict[str, Any] = json.loads((folder / "found.json").read_text(encoding="utf-8"))
@@ -96,6 +102,22 @@ def test_weights_are_read_past_the_registers_while_decoding(compiled: dict[str, 
     rows = [row for row in compiled["kernels"] if row["kernel"].startswith("_decode_kernel")]
     assert len(rows) >= 6
     assert all(row["async_copies"] > 0 for row in rows)
+
+
+def test_variants_that_must_give_the_same_bits_add_up_in_the_same_order(folder: Path) -> None:
+    """Which thread has which numbers of a sum follows from what the compiler knows of addresses, and a variant knows
+    other things: one token or several of a request, one prompt or many. The interpreter has no threads."""
+    result = run(tool=VARIANTS, TRITON_CACHE_DIR=str(folder / "cache"))
+    assert result.returncode == 0, result.stderr
+    found: dict[str, dict[str, Any]] = json.loads(result.stdout)
+    assert len(found) == 4 and all(len(cases) > 1 for cases in found.values())
+    sums = 0
+    for kernel, cases in found.items():
+        (first, expected), *others = cases.items()
+        sums += len(expected[0])
+        for case, decisive in others:
+            assert decisive == expected, (kernel, first, case)
+    assert sums > 10
 
 
 def test_the_tool_says_what_it_cannot_do() -> None:

@@ -6,7 +6,8 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -331,3 +332,31 @@ def test_an_engine_runs_on_interpreted_kernels(
     assert all(answer[1] >= 32 for answer in warm)
     if deterministic:
         assert [answer[2] for answer in warm] == [answer[2] for answer in cold]
+
+
+class OnAnotherGpu(torch.Tensor):
+    """A tensor that says that it is on the second GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 1)
+
+
+def test_a_kernel_is_launched_on_the_gpu_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which is the first one unless somebody has said otherwise."""
+    current, used = [0], list[int]()
+
+    @contextmanager
+    def device(other: torch.device) -> Iterator[None]:
+        current.append(int(other.index))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(ops, "implementation", lambda name, device: lambda *args: used.append(current[-1]))
+    call = ops.choose_at_first_call("rms_norm")
+    for _ in range(2):
+        call(torch.zeros(2).as_subclass(OnAnotherGpu))
+    call(torch.zeros(2))
+    assert (used, current) == ([1, 1, 0], [0])

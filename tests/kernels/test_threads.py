@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hybrid import Engine, SamplingParams
+from hybrid import CacheConfig, Engine, SamplingParams
 from hybrid.kernels.cpu.threads import num_threads, setters, torch_on_one_thread
+from hybrid.speculation.config import SpeculationConfig
 from support.engines import engine_on, ids
 
 COUNT = 3
@@ -133,6 +135,40 @@ def test_a_number_that_is_set_meanwhile_stays() -> None:
     with torch_on_one_thread():
         torch.set_num_threads(2)
     assert of_torch() == num_threads() == in_another_thread(of_torch) == 2
+
+
+class _Threads(TorchDispatchMode):
+    """Notes the number of threads with which torch computes something of at least `size` elements."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[int] = set()
+        self._size = size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and any(isinstance(arg, Tensor) and arg.numel() >= self._size for arg in args):
+            self.found.add(torch.get_num_threads())
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_leave_no_thread_of_torch_behind(tiny: Engine) -> None:
+    """They would wait actively, and take the cores of the next compiled operation. Steps with a prompt, captured ones,
+    and ones with drafts."""
+    params = SamplingParams(max_new_tokens=12, logprobs=2, temperature=0.7, top_p=0.9, ignore_eos=True)
+    for speculation in (None, SpeculationConfig(adaptive=False)):
+        engine = tiny.with_cache(tiny.cache.config, size=(128, 32), speculation=speculation)
+        with _Threads(engine.model.config.vocab_size) as noted:
+            engine.generate([ids(200), ids(20, 1)], params, progress=False)
+            engine.generate([ids(200)], params, progress=False)
+        assert noted.found == {1}
+
+
+def test_torch_has_its_threads_where_it_computes_the_products(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", "reference")
+    engine = Engine.from_pretrained("tiny", cache=CacheConfig(memory="64MiB"))
+    with _Threads(engine.model.config.vocab_size) as noted:
+        engine.generate([ids(200)], SamplingParams(max_new_tokens=1), progress=False)
+    assert COUNT in noted.found
 
 
 class _Foreign(dict[str, Callable[..., int]]):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid import Key
+from hybrid import CacheConfig, CacheMemory, Facts, HybridCache, Key, Policy
 from hybrid.observe.snapshot import Snapshot
 from hybrid.observe.text import draw_text
 from support.pictures import cache_with, decode, serve, snapshot_of, tiered_cache
@@ -28,6 +28,22 @@ def test_every_node_can_have_a_line() -> None:
     snapshot = snapshot_of(cache)
     assert len(draw_text(snapshot).splitlines()) == 3
     assert len(draw_text(snapshot, fold=False).splitlines()) == 4
+
+
+class LongestKept(Policy):
+    """Evict the checkpoint of the shortest prompt first."""
+
+    def rank(self, facts: Facts) -> float:
+        return facts.num_tokens
+
+
+def test_a_node_has_the_value_that_the_policy_gives_its_checkpoint() -> None:
+    config = CacheConfig(page_size=2, chunk_size=2, eviction=LongestKept())
+    cache = HybridCache(CacheMemory.of_indices(200, 50), config)
+    for text in ("abcd", "abefgh"):
+        serve(cache, text)
+    found = {(node.end, node.has_checkpoint): node.value for node in snapshot_of(cache).nodes}
+    assert found == {(2, False): None, (4, True): 4.0, (6, True): 6.0}
 
 
 def test_locks_are_shown_while_a_request_runs() -> None:

@@ -18,6 +18,7 @@ from hybrid.engine.replay import Replay, ReplayOfAll
 from hybrid.speculation.drafter import Drafter, History
 from support.drafters import Scripted, chain
 from support.engines import GRID, assert_nothing_held, greedy, ids
+from support.graphs import in_place, with_graphs
 
 SAMPLED = SamplingParams(max_new_tokens=40, ignore_eos=True, logprobs=2, temperature=1.2, top_p=0.9, seed=7)
 
@@ -98,22 +99,22 @@ def test_graphs_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(engine.runner.graphs.graphs) == 2  # type: ignore[union-attr]
 
 
-def test_a_replay_that_cannot_be_captured_is_launched(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_replay_that_cannot_be_captured_is_launched(model: Engine, caplog: pytest.LogCaptureFixture) -> None:
     steps: list[list[list[int]]] = []
 
     def run(slots: Any) -> None:
-        steps.append([slots.read.tolist(), slots.write.tolist()])
+        steps.append([slots.starts.tolist(), slots.read.tolist(), slots.write.tolist()])
 
     def capture(again: Callable[[], Tensor]) -> Any:
         raise MemoryError("no memory for a capture")
 
-    replay = ReplayOfAll(5, run, capture)
+    replay = ReplayOfAll(5, 3, model.device, run, capture)
     with caplog.at_level(logging.WARNING):
         replay.keep(Replay([1, 2, 4], [0, 2, 3], [7, -1, 8], [-1, 7, 8]))
     replay.keep(Replay([3], [0, 1], [6], [6]))
     assert steps == [
-        [[0, 7, -1, 0, 8], [-1, -1, 7, -1, 8]],
-        [[0, 0, 0, 6, 0], [-1, -1, -1, 6, -1]],
+        [[0, 1, 3, 4, 5, 5, 5], [0, 7, -1, -1, 8], [-1, -1, 7, -1, 8]],
+        [[0, 1, 3, 4, 5, 5, 5], [0, -1, -1, 6, -1], [-1, -1, -1, 6, -1]],
     ]
     assert len(caplog.messages) == 1
 
@@ -149,3 +150,27 @@ def test_a_predictor_that_cannot_be_captured_is_launched(
     assert outputs[0].token_ids == expected[0].token_ids
     assert outputs[0].usage == expected[0].usage
     assert ["capturing the predictor failed" in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("params", [greedy(40, logprobs=2), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
+def test_answers_through_graphs_as_a_gpu_has_them(model: Engine, params: SamplingParams, deterministic: bool) -> None:
+    """With padding, a layout for passes with drafts and one for those without, and logits that all graphs share."""
+    prompts = prompts_of(model, 4)
+    plain = engine_of(model, eager=True, deterministic=deterministic).generate(prompts, params, progress=False)
+    known = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
+    launched = engine_of(model, mostly(model, known), eager=True, deterministic=deterministic)
+    engine, graphs = with_graphs(launched, in_place, on_gpu=True)
+    for count in (1, 4, 4):
+        outputs = engine.generate(prompts[:count], params, progress=False)
+        assert [output.token_ids for output in outputs] == [output.token_ids for output in plain[:count]]
+        if deterministic:
+            assert [output.logprobs for output in outputs] == [output.logprobs for output in plain[:count]]
+        assert sum(output.usage.accepted_tokens for output in outputs) > 15 * count
+    engine.generate(prompts_of(model, 5)[4:], params, progress=False)  # of which no answer is known
+    assert {graph.after_drafts is None for graph in graphs.graphs} == {True, False}
+    logits = [graph.logits for graph in graphs.graphs]
+    memory = {rows.untyped_storage().data_ptr(): rows.untyped_storage().nbytes() for rows in logits}
+    assert sum(memory.values()) <= 2 * max(rows.nbytes for rows in logits) * 2  # twice the largest, a power of two
+    assert len(memory) < len(logits)
+    assert_nothing_held(engine)

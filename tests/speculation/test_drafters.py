@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 
-from hybrid import History, Key
+from hybrid import Drafter, History, Key, SpeculationConfig
 from hybrid.speculation.cached import BLOCK, GramDrafter
 from hybrid.speculation.grams import GRAMS, GramIndex
-from hybrid.speculation.pace import FIRST_SHARE, Acceptance, PassCost, Worth
+from hybrid.speculation.pace import Acceptance, PassCost, Worth
+from hybrid.speculation.speculator import Speculator
 
 
 def history_of(ids: array[int], namespace: str = "") -> History:
@@ -56,67 +57,56 @@ def test_each_token_of_an_answer_is_indexed_once_and_drafted_soon() -> None:
 def test_grams_do_not_cross_namespaces() -> None:
     drafter = GramDrafter()
     drafter.end(history_of(array("i", range(100)), "a"))
-    assert drafter.propose(history_of(array("i", range(20, 30)), "b"), 7) == ((), ())
+    assert not drafter.propose(history_of(array("i", range(20, 30)), "b"), 7)[0]
     assert [*drafter.propose(history_of(array("i", range(20, 30)), "a"), 3)[0]] == [30, 31, 32]
 
 
 def test_a_pass_costs_what_the_fastest_ones_took() -> None:
     cost, rng = PassCost(), random.Random(0)
-    assert cost.share == FIRST_SHARE
-    for _ in range(200):
+    for _ in range(400):
         rows = rng.choice((1, 2, 4, 8))
         noise = rng.choice((1.0, 1.0, 1.3, 3.0, 20.0))
-        cost.observe(rows, (0.020 + 0.003 * rows) * noise)
-    assert cost.share == pytest.approx(0.15, rel=0.2)
+        cost.observe(rows, (0.020 + 0.003 * rows + 0.005 * (rows > 1)) * noise, rows - 1)
+    assert cost.row == pytest.approx(0.003, rel=0.2)
+    assert cost.base == pytest.approx(0.020, rel=0.2)
+    assert cost.extra == pytest.approx(0.005, rel=0.3)
 
 
-def test_a_draft_pays_where_it_raises_the_tokens_per_second() -> None:
-    assert Worth(1, 0.1).take([0.9**ahead for ahead in range(1, 20)]) == 10
-    assert Worth(1, 0.1).take([0.95, 0.1]) == 1
-    assert Worth(64, 0.1).take([0.8, 0.8]) == 0  # one row more costs what it brings
-    assert Worth(1, 1.0).take([0.4]) == 0
-
-
-def test_drafts_that_are_right_and_do_not_pay_are_tried_less_and_less() -> None:
-    measured, tried = Acceptance(0.6), []
-    for at in range(200):
-        if measured.count(7, 1, 0.9):
-            tried.append(at)
-            measured.observe(1, at % 2)
-    assert tried[0] < 3 and tried[-1] - tried[-2] > 60
-    assert not any(Acceptance(0.6, measured.unpaid).count(7, 1, 0.9) for _ in range(3))
-    measured.unused()
-    assert measured.count(7, 1, 0.01) == 0
-
-
-def test_a_draft_is_tried_now_and_then_however_much_rows_seem_to_cost() -> None:
-    """Otherwise a cost that was measured while the machine was busy would be believed for ever."""
-    measured = Acceptance(0.1)
-    tried = [at for at in range(400) if measured.count(7, 1, 1.0)]
-    assert 3 <= len(tried) < 12
-    assert tried[-1] - tried[-2] > 60
-
-
-def test_drafts_end_where_passes_with_them_yield_fewer_tokens_per_second() -> None:
+def test_a_pass_that_was_captured_says_nothing() -> None:
     cost = PassCost()
-    for rows, seconds in ((1, 1.0), (2, 3.0), (4, 3.1)):
-        for _ in range(3):
-            cost.observe(rows, seconds)
-    assert cost.is_slower(1, 1, 0.9)
-    assert not cost.is_slower(1, 4, 3.5)
-    assert not cost.is_slower(3, 1, 0.1)  # not known
+    for rows, seconds in ((1, 1.0), (1, 1.0), (2, 50.0), (2, 1.1), (4, 50.0), (4, 1.3), (8, 50.0)):
+        cost.observe(rows, seconds, rows - 1)
+    assert cost.row == pytest.approx(0.1) and cost.extra == pytest.approx(0)
 
 
-def test_a_request_whose_drafts_fail_pauses_longer_and_longer() -> None:
-    measured = Acceptance(0.6)
-    tries = []
-    for at in range(400):
-        count = measured.count(7, 1, 0.1)
-        if count:
-            tries.append(at)
-            measured.observe(count, 0)
-    assert len(tries) < 16
-    assert tries[-1] - tries[-2] > 60
+def test_as_many_drafts_are_computed_as_raise_the_tokens_per_second() -> None:
+    assert Worth(1, 1.1, 0.1).best([0.9**ahead for ahead in range(1, 20)]) == 11  # ten: passes of 12 rows are common
+    assert Worth(1, 1.1, 0.1).best([0.95, 0.1]) == 1
+    assert Worth(64, 7.4, 0.1).best([0.8, 0.8]) == 0  # one row more costs what it brings
+    assert Worth(1, 2.0, 1.0).best([0.4]) == 0
+    assert Worth(1, 1.1, 0.1, 0.6).best([0.5]) == 0  # not even what a pass with drafts costs in addition
+    assert Worth(1, 1.1, 0.1, 0.6).best([0.9, 0.8, 0.7]) == 3
+    assert Worth(1, 1.1, 0.1).pays(0.3, [0.9]) and not Worth(1, 1.1, 0.1).pays(0.1, [0.9])
+
+
+def test_drafts_that_do_not_pay_are_looked_at_less_and_less() -> None:
+    measured, looked = Acceptance(0.6), []
+    for at in range(300):
+        if measured.is_due():
+            looked.append(at)
+            measured.paid(False)
+    assert looked[0] == 0 and 3 < len(looked) < 9 and looked[-1] - looked[-2] > 60
+    assert not any(Acceptance(0.6, measured.pauses).is_due() for _ in range(3))
+    measured.paid(True)
+    assert measured.is_due()
+
+
+def test_what_rows_cost_is_measured_again_now_and_then() -> None:
+    """Otherwise a cost that was measured while the machine was busy would be believed for ever."""
+    cost = PassCost()
+    tried = [at for at in range(400) if cost.is_doubted(1, 0.5)]
+    assert 4 < len(tried) < 12 and tried[-1] - tried[-2] > 60
+    assert not any(cost.is_doubted(1, 0.01) for _ in range(100))  # whatever rows cost, it would not pay
 
 
 @pytest.mark.parametrize("period", [1, 2, 3, 5, 40])
@@ -141,3 +131,71 @@ def test_after_a_replaced_token_the_source_is_drafted_at_once() -> None:
     assert [*drafter.propose(history, 3)[0]] == []
     ids.extend([16, 17])
     assert [*drafter.propose(history, 3)[0]] == [18, 19, 20]
+
+
+def test_the_chance_of_a_draft_follows_from_how_long_its_source_was_right() -> None:
+    """Each token that comes is compared with the source, whether it was drafted or not."""
+    rng, drafter = random.Random(0), GramDrafter()
+    document = [rng.randrange(1000) for _ in range(600)]
+    drafter.end(history_of(array("i", document)))
+    ids = array("i", [5000])
+    history, chances = history_of(ids), {4: [0.0], 12: [0.0]}
+    for round in range(40):  # four tokens lead to a source, of which three times in four nothing follows
+        start = rng.randrange(20, 500)
+        for at in range(start, start + (4 if round % 4 else 30)):
+            ids.append(document[at])
+            tokens, _, likely = drafter.propose(history, 1)
+            if at - start + 1 in chances and len(tokens):
+                chances[at - start + 1].append(likely[0])
+        ids.append(2000 + round)
+        drafter.propose(history, 1)
+    assert chances[4][-1] < 0.5 < 0.9 < chances[12][-1]
+
+
+class Silent(Drafter):
+    """Drafts tokens that never come, and counts how often it is asked."""
+
+    def __init__(self, has_any: bool) -> None:
+        self.has_any, self.calls = has_any, 0
+
+    def propose(self, history: History, limit: int) -> tuple[list[int], range]:
+        self.calls += 1
+        return ([7] * limit, range(-1, limit - 1)) if self.has_any else ([], range(0))
+
+
+@pytest.mark.parametrize("has_any", [True, False])
+def test_drafts_that_are_never_right_are_compared_and_not_computed(has_any: bool) -> None:
+    drafter = Silent(has_any)
+    speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000)
+    drafted = 0
+    for _ in range(10):
+        ids = array("i", [1])
+        history = history_of(ids)
+        for _ in range(200):
+            drafts = speculator.propose(history, 15, 1)
+            if drafts is not None:
+                drafted += len(drafts)
+                speculator.verified(history, drafts, [])
+            speculator.timed(1 + len(drafts or ()), 1.0 + 0.2 * len(drafts or ()), len(drafts or ()))
+            ids.append(1)
+        speculator.end(history)
+    assert drafted < 12 and drafter.calls < (150 if has_any else 800)  # of 2,000 passes
+
+
+def test_drafts_that_become_right_are_computed_though_none_was_for_long() -> None:
+    """What was not computed is compared with what came."""
+    drafter = Silent(True)
+    speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000)
+    ids = array("i", [1])
+    history, computed = history_of(ids), []
+    for at in range(1200):
+        token = 1 if at < 400 else 7
+        drafts = speculator.propose(history, 15, 1)
+        path = range(len(drafts) if drafts is not None and token == 7 else 0)
+        if drafts is not None:
+            computed.append(at)
+            speculator.verified(history, drafts, path)
+        speculator.timed(1 + len(drafts or ()), 1.0 + 0.2 * len(drafts or ()), len(drafts or ()))
+        ids.extend([token] * (1 + len(path)))
+    assert len([at for at in computed if at < 400]) < 10
+    assert len([at for at in computed if at >= 900]) == 300

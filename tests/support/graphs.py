@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from hybrid import Engine
-from hybrid.engine.capture import Capture
+from hybrid.engine.capture import WARM_UPS, Capture
 from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
 
@@ -17,14 +17,28 @@ def replays(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     return lambda: logits.copy_(run()), logits
 
 
+def in_place(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """Records by remembering, as `CudaCapture` does it: after runs that take memory, and for functions that write the
+    same tensor each time."""
+    for _ in range(WARM_UPS):
+        run()
+    first = run()
+
+    def again() -> None:
+        assert run().data_ptr() == first.data_ptr()
+
+    return again, first
+
+
 def with_graphs(
-    engine: Engine, capture: Capture = replays, max_prompt_tokens: int = 0
+    engine: Engine, capture: Capture = replays, max_prompt_tokens: int = 0, on_gpu: bool = False
 ) -> tuple[Engine, CapturedPasses]:
     """The engine, its passes through graphs that were captured in this way."""
     cache = engine.cache
-    graphs = CapturedPasses(engine.model, cache.kv, cache.state_tensors, engine.device, capture, max_prompt_tokens)
+    memory = cache.kv, cache.state_tensors
+    graphs = CapturedPasses(engine.model, *memory, engine.device, capture, max_prompt_tokens, on_gpu)
     runner = ModelRunner(engine.model, cache, engine.device, engine.deterministic, graphs)
-    return Engine(engine.loaded, cache, engine.config, runner=runner), graphs
+    return Engine(engine.loaded, cache, engine.config, runner=runner, speculation=engine.speculation), graphs
 
 
 def overlapping(engine: Engine, overlap: bool = True) -> Engine:

@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import pytest
 
 from hybrid.cache.config import CacheConfig
@@ -290,6 +291,30 @@ def test_a_request_below_checkpoints_that_end_no_turn_has_the_turn_of_the_deepes
     assert tree.recall(key, tree.peek(key, 7), 7).turn == 5
     assert tree.recall(key, tree.peek(key, 3), 3).turn == 5
     assert tree.recall(Key.of([9]), tree.peek(Key.of([9]), 1), 1).turn == 0
+
+
+def test_a_branch_evicted_page_by_page_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+
+    def counted(hashes: BlockHash, ids: bytes) -> np.ndarray:
+        hashed.append(len(ids) // 8)  # a block is a page of two tokens
+        return blocks(hashes, ids)
+
+    blocks = BlockHash.blocks
+    monkeypatch.setattr(BlockHash, "blocks", counted)
+    tree = Tree(2, 2, LeastRecentlyUsed())
+    shared = [*range(20)]
+    other = tree.insert(Key.of([*shared, *range(500, 600)]), 120, [*range(60)])
+    tree.lock_pages(other.node)
+    tree.insert(Key.of([*shared, *range(100, 200)]), 120, [*range(60)])
+    for _ in range(20):
+        tree.evict_pages(1)
+    key = Key.of([*shared, *range(100, 200), 7])
+    found = tree.peek(key, 121)
+    assert found.num_page_tokens == 80
+    assert tree.recall(key, found, 121).num_tokens == 120
+    assert sum(hashed) < 200
+    assert tree.num_pages == 90
 
 
 @pytest.mark.parametrize("block", [4, 8, 12, 64, 256])
