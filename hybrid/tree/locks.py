@@ -107,16 +107,18 @@ class Locks:
         self._changed.add(node)
         lock.node = None
         node.page_locks -= 1
+        candidates = self._candidates
         if isinstance(lock, StateLock):
             if self._pins and lock in self._pins:
                 self._unpin(lock, node)
             node.state_locks -= 1
             if node.state_locks:
                 return
+            candidates.enter(node)
         elif node.page_locks:
             return
-        candidates = self._candidates
-        candidates.enter(node)
+        elif not node.children:  # what has children can give up its checkpoint alone, and can do so beside page locks
+            candidates.enter(node)
         if not node.page_locks:
             if candidates.follows_changes:
                 candidates.changed(node)
