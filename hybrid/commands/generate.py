@@ -111,7 +111,9 @@ class Screen:
                 return
             ended = self._ended.pop(name)
             del self._unseen[name]
-            end = ended.error or f"{ended.usage.completion_tokens} tokens, {ended.finish_reason}; {ended.explain}"
+            count = ended.usage.completion_tokens
+            tokens = f"{count} token{'' if count == 1 else 's'}"
+            end = ended.error or f"{tokens}, {ended.finish_reason}; {ended.explain}"
             self._print(Text(f"\n{end}\n", style="dim" if ended.error is None else "red"), "\n")
 
     def _print(self, text: Text, end: str) -> None:

@@ -53,8 +53,8 @@ COMMAND = Command(
     help="draw the prefix tree, as text or as a page for a browser",
     description=(
         "Run prompts, those of the demo by default, and draw the prefix tree that they leave in the cache: as text, or "
-        "with --out as a page of one file, to zoom and fold, coloured by value, last use, hits or locks, with the "
-        "checkpoints that were evicted as a timeline. From Python: engine.cache.draw('tree.html')."
+        "with --out as a page of one file, to zoom and fold, coloured by value, last use, hits, locks or tier, with "
+        "the checkpoints that were evicted as a timeline. From Python: engine.cache.draw('tree.html')."
     ),
     add_arguments=add_arguments,
     run=run,

@@ -53,22 +53,24 @@ class Source:
         at: where in `ids` the token of position `start` is.
         start: a position of the history.
         matched: how many tokens before it were those of the source when it was found.
-        learned: how often such sources are right, of the request and of the drafter. Each token of the history that
-            the source had a token for is counted, drafted or not.
+        learned: how often such sources are right. Each token of the history that the source had a token for is counted,
+            drafted or not.
         followed: how many tokens in a row were right.
         is_left: the token at `start` is another one.
+        is_proven: `PROVEN` tokens in a row were right at some time.
     """
 
-    __slots__ = ("at", "followed", "ids", "is_left", "learned", "matched", "start")
+    __slots__ = ("at", "followed", "ids", "is_left", "is_proven", "learned", "matched", "start")
 
-    def __init__(self, ids: array[int], at: int, start: int, matched: int, learned: tuple[Chances, Chances]) -> None:
+    def __init__(self, ids: array[int], at: int, start: int, matched: int, learned: Chances) -> None:
         self.ids: array[int] = ids
         self.at: int = at
         self.start: int = start
         self.matched: int = matched
-        self.learned: tuple[Chances, Chances] = learned
+        self.learned: Chances = learned
         self.followed: int = 0
         self.is_left: bool = False
+        self.is_proven: bool = False
 
     @property
     def right(self) -> int:
@@ -83,11 +85,11 @@ class Source:
         theirs = self.ids[self.at : self.at + len(own)]
         count = common_length(own, theirs)
         self.is_left = count < min(len(own), len(theirs))
-        for chances in self.learned:
-            chances.observe(self.right, count, self.is_left)
+        self.learned.observe(self.right, count, self.is_left)
         self.at += count
         self.start += count
         self.followed += count
+        self.is_proven |= self.followed >= PROVEN
 
     def skip(self) -> None:
         """The next token of the history replaces that of the source."""
@@ -102,7 +104,7 @@ class Source:
         if tokens and min(tokens) < 0:
             tokens = tokens[: next(at for at, token in enumerate(tokens) if token < 0)]
         count = len(tokens)
-        return tokens, range(-1, count - 1), self.learned[0].ahead(self.right, count)
+        return tokens, range(-1, count - 1), self.learned.ahead(self.right, count)
 
 
 class ContinuationDrafter(Drafter):
@@ -114,7 +116,8 @@ class ContinuationDrafter(Drafter):
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
-        self._chances = Chances(CONTINUED)
+        self._learned = Chances(CONTINUED)
+        self._own: dict[History, Chances] = {}
         self._sources: dict[History, Source] = {}
         self._next_look: dict[History, int] = {}
 
@@ -148,13 +151,15 @@ class ContinuationDrafter(Drafter):
             self._next_look[history] = (len(history) // page_size + 1) * page_size
             return NOTHING
         before = self._sources.get(history)
-        learned = before.learned if before is not None else (self._chances.of_request(), self._chances)
+        learned = self._own.setdefault(history, self._learned.of_request())
         right = before.right if before is not None and not before.is_left else 0
         source = self._sources[history] = Source(ids, 0, len(history), right, learned)
         return source.draft(limit)
 
     def end(self, history: History) -> None:
-        """Forget the request."""
+        """Learn from the request, and forget it."""
+        if history in self._own:
+            self._learned.absorb(self._own.pop(history))
         self._sources.pop(history, None)
         self._next_look.pop(history, None)
 
@@ -164,7 +169,7 @@ class _Reading:
 
     Attributes:
         piece: its tokens that are indexed.
-        learned: how often sources are right, of the request and of the drafter.
+        learned: how often sources are right.
         source: what it follows; None: nothing.
     """
 
@@ -172,7 +177,7 @@ class _Reading:
 
     def __init__(self, piece: Piece, learned: Chances) -> None:
         self.piece: Piece = piece
-        self.learned: tuple[Chances, Chances] = learned.of_request(), learned
+        self.learned: Chances = learned
         self.source: Source | None = None
 
 
@@ -184,7 +189,7 @@ class GramDrafter(Drafter):
     """
 
     def __init__(self) -> None:
-        self._chances = Chances(REPEATED)
+        self._learned = Chances(REPEATED)
         self._indices: OrderedDict[str, GramIndex] = OrderedDict()
         self._readings: dict[History, _Reading] = {}
 
@@ -224,30 +229,32 @@ class GramDrafter(Drafter):
         """Look for the last tokens of a history: in the index, in those that are not indexed yet, and in the source
         that was left."""
         index, tail = self._indices.get(history.namespace), history[-MAX_BACK:]
-        found = index.find(tail) if index is not None else None
-        length = match_length(tail, *found) if found is not None else 0
+        best, length = _again(reading.source, tail), 0
+        if best is not None:
+            length = match_length(tail, *best)
         repeated = _repeated(history, reading.piece.end)
-        if repeated is not None:
-            own = match_length(tail, *repeated)
-            if own >= length:
-                found, length = (_cycle(*repeated), 0), own
-        if found is None:
-            found = _again(reading.source, tail)
-            if found is None:
-                return NOTHING
-            length = match_length(tail, *found)
-        source = reading.source = Source(*found, len(history), length, reading.learned)
+        if repeated is not None and (own := match_length(tail, *repeated)) > length:
+            best, length = (_cycle(*repeated), 0), own
+        found = index.find(tail) if index is not None else None
+        if found is not None and (own := match_length(tail, *found)) > length:
+            best, length = found, own
+        if best is None:
+            return NOTHING
+        source = reading.source = Source(*best, len(history), length, reading.learned)
         return source.draft(limit)
 
     def end(self, history: History) -> None:
         """Keep what the request added, and forget the rest."""
         reading = self._readings.pop(history, None) or self._open(history)
         self._learn(history, reading.piece)
+        self._learned.absorb(reading.learned)
         self._readings.pop(history, None)
 
     def _open(self, history: History) -> _Reading:
         """Begin with a history: what is known of it is not indexed again."""
-        reading = self._readings[history] = _Reading(self._index(history.namespace).open(history[:]), self._chances)
+        reading = self._readings[history] = _Reading(
+            self._index(history.namespace).open(history[:]), self._learned.of_request()
+        )
         self._learn(history, reading.piece)
         return reading
 
@@ -289,7 +296,7 @@ def _cycle(ids: array[int], at: int) -> array[int]:
 
 def _again(source: Source | None, tail: array[int]) -> tuple[array[int], int] | None:
     """Where a source that was left continues: after the next place that has the last two tokens."""
-    if source is None:
+    if source is None or not source.is_proven:
         return None
     ids, end = source.ids, min(source.at + WINDOW, len(source.ids))
     at = max(source.at - 2, 1)

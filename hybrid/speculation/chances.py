@@ -41,12 +41,16 @@ class Chances:
 
     def observe(self, right: int, accepted: int, is_wrong: bool) -> None:
         """After `right` right tokens there were `accepted` more, and one that was wrong."""
-        for at in range(right, right + accepted):
-            self._count(at, 1.0)
-        if is_wrong:
-            self._count(right + accepted, 0.0)
+        rates, counts = self._rates, self._counts
+        for at in range(right, right + accepted + is_wrong):
+            bucket = BUCKETS[at] if at < LAST else BUCKETS[LAST]
+            count = counts[bucket] = min(counts[bucket] + 1, MAX_TOKENS)
+            rates[bucket] += ((at < right + accepted) - rates[bucket]) / count
 
-    def _count(self, right: int, value: float) -> None:
-        bucket = BUCKETS[right] if right < LAST else BUCKETS[LAST]
-        count = self._counts[bucket] = min(self._counts[bucket] + 1, MAX_TOKENS)
-        self._rates[bucket] += (value - self._rates[bucket]) / count
+    def absorb(self, own: Chances) -> None:
+        """Learn what a request has learned."""
+        for bucket, (rate, count) in enumerate(zip(own._rates, own._counts, strict=True)):
+            total = self._counts[bucket] + count - PRIOR
+            if count > PRIOR:
+                self._rates[bucket] += (rate - self._rates[bucket]) * (count - PRIOR) / total
+                self._counts[bucket] = min(total, MAX_TOKENS)

@@ -8,7 +8,7 @@ from operator import mul
 
 import numpy as np
 
-GRAMS = (10, 4)
+GRAMS = (6, 2)
 """Lengths of the n-grams, longest first."""
 
 FACTOR, MIXER = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
