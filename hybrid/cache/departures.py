@@ -139,9 +139,12 @@ class Departures:
         except Exception:  # they are evicted without a copy
             self.num_failures += 1
 
-    def _value(self, usage: NodeUsage, end: int, num_tokens: int, num_bytes: int) -> float:
+    def _value(self, usage: NodeUsage, end: int, num_tokens: int, num_alone: int) -> float:
+        """See `Offer.value`. A hit saves what it saved on the device, or more: if only this checkpoint needs pages,
+        then there is no other at one of them any more."""
         assert self._tree is not None
-        return self._tree.worth(usage, end, num_tokens, num_bytes)
+        num_bytes = self._sizes.checkpoint + num_alone * self._sizes.page
+        return self._tree.worth(usage, end, max(num_tokens, num_alone * self._page_size), num_bytes)
 
     def _offer(self, leaver: Leaver) -> bool:
         """Offer what leaves the device to the tiers, until one has it."""

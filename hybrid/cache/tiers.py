@@ -152,7 +152,7 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
             raise MemoryBudgetError(
                 f"CacheConfig: host={format_bytes(config.host)}, but only {format_bytes(free)} is free; choose less"
             )
-        host = HostTier(config.host, memory.sizes.page, passes_on=config.disk is not None)
+        host = HostTier(config.host, passes_on=config.disk is not None)
     if config.disk is not None:
         assert isinstance(config.disk, int) and isinstance(config.directory, Path)
         if model is None:

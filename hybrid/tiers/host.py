@@ -11,6 +11,7 @@ is room: what continues it needs them when it leaves the device.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -68,7 +69,6 @@ class HostTier:
 
     Args:
         num_bytes: of all copies together.
-        page_bytes: of a page.
         passes_on: keep what is dropped for `take_dropped`, which is called after each offer.
 
     Attributes:
@@ -78,7 +78,7 @@ class HostTier:
         num_hits: copies that were used.
     """
 
-    def __init__(self, num_bytes: int, page_bytes: int, passes_on: bool = False) -> None:
+    def __init__(self, num_bytes: int, passes_on: bool = False) -> None:
         self.label: str = "host memory"
         self.where: str = "in host memory"
         self.cost: Cost = Cost(0.0, COPY)
@@ -88,7 +88,6 @@ class HostTier:
         self.bytes_offered: int = 0
         self.bytes_written: int = 0
         self.num_hits: int = 0
-        self._page_bytes = page_bytes
         self._passes_on = passes_on
         self._dropped: list[Dropped] = []
         self._pages: dict[bytes, Contents] = {}
@@ -96,7 +95,7 @@ class HostTier:
         rng = Random(0)
         self._all: Sampled[Kept] = Sampled(rng)
         self._on_device: Sampled[Kept] = Sampled(rng)  # those of which the device has the checkpoint too
-        self._passed: dict[bytes, None] = {}  # checkpoints whose pages alone are left, oldest first
+        self._passed: OrderedDict[bytes, None] = OrderedDict()  # prefixes whose pages alone are left, oldest first
         self._needs = Needs()
 
     def __len__(self) -> int:
@@ -133,9 +132,9 @@ class HostTier:
         if offer.worth.seconds <= 0 or offer.num_bytes > self.num_bytes:
             return False
         self._passed.pop(name, None)
-        self._needs.add(offer.path)
+        joined = self._needs.add(offer.path)
         try:
-            value = offer.value(offer.num_bytes + self._needs.num_alone(name) * self._page_bytes)
+            value = offer.value(self._needs.num_alone(name))
             contents = offer.read() if self._make_free(offer.num_bytes, value) else None
             if contents is None or not self._make_free(len(contents), value):  # it may be larger than was said
                 self._give_up(name)
@@ -147,6 +146,9 @@ class HostTier:
         self._checkpoints[name] = kept
         self._all.add(kept)
         self._count(contents)
+        if joined in self._passed:  # this one needs its pages
+            del self._passed[joined]
+            self._needs.remove(joined)
         return True
 
     def _give_up(self, name: bytes) -> None:
@@ -186,7 +188,7 @@ class HostTier:
             lowest = next(iter(self._lowest_first()), None)
             if lowest is None:
                 return False
-            self._let_go(lowest[1])
+            self._drop(lowest[1], num_bytes)
         return False
 
     def _make_free(self, num_bytes: int, value: float) -> bool:
@@ -203,7 +205,7 @@ class HostTier:
         if missing > 0:
             return False
         for name in dropped:
-            self._let_go(name)
+            self._drop(name, num_bytes)
         return True
 
     def _lowest_first(self) -> Iterator[tuple[float, bytes]]:
@@ -222,7 +224,7 @@ class HostTier:
         return sorted(((self._value(one), one) for one in kept.sample(SAMPLE)), key=lambda one: one[0])
 
     def _value(self, kept: Kept) -> float:
-        return kept.value(len(kept.contents) + self._needs.num_alone(kept.name) * self._page_bytes)
+        return kept.value(self._needs.num_alone(kept.name))
 
     # What goes
 
@@ -241,19 +243,42 @@ class HostTier:
             self._remove(kept)
             self._passed[name] = None
 
-    def _let_go(self, name: bytes) -> None:
-        """A checkpoint is dropped, with the pages that only it needs, and they may go elsewhere."""
+    def _drop(self, name: bytes, num_bytes: int) -> None:
+        """A checkpoint goes, so that `num_bytes` fit. Of one that the device has too, first the state, and then the
+        pages one by one: what is left need not be copied again when it leaves the device."""
         kept = self._checkpoints.get(name)
+        if kept is not None and kept in self._on_device:
+            self._remove(kept)
+            self._passed[name] = None
+        elif kept is not None:
+            self._let_go(name)
+        while name in self._passed and self.bytes_used + num_bytes > self.num_bytes:
+            del self._passed[name]
+            shortened = self._needs.shorten(name)
+            if shortened is None:
+                return
+            page, before = shortened
+            self.bytes_used -= len(self._pages.pop(page, b""))
+            if before is not None:
+                name = before
+                self._passed[name] = None
+                self._passed.move_to_end(name, last=False)
+
+    def _let_go(self, name: bytes) -> None:
+        """A checkpoint is dropped, with the pages that only it needs. They may go elsewhere, if the device has not got
+        them too: then they will when they leave it."""
+        kept = self._checkpoints.get(name)
+        passes_on = self._passes_on and kept is not None and kept not in self._on_device
         if kept is not None:
             self._remove(kept)
-            if self._passes_on:
+            if passes_on:
                 self._dropped.append(Dropped((CHECKPOINT, name), kept.contents, name, kept.worth, kept.note))
         self._passed.pop(name, None)
         for page, before in self._needs.remove(name):
             contents = self._pages.pop(page, None)
             if contents is not None:
                 self.bytes_used -= len(contents)
-                if self._passes_on and kept is not None:
+                if passes_on:
                     self._dropped.append(Dropped((PAGE, page), contents, before))
 
     def _remove(self, kept: Kept) -> None:

@@ -43,11 +43,14 @@ class Needs:
     def __len__(self) -> int:
         return len(self._prefixes)
 
-    def add(self, path: Iterable[bytes]) -> None:
+    def add(self, path: Iterable[bytes]) -> bytes | None:
         """A checkpoint needs pages.
 
         Args:
             path: their names, the last first. Read as far as it is not known.
+
+        Returns:
+            The name of the last one that was needed before; None: there is none.
         """
         lower: Prefix | None = None
         for name in path:
@@ -62,8 +65,26 @@ class Needs:
                 prefix.below.add(lower)
             if is_known:
                 self._recount(prefix, lower)
-                break
+                return name
             lower = prefix
+        return None
+
+    def shorten(self, name: bytes) -> tuple[bytes, bytes | None] | None:
+        """A checkpoint does not need its last page any more, and is one of the page before it from now on. Returns the
+        names of that page and of the one before it, if nothing else needs it; otherwise, and where there is no page
+        before it or that has a checkpoint, the checkpoint is gone."""
+        prefix = self._prefixes[name]
+        if prefix.below:
+            self.remove(name)
+            return None
+        above = prefix.above
+        del self._prefixes[name]
+        if above is None:
+            return name, None
+        above.below.remove(prefix)
+        has_checkpoint, above.has_checkpoint = above.has_checkpoint, True
+        self._recount(above, None)
+        return name, None if has_checkpoint else above.name
 
     def remove(self, name: bytes) -> list[tuple[bytes, bytes | None]]:
         """A checkpoint is gone. Returns the names of the pages that nothing needs any more, each with that of the page

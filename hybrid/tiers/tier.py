@@ -55,8 +55,8 @@ class Offer:
         read: reads them.
         worth: what it may save; None: a page, which saves what the checkpoints save that need it.
         note: of a checkpoint.
-        value: of a checkpoint, per byte and at the time of the call: its argument is how many bytes are free without
-            it. What has the lowest value is dropped before all others.
+        value: of a checkpoint, per byte and at the time of the call: its argument is how many pages only it needs.
+            What has the lowest value is dropped before all others.
         path: names of the pages before its end, the last first; of a page, those before it. Can be read once.
     """
 

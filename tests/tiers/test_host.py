@@ -31,7 +31,15 @@ def offer_state(
     tier: HostTier, text: str, value: float = 1.0, read: Callable[[], bytes] = lambda: bytes(STATE), seconds: float = 1
 ) -> bool:
     """The checkpoint after a text leaves the device. It is worth `value` in all."""
-    offer = Offer(state(text), STATE, read, Worth("", seconds), None, lambda size: value / size, iter(names(text)))
+    offer = Offer(
+        state(text),
+        STATE,
+        read,
+        Worth("", seconds),
+        None,
+        lambda pages: value / (STATE + pages * PAGE),
+        iter(names(text)),
+    )
     return tier.offer(offer)
 
 
@@ -54,7 +62,7 @@ def held(tier: HostTier) -> set[str]:
 
 
 def test_what_fits_is_kept() -> None:
-    tier = HostTier(100, PAGE)
+    tier = HostTier(100)
     offer(tier, "ab")
     offer(tier, "ac")
     assert held(tier) == {"ab", "ac"}
@@ -66,7 +74,7 @@ def test_what_fits_is_kept() -> None:
 
 
 def test_a_copy_that_is_there_is_not_written_again() -> None:
-    tier = HostTier(100, PAGE)
+    tier = HostTier(100)
     offer(tier, "a")
     assert offer_state(tier, "a", read=lambda: pytest.fail("it is read again"))
     assert offer_page(tier, "a", read=lambda: pytest.fail("it is read again"))
@@ -74,7 +82,7 @@ def test_a_copy_that_is_there_is_not_written_again() -> None:
 
 
 def test_a_page_that_no_checkpoint_needs_is_not_read() -> None:
-    tier = HostTier(100, PAGE)
+    tier = HostTier(100)
     assert not offer_page(tier, "a", read=lambda: pytest.fail("nothing needs it"))
     offer_state(tier, "ab")
     assert not offer_page(tier, "abc", read=lambda: pytest.fail("nothing needs it"))
@@ -83,7 +91,7 @@ def test_a_page_that_no_checkpoint_needs_is_not_read() -> None:
 
 
 def test_what_is_worth_more_replaces_what_is_worth_less_and_not_the_other_way() -> None:
-    tier = HostTier(2 * (STATE + PAGE), PAGE)
+    tier = HostTier(2 * (STATE + PAGE))
     offer(tier, "a", 5.0)
     offer(tier, "b", 1.0)
     assert not offer_state(tier, "c", 0.5, read=lambda: pytest.fail("it is read for nothing"))
@@ -94,7 +102,7 @@ def test_what_is_worth_more_replaces_what_is_worth_less_and_not_the_other_way() 
 
 
 def test_a_checkpoint_is_valued_with_the_pages_that_only_it_needs() -> None:
-    tier = HostTier(2 * STATE + 6 * PAGE, PAGE)
+    tier = HostTier(2 * STATE + 6 * PAGE)
     offer(tier, "abcd", 1.0)  # 1 / 26 per byte
     offer(tier, "xy", 0.9)  # 0.9 / 18
     offer(tier, "z", 0.8)  # 0.8 / 14
@@ -103,7 +111,7 @@ def test_a_checkpoint_is_valued_with_the_pages_that_only_it_needs() -> None:
 
 
 def test_pages_that_another_checkpoint_needs_stay() -> None:
-    tier = HostTier(2 * STATE + 3 * PAGE, PAGE)
+    tier = HostTier(2 * STATE + 3 * PAGE)
     offer(tier, "ab", 5.0)
     offer(tier, "ac", 1.0)
     offer(tier, "d", 3.0)
@@ -111,14 +119,14 @@ def test_pages_that_another_checkpoint_needs_stay() -> None:
 
 
 def test_a_page_for_which_only_its_own_checkpoint_could_go_takes_it_along() -> None:
-    tier = HostTier(STATE + PAGE, PAGE)
+    tier = HostTier(STATE + PAGE)
     offer(tier, "ab")
     assert (len(tier), tier.bytes_used) == (0, 0)
     assert tier.violations() == []
 
 
 def test_values_are_those_of_the_moment() -> None:
-    tier, now = HostTier(2 * (STATE + PAGE), PAGE), [1.0]
+    tier, now = HostTier(2 * (STATE + PAGE)), [1.0]
     tier.offer(Offer(state("a"), STATE, lambda: bytes(STATE), Worth("", 1), None, lambda _: now[0], iter([b"a"])))
     offer_page(tier, "a")
     offer(tier, "b", 0.5 * (STATE + PAGE))
@@ -128,16 +136,16 @@ def test_values_are_those_of_the_moment() -> None:
 
 
 def test_what_saves_no_time_and_what_is_too_large_is_not_kept() -> None:
-    tier = HostTier(STATE - 1, PAGE)
+    tier = HostTier(STATE - 1)
     assert not offer_state(tier, "a")
-    tier = HostTier(100, PAGE)
+    tier = HostTier(100)
     assert not offer_state(tier, "a", seconds=0)
     assert not offer_state(tier, "a", seconds=-1)
     assert len(tier) == 0
 
 
 def test_what_is_dropped_goes_on_each_checkpoint_before_its_pages_the_last_first() -> None:
-    tier = HostTier(STATE + 3 * PAGE, PAGE, passes_on=True)
+    tier = HostTier(STATE + 3 * PAGE, passes_on=True)
     offer(tier, "abc", 1.0)
     offer_state(tier, "x", 5.0)
     passed = [(one.name, one.before) for one in tier.take_dropped()]
@@ -147,7 +155,7 @@ def test_what_is_dropped_goes_on_each_checkpoint_before_its_pages_the_last_first
 
 
 def test_what_the_device_has_too_is_dropped_before_what_it_has_not() -> None:
-    tier = HostTier(2 * (STATE + PAGE), PAGE)
+    tier = HostTier(2 * (STATE + PAGE))
     offer(tier, "a", 5.0)
     offer(tier, "b", 1.0)
     tier.restored(b"a", is_copied_again=True)
@@ -161,7 +169,7 @@ def test_what_the_device_has_too_is_dropped_before_what_it_has_not() -> None:
 
 
 def test_of_a_restored_checkpoint_that_requests_continue_the_pages_stay_while_there_is_room() -> None:
-    tier = HostTier(2 * STATE + 3 * PAGE, PAGE)
+    tier = HostTier(2 * STATE + 3 * PAGE)
     offer(tier, "ab")
     tier.restored(b"ab", is_copied_again=False)
     assert (tier.num_checkpoints, tier.num_pages, tier.bytes_used) == (0, 2, 2 * PAGE)
@@ -173,12 +181,41 @@ def test_of_a_restored_checkpoint_that_requests_continue_the_pages_stay_while_th
     tier.restored(b"abc", is_copied_again=False)
     offer(tier, "x", 0.1)
     offer_state(tier, "y", 0.1)
-    assert (tier.num_checkpoints, tier.num_pages) == (2, 1), "and give way to anything"
+    assert (tier.num_checkpoints, tier.num_pages) == (2, 3), "and give way to anything, one by one, from the last"
+    assert page("a") in tier and page("ab") in tier
     assert tier.violations() == []
 
 
+def test_what_the_device_has_too_is_dropped_as_far_as_room_is_needed() -> None:
+    tier = HostTier(3 * STATE + 6 * PAGE)
+    offer(tier, "abc", 5.0)
+    offer(tier, "xy", 1.0)
+    offer(tier, "z", 0.2)
+    tier.restored(b"abc", is_copied_again=True)
+    offer(tier, "v", 0.1)
+    assert held(tier) == {"xy", "z", "v"}
+    assert page("a") in tier and page("ab") in tier
+    assert page("abc") not in tier
+    written = tier.bytes_written
+    offer(tier, "abcd", 9.0)
+    assert tier.bytes_written == written + STATE + 2 * PAGE, "what was left of abc is not written again"
+    assert tier.violations() == []
+
+
+def test_what_the_device_has_too_is_not_passed_on() -> None:
+    tier = HostTier(2 * (STATE + PAGE), passes_on=True)
+    offer(tier, "a", 5.0)
+    offer(tier, "b", 1.0)
+    tier.restored(b"a", is_copied_again=True)
+    offer(tier, "c", 3.0)
+    assert held(tier) == {"b", "c"}
+    assert tier.take_dropped() == []
+    offer(tier, "d", 5.0)
+    assert [one.name for one in tier.take_dropped()] == [state("b"), page("b")]
+
+
 def test_a_checkpoint_of_which_the_pages_are_left_may_come_again() -> None:
-    tier = HostTier(100, PAGE)
+    tier = HostTier(100)
     offer(tier, "ab")
     tier.restored(b"ab", is_copied_again=False)
     offer_state(tier, "ab")
@@ -188,7 +225,7 @@ def test_a_checkpoint_of_which_the_pages_are_left_may_come_again() -> None:
 
 
 def test_cleared_is_empty_and_works() -> None:
-    tier = HostTier(100, PAGE)
+    tier = HostTier(100)
     offer(tier, "ab")
     tier.clear()
     assert (len(tier), tier.bytes_used, tier.num_checkpoints, tier.num_pages) == (0, 0, 0, 0)
@@ -200,7 +237,7 @@ def test_cleared_is_empty_and_works() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_bookkeeping_holds_through_random_calls(seed: int) -> None:
-    rng, tier = Random(seed), HostTier(200, PAGE, passes_on=seed % 2 == 1)
+    rng, tier = Random(seed), HostTier(200, passes_on=seed % 2 == 1)
 
     def read() -> bytes:
         if rng.random() < 0.1:
@@ -233,7 +270,7 @@ def test_what_an_offer_takes_does_not_grow_with_what_is_kept(device_has: str | N
     """Whatever is dropped first: what the device has too, pages alone that are left, or a sample."""
 
     def seconds(num_kept: int) -> float:
-        tier = HostTier(num_kept * (STATE + PAGE), PAGE)
+        tier = HostTier(num_kept * (STATE + PAGE))
         for number in range(num_kept):
             offer(tier, chr(number), 2.0)
             if device_has is not None:
@@ -251,7 +288,7 @@ def test_what_an_offer_takes_does_not_grow_with_what_is_kept(device_has: str | N
 
 
 def test_a_state_whose_read_fails_changes_nothing_that_counts() -> None:
-    tier = HostTier(100, PAGE)
+    tier = HostTier(100)
 
     def fail() -> bytes:
         raise OSError("planted")
@@ -263,7 +300,7 @@ def test_a_state_whose_read_fails_changes_nothing_that_counts() -> None:
 
 
 def test_a_page_whose_read_fails_takes_the_checkpoints_along_that_need_it() -> None:
-    tier = HostTier(100, PAGE)
+    tier = HostTier(100)
     offer_state(tier, "abc")
     offer_state(tier, "abd")
     offer_state(tier, "x")

@@ -56,6 +56,28 @@ def test_a_path_is_read_as_far_as_it_is_not_known() -> None:
     assert needs.num_alone(b"abcdefg") == 1
 
 
+def test_a_checkpoint_is_shortened_page_by_page_until_another_needs_them() -> None:
+    #      a ── b ● ── c ── d ●
+    needs = needs_of("abcd", "ab")
+    assert needs.shorten(b"abcd") == (b"abcd", b"abc")
+    assert needs.num_alone(b"abc") == 1
+    assert needs.shorten(b"abc") == (b"abc", None), "there is a checkpoint at ab"
+    assert needs.shorten(b"ab") == (b"ab", b"a")
+    assert needs.shorten(b"a") == (b"a", None)
+    assert len(needs) == 0
+    needs = needs_of("abc", "ab")
+    assert needs.shorten(b"ab") is None, "abc needs it"
+    assert needs.num_alone(b"abc") == 3
+    assert needs.violations([b"abc"]) == []
+
+
+def test_a_path_says_where_it_joins_what_is_needed() -> None:
+    needs = needs_of("abc")
+    assert needs.add(iter(path("abde"))) == b"ab"
+    assert needs.add(iter(path("abc"))) == b"abc"
+    assert needs.add(iter(path("x"))) is None
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_counts_hold_through_random_changes(seed: int) -> None:
     rng, needs = Random(seed), Needs()
@@ -63,7 +85,12 @@ def test_counts_hold_through_random_changes(seed: int) -> None:
     for _ in range(1500):
         text = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 9)))
         name = text.encode()
-        if name in kept:
+        if name in kept and rng.random() < 0.5:
+            del kept[name]
+            shortened = needs.shorten(name)
+            if shortened is not None and shortened[1] is not None:
+                kept[shortened[1]] = text[:-1]
+        elif name in kept:
             needs.remove(name)
             del kept[name]
         else:
