@@ -1,25 +1,31 @@
 #!/usr/bin/env python
 """Our engine against llama.cpp on a CPU, on the same random Qwen3.5; our threads; what a decode step consists of.
 
-    python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only llama|threads|costs] [--json]
+    python bench/cpu.py [--llama SOURCE] [--large] [--dtype float32] [--only llama|server|threads|costs] [--json]
 
 `--llama` is the folder `vendor/llama.cpp` of the source distribution of llama-cpp-python, built there; without it our
 side runs alone. Medians of runs that alternate between the sides. Exit status 1 when a target is missed.
 
     cmake -B build -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF
-    cmake --build build --target llama-bench llama-batched-bench
+    cmake --build build --target llama-bench llama-batched-bench llama-server
 """
 
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import torch
-from common import Line, Medians, alternate, arguments, finish, printed, ratio
-from model import decode_step, first_token, ids, random_model
+from common import Line, Medians, alternate, arguments, finish, printed, ratio, timed
+from model import decode_step, first_token, greedy, ids, random_model
 
 from hybrid import CacheConfig, Engine
 
@@ -27,6 +33,7 @@ LARGE = {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 16
 """What makes a model of 0.5B parameters of that of 51M."""
 
 PROMPT, SHARED, OWN, STEPS = 1024, 4096, 64, 32
+CLIENTS, NEW, SERVER = 16, 16, "http://127.0.0.1:18113"
 
 CONVERT = """
 import sys
@@ -62,9 +69,54 @@ class Llama:  # its own benchmarks, on a checkpoint of ours
         options = ("-c", 2048, "-npp", OWN, "-ntg", STEPS, "-npl", 8, "--output-format", "jsonl")
         return float(self._run("llama-batched-bench", *options)["t_tg"]) / STEPS
 
+    @contextmanager
+    def server(self) -> Iterator[Callable[[list[list[int]]], float]]:
+        """Seconds of prompts that are sent at once to its server, which has a slot for each."""
+        options = ("-t", self._threads, "-np", CLIENTS, "-c", CLIENTS * 2 * PROMPT, "--port", SERVER.rpartition(":")[2])
+        command = [*map(str, (self._programs / "llama-server", "-m", self._file, *options))]
+
+        def answer(prompt: list[int]) -> None:
+            asked = {"prompt": prompt, "n_predict": NEW, "ignore_eos": True, "temperature": 0}
+            with urlopen(Request(f"{SERVER}/completion", json.dumps(asked).encode())) as found:
+                assert json.load(found)["tokens_predicted"] == NEW
+
+        with (
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process,
+            ThreadPoolExecutor(CLIENTS) as pool,
+        ):
+            try:
+                while not _is_ready():
+                    assert process.poll() is None, "llama-server ended"
+                yield lambda prompts: timed(lambda: list(pool.map(answer, prompts)))
+            finally:
+                process.terminate()
+
     def _run(self, program: str, *options: object) -> dict[str, Any]:
         found: dict[str, Any] = printed([self._programs / program, "-m", self._file, "-t", self._threads, *options])
         return found
+
+
+def _is_ready() -> bool:
+    time.sleep(0.2)
+    try:
+        return bool(urlopen(f"{SERVER}/health").status == 200)
+    except URLError:
+        return False
+
+
+def against_server(engine: Engine, llama: Llama | None, runs: int) -> list[Line]:
+    """Requests that share a prefix, launched at once."""
+
+    def group() -> list[list[int]]:
+        shared = ids(PROMPT)
+        return [shared + ids(OWN // 2) for _ in range(CLIENTS)]
+
+    sides = {"ours": lambda: timed(lambda: engine.generate(group(), greedy(NEW), progress=False))}
+    with nullcontext() if llama is None else llama.server() as seconds:
+        sides |= {} if seconds is None else {"llama": lambda: seconds(group())}
+        t: Medians = {"llama": None, **alternate(runs, **sides)}
+    name = f"{CLIENTS} requests sharing {PROMPT}: seconds over llama-server's"
+    return [ratio(name, t, "ours", "llama", 0.2, at_most=True)]
 
 
 def prefill(engine: Engine, cached: tuple[int, ...] = ()) -> float:
@@ -114,7 +166,7 @@ def main() -> int:
     parser.add_argument("--llama", type=Path, help="folder of llama.cpp, built in its folder build")
     parser.add_argument("--large", action="store_true", help="a model of 0.5B parameters instead of 51M")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"), default="float32")
-    parser.add_argument("--only", choices=("llama", "threads", "costs"))
+    parser.add_argument("--only", choices=("llama", "server", "threads", "costs"))
     args = parser.parse_args()
     with random_model(args, **(LARGE if args.large else {})) as (path, _):
         how = {"load_dtype": "int8"} if args.dtype == "int8" else {"dtype": args.dtype}
@@ -122,6 +174,7 @@ def main() -> int:
         llama = Llama(args.llama, path, args.dtype, args.threads) if args.llama else None
         parts = {
             "llama": lambda: against_llama(engine, llama, args.runs, 2 * args.large + (args.dtype != "float32")),
+            "server": lambda: against_server(engine, llama, args.runs),
             "costs": lambda: costs(engine),
             "threads": lambda: of_threads(engine, args.runs),
         }

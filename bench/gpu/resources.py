@@ -28,7 +28,9 @@ from typing import Any
 from unittest.mock import patch
 
 if __name__ == "__main__":  # not this folder: what is found as `kernels` is taken for another package
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    __import__("hybrid")  # that of this checkout, which need not be installed
+    sys.path[0] += "/bench"
 
 from common import print_table
 from gpu import attention, kernels
@@ -168,8 +170,7 @@ def main() -> int:
         parser.error("TRITON_INTERPRET=1 is set, and an interpreted kernel has no machine code: unset it")
     if args.share:
         return len([*compile_all(FULL.smoke, tuple(args.share))])
-    found: list[Row] = []
-    failed: list[str] = []
+    found, failed = list[Row](), list[str]()
     for result in compile_all():
         failed.append(result) if isinstance(result, str) else found.append(result)
     print_table(COLUMNS, [row.values() for row in found], failed)

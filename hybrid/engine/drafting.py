@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.paths import exchange, extend
@@ -28,6 +29,7 @@ class Drafting:
         config: limits of the engine.
         deterministic: decoded states are not shared.
         mtp: the drafter that computes in the requests' memory, if there is one.
+        clock: seconds, by which passes are timed.
     """
 
     def __init__(
@@ -37,7 +39,10 @@ class Drafting:
         config: EngineConfig,
         deterministic: bool,
         mtp: MtpDrafter | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
+        self._began = 0.0
         self._speculator = speculator
         self._mtp = mtp
         self._cache = cache
@@ -135,8 +140,13 @@ class Drafting:
         request.num_accepted += len(path)
         self._speculator.verified(request.history, drafts, path)
 
-    def timed(self, step: Step, seconds: float) -> None:
-        """A step was computed, in this time."""
+    def begin(self) -> None:
+        """A step is computed now."""
+        self._began = self._clock()
+
+    def timed(self, step: Step) -> None:
+        """A step was computed."""
+        seconds = self._clock() - self._began
         if not any(part.is_prefill for part in step.parts):
             drafts = sum([part.num_drafts for part in step.parts])
             self._speculator.timed(len(step.parts) + drafts, seconds, drafts)
@@ -164,5 +174,7 @@ def make_drafting(
         on_cpu = loaded.device.type == "cpu"
         capture = capture_for(loaded.device) if on_cpu and is_captured(loaded, config) else None
         mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
-    speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp)
-    return Drafting(speculator, cache, config, deterministic, mtp) if speculator is not None else None
+    # a CPU computes in this thread, whose own time does not depend on what else the machine does
+    clock = time.thread_time if loaded.device.type == "cpu" else time.perf_counter
+    speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock)
+    return Drafting(speculator, cache, config, deterministic, mtp, clock) if speculator is not None else None

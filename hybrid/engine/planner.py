@@ -363,9 +363,9 @@ def _add_media(
 
 def _add_sampling(pieces: Pieces, parts: list[Part], sampled: tuple[SampledRows, ...], num_idle: int) -> None:
     """How the token of every row of logits is chosen, unless all are the most likely ones."""
-    tokens = tokens_of(parts, sampled)
-    if not [request for request, *_ in tokens if request is not None and request.params.temperature]:
+    if not [part for part, own in zip(parts, sampled, strict=True) if own.samples and part.request.params.temperature]:
         return
+    tokens = tokens_of(parts, sampled)
     rows: list[SampleRow | None] = [
         request.sample_row(path, num_unknown) if request is not None else None for request, path, num_unknown in tokens
     ]

@@ -130,6 +130,8 @@ class PendingTokens:
 
     def _edits(self) -> Edits | None:
         """What is done to the logits before. Nothing for requests that have ended meanwhile."""
+        if not [part for part in self._plan.parts if part.request.constraints is not None or part.request.forks]:
+            return None
         edits = [
             request.constraints.after(path)
             if request is not None and request.constraints is not None and request.status is not Status.FINISHED

@@ -257,6 +257,8 @@ class StepLoop:
             return None
         guard.undo_on_failure(step)
         started = time.perf_counter()
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.begin()
         with guard.interruptible():
             pending = self.runner.launch(self.runner.plan(step, before.pending if before is not None else None))
         return Launched(step, self._scheduler.advance(step), pending, started)
@@ -280,7 +282,7 @@ class StepLoop:
         now = time.perf_counter()
         started, self._latest_results = max(launched.started, self._latest_results), now
         if self._scheduler.drafting is not None:
-            self._scheduler.drafting.timed(launched.step, now - started)
+            self._scheduler.drafting.timed(launched.step)
         if all(part.is_prefill for part in launched.step.parts):
             self._cache.note_pass(sum(part.end - part.start for part in launched.step.parts), now - started)
 

@@ -274,6 +274,10 @@ class GramDrafter(Drafter):
             self._indices.popitem(last=False)
 
 
+CachedDrafter = ContinuationDrafter | GramDrafter
+"""Those that learn themselves how probable their drafts are."""
+
+
 def _repeated(history: History, end: int) -> tuple[array[int], int] | None:
     """Where the last tokens of a history were before, among those after `end`, which are not indexed yet, and a few
     before them."""

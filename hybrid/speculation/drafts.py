@@ -76,6 +76,8 @@ class Drafts:
         Args:
             path: the drafts that were accepted.
         """
+        if self.is_chain and self.drafters.count((drafter,)) == len(self.drafters):  # the usual case
+            return len(path) + (len(path) < len(self.drafters)), len(path)
         right, last = 0, -1
         for at in path:
             if drafter not in self.drafters[at]:
@@ -83,6 +85,12 @@ class Drafts:
             right, last = right + 1, at
         tried = any(parent == last and drafter in own for parent, own in zip(self.parents, self.drafters, strict=True))
         return right + tried, right
+
+    def scaled(self, trust: float) -> Drafts:
+        """The same, with this part of what their drafter says that their probabilities are."""
+        if self.chances is None or trust > 0.9:  # one cannot know it better
+            return self
+        return Drafts(self.tokens, self.parents, self.drafters, tuple([trust * chance for chance in self.chances]))
 
     def only(self, kept: Sequence[int]) -> Drafts:
         """Some of them: indices in rising order, parents before their children."""

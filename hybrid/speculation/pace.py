@@ -17,6 +17,12 @@ DECAY = 0.8
 PRIOR = 2.0
 """What is expected of a request counts as much as this many drafts of its own."""
 
+TRUST = 4.0
+"""A drafter that says how probable its drafts are is believed as if this many had been expected and were right."""
+
+FORGET = 0.9
+"""What an earlier draft counts, of that trust."""
+
 MAX_PAUSES = 3
 """Drafts that do not pay are looked at again after 4, 16 and then every 64 passes: 4 to the power of this."""
 
@@ -207,15 +213,17 @@ class Acceptance:
     Args:
         prior: what is expected before there was any.
         pauses: how many pauses there were in a row for other requests.
+        trust: of other requests.
 
     Attributes:
         pauses: the same for this one.
     """
 
-    def __init__(self, prior: float, pauses: int = 0) -> None:
+    def __init__(self, prior: float, pauses: int = 0, trust: float = 1.0) -> None:
         self.pauses: int = min(pauses, MAX_PAUSES_BEFORE)
         self._hits = PRIOR * prior
         self._trials = PRIOR
+        self._right, self._claimed = TRUST * trust, TRUST
         self._left = 4**self.pauses // 2 if pauses else 0
 
     @property
@@ -228,6 +236,17 @@ class Acceptance:
         trials = accepted + (accepted < offered)
         self._hits = DECAY * self._hits + accepted
         self._trials = DECAY * self._trials + trials
+
+    @property
+    def trust(self) -> float:
+        """Of drafts whose drafter says how probable they are: how many were right, as a part of those that should have
+        been."""
+        return min(self._right / self._claimed, 1.0)
+
+    def compare(self, claimed: float, is_right: bool) -> None:
+        """A draft was said to have this probability."""
+        self._right = FORGET * self._right + is_right
+        self._claimed = FORGET * self._claimed + claimed
 
     def is_due(self, passes: int = 1) -> bool:
         """Whether no pause lasts, this many passes after it was asked for last."""

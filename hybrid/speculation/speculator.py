@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
-from hybrid.speculation.cached import ContinuationDrafter, GramDrafter
+from hybrid.speculation.cached import CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import Drafter, History
@@ -47,14 +47,14 @@ class _Known:
     Attributes:
         measured: of each drafter.
         position: where the tokens of `watched` would be.
-        watched: tokens that were not computed, by their drafter.
+        watched: by drafter a token that it proposed, and how probable it said that it is (None: it does not say).
         fruitless: passes in a row in which no drafter proposed anything.
         left_out: passes since any was asked.
     """
 
     measured: dict[str, Acceptance]
     position: int = 0
-    watched: dict[str, int] = field(default_factory=dict)
+    watched: dict[str, tuple[int, float | None]] = field(default_factory=dict)
     fruitless: int = 0
     left_out: int = 0
 
@@ -81,7 +81,7 @@ class _Joined:
         count: drafts that are expected to be computed.
         asked: of drafters that have drafts in the tree, whether they compute them; without those that say how probable
             their drafts are and compute nothing, which cost nothing.
-        firsts: of those that do not say how probable their drafts are the first token.
+        firsts: of each drafter that does not learn itself how probable its drafts are: the first one, and what it says.
     """
 
     history: History
@@ -91,7 +91,7 @@ class _Joined:
     left: float = 1.0
     count: int = 0
     asked: dict[str, bool] = field(default_factory=dict)
-    firsts: dict[str, int] = field(default_factory=dict)
+    firsts: dict[str, tuple[int, float | None]] = field(default_factory=dict)
 
 
 class Speculator:
@@ -101,10 +101,18 @@ class Speculator:
         config: how much is drafted.
         drafters: who drafts, in the order in which they are asked.
         vocab_size: of the model.
+        clock: seconds, by which drafters are timed.
     """
 
-    def __init__(self, config: SpeculationConfig, drafters: Sequence[Drafter], vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        drafters: Sequence[Drafter],
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._config = config
+        self._clock = clock
         self._drafters = tuple(drafters)
         self._vocab_size = vocab_size
         self._stats = {drafter.name: DrafterStats() for drafter in self._drafters}
@@ -163,16 +171,22 @@ class Speculator:
     def _begin(self, history: History) -> _Known:
         """A request of which nothing is known."""
         known = self._known[history] = _Known(
-            {name: Acceptance(expected.rate, self._pauses[name]) for name, expected in self._expected.items()}
+            {
+                name: Acceptance(expected.rate, self._pauses[name], expected.trust)
+                for name, expected in self._expected.items()
+            }
         )
         return known
 
     def _compare(self, history: History, known: _Known) -> None:
-        """Compare drafts that were not computed with what came."""
+        """Compare drafts with what came."""
         if known.position < len(history):
-            for name, token in known.watched.items():
+            for name, (token, claimed) in known.watched.items():
                 for measured in (self._expected[name], known.measured[name]):
-                    measured.observe(1, token == history[known.position])
+                    if claimed is None:
+                        measured.observe(1, token == history[known.position])
+                    else:
+                        measured.compare(claimed, token == history[known.position])
             known.watched = {}
 
     def _counts(self, trees: Sequence[_Joined], rows: int) -> list[int]:
@@ -199,8 +213,10 @@ class Speculator:
             elif not joined.count and not own.pauses:  # they were expected to pay
                 own.paid(False)
             self._pauses[name] = own.pauses
-        if not joined.count and joined.firsts:
-            joined.known.position, joined.known.watched = len(joined.history), joined.firsts
+        watched = {  # what was computed of drafters that say nothing is counted when it is verified
+            name: first for name, first in joined.firsts.items() if first[1] is not None or not joined.count
+        }
+        joined.known.position, joined.known.watched = len(joined.history), watched
 
     def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
@@ -224,10 +240,12 @@ class Speculator:
         for joined, own, count in wanted:
             drafts = self._ask(drafter, joined.history, count, joined.limit)
             if drafts is not None:
+                claimed = drafts.chances[0] if drafts.chances is not None else None
+                if not isinstance(drafter, CachedDrafter):
+                    joined.firsts[name] = drafts.tokens[0], claimed
+                    drafts = drafts.scaled(own.trust)
                 joined.tree.add(drafts, own.rate)
                 joined.left *= 1 - (own.rate if drafts.chances is None else drafts.chances[0])
-                if drafts.chances is None:
-                    joined.firsts[name] = drafts.tokens[0]
                 if computes or drafts.chances is None:
                     joined.asked[name] = computes
                 joined.count = min(joined.limit, len(joined.tree))
@@ -236,23 +254,25 @@ class Speculator:
         """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
         if not wanted:
             return False
-        started = time.perf_counter()
+        started = self._clock()
         try:
             drafter.prepare(wanted)
         except Exception as error:
             for history, _ in wanted:
                 self._refuse(drafter, history, error)
             return False
-        self._cost.drafted(drafter.name, max(count for _, count in wanted), time.perf_counter() - started)
+        self._cost.drafted(drafter.name, max(count for _, count in wanted), self._clock() - started)
         return True
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""
-        for name in dict.fromkeys(name for names in drafts.drafters for name in names):
+        proposed = drafts.drafters
+        right = [proposed[at] for at in path]
+        for name in {name for names in set(proposed) for name in names}:
             stats = self._stats[name]
             stats.proposals += 1
-            stats.drafted_tokens += sum(name in names for names in drafts.drafters)
-            stats.accepted_tokens += sum(name in drafts.drafters[at] for at in path)
+            stats.drafted_tokens += sum([name in names for names in proposed])
+            stats.accepted_tokens += sum([name in names for names in right])
             offered, accepted = drafts.trials(name, path)
             self._expected[name].observe(offered, accepted)
             if history in self._known:
@@ -311,13 +331,18 @@ def _pays(joined: _Joined, rate: float, worth: Worth) -> bool:
 
 
 def make_speculator(
-    config: SpeculationConfig | None, cache: HybridCache, vocab_size: int, mtp: Drafter | None = None
+    config: SpeculationConfig | None,
+    cache: HybridCache,
+    vocab_size: int,
+    mtp: Drafter | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Speculator | None:
     """The drafts that a configuration asks for; None: it asks for none.
 
     Args:
         mtp: drafts with the model's own predictor; None: it has none here. It is asked after the others, which cost
             less.
+        clock: seconds, by which drafters are timed.
 
     Raises:
         ArgumentError: two drafters have the same name, or there is no predictor.
@@ -340,4 +365,4 @@ def make_speculator(
     names = [drafter.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ArgumentError(f"SpeculationConfig: drafters must have different names, got {names}")
-    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size)
+    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock)

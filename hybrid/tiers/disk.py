@@ -239,7 +239,7 @@ class DiskTier:
     def _submit_batch(self) -> Future[None]:
         with self._lock:
             names, self._batch, self._batch_bytes = self._batch, [], 0
-        return self._writer.submit(partial(self._write, names))
+            return self._writer.submit(partial(self._write, names, self._epoch))
 
     def flush(self, seconds: float = 60.0) -> bool:
         """Have on the disk what was offered. False: it took longer than `seconds`, or the tier is closed."""
@@ -418,9 +418,7 @@ class DiskTier:
         if not self._health.is_paused:
             self._grow()
             self._change(lambda session: None)
-            with self._lock:
-                names, self._batch, self._batch_bytes = self._batch, [], 0
-            self._write(names)
+            self._submit_batch()
 
     def _change(self, change: Callable[[Session], None]) -> None:
         """Change the manifest, and catch up with other processes."""
@@ -447,11 +445,12 @@ class DiskTier:
             files = [file for number in went if (file := self._index.remove(number)) is not None]
         session.unlink(files)
 
-    def _write(self, names: list[Name]) -> None:
-        """Write copies that wait."""
+    def _write(self, names: list[Name], epoch: int) -> None:
+        """Write copies that wait, unless all was cleared since: that is on the disk until a later job."""
         with self._lock:
+            if epoch != self._epoch:
+                return
             pending = [(name, self._pending[name]) for name in names if name in self._pending]
-            epoch = self._epoch
         try:
             if pending:
                 self._put(pending, epoch)
@@ -473,7 +472,7 @@ class DiskTier:
         if not pending:
             return
         worths = [copy.worth for _, copy in pending]
-        arrival = session.put(pending, lambda num_bytes: self._make_free(session, num_bytes, worths))
+        arrival = session.put(pending, lambda num_bytes: self._make_free(session, num_bytes, worths, epoch))
         if arrival is None:
             return
         self.bytes_written += arrival.row.num_bytes
@@ -484,9 +483,11 @@ class DiskTier:
         if not is_wanted:  # all was cleared meanwhile
             session.remove([(arrival.row.id, arrival.row.file)])
 
-    def _make_free(self, session: Session, num_bytes: int, worths: list[Worth]) -> bool:
-        """Drop segments that are worth less, so that `num_bytes` fit. False: there are not enough."""
+    def _make_free(self, session: Session, num_bytes: int, worths: list[Worth], epoch: int) -> bool:
+        """Drop segments that are worth less, so that `num_bytes` fit. False: too few are, or all was cleared."""
         with self._lock:
+            if epoch != self._epoch:
+                return False
             ranking = self._index.ranking
             before = ranking.bytes_used
             dropped = ranking.make_free(num_bytes, ranking.rank(num_bytes, worths))

@@ -54,6 +54,9 @@ NEAR_THE_END = 4
 """Octaves of what is left of the context, from a quarter of it on. The context is taken to be the longest prompt seen,
 rounded up to a power of two."""
 
+ENDS = Kind.TURN_END, Kind.PROMPT_END
+"""Kinds of checkpoints that a conversation goes on from."""
+
 Class = tuple[object, ...]
 """(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits, nearness of the end), and its prefixes."""
 
@@ -119,7 +122,7 @@ class Record:
         else:
             fine = min(7, int(2 * log2((self.hits + 1) / (EXACT_HITS + 1))))
         near = 0  # a conversation ends at the latest where its next prompt does not fit into the context
-        if self.num_tokens > 0.75 * context and self.kind in (Kind.TURN_END, Kind.PROMPT_END):
+        if self.num_tokens > 0.75 * context and self.kind in ENDS:
             left = (context - self.num_tokens) / context
             near = min(NEAR_THE_END, int(-log2(left)) - 1) if left > 0 else NEAR_THE_END
         return (self.kind, self.below, min(self.hits, EXACT_HITS), fine, near)

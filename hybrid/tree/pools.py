@@ -107,12 +107,12 @@ class PageParts:
         del self.parts[at:], self._ends[at:]
 
     def _append(self, parts: Iterable[Any]) -> None:
-        ends = self._ends
-        end = ends[-1] if ends else 0
+        end, ends, parts = len(self), [], [*parts]
         for part in parts:
             end += len(part)
             ends.append(end)
-            self.parts.append(part)
+        self.parts += parts
+        self._ends += ends
 
 
 def move_end(values: PageValues, start: int, into: PageValues) -> None:

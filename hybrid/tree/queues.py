@@ -310,8 +310,11 @@ class AgingQueue:
                 self._renew(place, node)
             else:
                 gone[place] = node
-        columns = self._groups, self._weights, self._used
-        ranks = self._ranks(*(column[:size] if places is None else column.take(places) for column in columns))
+        groups, weights, used = self._groups, self._weights, self._used
+        if places is None:
+            ranks = self._ranks(groups[:size], weights[:size], used[:size])
+        else:
+            ranks = self._ranks(groups.take(places), weights.take(places), used.take(places))
         found: tuple[float, Node] | None = None
         while True:
             at = int(ranks.argmin())
@@ -324,7 +327,8 @@ class AgingQueue:
                 rank = math.inf
             elif place not in weighed and self._renew(place, node):
                 weighed.add(place)
-                rank = self._ranks(*(column[place : place + 1] for column in columns)).item()
+                one = slice(place, place + 1)
+                rank = self._ranks(groups[one], weights[one], used[one]).item()
             else:
                 found = rank, node
                 break

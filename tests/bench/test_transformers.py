@@ -67,11 +67,13 @@ def test_the_cache_inside_transformers(load: Callable[..., ModuleType], tmp_path
 
 
 def test_the_engine_against_llama_cpp_without_it(load: Callable[..., ModuleType], tmp_path: Path) -> None:
-    cpu = load("cpu", PROMPT=64, SHARED=128, OWN=8, STEPS=6)
+    cpu = load("cpu", PROMPT=64, SHARED=128, OWN=8, STEPS=6, CLIENTS=3, NEW=2)
     load("model").save_random_model(tmp_path)
     engine = Engine.from_pretrained(tmp_path, cache=CacheConfig(memory="64MiB"))
     lines = cpu.against_llama(engine, None, 1, 0)
     assert [line.medians["ours"] > 0 and not line.reached for line in lines] == [True] * 4
+    (line,) = cpu.against_server(engine, None, 1)
+    assert line.medians["ours"] > 0 and not line.reached
     assert_every_line_is_measured(cpu.of_threads(engine, 1), 4)
     parts = cpu.costs(engine)
     assert {"decode step: multiply", "decode step: step", "decode step: torch"} <= {line.name for line in parts}

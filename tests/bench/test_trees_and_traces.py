@@ -88,3 +88,25 @@ def test_sides_take_turns_and_every_figure_has_a_goal(
     assert lines["lock + unlock, depth 1"]["value"] > 2
     assert lines["evict leaves in bulk: leaves/s"]["value"] < 1
     assert lines["evict leaves in bulk: leaves/s"]["target"] == 1
+
+
+def test_inside_sglang_times_are_over_those_of_the_rust_core(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On figures that are made up."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    program, taken = importlib.import_module("in_sglang"), []
+
+    def printed(command: list[Any]) -> dict[str, float]:
+        name, side = command[-2:]
+        taken.append((name, side))
+        return {"hits": 30.0, "us": {"rust": 100.0, "lru": 110.0, "lhd": 250.0}[side]}
+
+    monkeypatch.setattr(program, "printed", printed)
+    monkeypatch.setattr("sys.argv", ["in_sglang.py", "--traces", "traces", "--runs", "2", "--json"])
+    assert program.main() == 1
+    sides = ["rust", "lru", "lhd"] * 2
+    assert taken == [(name, side) for name in ("lmsys", "swebench") for side in sides]
+    lines = {line["name"]: line for line in json.loads(capsys.readouterr().out)["lines"]}
+    assert [lines[f"lmsys, {side}"]["value"] for side in ("rust", "lru", "lhd")] == [1.0, 1.1, 2.5]
+    assert [lines[f"lmsys, {side}"]["reached"] for side in ("lru", "lhd")] == [True, False]

@@ -36,7 +36,7 @@ def leave_a_tail(cache: AuditedCache) -> None:
 
 
 def kept(cache: AuditedCache, text: str) -> bool:
-    """Whether a prompt's checkpoint is kept. The rest of the memory is taken first."""
+    """Whether a checkpoint one page beyond a prompt is kept. The rest of the memory is taken first."""
     key = key_of(cache, text)
     lease = start(cache, key)
     cache.advance(lease, len(key))
@@ -48,6 +48,7 @@ def kept(cache: AuditedCache, text: str) -> bool:
 @pytest.mark.parametrize(("make", "sizes"), [FIXED, SHARED])
 def test_a_checkpoint_worth_less_than_the_one_evicted_for_it_is_not_kept(make: object, sizes: dict[str, int]) -> None:
     assert not kept(full(make(**sizes)), "pq")
+    assert kept(full(make(**sizes)), "pqr")  # as much
     assert kept(full(make(**sizes)), "pqrs")
 
 

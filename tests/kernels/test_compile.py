@@ -120,6 +120,16 @@ def test_variants_that_must_give_the_same_bits_add_up_in_the_same_order(folder: 
     assert sums > 10
 
 
+def test_the_tool_runs_where_the_package_is_not_installed() -> None:
+    """As on a machine that is lent for ten minutes, where smoke compiles by it: without what `site` adds."""
+    packages = os.pathsep.join(path for path in sys.path if Path(path).name.endswith("-packages"))
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-S", str(TOOL), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**variables, "PYTHONPATH": packages})
+    assert result.returncode == 0, result.stderr
+    assert "--share" in result.stdout
+
+
 def test_the_tool_says_what_it_cannot_do() -> None:
     interpreted = run(TRITON_INTERPRET="1")
     assert interpreted.returncode == 2

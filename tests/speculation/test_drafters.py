@@ -199,3 +199,35 @@ def test_drafts_that_become_right_are_computed_though_none_was_for_long() -> Non
         ids.extend([token] * (1 + len(path)))
     assert len([at for at in computed if at < 400]) < 10
     assert len([at for at in computed if at >= 900]) == 300
+
+
+@pytest.mark.parametrize("claimed", [1.0, 0.5])
+def test_a_drafter_that_says_more_than_is_true_is_not_believed_for_long(claimed: float) -> None:
+    class Boasting(Drafter):
+        def propose(self, history: History, limit: int) -> tuple[list[int], range, list[float]]:
+            return [7] * limit, range(-1, limit - 1), [claimed] * limit
+
+    drafter = Boasting()
+    speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000)
+    passes = 0
+    for _ in range(5):
+        ids = array("i", [1])
+        history = history_of(ids)
+        for _ in range(100):
+            drafts = speculator.propose(history, 15, 1)
+            if drafts is not None:
+                passes += 1
+                speculator.verified(history, drafts, [])
+            speculator.timed(1 + len(drafts or ()), 1.0 + 0.2 * len(drafts or ()), len(drafts or ()))
+            ids.append(1)
+        speculator.end(history)
+    assert passes < 25  # of 500
+    ids, computed = array("i", [7]), 0
+    history = history_of(ids)
+    for _ in range(60):  # it is right now
+        drafts = speculator.propose(history, 15, 1)
+        computed += drafts is not None
+        ids.extend([7] * (1 + len(drafts or ())))
+        if drafts is not None:
+            speculator.verified(history, drafts, range(len(drafts)))
+    assert computed > 30

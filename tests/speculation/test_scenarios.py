@@ -270,3 +270,44 @@ def test_other_answers_to_the_same_prompt_have_drafts_of_their_own(tiny: Engine)
     assert [each.token_ids for each in output.completions] == expected
     assert engine.stats().speculation["Scripted"].accepted_tokens > 60
     assert_nothing_held(engine)
+
+
+class Boasting(Drafter):
+    """Says of every draft that it is right, and is right in some passes."""
+
+    def __init__(self, right: Drafter) -> None:
+        self._right = right
+        self._calls = 0
+
+    def propose(self, history: Any, limit: int) -> Any:
+        self._calls += 1
+        tokens, parents = self._right.propose(history, limit)[:2]
+        wrong = self._calls % 5 < 2
+        return [token ^ wrong for token in tokens], parents, [1.0] * len(tokens)
+
+
+@pytest.mark.parametrize("params", [greedy(40), greedy(40, temperature=0.9, seed=4)], ids=["greedy", "sampled"])
+def test_what_pays_is_computed_where_drafters_lie_and_requests_are_aborted_and_retracted(
+    tiny: Engine, params: SamplingParams
+) -> None:
+    """As `adaptive` does it: chains and trees of several drafters, few and many rows, passes without any between."""
+    prompts = [[*ids(24, seed=seed), *[7, 8, 9] * 3] for seed in range(6)]
+    answers = {tuple(prompt): cold(tiny, prompt, params).token_ids for prompt in prompts}
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=True)
+    drafts = SpeculationConfig(drafters=(Boasting(following(answers, 0.9)), "cache"))
+    engine = tiny.with_cache(settings, size=(16, 14), config=EngineConfig(audit=True), speculation=drafts)
+    for _ in range(3):
+        names = {engine.add_request(prompt, params): prompt for prompt in prompts}
+        outputs: dict[str, Any] = {}
+        while engine.has_work and not any(len(output.token_ids) > 5 for output in outputs.values()):
+            outputs.update({output.request_id: output for output in engine.step()})
+        aborted = next(name for name in reversed(names) if name not in outputs or not outputs[name].finish_reason)
+        engine.abort(aborted)
+        outputs.update(run_to_end(engine))
+        for name, prompt in names.items():
+            known = answers[tuple(prompt)]
+            assert outputs[name].token_ids == (known if name != aborted else known[: len(outputs[name].token_ids)])
+        assert_nothing_held(engine)
+    stats = engine.stats().speculation
+    assert engine.scheduler.num_retractions > 0
+    assert stats["Boasting"].accepted_tokens > 50 and sum(own.refused for own in stats.values()) == 0

@@ -6,13 +6,14 @@ import shutil
 import sqlite3
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from hybrid.tiers.disk import DiskTier
-from hybrid.tiers.tier import UnavailableError
+from hybrid.tiers.tier import Contents, UnavailableError
 from support.disks import FaultyStore, contents_of, count_right, fetch, fetched, fill, name_of, offer, tier_at
 
 NUMBERS = range(24)
@@ -317,6 +318,35 @@ def test_a_disk_that_was_full_is_used_again_when_there_is_more(
 
 
 # A slow disk
+
+
+def test_what_is_cleared_counts_until_its_files_are_gone(tmp_path: Path) -> None:
+    """Copies are offered, cleared and offered again while the disk is slow."""
+    sizes: list[int] = []
+
+    class Measured(FaultyStore):
+        def put_from(self, name: str, parts: Sequence[Contents]) -> None:
+            super().put_from(name, parts)
+            sizes.append(sum(file.stat().st_size for file in segments(tmp_path)))
+
+    store, limit, again = Measured(), 60_000, {200: 3000, 201: 3000, 202: 3600, 203: 3900}
+    tier = tier_at(tmp_path, num_bytes=limit, open_store=store)
+    for number in range(100, 120):
+        assert offer(tier, number, size=3000)
+        assert tier.flush()
+    assert max(sizes) > 0.9 * limit
+    store.seconds["put_from"] = 0.3
+    for number, size in again.items():
+        assert offer(tier, number, seconds=10.0, size=size)
+    time.sleep(0.1)  # the first two are being written
+    tier.clear()
+    for number, size in again.items():
+        assert offer(tier, number, seconds=10.0, size=size)
+    assert tier.flush()
+    assert max(sizes) <= limit
+    assert count_right(tier, [*again]) == len(again)
+    assert tier.violations() == []
+    tier.close()
 
 
 def test_a_slow_write_delays_no_offer_and_what_is_too_much_is_refused(tmp_path: Path) -> None:

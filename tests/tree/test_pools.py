@@ -13,7 +13,7 @@ from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Released
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.policy import Facts, Policy
-from hybrid.tree.pools import PageParts, Pools
+from hybrid.tree.pools import PageParts, Pools, move_end
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices
 
@@ -49,7 +49,7 @@ def test_parts_are_cut_and_joined_as_a_list_is(seed: int) -> None:
     rng = random.Random(seed)
     parts, expected = PageParts(), []
     for _ in range(60):
-        match rng.randrange(4):
+        match rng.randrange(5):
             case 0:
                 more = [rng.random() for _ in range(rng.randrange(5))]
                 parts.extend(Rows(more))  # type: ignore[arg-type]
@@ -64,9 +64,28 @@ def test_parts_are_cut_and_joined_as_a_list_is(seed: int) -> None:
             case 3 if len(expected) < 200:
                 parts.extend(parts[: len(expected) // 2])
                 expected += expected[: len(expected) // 2]
+            case 4 if expected:
+                start, others = rng.randrange(len(expected)), PageParts([Rows([-1.0, -2.0])])  # type: ignore[list-item]
+                move_end(parts, start, others)
+                assert ids_of(others) == [-1, -2, *expected[start:]]
+                assert len(others) == 2 + len(expected) - start
+                del expected[start:]
         assert ids_of(parts) == expected
         assert len(parts) == len(expected)
         assert all(len(part) for part in parts.parts)
+
+
+def test_pages_that_cannot_be_cut_are_not_moved() -> None:
+    class Uncut(Rows):
+        def __getitem__(self, where: slice) -> Rows:
+            raise MemoryError
+
+    parts, others = PageParts([Rows([1]), Uncut([2, 3]), Rows([4])]), PageParts([Rows([0])])
+    with pytest.raises(MemoryError):
+        move_end(parts, 2, others)
+    assert ids_of(parts) == [1, 2, 3, 4]
+    assert ids_of(others) == [0]
+    assert (len(parts), len(others)) == (4, 1)
 
 
 def test_the_tree_returns_the_values_that_it_was_given() -> None:
