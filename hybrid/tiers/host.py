@@ -146,7 +146,7 @@ class HostTier:
         self._checkpoints[name] = kept
         self._all.add(kept)
         self._count(contents)
-        if joined in self._passed:  # this one needs its pages
+        if joined is not None and joined in self._passed:  # this one needs its pages
             del self._passed[joined]
             self._needs.remove(joined)
         return True
