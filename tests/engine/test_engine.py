@@ -239,7 +239,7 @@ def ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-@pytest.mark.parametrize("where", ["commit", "capture", "open", "reserve"])
+@pytest.mark.parametrize("where", ["commit", "capture", "begin", "reserve"])
 def test_a_signal_in_the_middle_of_the_bookkeeping_waits_for_its_end(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
