@@ -9,12 +9,15 @@ fp32, deterministic mode, medians of runs that alternate between the sides. Exit
 """
 
 import sys
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 from common import Line, alternate, arguments, finish, ratio, timed
 from model import first_token, greedy, ids, random_model
 
 from hybrid import CacheConfig, Engine
+from hybrid.tiers.store import DirectoryStore
 
 SHARED, NEW = 4096, 64
 SIZES = (128, 512, 2048)
@@ -64,6 +67,33 @@ class Tiers:
 
         return timed(serve)
 
+    def beside(self, prefix: list[int], disk: str) -> float:
+        """Seconds of the longest step of four requests that decode while a fifth is read for, before it computes.
+
+        Args:
+            disk: "slow": each read takes 10 ms longer; "idle": nothing is read, for as many steps.
+        """
+        engine, get_into, times = self.disk, DirectoryStore.get_into, list[float]()
+        engine.cache.allocator.evict(engine.cache.tree.evict_all)
+        assert (
+            engine.cache.tiers is not None and engine.cache.tiers.disk is not None and engine.cache.tiers.disk.flush()
+        )
+        names = [engine.add_request(ids(NEW), greedy(200)) for _ in range(4)]
+        while engine.stats().running < 4:
+            engine.step()
+        with patch.object(DirectoryStore, "get_into", lambda *args: (time.sleep(0.01), get_into(*args))):
+            if disk == "slow":
+                engine.add_request(prefix + ids(NEW), greedy(1))
+            times += [timed(engine.step) for _ in range(1 if disk == "slow" else 20)]
+            assert engine.stats().restoring == (disk == "slow")
+            while engine.stats().restoring:
+                times.append(timed(engine.step))
+        if disk == "slow":
+            times.pop()  # the step in which it computes
+        for name in names:
+            engine.abort(name)
+        return max(times)
+
 
 def measure(tiers: Tiers, runs: int) -> list[Line]:
     document, few = ids(SHARED), max(2, runs // 2)
@@ -101,6 +131,9 @@ def measure(tiers: Tiers, runs: int) -> list[Line]:
         name = f"a workload that fits into the device, with {where} over without"
         lines += [ratio(name, t, "on", "off", 1.02, at_most=True)]
         engine.cache.audit()
+    t = alternate(few, slow=lambda: tiers.beside(document, "slow"), idle=lambda: tiers.beside(document, "idle"))
+    name = "the longest step of four others while a disk reads that is slow, over that without it"
+    lines += [ratio(name, t, "slow", "idle", 1.2, at_most=True)]
     tiers.disk.close()
     return lines
 

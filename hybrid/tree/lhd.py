@@ -55,7 +55,7 @@ NEAR_THE_END = 4
 rounded up to a power of two."""
 
 ENDS = Kind.TURN_END, Kind.PROMPT_END
-"""Kinds of checkpoints from which a conversation continues."""
+"""Kinds of checkpoints that a conversation continues from."""
 
 Class = tuple[object, ...]
 """(kind, has_below, hits up to EXACT_HITS, octave of turns or of more hits, nearness of the end), and its prefixes."""
