@@ -459,7 +459,7 @@ class Scheduler:
     def _empty_cache(self) -> bool:
         """Evict all that is not pinned, and if there is nothing, end a pin. False when nothing is cached."""
         num_pages, num_checkpoints = self.cache.tree.num_pages, self.cache.tree.num_checkpoints
-        self.cache.clear()
+        self.cache.allocator.evict(self.cache.tree.evict_all)  # copies in tiers stay
         emptied = self.cache.tree.num_pages < num_pages or self.cache.tree.num_checkpoints < num_checkpoints
         return emptied or self.cache.give_up_a_pin()
 

@@ -82,7 +82,7 @@ def test_a_pin_that_raises_fails_one_request(tiny: Engine) -> None:
     assert_others_are_right(tiny, engine, outputs, failing)
 
 
-@pytest.mark.parametrize("where", ["commit", "open", "reserve", "capture", "end_turn", "advance"])
+@pytest.mark.parametrize("where", ["commit", "begin", "reserve", "capture", "end_turn", "advance"])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_cache_that_raises_for_one_request_fails_no_other(
     tiny: Engine, monkeypatch: pytest.MonkeyPatch, where: str, deterministic: bool

@@ -67,6 +67,19 @@ def test_requests_that_run_together_restore_together(tiny: Engine) -> None:
     assert_nothing_held(engine)
 
 
+def test_a_request_that_needs_all_of_the_device_leaves_the_copies_of_others(tiny: Engine) -> None:
+    """Something is pinned, and is given up for it."""
+    engine = small(tiny)
+    pinned, other, large = ids(36 * GRID, seed=1), ids(8 * GRID, seed=2), ids(53 * GRID, seed=3)
+    answer(engine, pinned, greedy(8, pin_for=1000.0))
+    answer(engine, other, PARAMS)
+    assert answer(engine, large, PARAMS).finish_reason == "length"
+    assert engine.cache.stats().pins == 0
+    again, expected = answer(engine, other, PARAMS), cold(tiny, other, PARAMS)
+    assert "tokens restored from host memory" in str(again.explain)
+    assert (again.token_ids, again.logprobs) == (expected.token_ids, expected.logprobs)
+
+
 def test_a_closed_engine_holds_no_copies(tiny: Engine) -> None:
     engine = small(tiny)
     for seed in range(4):

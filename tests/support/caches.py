@@ -109,6 +109,8 @@ def _audited(action: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in [
     "open",
+    "begin",
+    "proceed",
     "reserve",
     "capture",
     "capture_spare",
