@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams, SpeculationConfig
+from hybrid import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, SpeculationConfig
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
 from hybrid.engine import cuda_graphs
 from hybrid.engine.replay import Replay, ReplayOfAll
@@ -53,6 +53,11 @@ def mostly(model: Engine, known: dict[tuple[int, ...], list[int]], right: int = 
     return Scripted(script)
 
 
+def known_of(outputs: list[RequestOutput]) -> dict[tuple[int, ...], list[int]]:
+    """The answers to prompts, for `mostly`."""
+    return {tuple(output.prompt_token_ids): output.token_ids for output in outputs}
+
+
 def prompts_of(model: Engine, count: int) -> list[list[int]]:
     vocab = model.model.config.vocab_size
     return [[token % vocab for token in ids(20 + 9 * seed, seed=seed)] for seed in range(count)]
@@ -63,7 +68,7 @@ def prompts_of(model: Engine, count: int) -> list[list[int]]:
 def test_answers_are_those_of_launched_passes(model: Engine, params: SamplingParams, deterministic: bool) -> None:
     prompts = prompts_of(model, 4)
     plain = engine_of(model, eager=True, deterministic=deterministic).generate(prompts, params, progress=False)
-    known = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
+    known = known_of(plain)
     captured, launched = (
         engine_of(model, mostly(model, known), eager=eager, deterministic=deterministic) for eager in (False, True)
     )
@@ -81,7 +86,7 @@ def test_a_step_of_several_requests_and_one_with_drafts_are_one_capture(model: E
     engine = engine_of(model, mostly(model, known, 1000), max_drafts=3)
     outputs = engine.generate(prompts, greedy(29), progress=False)
     assert len(engine.runner.graphs.graphs) == 1  # type: ignore[union-attr]
-    known.update({tuple(prompt): output.token_ids for prompt, output in zip(prompts, outputs, strict=True)})
+    known.update(known_of(outputs))
     engine.cache.clear()
     usage = engine.generate([prompts[0]], greedy(29), progress=False)[0].usage
     assert (usage.drafted_tokens, usage.accepted_tokens) == (21, 21)  # seven passes of four rows
@@ -92,7 +97,7 @@ def test_graphs_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     prompts = prompts_of(model, 3)
     plain = engine_of(model).generate(prompts, greedy(30), progress=False)
-    known = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
+    known = known_of(plain)
     engine = engine_of(model, mostly(model, known, 3))
     outputs = engine.generate(prompts, greedy(30), progress=False)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
@@ -158,7 +163,7 @@ def test_answers_through_graphs_as_a_gpu_has_them(model: Engine, params: Samplin
     """With padding, a layout for passes with drafts and one for those without, and logits that all graphs share."""
     prompts = prompts_of(model, 4)
     plain = engine_of(model, eager=True, deterministic=deterministic).generate(prompts, params, progress=False)
-    known = {tuple(prompt): output.token_ids for prompt, output in zip(prompts, plain, strict=True)}
+    known = known_of(plain)
     launched = engine_of(model, mostly(model, known), eager=True, deterministic=deterministic)
     engine, graphs = with_graphs(launched, in_place, on_gpu=True)
     for count in (1, 4, 4):
