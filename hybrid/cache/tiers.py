@@ -46,6 +46,7 @@ class Tiers:
 
     Attributes:
         host, disk, fingerprint: as given.
+        places: the tiers, fastest first.
         departures: sees what the tree evicts.
         compute: seconds per token that is computed.
     """
@@ -64,17 +65,12 @@ class Tiers:
         self.disk: DiskTier | None = disk
         self.compute: Rate = Rate(COMPUTE)
         self.departures: Departures = Departures(host, disk, self.compute, memory, sizes, config.page_size)
-        self._tiers: list[Tier] = [tier for tier in (host, disk) if tier is not None]
-
-    @property
-    def places(self) -> tuple[Tier, ...]:
-        """The tiers, fastest first."""
-        return tuple(self._tiers)
+        self.places: tuple[Tier, ...] = tuple(tier for tier in (host, disk) if tier is not None)
 
     def holders(self, node: Node) -> tuple[str, ...]:
         """Labels of the tiers that have the checkpoint at a node's end, fastest first."""
         name = CHECKPOINT, name_at(node, node.end)
-        return tuple(tier.label for tier in self._tiers if name in tier)
+        return tuple(tier.label for tier in self.places if name in tier)
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
@@ -84,7 +80,7 @@ class Tiers:
             yield
         finally:
             self.departures.discard(False)
-            for tier in self._tiers:
+            for tier in self.places:
                 tier.clear()
 
     def begin_shutdown(self) -> bool:
@@ -118,7 +114,7 @@ class Tiers:
 
     def violations(self) -> list[str]:
         """What is wrong with their bookkeeping, for the audit."""
-        return [line for tier in self._tiers for line in tier.violations()]
+        return [line for tier in self.places for line in tier.violations()]
 
     def is_back(self, name: Name) -> None:
         """A checkpoint is on the device again."""
