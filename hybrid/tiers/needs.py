@@ -15,7 +15,7 @@ class Prefix:
     Attributes:
         name: its digest.
         above: the prefix that is a page shorter; None: there is none.
-        below: those that are a page longer.
+        below: those that are a page longer, in the order in which they came.
         has_checkpoint: the tier has a checkpoint at its end.
         num_alone: pages that only this checkpoint needs; None: to be counted.
     """
@@ -25,7 +25,7 @@ class Prefix:
     def __init__(self, name: bytes) -> None:
         self.name: bytes = name
         self.above: Prefix | None = None
-        self.below: set[Prefix] = set()
+        self.below: dict[Prefix, None] = {}
         self.has_checkpoint: bool = False
         self.num_alone: int | None = None
 
@@ -52,22 +52,59 @@ class Needs:
         Returns:
             The name of the last one that was needed before; None: there is none.
         """
-        lower: Prefix | None = None
+        return self._join(None, path)
+
+    def missing(self, path: Iterable[bytes]) -> list[bytes]:
+        """The names of a path up to the first that is needed already, that one included."""
+        names = []
+        for name in path:
+            names.append(name)
+            if name in self._prefixes:
+                break
+        return names
+
+    def extend(self, name: bytes, path: Iterable[bytes]) -> None:
+        """The pages before a page that is needed are known now, if they were not.
+
+        Args:
+            path: their names, the last first.
+        """
+        prefix = self._prefixes.get(name)
+        if prefix is not None and prefix.above is None:
+            self._join(prefix, path)
+            self._recount(prefix, None)
+
+    def _join(self, lower: Prefix | None, path: Iterable[bytes]) -> bytes | None:
+        """Add the pages of a path up to the first that is known, and return the name of that one.
+
+        Args:
+            lower: what is below the path; None: the path begins with the page at whose end a checkpoint is.
+        """
+        top, added = lower, set[bytes]()
         for name in path:
             prefix = self._prefixes.get(name)
             is_known = prefix is not None
             if prefix is None:
                 prefix = self._prefixes[name] = Prefix(name)
+                added.add(name)
+            elif name in added or (top is not None and self._is_above(top, prefix)):
+                return None  # the path of a damaged manifest leads back to itself
             if lower is None:
                 prefix.has_checkpoint, prefix.num_alone = True, None
             else:
                 lower.above = prefix
-                prefix.below.add(lower)
+                prefix.below[lower] = None
             if is_known:
                 self._recount(prefix, lower)
                 return name
             lower = prefix
         return None
+
+    @staticmethod
+    def _is_above(upper: Prefix, prefix: Prefix | None) -> bool:
+        while prefix is not None and prefix is not upper:
+            prefix = prefix.above
+        return prefix is upper
 
     def shorten(self, name: bytes) -> tuple[bytes, bytes | None] | None:
         """A checkpoint does not need its last page any more, and is one of the page before it from now on. Returns the
@@ -81,7 +118,7 @@ class Needs:
         del self._prefixes[name]
         if above is None:
             return name, None
-        above.below.remove(prefix)
+        del above.below[prefix]
         has_checkpoint, above.has_checkpoint = above.has_checkpoint, True
         self._recount(above, None)
         return name, None if has_checkpoint else above.name
@@ -98,11 +135,39 @@ class Needs:
             above = prefix.above
             gone.append((prefix.name, above.name if above is not None else None))
             if above is not None:
-                above.below.remove(prefix)
+                del above.below[prefix]
             prefix = above
         if prefix is not None:
             self._recount(prefix, None)
         return gone
+
+    def has_checkpoint(self, name: bytes) -> bool:
+        """Whether there is a checkpoint at the end of a prefix."""
+        return name in self._prefixes and self._prefixes[name].has_checkpoint
+
+    def upward(self, name: bytes) -> Iterator[bytes]:
+        """The names of a page that is needed and of those before it, as far as they are known."""
+        prefix = self._prefixes.get(name)
+        while prefix is not None:
+            yield prefix.name
+            prefix = prefix.above
+
+    def nearest(self, name: bytes, known: dict[bytes, bytes]) -> bytes | None:
+        """The checkpoint at the end of a page, or the next below it, where requests continued last; None: nothing
+        needs the page.
+
+        Args:
+            known: what was found before, of other pages of the same moment. This and what is on the way is added.
+        """
+        prefix, way = self._prefixes.get(name), list[bytes]()
+        while prefix is not None and not prefix.has_checkpoint and prefix.name not in known:
+            way.append(prefix.name)
+            prefix = next(reversed(prefix.below), None)
+        if prefix is None:
+            return None
+        found = prefix.name if prefix.has_checkpoint else known[prefix.name]
+        known.update(dict.fromkeys(way, found))
+        return found
 
     def alone(self, name: bytes) -> Iterator[bytes]:
         """The pages that only a checkpoint needs, the last first."""

@@ -1,49 +1,38 @@
-"""Which entries of a tier are dropped first.
+"""Which entries of a tier are dropped first: those of the lowest value per byte.
 
-What is kept is what saves the most time per byte: the probability of a hit times the time that a hit saves. The
-probability is learned for groups of copies, from how many of them were stored and how many were used. Values age: every
-entry starts from the value of what was dropped last (Greedy-Dual), so that one without hits is dropped in the end.
+Values age: every entry starts from the value of what was dropped last (Greedy-Dual), so that one without hits is
+dropped in the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Generic, NamedTuple, TypeVar
-
-HALVED_AFTER = 4096
-"""The counts of a group are halved when it has this many copies: what was learned long ago counts less."""
+from typing import Generic, TypeVar
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
-class Worth(NamedTuple):
-    """What a copy may save.
-
-    Attributes:
-        group: copies of a group have the same probability of a hit.
-        seconds: time that a hit saves.
-    """
-
-    group: str
-    seconds: float
-
-
 @dataclass(slots=True, eq=False)
 class Entry:
-    """Copies that are kept and dropped together.
+    """What is kept and dropped as a whole.
 
     Attributes:
-        num_bytes: of all of them.
-        worths: of each.
-        rank: it is dropped before those of higher rank.
+        num_bytes: its size.
+        since: the value of what was dropped last when it came, or was used last.
+        value: per byte, as it was found last.
     """
 
     num_bytes: int
-    worths: Sequence[Worth]
-    rank: float
+    since: float
+    value: float
+
+    @property
+    def rank(self) -> float:
+        """It is dropped before those of higher rank."""
+        return self.since + self.value
 
 
 class Ranking(Generic[KeyT]):
@@ -51,20 +40,21 @@ class Ranking(Generic[KeyT]):
 
     Args:
         num_bytes: of all entries together.
+        value: of an entry, per byte and at the time of the call. Asked for when an entry comes, and before it goes.
 
     Attributes:
         num_bytes: as given, or as last limited.
         bytes_used: of the entries.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, value: Callable[[KeyT], float]) -> None:
         self.num_bytes: int = num_bytes
         self.bytes_used: int = 0
+        self._value = value
         self._entries: dict[KeyT, Entry] = {}
         self._heap: list[tuple[float, int, KeyT]] = []  # ranks that an entry had before may be in it
         self._order = count()
         self._age = 0.0
-        self._groups: dict[str, list[float]] = {}  # stored, used
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -80,27 +70,29 @@ class Ranking(Generic[KeyT]):
         """Have room for so much from now on. What is there stays until something takes its place."""
         self.num_bytes = num_bytes
 
-    def rank(self, num_bytes: int, worths: Iterable[Worth]) -> float:
-        """The rank of an entry that comes now."""
-        value = sum(self._probability(worth.group) * worth.seconds for worth in worths)
-        return self._age + value / max(1, num_bytes)
-
-    def has_room(self, num_bytes: int, rank: float, coming: int = 0) -> bool:
-        """Whether an entry would be kept: it fits, or what is dropped first is worth less.
+    def has_room(self, num_bytes: int, value: float, coming: int = 0) -> bool:
+        """Whether an entry that comes now would be kept: it fits, or what is dropped first is worth less.
 
         Args:
+            value: per byte.
             coming: bytes that were promised to others.
         """
         if num_bytes + coming > self.num_bytes:
             return False
         lowest = self._lowest()
-        if self.bytes_used + coming + num_bytes <= self.num_bytes or (lowest is not None and lowest[0] < rank):
+        if self.bytes_used + coming + num_bytes <= self.num_bytes:
+            return True
+        if lowest is not None and lowest[0] < self._age + value:
             return True
         self._age_by_refusal()
         return False
 
-    def make_free(self, num_bytes: int, rank: float) -> list[KeyT] | None:
-        """Drop entries of lower rank, so that `num_bytes` fit. None, and nothing is dropped, when they do not suffice.
+    def make_free(self, num_bytes: int, value: float) -> list[KeyT] | None:
+        """Drop entries of lower rank than one that comes now, so that `num_bytes` fit. None, and nothing is dropped,
+        when they do not suffice.
+
+        Args:
+            value: of what comes, per byte.
 
         Returns:
             What was dropped.
@@ -108,8 +100,8 @@ class Ranking(Generic[KeyT]):
         lowest_first: list[tuple[float, int, KeyT]] = []
         free = self.num_bytes - self.bytes_used
         while free < num_bytes:
-            lowest = self._lowest()
-            if lowest is None or lowest[0] >= rank:
+            lowest = self._lowest_now()
+            if lowest is None or lowest[0] >= self._age + value:
                 for entry in lowest_first:
                     heappush(self._heap, entry)
                 self._age_by_refusal()
@@ -121,25 +113,33 @@ class Ranking(Generic[KeyT]):
             self.drop(key)
         return [key for _, _, key in lowest_first]
 
-    def add(self, key: KeyT, num_bytes: int, worths: Sequence[Worth], rank: float) -> None:
+    def add(self, key: KeyT, num_bytes: int) -> None:
         """An entry is kept from now on. There must be no other of that key."""
         assert key not in self._entries
-        self._entries[key] = Entry(num_bytes, worths, rank)
-        heappush(self._heap, (rank, next(self._order), key))
+        entry = self._entries[key] = Entry(num_bytes, self._age, self._value(key))
         self.bytes_used += num_bytes
-        for worth in worths:
-            self.learn(worth.group, 1, 0)
+        self._push(key, entry)
 
     def touch(self, key: KeyT) -> None:
         """Rank an entry as if it came now."""
         entry = self._entries[key]
-        rank = self.rank(entry.num_bytes, entry.worths)
-        if rank != entry.rank:
-            entry.rank = rank
-            heappush(self._heap, (rank, next(self._order), key))
-            if len(self._heap) > 4 * len(self._entries) + 64:
-                self._heap = [(one.rank, next(self._order), key) for key, one in self._entries.items()]
-                heapify(self._heap)
+        if entry.since != self._age:
+            entry.since = self._age
+            self._push(key, entry)
+
+    def revalue(self) -> None:
+        """Ask for the values of all entries."""
+        for key, entry in self._entries.items():
+            entry.value = self._value(key)
+        self._heap.clear()
+        for key, entry in self._entries.items():
+            self._push(key, entry)
+
+    def _push(self, key: KeyT, entry: Entry) -> None:
+        heappush(self._heap, (entry.rank, next(self._order), key))
+        if len(self._heap) > 4 * len(self._entries) + 64:
+            self._heap = [(one.rank, next(self._order), key) for key, one in self._entries.items()]
+            heapify(self._heap)
 
     def drop(self, key: KeyT) -> bool:
         """Forget an entry. False: it is not there."""
@@ -147,21 +147,6 @@ class Ranking(Generic[KeyT]):
         if entry is not None:
             self.bytes_used -= entry.num_bytes
         return entry is not None
-
-    def clear(self) -> None:
-        """Forget all entries. What was learned stays."""
-        self._entries.clear()
-        self._heap.clear()
-        self.bytes_used = 0
-
-    def learn(self, group: str, stored: int, used: int) -> None:
-        """Copies of a group were stored, or used."""
-        counts = self._groups.setdefault(group, [0.0, 0.0])
-        counts[0] += stored
-        counts[1] += used
-        if counts[0] > HALVED_AFTER:
-            counts[0] /= 2
-            counts[1] /= 2
 
     def violations(self, name: str) -> list[str]:
         """What is wrong with its bookkeeping, for the audit.
@@ -188,11 +173,18 @@ class Ranking(Generic[KeyT]):
             heappop(self._heap)
         return None
 
+    def _lowest_now(self) -> tuple[float, int, KeyT] | None:
+        """The same by present values: what others left to an entry when they went has made it worth more."""
+        seen = set[KeyT]()
+        while (lowest := self._lowest()) is not None and lowest[2] not in seen:
+            seen.add(lowest[2])
+            heappop(self._heap)
+            entry = self._entries[lowest[2]]
+            entry.value = self._value(lowest[2])
+            self._push(lowest[2], entry)
+        return lowest
+
     def _age_by_refusal(self) -> None:
         """What keeps others out must prove its worth: it ages with every refusal."""
         if self._heap:
             self._age += max(0.0, self._heap[0][0] - self._age) / (len(self._entries) + 1)
-
-    def _probability(self, group: str) -> float:
-        stored, used = self._groups.get(group, (0.0, 0.0))
-        return (used + 0.5) / (stored + 1.0)

@@ -102,3 +102,38 @@ def test_counts_hold_through_random_changes(seed: int) -> None:
             assert needs.num_alone(one) == len(set(path(kept[one])) - others)
         assert len(needs) == len({page for text in kept.values() for page in path(text)})
         assert needs.violations(kept) == []
+
+
+def test_pages_that_are_known_later_are_needed_too() -> None:
+    needs = Needs()
+    needs.add([b"abcd"])
+    assert needs.num_alone(b"abcd") == 1
+    needs.extend(b"abcd", [b"abc"])
+    needs.extend(b"abc", path("ab"))
+    needs.extend(b"abc", [b"x"])  # it is known already
+    needs.extend(b"y", [b"x"])  # nothing needs it
+    assert needs.num_alone(b"abcd") == 4
+    needs.add(path("abxy"))
+    assert (needs.num_alone(b"abcd"), needs.num_alone(b"abxy")) == (2, 2)
+    assert needs.violations([b"abcd", b"abxy"]) == []
+    assert [*needs.upward(b"abc")] == [b"abc", b"ab", b"a"]
+
+
+def test_a_path_that_leads_back_to_itself_ends() -> None:
+    needs = Needs()
+    needs.add([b"c", b"b", b"a", b"c", b"b"])
+    needs.extend(b"a", [b"b"])
+    needs.extend(b"a", [b"z", b"c"])
+    assert [*needs.upward(b"c")] == [b"c", b"b", b"a", b"z"]
+    assert needs.num_alone(b"c") == 4
+    assert needs.violations([b"c"]) == []
+
+
+def test_a_page_is_worth_what_the_nearest_checkpoint_is_that_continues_it() -> None:
+    needs, known = needs_of("abcd", "abxy", "ab"), dict[bytes, bytes]()
+    assert needs.nearest(b"a", known) == b"ab"
+    assert needs.nearest(b"abc", known) == b"abcd"
+    assert needs.nearest(b"z", known) is None
+    needs.remove(b"ab")
+    assert needs.nearest(b"a", {}) == b"abxy", "where requests continued last"
+    assert known == {b"a": b"ab", b"abc": b"abcd"}
