@@ -36,7 +36,7 @@ from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
 from hybrid.cache import placement
 from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
 from hybrid.key import Key
-from hybrid.tiers.disk import READ
+from hybrid.tiers.disk import MAX_SEGMENT_BYTES, READ
 from hybrid.tiers.host import COPY
 from hybrid.tree.node import Kind
 from hybrid.tree.policies import POLICIES
@@ -134,6 +134,7 @@ def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float, folder: 
         patch("hybrid.cache.tiers.free_memory", lambda device: 1 << 60),  # nothing is copied
         patch("hybrid.tiers.host.COPY", COPY * scale),
         patch("hybrid.tiers.disk.READ", READ * scale),
+        patch("hybrid.tiers.disk.MAX_SEGMENT_BYTES", MAX_SEGMENT_BYTES // scale),
     ):
         config = replace(config, host=host, disk=disk, directory=folder if disk else None)
         cache = HybridCache(memory, config, model=geometry)

@@ -17,10 +17,9 @@ from hybrid.memory.memory import CacheMemory, UnitSizes
 from hybrid.tiers.chain import chain
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.rate import Cost
 from hybrid.tiers.savings import Savings
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier
-from hybrid.tree.node import Node, NodeUsage, Root
+from hybrid.tree.node import Kind, Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
 
 
@@ -33,7 +32,6 @@ class Leaver(NamedTuple):
         read: reads them.
         path: makes `Offer.path`.
         note: of a checkpoint: see `Offer`.
-        value: of a checkpoint: its argument are the pages that only it needs, and the cost of restoring it.
         is_asked: a copy was asked for, however likely it is to be wanted.
     """
 
@@ -42,7 +40,6 @@ class Leaver(NamedTuple):
     read: Callable[[], Contents]
     path: Callable[[], Iterator[bytes]]
     note: Note | None = None
-    value: Callable[[Cost, int], float] | None = None
     is_asked: bool = False
 
 
@@ -85,8 +82,9 @@ class Departures:
         self._is_ending = False
 
     def follow(self, tree: Tree) -> None:
-        """Its policy values what is kept."""
+        """Its policy says how likely hits are on what is kept."""
         self._tree = tree
+        self._savings.follow(self)
 
     def discard(self, is_discarding: bool) -> None:
         """Whether what is evicted from now on is to be forgotten."""
@@ -106,7 +104,7 @@ class Departures:
             above, slot, usage = node.checkpoint_above(), node.slot, node.usage
             num_tokens = node.end - (above.end if above is not None else 0)
             group = self.chances.group(usage, bool(node.children or node.page_locks))
-            note = Note(usage.kind.value, usage.turn, usage.priority, num_tokens, group, usage)
+            note = Note(usage.kind.value, usage.turn, usage.priority, num_tokens, node.end, group, usage)
             if self._wants_ids:
                 path = _path(node)
                 note = replace(note, namespace=path.namespace, ids=path.ids)
@@ -118,7 +116,6 @@ class Departures:
                     read=partial(writer_of(self._memory).read_checkpoint, slot),
                     path=partial(names_upward, node, node.end),
                     note=note,
-                    value=partial(self._value, usage, node.end, num_tokens),
                 )
             )
         except Exception:  # it is evicted without a copy
@@ -137,11 +134,22 @@ class Departures:
         except Exception:  # they are evicted without a copy
             self.num_failures += 1
 
-    def _value(self, usage: NodeUsage, end: int, num_tokens: int, cost: Cost, num_alone: int) -> float:
-        """See `Offer.value`: how likely a hit is is what the policy of the device says."""
+    # What the policy says (`Judge`)
+
+    def worth(self, note: Note, tokens_saved: int, num_bytes: int) -> float:
+        """See `Judge.worth`."""
         assert self._tree is not None
-        savings = self._savings
-        return self._tree.worth(usage, end, savings.tokens(num_tokens, num_alone, cost), savings.num_bytes(num_alone))
+        return self._tree.worth(note.usage, note.end, tokens_saved, num_bytes)
+
+    def known(self, note: Note) -> Note:
+        """See `Judge.known`."""
+        assert self._tree is not None
+        kind = Kind(note.kind) if note.kind in [*Kind] else Kind.BRANCH
+        usage = self._tree.new_usage(kind, note.turn, note.namespace)
+        usage.raise_priority(note.priority)
+        return replace(note, usage=usage)
+
+    # What is offered
 
     def _offer(self, leaver: Leaver) -> bool:
         """Offer what leaves the device to the tiers, until one has it."""
@@ -152,20 +160,11 @@ class Departures:
 
     def _for(self, tier: Tier, leaver: Leaver) -> Offer:
         is_certain = self._is_ending or leaver.is_asked
-        is_worth_it = leaver.note is None or self._is_worth_it(tier, leaver.note, is_certain)
-        value = partial(leaver.value, tier.cost) if leaver.value is not None else None
-        return Offer(leaver.name, leaver.num_bytes, leaver.read, leaver.note, is_worth_it, value, leaver.path())
-
-    def _is_worth_it(self, tier: Tier, note: Note, is_certain: bool) -> bool:
-        """Whether a checkpoint is likely to save as much time as copying it and its pages takes, which is taken to be
-        that of restoring them.
-
-        Args:
-            is_certain: it is copied whatever is likely, if a restore would save time.
-        """
-        gain = self.gain(note.num_tokens, tier.cost.seconds(self._sizes.checkpoint), tier)
-        copying = tier.cost.seconds(self._savings.num_bytes(note.num_tokens // self._page_size))
-        return gain > 0 and (is_certain or gain * self.chances.probability(note.group) > copying)
+        pays, value = None, None
+        if leaver.note is not None:
+            pays = partial(self._savings.pays, leaver.note, tier.cost, is_certain)
+            value = partial(self._savings.value, leaver.note, tier.cost)
+        return Offer(leaver.name, leaver.num_bytes, leaver.read, leaver.note, pays, value, leaver.path())
 
     def would_copy(self, usage: NodeUsage, num_tokens: int, has_below: bool = False) -> bool:
         """Whether a checkpoint would be copied if it left the device.
@@ -174,8 +173,9 @@ class Departures:
             num_tokens: tokens that a hit saves.
             has_below: others continue from it then.
         """
-        note = Note(usage.kind.value, usage.turn, 0, num_tokens, self.chances.group(usage, has_below))
-        return any(self._is_worth_it(tier, note, self._is_ending) for tier in self._tiers)
+        note = Note(usage.kind.value, usage.turn, 0, num_tokens, group=self.chances.group(usage, has_below))
+        num_alone = num_tokens // self._page_size
+        return any(self._savings.pays(note, tier.cost, self._is_ending, num_alone) for tier in self._tiers)
 
     def gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
         """Seconds that restoring saves over computing.
@@ -213,18 +213,17 @@ class Departures:
         assert self._tree is not None
         key, end = boundary.key, boundary.num_tokens // self._page_size
         names = chain(key.ids[: boundary.num_tokens * TOKEN_BYTES], key.namespace, self._page_size * TOKEN_BYTES)
-        group = f"{boundary.kind.value} last 0"
-        note = Note(boundary.kind.value, boundary.turn, boundary.priority, num_tokens, group)
+        usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn, key.namespace)
+        kind, group = boundary.kind.value, f"{boundary.kind.value} last 0"
+        note = Note(kind, boundary.turn, boundary.priority, num_tokens, boundary.num_tokens, group, usage)
         if self._wants_ids:
             note = replace(note, namespace=key.namespace, ids=key.ids)
-        usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn, key.namespace)
         checkpoint = Leaver(
             name=(CHECKPOINT, names[end - 1]),
             num_bytes=len(boundary.checkpoint),
             read=partial(bytes, boundary.checkpoint),
             path=partial(_upward, names, end),
             note=note,
-            value=partial(self._value, usage, boundary.num_tokens, num_tokens),
             is_asked=True,
         )
         return self._offer(checkpoint) and all(

@@ -24,7 +24,7 @@ from hybrid.tiers.manifest import DamagedError
 from hybrid.tiers.process_lock import FORKED, ProcessLock
 from hybrid.tiers.rate import Cost
 from hybrid.tiers.reading import Begin, Buffer, BufferedReading, Reader, Wanted, WrongCopyError
-from hybrid.tiers.savings import Savings
+from hybrid.tiers.savings import WORTHLESS, Savings
 from hybrid.tiers.segment import DATA_ALIGNMENT
 from hybrid.tiers.session import Origin, Pending, Session
 from hybrid.tiers.store import DirectoryStore, Store
@@ -91,7 +91,7 @@ class DiskTier:
         self._open_store = open_store
         self._segment_bytes = max(1, min(MAX_SEGMENT_BYTES, num_bytes // 16))
         self._lock = ProcessLock()  # of all that follows
-        self._index = Index(num_bytes, self._value)
+        self._index = Index(num_bytes, savings, self.cost)
         self._pending: dict[Name, Pending] = {}
         self._pending_bytes = 0
         self._batch: list[Name] = []
@@ -179,19 +179,21 @@ class DiskTier:
         with self._lock:
             if self._renew(offer):
                 return True
-            if self._is_closed or not offer.is_worth_it:
+            if self._is_closed:
                 return False
             path, value = self._index.appraise(offer)
-            if value <= 0 or not self._has_room(offer.num_bytes, value):
+            if value == WORTHLESS or not self._has_room(offer.num_bytes, value):
                 return False
         contents = offer.read()
         with self._lock:
-            self._index.expect(offer.name, offer.note, path)
-            self._pending[offer.name] = Pending(contents, offer.note, path[0] if path and not offer.note else None)
+            above = self._index.expect(offer.name, offer.note, path)
+            self._pending[offer.name] = Pending(contents, offer.note, value, above)
             self._batch.append(offer.name)
             self._batch_bytes += len(contents)
             self._pending_bytes += len(contents)
         if self._batch_bytes >= self._segment_bytes:
+            with self._lock:
+                self._index.refresh()
             self._submit_batch()
         return True
 
@@ -202,11 +204,8 @@ class DiskTier:
             return False
         found.note = offer.note
         if isinstance(found, Place):
-            self._index.ranking.touch(found.segment)
+            self._index.ranking.changed(found.segment)
         return True
-
-    def _value(self, note: Note, num_alone: int) -> float:
-        return self._savings.per_byte(note, num_alone, self.cost)
 
     def _has_room(self, num_bytes: int, value: float) -> bool:
         if not self._index.ranking.has_room(num_bytes, value, self._pending_bytes):
@@ -303,9 +302,9 @@ class DiskTier:
     def used(self, name: Name) -> None:
         """See `Tier.used`."""
         with self._lock:
-            place = self._index.used(name)
-        if place is not None and place.note is not None and place.note.usage is None:
-            self._savings.reuse.wanted(place.note.group)  # it left the device of an earlier process
+            earlier = self._index.used(name)
+        if earlier is not None:
+            self._savings.reuse.wanted(earlier.group)  # it left the device of another process
 
     def _forget(self, wanted: list[Wanted]) -> int:
         """Copies are of no use: they leave the manifest, too. Returns how many were not forgotten before."""
@@ -354,7 +353,7 @@ class DiskTier:
     def _open(self) -> None:
         """Open the directory, and learn what is in it."""
         session = Session(self._path, self._origin, self._open_store)
-        index = Index(self.num_bytes, self._value)
+        index = Index(self.num_bytes, self._savings, self.cost)
         try:
             self._savings.reuse.learn(session.reuse())
             session.load(index)
@@ -382,7 +381,7 @@ class DiskTier:
         """Close the directory. What is in it is not known any more."""
         with self._lock:
             session, self._session = self._session, None
-            former, self._index = self._index, Index(self.num_bytes, self._value)
+            former, self._index = self._index, Index(self.num_bytes, self._savings, self.cost)
             self._index.take_waiting(former)
         if session is not None:
             with suppress(*RECOVERABLE):
@@ -470,7 +469,7 @@ class DiskTier:
             pending = [(name, copy) for name, copy in pending if name not in self._index.places]
         if not pending:
             return False
-        arrival = session.put(pending, lambda num_bytes: self._make_free(session, num_bytes, pending, epoch))
+        arrival = session.put(pending, lambda num_bytes, value: self._make_free(session, num_bytes, value, epoch))
         if arrival is None:
             return False
         self.bytes_written += arrival.row.num_bytes
@@ -482,15 +481,14 @@ class DiskTier:
             session.remove([(arrival.row.id, arrival.row.file)])
         return True
 
-    def _make_free(self, session: Session, num_bytes: int, pending: Sequence[tuple[Name, Pending]], epoch: int) -> bool:
+    def _make_free(self, session: Session, num_bytes: int, value: float, epoch: int) -> bool:
         """Drop segments that are worth less, so that `num_bytes` fit. False: too few are, or all was cleared."""
         with self._lock:
             if epoch != self._epoch:
                 return False
-            ranking, known = self._index.ranking, dict[bytes, bytes]()
+            ranking = self._index.ranking
             before = ranking.bytes_used
-            value = sum(self._index.value(name, copy.note, known) * len(copy.contents) for name, copy in pending)
-            dropped = ranking.make_free(num_bytes, value / num_bytes)
+            dropped = ranking.make_free(num_bytes, value)
             if dropped is None:
                 return False
             self.counts.bytes_dropped += before - ranking.bytes_used

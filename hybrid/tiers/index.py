@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from hybrid.tiers.manifest import SegmentRow
 from hybrid.tiers.needs import Needs
 from hybrid.tiers.ranking import Ranking
+from hybrid.tiers.rate import Cost
+from hybrid.tiers.savings import WORTHLESS, Savings
 from hybrid.tiers.segment import Span
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Name, Note, Offer
 
-Value = Callable[[Note, int], float]
-"""Of a checkpoint by its note, per byte; how many pages only it needs."""
+REFRESHED = 16
+"""Segments whose values are asked for again at a time: of those that were used, and a sample of as many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +28,7 @@ class Place:
         text: its note as it was written, which its checksum covers.
         note: of a checkpoint.
         above: of a page, the name of the page before it; None: there is none, or it is not known.
+        is_earlier: it is of another process, or an earlier one, and has not been used in this one.
     """
 
     segment: int
@@ -33,6 +36,7 @@ class Place:
     text: str
     note: Note | None
     above: bytes | None = None
+    is_earlier: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -52,15 +56,27 @@ class Held:
     names: set[Name] = field(default_factory=set)
 
 
+def mean(copies: Iterable[tuple[float, int]], num_bytes: int) -> float:
+    """The value per byte of a segment.
+
+    Args:
+        copies: the value per byte of each copy, and its bytes.
+        num_bytes: of the segment.
+    """
+    worth = [value * size for value, size in copies if value > WORTHLESS]
+    return sum(worth) / max(1, num_bytes) if worth else WORTHLESS
+
+
 class Index:
     """The copies of a directory, by name, and the value of its segments, which are dropped as a whole.
 
-    A checkpoint is worth what it alone saves, a page as much per byte as the checkpoint that needs it, and a segment
-    what its copies are worth.
+    A checkpoint is worth what it alone saves, a page as much per byte as the best checkpoint that needs it, and a
+    segment what its copies are worth.
 
     Args:
         num_bytes: of all segments together.
-        value: of a checkpoint.
+        savings: what checkpoints are worth. Asked by the thread of the cache alone, in `appraise` and `refresh`.
+        cost: of a restore.
 
     Attributes:
         ranking: which segment is dropped first.
@@ -72,18 +88,23 @@ class Index:
         num_checkpoints: those of `places`.
     """
 
-    def __init__(self, num_bytes: int, value: Value) -> None:
-        self.ranking: Ranking[int] = Ranking(num_bytes, self._value_of_segment)
+    def __init__(self, num_bytes: int, savings: Savings, cost: Cost) -> None:
+        self.ranking: Ranking[int] = Ranking(num_bytes)
         self.needs: Needs = Needs()
         self.places: dict[Name, Place] = {}
         self.segments: dict[int, Held] = {}
         self.foreign: dict[Name, str] = {}
         self.waiting: dict[bytes, Note] = {}
         self.num_checkpoints: int = 0
-        self._value = value
+        self._savings = savings
+        self._cost = cost
 
-    def add(self, row: SegmentRow, origin: str, copies: Iterable[tuple[Name, Place]]) -> None:
-        """A segment is on the disk. Copies that are elsewhere too stay where they were found first."""
+    def add(self, row: SegmentRow, origin: str, copies: Iterable[tuple[Name, Place]], value: float | None) -> None:
+        """A segment is on the disk. Copies that are elsewhere too stay where they were found first.
+
+        Args:
+            value: per byte; None: it is not known yet.
+        """
         held = self.segments[row.id] = Held(row.file, origin, row.num_bytes)
         for name, place in copies:
             if name not in self.places:
@@ -96,7 +117,7 @@ class Index:
                 self.num_checkpoints += 1
                 if not self.needs.has_checkpoint(digest):
                     self.needs.add(self._upward(digest))
-        self.ranking.add(row.id, row.num_bytes)
+        self.ranking.add(row.id, row.num_bytes, value)
 
     def _upward(self, name: bytes | None) -> Iterator[bytes]:
         """The names of a page and of those before it, as far as they are known."""
@@ -106,29 +127,36 @@ class Index:
             name = place.above if place is not None else None
 
     def appraise(self, offer: Offer) -> tuple[list[bytes], float]:
-        """What a copy would be worth that is not there: 0 for a page that no checkpoint needs.
+        """What a copy would be worth that is not there.
 
         Returns:
             The names of the pages before its end as far as they matter: of a checkpoint, up to one that is needed
             already, of a page, of the one before it. And its value per byte.
         """
         if offer.note is None:
-            return [*islice(offer.path, 1)], self.value(offer.name, None, {})
+            return [*islice(offer.path, 1)], self.value(offer.name, {})
+        self.refresh(1)  # also where segments are seldom full
         path = self.needs.missing(offer.path)
-        return path, self._value(offer.note, sum(name not in self.needs for name in path))
+        num_alone = sum(name not in self.needs for name in path)
+        pays = offer.pays(num_alone)
+        return path, self._savings.value(offer.note, self._cost, num_alone) if pays else WORTHLESS
 
-    def expect(self, name: Name, note: Note | None, path: Sequence[bytes]) -> None:
+    def expect(self, name: Name, note: Note | None, path: Sequence[bytes]) -> bytes | None:
         """A copy waits for the writer, until `settle`.
 
         Args:
             note: of a checkpoint.
             path: as `appraise` returns it.
+
+        Returns:
+            Of a page, the name of the page before it.
         """
         if note is None:
             self.needs.extend(name[1], path)
-        else:
-            self.waiting[name[1]] = note
-            self.needs.add(path)
+            return path[0] if path else None
+        self.waiting[name[1]] = note
+        self.needs.add(path)
+        return None
 
     def take_waiting(self, former: Index) -> None:
         """What waits for the writer is in another index, whose place this one takes."""
@@ -167,35 +195,45 @@ class Index:
             if name[1] not in self.waiting:
                 self.needs.remove(name[1])
 
-    def used(self, name: Name) -> Place | None:
-        """A copy was used. None: it is not known."""
+    def used(self, name: Name) -> Note | None:
+        """A copy was used. Returns the note of a checkpoint that is of another process, the first time."""
         place = self.places.get(name)
-        if place is not None:
-            self.ranking.touch(place.segment)
-        return place
+        if place is None:
+            return None
+        self.ranking.changed(place.segment)
+        is_first, place.is_earlier = place.is_earlier, False
+        return place.note if is_first else None
 
     # Values
 
-    def value(self, name: Name, note: Note | None, known: dict[bytes, bytes]) -> float:
-        """What a copy is worth per byte: 0 for a page that no checkpoint needs.
+    def value(self, name: Name, known: dict[bytes, float]) -> float:
+        """What a copy is worth per byte: a page as much as the best checkpoint that needs it.
 
         Args:
-            note: of a checkpoint.
-            known: see `Needs.nearest`.
+            known: see `Needs.best`.
         """
-        nearest = name[1] if note is not None else self.needs.nearest(name[1], known)
-        if nearest is None:
-            return 0.0
+        kind, digest = name
+        return self.needs.best(digest, self._value_of, known) if kind == PAGE else self._value_of(digest)
+
+    def _value_of(self, checkpoint: bytes) -> float:
+        place = self.places.get((CHECKPOINT, checkpoint))
+        note = place.note if place is not None else self.waiting[checkpoint]
         if note is None:
-            place = self.places.get((CHECKPOINT, nearest))
-            note = place.note if place is not None else self.waiting[nearest]
-        return self._value(note, self.needs.num_alone(nearest)) if note is not None else 0.0
+            return WORTHLESS
+        if note.usage is None:
+            note = self._savings.known(note)
+            if place is not None:
+                place.note = note
+        return self._savings.value(note, self._cost, self.needs.num_alone(checkpoint))
+
+    def refresh(self, number: int = REFRESHED) -> None:
+        """Ask for the values of some segments again: see `Ranking.refresh`."""
+        self.ranking.refresh(number, self._value_of_segment)
 
     def _value_of_segment(self, segment: int) -> float:
-        held, known = self.segments[segment], dict[bytes, bytes]()
-        places = ((name, self.places[name]) for name in held.names)
-        total = sum(self.value(name, place.note, known) * place.span.num_bytes for name, place in places)
-        return total / max(1, held.num_bytes)
+        held, known = self.segments[segment], dict[bytes, float]()
+        copies = [(self.value(name, known), self.places[name].span.num_bytes) for name in held.names]
+        return mean(copies, held.num_bytes)
 
     def violations(self) -> list[str]:
         """What is wrong with its bookkeeping, for the audit."""

@@ -6,7 +6,8 @@ what is free when it goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 
 class Prefix:
@@ -152,21 +153,23 @@ class Needs:
             yield prefix.name
             prefix = prefix.above
 
-    def nearest(self, name: bytes, known: dict[bytes, bytes]) -> bytes | None:
-        """The checkpoint at the end of a page, or the next below it, where requests continued last; None: nothing
-        needs the page.
+    def best(self, name: bytes, value: Callable[[bytes], float], known: dict[bytes, float]) -> float:
+        """The highest value of the checkpoints that need a page, of those where requests continued last; minus
+        infinity: there is none.
 
         Args:
-            known: what was found before, of other pages of the same moment. This and what is on the way is added.
+            value: of a checkpoint.
+            known: what was found before, of other pages of the same moment. This page and those below it are added.
         """
-        prefix, way = self._prefixes.get(name), list[bytes]()
-        while prefix is not None and not prefix.has_checkpoint and prefix.name not in known:
-            way.append(prefix.name)
+        prefix, way = self._prefixes.get(name), list[Prefix]()
+        while prefix is not None and prefix.name not in known:
+            way.append(prefix)
             prefix = next(reversed(prefix.below), None)
-        if prefix is None:
-            return None
-        found = prefix.name if prefix.has_checkpoint else known[prefix.name]
-        known.update(dict.fromkeys(way, found))
+        found = known[prefix.name] if prefix is not None else -math.inf
+        for one in reversed(way):
+            if one.has_checkpoint:
+                found = max(found, value(one.name))
+            known[one.name] = found
         return found
 
     def alone(self, name: bytes) -> Iterator[bytes]:

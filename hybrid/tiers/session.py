@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid.tiers.directory import CacheDirectory
-from hybrid.tiers.index import Index, Place
+from hybrid.tiers.index import Index, Place, mean
 from hybrid.tiers.manifest import CopyRow, SegmentRow
 from hybrid.tiers.reuse import Counts
+from hybrid.tiers.savings import WORTHLESS
 from hybrid.tiers.segment import Record, Span, layout, note_of, note_text
 from hybrid.tiers.store import Store
 from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note
@@ -50,10 +51,11 @@ def _digest(text: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A copy that is to be written; of a page, `above` is the name of the page before it."""
+    """A copy that is to be written: its contents, note, value per byte, and of a page the name of that before it."""
 
     contents: Contents
     note: Note | None
+    value: float
     above: bytes | None = None
 
 
@@ -64,17 +66,19 @@ class Arrival(NamedTuple):
         row: of the manifest.
         origin: the digest of its fingerprint; empty: its copies cannot be used.
         copies: those that can.
+        value: per byte; None: it is not known.
         foreign: checkpoints that cannot be used, and why.
     """
 
     row: SegmentRow
     origin: str
     copies: list[tuple[Name, Place]]
+    value: float | None
     foreign: dict[Name, str]
 
     def enter(self, index: Index) -> None:
         """Add it to an index."""
-        index.add(self.row, self.origin, self.copies)
+        index.add(self.row, self.origin, self.copies, self.value)
         index.foreign.update(self.foreign)
 
 
@@ -128,7 +132,6 @@ class Session:
         self._learn_fingerprints()
         for row in self._directory.manifest.segments():
             self._arrival(row).enter(index)
-        index.ranking.revalue()
         if index.foreign:
             self.report.append(
                 f"{len(index.foreign)} checkpoints of another model or version: they are not used, and dropped first"
@@ -150,11 +153,11 @@ class Session:
         self._version = version
         return came, [number for number in known if number not in there]
 
-    def put(self, pending: Sequence[tuple[Name, Pending]], make_free: Callable[[int], bool]) -> Arrival | None:
+    def put(self, pending: Sequence[tuple[Name, Pending]], make_free: Callable[[int, float], bool]) -> Arrival | None:
         """Write copies as a segment, and then its rows.
 
         Args:
-            make_free: called with the bytes that are needed; False: they cannot be had.
+            make_free: called with the bytes that are needed and their value; False: they cannot be had.
 
         Returns:
             What is on the disk now; None: nothing.
@@ -163,7 +166,8 @@ class Session:
             raise OSError(errno.EROFS, "the directory cannot be written")
         records = [Record(name, copy.contents, note_text(copy.note)) for name, copy in pending]
         segment = layout(records, self._origin.digest)
-        if not make_free(segment.num_bytes):
+        value = mean([(copy.value, len(copy.contents)) for _, copy in pending], segment.num_bytes)
+        if not make_free(segment.num_bytes, value):
             return None
         file = self._directory.next_file()
         try:
@@ -182,7 +186,7 @@ class Session:
             if name in kept
         ]
         row = SegmentRow(number, file, segment.num_bytes, self._number)
-        return Arrival(row, self._origin.digest, copies, {})
+        return Arrival(row, self._origin.digest, copies, value, {})
 
     def remove(self, segments: Iterable[tuple[int, str]]) -> None:
         """Forget segments, and remove their files.
@@ -231,15 +235,16 @@ class Session:
         origin = self._origins.get(row.fingerprint)
         if origin is None:
             why = self._refusals.get(row.fingerprint, "its fingerprint is damaged")
-            return Arrival(row, "", [], {(CHECKPOINT, copy.name): why for copy in copies if copy.kind == CHECKPOINT})
+            foreign = {(CHECKPOINT, copy.name): why for copy in copies if copy.kind == CHECKPOINT}
+            return Arrival(row, "", [], WORTHLESS, foreign)
         placed: list[tuple[Name, Place]] = []
         for copy in copies:
             with suppress(ValueError, TypeError):  # of a damaged row
                 if copy.is_sound and copy.start + copy.num_bytes <= row.num_bytes:
                     span = Span(copy.start, copy.num_bytes, copy.checksum)
-                    place = Place(row.id, span, copy.note, note_of(copy.note), copy.above)
+                    place = Place(row.id, span, copy.note, note_of(copy.note), copy.above, True)
                     placed.append(((copy.kind, copy.name), place))
-        return Arrival(row, origin, placed, {})
+        return Arrival(row, origin, placed, None, {})
 
 
 def _row(record: Record, span: Span, copy: Pending) -> CopyRow:

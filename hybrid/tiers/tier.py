@@ -31,6 +31,7 @@ class Note:
         turn: number of turn ends before it on its path.
         priority: the highest that a request gave it.
         num_tokens: tokens that a hit saves: those from the checkpoint above it.
+        end: tokens of its prefix.
         group: checkpoints of a group are equally likely to be wanted again (`Reuse`).
         usage: how it was used in this process; None: it is from an earlier one.
         namespace, ids: of its prefix, where a tier asks for them (`Tier.wants_ids`).
@@ -40,6 +41,7 @@ class Note:
     turn: int
     priority: int
     num_tokens: int
+    end: int = 0
     group: str = ""
     usage: Any = None
     namespace: str = ""
@@ -55,7 +57,7 @@ class Offer:
         num_bytes: of its contents, about.
         read: reads them.
         note: of a checkpoint; None: a page, which saves what the checkpoints save that need it.
-        is_worth_it: a checkpoint is likely enough to save as much time as copying it and its pages takes.
+        is_worth_it: whether a checkpoint is worth a copy; its argument is how many pages only it needs. None: it is.
         value: of a checkpoint, per byte and at the time of the call: its argument is how many pages only it needs.
             What has the lowest value is dropped before all others.
         path: names of the pages before its end, the last first; of a page, those before it. Can be read once.
@@ -65,9 +67,13 @@ class Offer:
     num_bytes: int
     read: Callable[[], Contents]
     note: Note | None = None
-    is_worth_it: bool = True
+    is_worth_it: Callable[[int], bool] | None = None
     value: Callable[[int], float] | None = None
     path: Iterator[bytes] = field(default_factory=lambda: iter(()))
+
+    def pays(self, num_alone: int) -> bool:
+        """Whether it is worth a copy, where only it needs so many pages."""
+        return self.is_worth_it is None or self.is_worth_it(num_alone)
 
 
 class Reading(Protocol):

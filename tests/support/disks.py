@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,9 +24,25 @@ def origin(model: str = "a model") -> Origin:
     return Origin(model, lambda other: [] if other == model else [f"model is {other!r} there and {model!r} here"])
 
 
+class ByGroup:
+    """A judge by whom a hit is as likely as one of its group was."""
+
+    def __init__(self, reuse: Reuse) -> None:
+        self._reuse = reuse
+
+    def worth(self, note: Note, tokens_saved: int, num_bytes: int) -> float:
+        return self._reuse.probability(note.group) * tokens_saved / num_bytes
+
+    def known(self, note: Note) -> Note:
+        return replace(note, usage="known")
+
+
 def savings(reuse: Reuse | None = None) -> Savings:
     """A token takes a second."""
-    return Savings(Rate(1.0), reuse or Reuse(), page_bytes=1500, checkpoint_bytes=1500, page_size=1)
+    reuse = reuse or Reuse()
+    made = Savings(Rate(1.0), reuse, page_bytes=1500, checkpoint_bytes=1500, page_size=1)
+    made.follow(ByGroup(reuse))
+    return made
 
 
 def tier_at(path: Path, num_bytes: int = LIMIT, model: str = "a model", **settings: Any) -> DiskTier:
@@ -47,7 +64,7 @@ def contents_of(number: int, size: int = 0) -> bytes:
 
 
 def note_of(number: int, seconds: float = 100.0, group: str = "branch last 0") -> Note | None:
-    return Note("branch", number % 5, 0, int(seconds), group) if number % 3 == 0 else None
+    return Note("branch", number % 5, 0, int(seconds), 64, group) if number % 3 == 0 else None
 
 
 def offer(tier: DiskTier, number: int, seconds: float = 100.0, size: int = 0, group: str = "branch last 0") -> bool:

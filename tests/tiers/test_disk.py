@@ -94,14 +94,14 @@ def test_the_limit_holds_and_what_is_worth_least_goes(tmp_path: Path) -> None:
 
 def test_what_is_worthless_or_too_large_is_not_read(tmp_path: Path) -> None:
     tier = tier_at(tmp_path)
-    for number, seconds, size, is_worth_it in (
-        (0, 1.0, 10, False),
-        (0, 0.0, 10, True),  # it saves nothing
-        (1, 1.0, 10, True),  # no checkpoint needs it
-        (0, 1.0, LIMIT + 1, True),
+    for number, seconds, size, pays in (
+        (0, 1.0, 10, lambda _: False),
+        (0, 0.0, 10, None),  # it saves nothing
+        (1, 1.0, 10, None),  # no checkpoint needs it
+        (0, 1.0, LIMIT + 1, None),
     ):
         note, read = note_of(number, seconds), partial(pytest.fail, "it is read for nothing")
-        assert not tier.offer(Offer(name_of(number), size, read, note, is_worth_it))
+        assert not tier.offer(Offer(name_of(number), size, read, note, pays))
     assert tier.violations() == []
     assert tier.flush()
     assert segments(tmp_path) == []
@@ -113,13 +113,14 @@ def test_what_was_used_is_worth_more_in_the_next_life(tmp_path: Path) -> None:
     for number in range(8):
         offer(tier, 3 * number, size=5900, group=f"branch last {number % 2}")
         tier.flush()
-    for _ in range(50):
-        for number in (1, 3, 5, 7):
-            tier.used(name_of(3 * number))
     tier.close()
     tier = tier_at(tmp_path, num_bytes=100_000)
-    for number in range(300, 318, 3):
-        offer(tier, number, size=5900, seconds=200.0, group="branch last 2")
+    for number in (1, 3, 5, 7):
+        tier.used(name_of(3 * number))
+    tier.close()
+    tier = tier_at(tmp_path, num_bytes=100_000)
+    for number in range(300, 360, 3):
+        offer(tier, number, size=5900, seconds=250.0, group="branch last 2")
         tier.flush()
     assert all(name_of(3 * number) in tier for number in (1, 3, 5, 7))
     assert not all(name_of(3 * number) in tier for number in (0, 2, 4, 6))

@@ -323,7 +323,7 @@ def test_what_is_cleared_counts_until_its_files_are_gone(tmp_path: Path) -> None
     store, limit, again = Measured(), 60_000, {201: 3000, 202: 3000, 203: 3600, 204: 3900}
     tier = tier_at(tmp_path, num_bytes=limit, open_store=store)
     for number in range(102, 122):
-        assert offer(tier, number, size=3000)
+        assert offer(tier, number, seconds=number, size=3000)
         assert tier.flush()
     assert max(sizes) > 0.9 * limit
     store.seconds["put_from"] = 0.3

@@ -1,5 +1,6 @@
 """Which pages checkpoints need: none for itself, and each as long as a checkpoint below it is there."""
 
+import math
 from random import Random
 
 import pytest
@@ -129,11 +130,12 @@ def test_a_path_that_leads_back_to_itself_ends() -> None:
     assert needs.violations([b"c"]) == []
 
 
-def test_a_page_is_worth_what_the_nearest_checkpoint_is_that_continues_it() -> None:
-    needs, known = needs_of("abcd", "abxy", "ab"), dict[bytes, bytes]()
-    assert needs.nearest(b"a", known) == b"ab"
-    assert needs.nearest(b"abc", known) == b"abcd"
-    assert needs.nearest(b"z", known) is None
-    needs.remove(b"ab")
-    assert needs.nearest(b"a", {}) == b"abxy", "where requests continued last"
-    assert known == {b"a": b"ab", b"abc": b"abcd"}
+def test_a_page_is_worth_what_the_best_checkpoint_is_that_needs_it() -> None:
+    needs, known = needs_of("abcd", "abxy", "ab"), dict[bytes, float]()
+    values = {b"ab": 2.0, b"abcd": 5.0, b"abxy": 3.0}
+    assert needs.best(b"a", values.__getitem__, known) == 3.0, "where requests continued last"
+    assert needs.best(b"abc", values.__getitem__, known) == 5.0
+    assert needs.best(b"z", values.__getitem__, known) == -math.inf
+    assert known == {b"a": 3.0, b"ab": 3.0, b"abx": 3.0, b"abxy": 3.0, b"abc": 5.0, b"abcd": 5.0}
+    values[b"ab"] = 9.0
+    assert needs.best(b"a", values.__getitem__, {}) == 9.0
