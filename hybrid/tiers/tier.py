@@ -72,7 +72,7 @@ class Offer:
     path: Iterator[bytes] = field(default_factory=lambda: iter(()))
 
     def pays(self, num_alone: int) -> bool:
-        """Whether it is worth a copy, where only it needs so many pages."""
+        """Whether it is worth a copy. `num_alone`: pages that only it needs."""
         return self.is_worth_it is None or self.is_worth_it(num_alone)
 
 
