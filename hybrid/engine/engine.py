@@ -376,7 +376,8 @@ class Engine:
         there is one. Another `close` does nothing.
 
         Outputs can still be taken with `step`, and `stats` can be read. The model's weights are freed when no engine
-        refers to them any more.
+        refers to them any more. A signal handler that runs while a step computes closes the engine at the end of the
+        step.
 
         Raises:
             OwnershipError: another thread owns the engine.
@@ -384,10 +385,14 @@ class Engine:
         self._check_owner()
         if not self._is_closed:
             self._is_closed = True
-            self._steps.close()
+            self._steps.close(self._free_memory)
+
+    def _free_memory(self) -> None:
+        try:
             while self.cache.give_up_a_pin():
                 pass
             self.cache.shutdown()
+        finally:
             self.cache.memory.release()
 
     def __enter__(self) -> Engine:

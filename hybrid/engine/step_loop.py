@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +116,7 @@ class StepLoop:
         self._suspects = Suspects()
         self._is_stepping = False
         self._aborted: list[Request] = []
+        self._closing: Callable[[], None] | None = None
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -181,15 +182,23 @@ class StepLoop:
             else:
                 self._end_aborted(request)
 
-    def close(self) -> None:
-        """Abort all requests, forget replays and the model."""
+    def close(self, then: Callable[[], None]) -> None:
+        """Abort all requests, forget replays and the model: now, or at the end of the step that is under way.
+
+        Args:
+            then: called after that.
+        """
         with deferred_interrupts():
+            if self._is_stepping:  # called by a signal handler, or by a function that belongs to a request
+                self._closing = then
+                return
             for request_id in list(self.requests):
                 self.abort(request_id)
             for replay in [*self._scheduler.running, *self._scheduler.waiting.in_turn(set())]:
                 self._scheduler.discard(replay)
             self._next = None
             self.runner = ClosedRunner()
+            then()
 
     def work(self) -> None:
         """A step on behalf of some requests. If it fails, further steps find the request that is the reason."""
@@ -313,6 +322,7 @@ class StepLoop:
             if token == NO_TOKEN:
                 raise SamplingError(fork.why_no_token or NO_TOKEN_LEFT)
             fork.append(token, logprobs, self._end_tokens)
+            self.meter.forked()
             if fork.finish_reason is None:
                 self._scheduler.fork(request, fork)
             else:
@@ -361,6 +371,9 @@ class StepLoop:
                 aborted, self._aborted = self._aborted, []
                 for request in aborted:
                     self._end_aborted(request)
+                closing, self._closing = self._closing, None
+                if closing is not None:
+                    self.close(closing)
             guard.raise_pending()
 
     def _undo(self, guard: StepGuard, error: BaseException) -> bool:
