@@ -216,16 +216,6 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
     return make_cache(memory, config, _fingerprint(loaded, memory, config))
 
 
-def free_cache(cache: HybridCache) -> None:
-    """Free the memory of a cache for good, pinned or not. What is worth it goes to its disk before."""
-    try:
-        while cache.give_up_a_pin():
-            pass
-        cache.shutdown()
-    finally:
-        cache.memory.release()
-
-
 def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) -> Fingerprint | None:
     """What copies on disk are made with; None: there are none, and no weights are read."""
     if config.disk is None or not config.enabled:

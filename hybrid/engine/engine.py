@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation
 from hybrid.cache.pins import Pin
 from hybrid.engine.adapters import Adapters
-from hybrid.engine.build import LoadedModel, build_cache, check_settings, free_cache, is_deterministic, load, model_runner
+from hybrid.engine.build import LoadedModel, build_cache, check_settings, is_deterministic, load, model_runner
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import make_drafting
 from hybrid.engine.files import Files
@@ -386,7 +385,7 @@ class Engine:
         self._check_owner()
         if not self._is_closed:
             self._is_closed = True
-            self._steps.close(partial(free_cache, self.cache))
+            self._steps.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +116,7 @@ class StepLoop:
         self._suspects = Suspects()
         self._is_stepping = False
         self._aborted: list[Request] = []
-        self._closing: Callable[[], None] | None = None
+        self._is_closing = False
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -182,23 +182,25 @@ class StepLoop:
             else:
                 self._end_aborted(request)
 
-    def close(self, then: Callable[[], None]) -> None:
-        """Abort all requests, forget replays and the model: now, or at the end of the step that is under way.
-
-        Args:
-            then: called after that.
-        """
+    def close(self) -> None:
+        """Abort all requests, forget replays and the model, and free the memory of the cache: now, or at the end of the
+        step that is under way."""
         with deferred_interrupts():
-            if self._is_stepping:  # called by a signal handler, or by a function that belongs to a request
-                self._closing = then
+            self._is_closing = self._is_stepping  # called by a signal handler, or a function that belongs to a request
+            if self._is_closing:
                 return
-            for request_id in list(self.requests):
-                self.abort(request_id)
-            for replay in [*self._scheduler.running, *self._scheduler.waiting.in_turn(set())]:
-                self._scheduler.discard(replay)
-            self._next = None
-            self.runner = ClosedRunner()
-            then()
+            try:
+                for request_id in list(self.requests):
+                    self.abort(request_id)
+                for replay in [*self._scheduler.running, *self._scheduler.waiting.in_turn(set())]:
+                    self._scheduler.discard(replay)
+                self._next = None
+                self.runner = ClosedRunner()
+                while self._cache.give_up_a_pin():
+                    pass
+                self._cache.shutdown()
+            finally:
+                self._cache.memory.release()
 
     def work(self) -> None:
         """A step on behalf of some requests. If it fails, further steps find the request that is the reason."""
@@ -371,9 +373,8 @@ class StepLoop:
                 aborted, self._aborted = self._aborted, []
                 for request in aborted:
                     self._end_aborted(request)
-                closing, self._closing = self._closing, None
-                if closing is not None:
-                    self.close(closing)
+                if self._is_closing:
+                    self.close()
             guard.raise_pending()
 
     def _undo(self, guard: StepGuard, error: BaseException) -> bool:
