@@ -43,8 +43,8 @@ EPILOG = """examples:
   hybrid parity --all-families                  the same on a small random checkpoint of every model family
   hybrid stress --seconds 30 --seed 7           random requests with injected failures, audited
 
-Exit status: 0 on success, 1 if a check failed, 2 if the command or its input was wrong or nobody reads the output, 130
-if interrupted, 143 if terminated.
+Exit status: 0 on success, 1 if a check failed, 2 if the command or its input was wrong, or the output cannot be
+written, 130 if interrupted, 143 if terminated.
 """
 
 
