@@ -316,9 +316,13 @@ class Speculator:
 
     def end(self, history: History) -> None:
         """A request has ended."""
-        if self._known.pop(history, None) is not None:
-            for asked in self._drafters:
+        if self._known.pop(history, None) is None:
+            return
+        for asked in self._drafters:
+            try:
                 asked.drafter.end(history)
+            except Exception as error:
+                self._count_refusal(asked.name, error)
 
     def _ask(self, asked: _Asked, history: History, count: int, limit: int) -> Drafts | None:
         """What a drafter proposes. If that fails, it is as if it had proposed nothing.
@@ -344,9 +348,13 @@ class Speculator:
 
     def _refuse(self, asked: _Asked, history: History, error: Exception) -> None:
         """What a drafter did is as if its draft had been wrong."""
-        stats, known = self._stats[asked.name], self._known[history]
+        known = self._known[history]
         known.measured[asked.name].observe(1, 0)
         known.measured[asked.name].paid(False, known.passes)
+        self._count_refusal(asked.name, error)
+
+    def _count_refusal(self, name: str, error: Exception) -> None:
+        stats = self._stats[name]
         if not stats.refused:
             log.warning("drafts are refused: %s: %s", type(error).__name__, error)
         stats.refused += 1
