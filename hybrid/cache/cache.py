@@ -124,14 +124,18 @@ class HybridCache:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; only where the cache has tensors."""
+        """The pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; only where the cache has tensors. The
+        device's next work waits for contents that are on their way."""
         assert self.memory.tensors is not None
+        self.memory.arrivals.settle()
         return self.memory.tensors.kv
 
     @property
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The state slots, `[num_slots, ...]` by name; only where the cache has tensors."""
+        """The state slots, `[num_slots, ...]` by name; only where the cache has tensors. The device's next work waits
+        for contents that are on their way."""
         assert self.memory.tensors is not None
+        self.memory.arrivals.settle()
         return self.memory.tensors.state
 
     @property
@@ -184,7 +188,7 @@ class HybridCache:
         """
         if not 0 <= limit < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
-        return waited_for(self.begin(key, limit, num_tokens, priority), self.restores)
+        return self._all_there(self.begin(key, limit, num_tokens, priority))
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
         """As `open`, for a caller that needs states and no logits: all of the key may be cached.
@@ -193,10 +197,17 @@ class HybridCache:
             num_tokens: tokens to allocate pages for at once.
             priority: how much its checkpoints matter, for policies that ask.
         """
-        return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
+        return self._all_there(self.begin(key, len(key), num_tokens, priority))
+
+    def _all_there(self, lease: Lease | None) -> Lease | None:
+        """A lease that was begun, once nothing is read for it any more. The device's next work waits for the rest."""
+        waited_for(lease, self.restores)
+        self.memory.arrivals.settle()
+        return lease
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
-        """As `open`, without waiting for a disk: while `lease.restoring` is not None, call `proceed`."""
+        """As `open`, without waiting for a disk: while `lease.restoring` is not None, call `proceed`. On a GPU what was
+        restored may be on its way: before it is used, wait for `memory.arrivals`."""
         self._owner.claim()
         self.pins.expire()
         lease = self._opener.open(key, limit, num_tokens, priority)
@@ -441,7 +452,8 @@ class HybridCache:
             return load(archive, here, self.tree, self._restorer(), self.allocator, keep)
 
     def _restorer(self) -> Restorer:
-        return Restorer(self._opener, self._committer, self.allocator, writer_of(self.memory))
+        writer_of(self.memory)  # refuses a memory without contents
+        return Restorer(self._opener, self._committer, self.allocator, self.memory)
 
     # The whole
 

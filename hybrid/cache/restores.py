@@ -224,7 +224,8 @@ class Restores:
             return Restored(candidate.label, refused=f"restoring {position} tokens failed: {error!s:.200}")
         if outcome is not Outcome.RESTORED:
             return Restored(candidate.label, refused=f"{position} tokens are not restored: {outcome.value}")
-        seconds = self._note(restoring, candidate, contents, time.perf_counter() - start)
+        written = time.perf_counter() - start + self._restorer.seconds_under_way(candidate.num_bytes)
+        seconds = self._note(restoring, candidate, contents, written)
         self.num_tokens += saved
         return Restored(candidate.label, saved, candidate.num_bytes, seconds, waited, restoring.refused)
 
@@ -301,7 +302,7 @@ class Restores:
         """Count what was restored. Its copies stay: when it is evicted again, nothing is written.
 
         Args:
-            written: seconds that writing to the device took.
+            written: seconds that writing to the device takes.
 
         Returns:
             Seconds that all of it took.
