@@ -12,7 +12,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.lease import Lease
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
 from hybrid.key import Key
-from support.arriving import LateCopier, late_copiers
+from support.arriving import CopyError, LateCopier, late_copiers
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
 from support.graphs import overlapping, with_graphs
 
@@ -90,6 +90,25 @@ def test_each_layer_waits_for_its_own_contents(tiny: Engine, late: list[LateCopi
     waited = late[0].waited
     assert len(waited) == num_layers + 1, "each layer once, and all at the end of the pass; no pass after it"
     assert waited == sorted(waited) and len(set(waited)) == num_layers
+
+
+def test_a_pass_waits_for_all_before_it_ends(
+    tiny: Engine, late: list[LateCopier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, prompt, forward = small(tiny), ids(6 * GRID + 3), tiny.model.forward
+    evicted(engine, prompt)
+    pending = list[tuple[bool, bool]]()
+
+    def watched(*args: Any) -> Any:
+        arrivals = engine.cache.memory.arrivals
+        before, logits = arrivals.are_pending, forward(*args)
+        pending.append((before, arrivals.are_pending))
+        return logits
+
+    monkeypatch.setattr(engine.model, "forward", watched)
+    answer(engine, prompt, PARAMS)
+    assert pending[0] == (True, False)
+    assert (True, True) not in pending and (False, True) not in pending
 
 
 def test_requests_that_start_together_share_what_arrives(tiny: Engine, late: list[LateCopier]) -> None:
@@ -196,6 +215,64 @@ def test_memory_that_is_freed_while_contents_arrive_is_used_after_that(tiny: Eng
     assert_nothing_held(engine)
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_a_restore_that_fails_after_its_copies_were_begun(
+    tiny: Engine, late: list[LateCopier], monkeypatch: pytest.MonkeyPatch, state_dtype: str
+) -> None:
+    """The tree refuses it: the memory is the lease's, which computes in it, or gives it to others."""
+    engine = small(tiny, pages=40, state_dtype=state_dtype, deterministic=False)
+    prompt, other = ids(6 * GRID + 3), ids(30 * GRID, seed=5)
+    plain = small(tiny, host=None, state_dtype=state_dtype, deterministic=False)
+    expected = {length: answer(plain, own, PARAMS) for length, own in ((6, prompt), (30, other))}
+    key, cache = Key.of(prompt), engine.cache
+    for is_given_back in (False, True):
+        evicted(engine, prompt)
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.tree, "insert", refuses)
+            lease = cache.begin(key, len(key) - 1, len(key))
+            assert lease is not None and lease.num_hit_tokens == 0
+        assert late[0].num_made == len(late[0].begun), "its place is free"
+        cache.close(lease)
+        if is_given_back:
+            cache.clear()
+        for own, length in ((other, 30), (prompt, 6)):
+            assert_same(answer(engine, own, PARAMS), expected[length])
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("is_page", [True, False])
+def test_private_memory_is_freed_once_contents_are_there(
+    tiny: Engine, late: list[LateCopier], state_dtype: str, is_page: bool
+) -> None:
+    cache = small(tiny, state_dtype=state_dtype, deterministic=False).cache
+    allocator, tensors = cache.allocator, cache.memory.tensors
+    pages, place, slot = allocator.allocate_pages(1), allocator.allocate_new_checkpoint(), allocator.allocate_state()
+    assert tensors is not None and pages is not None and place is not None and slot is not None
+    contents, checkpoint = bytes(tensors.read_page(pages[0])), bytes(tensors.read_checkpoint(place))
+    cache.memory.write(pages, [contents], place, checkpoint)
+    allocator.free_states([slot])
+    assert cache.memory.arrivals.are_pending, "it was another slot"
+    if is_page:
+        allocator.free_pages(pages)
+    else:
+        allocator.free_checkpoint(place)
+    assert late[0].num_made == len(late[0].begun)
+
+
+def refuses(*args: Any, **rest: Any) -> Any:
+    raise CopyError("the tree takes nothing")
+
+
+def test_a_closed_engine_waits_for_what_arrives(tiny: Engine, late: list[LateCopier]) -> None:
+    engine, prompt = small(tiny), ids(6 * GRID + 3)
+    evicted(engine, prompt)
+    cache = engine.cache
+    begun(engine, prompt)
+    cache.memory.release()
+    assert late[0].num_made == len(late[0].begun), "who gets the memory next is not overwritten"
+
+
 @pytest.mark.parametrize("read", ["save", "evict", "open", "kv", "state_tensors"])
 def test_readers_wait_for_what_arrives(tiny: Engine, late: list[LateCopier], read: str) -> None:
     engine, prompt = small(tiny, pages=60), ids(6 * GRID + 3)
@@ -247,6 +324,20 @@ def test_what_arrives_is_moved_once_it_is_there(tiny: Engine, late: list[LateCop
     tensors.move_states({lease.read_slot: slot})
     assert all(state[slot].isfinite().all() for state in tensors.state.values())
     cache.allocator.free_states([slot])
+    cache.close(lease)
+    assert_nothing_held(engine)
+
+
+def test_a_stored_checkpoint_that_arrives_is_moved_once_it_is_there(tiny: Engine, late: list[LateCopier]) -> None:
+    engine, prompt = small(tiny, pages=60, state_dtype="int8", deterministic=False), ids(6 * GRID + 3)
+    evicted(engine, prompt)
+    lease, cache = begun(engine, prompt), engine.cache
+    place, store = cache.allocator.allocate_checkpoint(), cache.memory.store
+    node = cache.tree.peek(lease.key, len(prompt)).checkpoint
+    assert place is not None and store is not None and node is not None and node.slot is not None
+    store.move_stored({node.slot: place})
+    assert not cache.memory.arrivals.are_pending
+    cache.allocator.free_checkpoint(place)
     cache.close(lease)
     assert_nothing_held(engine)
 
