@@ -126,17 +126,13 @@ class HybridCache:
     def kv(self) -> torch.Tensor:
         """The pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; only where the cache has tensors. The
         device's next work waits for contents that are on their way."""
-        assert self.memory.tensors is not None
-        self.memory.arrivals.settle()
-        return self.memory.tensors.kv
+        return self.memory.settled.kv
 
     @property
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The state slots, `[num_slots, ...]` by name; only where the cache has tensors. The device's next work waits
         for contents that are on their way."""
-        assert self.memory.tensors is not None
-        self.memory.arrivals.settle()
-        return self.memory.tensors.state
+        return self.memory.settled.state
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
@@ -188,7 +184,7 @@ class HybridCache:
         """
         if not 0 <= limit < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
-        return self._all_there(self.begin(key, limit, num_tokens, priority))
+        return waited_for(self.begin(key, limit, num_tokens, priority), self.restores)
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
         """As `open`, for a caller that needs states and no logits: all of the key may be cached.
@@ -197,13 +193,7 @@ class HybridCache:
             num_tokens: tokens to allocate pages for at once.
             priority: how much its checkpoints matter, for policies that ask.
         """
-        return self._all_there(self.begin(key, len(key), num_tokens, priority))
-
-    def _all_there(self, lease: Lease | None) -> Lease | None:
-        """A lease that was begun, once nothing is read for it any more. The device's next work waits for the rest."""
-        waited_for(lease, self.restores)
-        self.memory.arrivals.settle()
-        return lease
+        return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
         """As `open`, without waiting for a disk: while `lease.restoring` is not None, call `proceed`. On a GPU what was

@@ -11,6 +11,7 @@ from hybrid.cache.commit import Committer
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
 from hybrid.key import Key
+from hybrid.memory.arrivals import Arrivals
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Kind, NodeUsage
@@ -81,13 +82,15 @@ class Restorer:
             if lease.front_tokens == boundary.num_tokens:
                 return Outcome.PRESENT, 0
             outcome = self.fill(lease, boundary)
+            self.arrivals.settle()
             return outcome, missing if outcome is Outcome.RESTORED else 0
         finally:
             self._opener.close(lease)
 
-    def seconds_under_way(self, num_bytes: int) -> float:
-        """That contents are on their way once they were written, about."""
-        return self._memory.arrivals.seconds(num_bytes)
+    @property
+    def arrivals(self) -> Arrivals:
+        """What was written, and is on its way."""
+        return self._memory.arrivals
 
     def fill(self, lease: Lease, boundary: Boundary) -> Outcome:
         """Write what a lease lacks up to a boundary beyond its hit into its own pages, and insert them with the

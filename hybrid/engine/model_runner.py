@@ -104,8 +104,6 @@ class ModelRunner:
         graphs = self.graphs
         if graphs is None or graphs.is_hooked:
             return None
-        if self._arrivals.are_pending and step.parts[0].is_prefill:
-            return None  # captured, it would wait for all contents before its first layer
         padding = padding_of(step, graphs.max_prompt_tokens)
         if padding is None or graphs.on_gpu or padding.tokens:
             return padding
@@ -124,7 +122,7 @@ class ModelRunner:
         tokens = under_way.choose() if under_way is not None else None  # before this pass writes the same logits
         plan = replace(plan, under_way=None)  # what is pending keeps its plan, and must not keep all passes before it
         if self.graphs is not None and plan.is_padded:
-            self._arrivals.settle()
+            self._arrivals.settle()  # a graph waits for no layer
             logits, sampling, keep = self.graphs.run(plan, tokens)
         else:
             batch, sampling = plan.on(self._device, tokens)

@@ -175,11 +175,11 @@ class Arrivals:
 
     @property
     def are_pending(self) -> bool:
-        """Whether contents may be on their way that the device was not told to wait for."""
+        """Whether contents may be on their way for which the device's next work does not wait."""
         return bool(self._marks)
 
     def seconds(self, num_bytes: int) -> float:
-        """That so many bytes are on their way, about."""
+        """That this number of bytes are on their way, about."""
         return num_bytes * self._copier.seconds_per_byte if self._copier is not None else 0.0
 
     def begin(self, copies: Sequence[Sequence[Copy]], pages: Collection[int], checkpoint: int) -> None:

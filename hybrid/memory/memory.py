@@ -270,6 +270,13 @@ class CacheMemory:
         mover.write_checkpoint(place, checkpoint)
 
     @property
+    def settled(self) -> CacheTensors:
+        """The tensors, of a memory that has them: the device's next work waits for contents that are on their way."""
+        assert self.tensors is not None
+        self.arrivals.settle()
+        return self.tensors
+
+    @property
     def stores_smaller(self) -> bool:
         """Whether checkpoints are stored apart from states, and smaller."""
         return self.checkpoints is not self.states
