@@ -28,6 +28,8 @@ class Kind(StrEnum):
     USER = "user"
     PAGES = "pages"
 
+    __hash__ = str.__hash__  # that of an enumeration is slow, and classes of checkpoints are looked up by it
+
 
 @dataclass(slots=True)
 class Priorities:
