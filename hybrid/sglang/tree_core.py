@@ -208,7 +208,8 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         elif past is None:
             past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
         value = value if len(value) == length else value[:length]
-        inserted = self.tree.insert(key, len(key), IndexPages(value, self.page_size), checkpoint, None, past)
+        pages = IndexPages(value, self.page_size)
+        inserted = self.tree.insert(key, len(key), pages, checkpoint, None, past, arrival.hashes)
         if not inserted.adopted and inserted.node.slot is not None:
             self.tree.renew(inserted.node)
         existing = inserted.num_existing // WORDS
