@@ -116,6 +116,7 @@ class StepLoop:
         self._suspects = Suspects()
         self._is_stepping = False
         self._aborted: list[Request] = []
+        self._is_closing = False
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -182,14 +183,24 @@ class StepLoop:
                 self._end_aborted(request)
 
     def close(self) -> None:
-        """Abort all requests, forget replays and the model."""
+        """Abort all requests, forget replays and the model, and free the memory of the cache: now, or at the end of the
+        step that is under way."""
         with deferred_interrupts():
-            for request_id in list(self.requests):
-                self.abort(request_id)
-            for replay in [*self._scheduler.running, *self._scheduler.waiting.in_turn(set())]:
-                self._scheduler.discard(replay)
-            self._next = None
-            self.runner = ClosedRunner()
+            self._is_closing = self._is_stepping  # called by a signal handler, or a function that belongs to a request
+            if self._is_closing:
+                return
+            try:
+                for request_id in list(self.requests):
+                    self.abort(request_id)
+                for replay in [*self._scheduler.running, *self._scheduler.waiting.in_turn(set())]:
+                    self._scheduler.discard(replay)
+                self._next = None
+                self.runner = ClosedRunner()
+                while self._cache.give_up_a_pin():
+                    pass
+                self._cache.shutdown()
+            finally:
+                self._cache.memory.release()
 
     def work(self) -> None:
         """A step on behalf of some requests. If it fails, further steps find the request that is the reason."""
@@ -313,6 +324,7 @@ class StepLoop:
             if token == NO_TOKEN:
                 raise SamplingError(fork.why_no_token or NO_TOKEN_LEFT)
             fork.append(token, logprobs, self._end_tokens)
+            self.meter.forked()
             if fork.finish_reason is None:
                 self._scheduler.fork(request, fork)
             else:
@@ -361,6 +373,8 @@ class StepLoop:
                 aborted, self._aborted = self._aborted, []
                 for request in aborted:
                     self._end_aborted(request)
+                if self._is_closing:
+                    self.close()
             guard.raise_pending()
 
     def _undo(self, guard: StepGuard, error: BaseException) -> bool:

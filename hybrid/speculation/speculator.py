@@ -284,9 +284,13 @@ class Speculator:
 
     def end(self, history: History) -> None:
         """A request has ended."""
-        if self._known.pop(history, None) is not None:
-            for drafter in self._drafters:
+        if self._known.pop(history, None) is None:
+            return
+        for drafter in self._drafters:
+            try:
                 drafter.end(history)
+            except Exception as error:
+                self._count_refusal(drafter, error)
 
     def _ask(self, drafter: Drafter, history: History, count: int, limit: int) -> Drafts | None:
         """What a drafter proposes. If that fails, it is as if it had proposed nothing.
@@ -310,9 +314,13 @@ class Speculator:
 
     def _refuse(self, drafter: Drafter, history: History, error: Exception) -> None:
         """What a drafter did is as if its draft had been wrong."""
-        stats, own = self._stats[drafter.name], self._known[history].measured[drafter.name]
+        own = self._known[history].measured[drafter.name]
         own.observe(1, 0)
         own.paid(False)
+        self._count_refusal(drafter, error)
+
+    def _count_refusal(self, drafter: Drafter, error: Exception) -> None:
+        stats = self._stats[drafter.name]
         if not stats.refused:
             log.warning("drafts are refused: %s: %s", type(error).__name__, error)
         stats.refused += 1

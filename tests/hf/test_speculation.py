@@ -313,7 +313,7 @@ def test_several_sequences_are_computed_without_drafts(model: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"speculation": "mind reading"}, "a drafter must be one of cache"),
+        ({"speculation": "mind reading"}, "each of drafters must be one of cache"),
         ({"speculation": 7}, "must be None, the name of a drafter"),
         ({"prompt_lookup_num_tokens": 0}, "1 or more"),
         ({"assistant_model": object()}, "a model of transformers, got object"),

@@ -28,7 +28,7 @@ from hybrid.sglang.order import dfs_weight_order
 from hybrid.sglang.policies import CLASSIC, DEFAULT, NAMES, Options, policy_named
 from hybrid.sglang.prices import prices_of
 from hybrid.sglang.refusals import refusals, refuse
-from hybrid.sglang.visits import MAX_VISITS, PLAIN, Visits
+from hybrid.sglang.visits import MAX_VISITS, PLAIN, Arrival, Visits
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Node, NodeUsage, Released
 from hybrid.tree.policies import LeastRecentlyUsed
@@ -303,7 +303,7 @@ def test_a_state_that_was_evicted_is_known_again_by_the_request_that_comes_for_i
     assert again.past is usage
     assert again.turn == 4  # a turn ended there
     assert seen.visits.describe("a", 6, Kind.PROMPT_END).past is None
-    assert seen.visits.describe("unknown", 4, Kind.PROMPT_END) == (Kind.PROMPT_END, 0, None)
+    assert seen.visits.describe("unknown", 4, Kind.PROMPT_END) == Arrival(Kind.PROMPT_END, 0, None)
 
 
 def test_what_is_inserted_is_what_was_announced_for_these_parameters_and_else_what_the_tree_can_tell() -> None:

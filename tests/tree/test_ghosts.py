@@ -392,7 +392,7 @@ for text in ("abcd*", "abxy*", "pqrs*"):
 case.tree.evict_all()
 known = [case.tree.ghosts.follow(case.key(text, "tenant"), None, 0, 8) for text in ("abcd", "abxy", "pqrs")]
 hashes = BlockHash(8)
-print([*hashes.chain(of_namespace("tenant"), hashes.blocks(b"12345678" * 3))], [length for length, _ in known])
+print([*hashes.chain(of_namespace("tenant"), hashes.blocks(b"12345678" * 3))], [length for length, *_ in known])
 """
 
 
