@@ -265,9 +265,8 @@ class Tree:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
         """
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
-        end, forest = num_tokens * TOKEN_BYTES, self.forest
-        cut_tick = next(self._ticks) if self._pools.whole_edges else 0
-        tick, now = next(self._ticks), self.candidates.now
+        end, forest, now = num_tokens * TOKEN_BYTES, self.forest, self.candidates.now
+        cut_tick, tick = next(self._ticks) if self._pools.whole_edges else 0, next(self._ticks)
         root = forest.roots.get(key.namespace)
         if root is None:
             root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now), Priorities(self._priority_cap))
@@ -283,10 +282,8 @@ class Tree:
                 node = self._cut(lower, num_existing, cut_tick)
             if is_new:
                 own_pages = pages[offset // self._page_bytes :] if offset else pages
-                node = self._grow(node, key.ids[offset:end], own_pages, usage, below)
+                node = self._grow(node, key.ids[offset:end], own_pages, usage, below, hashes)
                 forest.roots[key.namespace] = root
-                if hashes is not None:
-                    self.ghosts.keep(node, hashes)
             adopted = checkpoint is not None and node.slot is None
             if checkpoint is not None:
                 if adopted:
@@ -310,11 +307,19 @@ class Tree:
             upper.usage.cut_at = lower.usage.cut_at = tick
         return upper
 
-    def _grow(self, node: Node, ids: bytes, pages: PageValues, usage: NodeUsage, below: Node | None) -> Node:
+    def _grow(
+        self,
+        node: Node,
+        ids: bytes,
+        pages: PageValues,
+        usage: NodeUsage,
+        below: Node | None,
+        hashes: KeyHashes | None,
+    ) -> Node:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
         if node.children:
-            return self.forest.add_leaf(node, ids, pages, usage)
-        if (
+            grown = self.forest.add_leaf(node, ids, pages, usage)
+        elif (
             node.slot is None
             and node.parent is not None
             and not node.lost_checkpoint
@@ -322,11 +327,14 @@ class Tree:
             and node.page_locks == (node is below)  # no lock but the caller's own
         ):
             self.forest.extend(node, ids, pages, usage)
-            return node
-        leaf = self.forest.add_leaf(node, ids, pages, usage)
-        if self.candidates.follows_changes:
-            self.candidates.changed(node)
-        return leaf
+            grown = node
+        else:
+            grown = self.forest.add_leaf(node, ids, pages, usage)
+            if self.candidates.follows_changes:
+                self.candidates.changed(node)
+        if hashes is not None:
+            self.ghosts.keep(grown, hashes)
+        return grown
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""
