@@ -9,7 +9,8 @@ accepted is measured per request and drafter, what passes cost per engine. With 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 DECAY = 0.8
 """What an earlier verification counts, of a request's measured acceptance."""
@@ -44,6 +45,12 @@ MIN_SHARE = 0.01
 DOUBTED_SHARE = 0.05
 """A draft that would pay at this cost of a row, and does not at the measured one, is computed now and then: the machine
 may have been busy with something else when it was measured."""
+
+
+def clock_of(device_type: str) -> Callable[[], float]:
+    """Seconds, by which passes and drafters are timed. A CPU computes in the calling thread, whose own time does not
+    depend on what else the machine does."""
+    return time.thread_time if device_type == "cpu" else time.perf_counter
 
 
 class Fastest:

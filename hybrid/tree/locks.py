@@ -74,6 +74,8 @@ class Locks:
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it. A tombstone's: one that is inserted meanwhile."""
         lock = StateLock(self, node)
+        if len(self._changed) > MAX_CHANGED:
+            self._settle()
         self._changed.add(node)
         node.page_locks += 1
         node.state_locks += 1
