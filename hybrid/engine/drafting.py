@@ -16,6 +16,7 @@ from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafts import Drafts
+from hybrid.speculation.pace import clock_of
 from hybrid.speculation.speculator import DrafterStats, Speculator, make_speculator
 from hybrid.units import ceil_div
 
@@ -174,7 +175,6 @@ def make_drafting(
         on_cpu = loaded.device.type == "cpu"
         capture = capture_for(loaded.device) if on_cpu and is_captured(loaded, config) else None
         mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
-    # a CPU computes in this thread, whose own time does not depend on what else the machine does
-    clock = time.thread_time if loaded.device.type == "cpu" else time.perf_counter
+    clock = clock_of(loaded.device.type)
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock)
     return Drafting(speculator, cache, config, deterministic, mtp, clock) if speculator is not None else None

@@ -31,6 +31,9 @@ from hybrid.kernels.cpu.vectors import (
     store_lanes,
 )
 
+SHORT = 3072
+"""Bytes of a row of a weight below which hardware reads it from memory late."""
+
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
     """One number from a vector's lanes: halves are combined until it is left."""
@@ -54,19 +57,21 @@ def _sum(builder: Any, vector: Any) -> Any:
     return _folded(builder, vector, _added)
 
 
-def _sums_of_products(builder: Any, xs: list[Any], ws: list[Any], length: Any, ahead: Any | None = None) -> list[Any]:
+def _sums_of_products(
+    builder: Any, xs: list[Any], ws: list[Any], length: Any, fetch: Callable[[Any], None] | None = None
+) -> list[Any]:
     """For every x and every w the partial sums of their products along rows: one loop over the rows that keeps all of
     them in registers.
 
     Args:
         xs, ws: pointers to rows of `length` numbers.
-        ahead: what is this far after ws will be read soon, in elements; None: not known.
+        fetch: is called with the index of each step of the loop, to ask for what is read later; None: nothing is asked
+            for.
     """
 
     def step(index: Any, sums: list[Any], mask: Any | None = None) -> list[Any]:
-        if ahead is not None and mask is None:
-            for w in ws:
-                prefetch(builder, w, builder.add(index, ahead))
+        if fetch is not None and mask is None:
+            fetch(index)
         others = [load_lanes(builder, w, index, mask) for w in ws]
         found = []
         for number, x in enumerate(xs):
@@ -141,6 +146,25 @@ def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
 row_sum, row_max = _of_row(_added), _of_row(_larger)
 
 
+def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, length: Any) -> Callable[[Any], None]:
+    """Asks for the tile of narrow numbers after the one that begins at w, as fast as this one is read.
+
+    Of long rows for what will be read in the same step: hardware follows each of them too. A short row ends before
+    hardware has found it: all of them in the order of memory, as one long row.
+    """
+    is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width))
+    of_index = builder.select(is_short, LONG(columns), LONG(1))
+    of_column = builder.select(is_short, LONG(LANES), stride)
+    following = builder.gep(w, [builder.mul(stride, LONG(columns))])
+
+    def fetch(index: Any) -> None:
+        start = builder.mul(index, of_index)
+        for column in range(columns):
+            prefetch(builder, following, builder.add(start, builder.mul(of_column, LONG(column))))
+
+    return fetch
+
+
 def tile(rows: int, columns: int) -> Any:
     """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
     out_stride, length)`.
@@ -157,10 +181,9 @@ def tile(rows: int, columns: int) -> Any:
             x, x_stride, w, w_stride, scale, out, out_stride, length = args
             xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
             ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
-            # hardware does not keep up with rows of narrow types: the next tile's are asked for
             is_read_once = rows == 1 and not isinstance(w.type.pointee, ir.FloatType)
-            ahead = builder.mul(w_stride, LONG(columns)) if is_read_once else None
-            sums = _sums_of_products(builder, xs, ws, length, ahead)
+            fetch = _of_next_tile(builder, w, w_stride, columns, length) if is_read_once else None
+            sums = _sums_of_products(builder, xs, ws, length, fetch)
             for number, total in enumerate(sums):
                 value, (row, column) = _sum(builder, total), divmod(number, columns)
                 if w.type.pointee == ir.IntType(8):
