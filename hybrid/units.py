@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from numbers import Integral
 
+from hybrid.checks import MAX_INT, shown
 from hybrid.errors import ArgumentError
 
 UNITS: dict[str, int] = {
@@ -56,6 +58,27 @@ def parse_memory(text: str) -> int | float:
         f"not an amount of memory: {text!r:.100}; write bytes as '512MiB', '4GiB' or '2GB', or a part of what is free "
         "as '50%'"
     )
+
+
+def byte_count(name: str, given: object, *, remedy: str = "") -> int:
+    """The value of a setting that is a number of bytes, or a text such as "16GiB".
+
+    Args:
+        name: of the setting.
+        remedy: what else may be given, for the message.
+
+    Raises:
+        ArgumentError: it is neither.
+    """
+    try:
+        count = parse_memory(given) if isinstance(given, str) else given
+    except ArgumentError as error:
+        raise ArgumentError(f"{name} is {error}") from None
+    if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= int(count) <= MAX_INT:
+        raise ArgumentError(
+            f"{name} must be a number of bytes, or a string such as '16GiB'{remedy}; got {shown(given)}"
+        )
+    return int(count)
 
 
 def format_bytes(count: int) -> str:

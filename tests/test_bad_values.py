@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hybrid import (
     HybridError,
     ImagePrompt,
     SamplingParams,
+    SpeculationConfig,
 )
 from hybrid.commands.main import main
 from support.bad_input import assert_clear, label
@@ -80,6 +82,16 @@ SETTINGS: list[tuple[type, dict[str, Any], tuple[str, ...]]] = [
     (EngineConfig, {"enforce_eager": "no"}, ("enforce_eager", "'no'")),
     (EngineConfig, {"overlap": "auto"}, ("overlap", "'auto'")),
     (EngineConfig, {"audit": "no"}, ("audit", "'no'")),
+    (EngineConfig, {"adapter_memory": 10**400}, ("adapter_memory", "bits")),
+    (CacheConfig, {"host": 10**400}, ("host", "bits", "16GiB")),
+    (CacheConfig, {"disk": 10**400, "directory": "x"}, ("disk", "bits", "16GiB")),
+    (SpeculationConfig, {"drafters": None}, ("drafters", "None", "'cache'")),
+    (SpeculationConfig, {"drafters": 3}, ("drafters", "3", "'cache'")),
+    (SpeculationConfig, {"drafters": "cache"}, ("drafters", "'cache'", "tuple")),
+    (SpeculationConfig, {"drafters": ()}, ("drafters", "empty")),
+    (SpeculationConfig, {"max_drafts": 2.5}, ("max_drafts", "2.5")),
+    (SpeculationConfig, {"max_drafts": 64}, ("max_drafts", "63", "64")),
+    (SpeculationConfig, {"adaptive": "no"}, ("adaptive", "'no'", "True or False")),
     (SamplingParams, {"ignore_eos": "no"}, ("ignore_eos", "'no'", "True or False")),
     (SamplingParams, {"max_new_tokens": 1.5}, ("max_new_tokens", "1.5")),
     (SamplingParams, {"max_new_tokens": "8"}, ("max_new_tokens", "'8'")),
@@ -110,6 +122,23 @@ def test_a_wrong_setting_is_refused(kind: type, arguments: dict[str, Any], words
     with pytest.raises(HybridError) as caught:
         kind(**arguments)
     assert_clear(caught.value, kind.__name__, *words)
+
+
+WILD: list[Any] = [
+    *(None, True, -1, 0, 10**5000, -(10**5000), 1.5, NAN, INF, -INF, "", "x", "x" * 10**6, "\ud800", b"x", [], [None]),
+    *([[]], [10**5000], ["x" * 10**6], (), {}, {1: NAN}, {"a": 10**5000}, set(), object(), len),
+]
+"""Values of every kind. Integers of more digits than Python prints."""
+
+
+@pytest.mark.parametrize("kind", [CacheConfig, EngineConfig, SamplingParams, SpeculationConfig])
+def test_every_setting_takes_a_value_or_refuses_it_clearly(kind: type) -> None:
+    for setting in fields(kind):
+        for value in WILD:
+            try:
+                kind(**{setting.name: value})
+            except HybridError as error:
+                assert_clear(error, setting.name if setting.name != "eviction" else "")
 
 
 # Prompts: (prompt, words)

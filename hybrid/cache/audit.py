@@ -107,7 +107,7 @@ def _locks(tree: Tree, leases: Collection[Lease], pins: Pins) -> list[str]:
     wrong = []
     page_locks: Counter[int] = Counter()
     state_locks: Counter[int] = Counter()
-    for lock in [*(lock for lease in leases for lock in lease.locks), *pins.locks()]:
+    for lock in [*(lock for lease in leases for lock in lease.locks), *pins.locks.values()]:
         page_locks[id(lock.node)] += 1
         state_locks[id(lock.node)] += isinstance(lock, StateLock)
     for namespace, node in tree.nodes():
@@ -128,8 +128,8 @@ def _locks(tree: Tree, leases: Collection[Lease], pins: Pins) -> list[str]:
     checkpoints = sum(node.state_locks > 0 for _, node in tree.nodes())
     if checkpoints != tree.locks.num_checkpoints:
         wrong.append(f"the tree counts {tree.locks.num_checkpoints} locked checkpoints and has {checkpoints}")
-    for pin in pins:
-        pinned = pin.lock.node
+    for pin, lock in pins.locks.items():
+        pinned = lock.node
         if pinned is None or pinned.end != pin.num_tokens:
             wrong.append(f"a pin of {pin.num_tokens} tokens does not lock the checkpoint there")
     return wrong

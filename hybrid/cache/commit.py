@@ -110,7 +110,8 @@ class Committer:
         """Insert the lease's pages of `[0, num_tokens)`, and a checkpoint."""
         start = lease.page_lock.node if lease.page_lock is not None else None
         pages = lease.block_table[: num_tokens // self._tree.page_size]
-        inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, lease.lost.get(num_tokens))
+        past = lease.lost.get(num_tokens)
+        inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, past, lease.hashes)
         lease.lost.pop(num_tokens, None)
         return inserted
 

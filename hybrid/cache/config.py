@@ -10,7 +10,7 @@ from hybrid import checks
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.tree.policies import policy_of
 from hybrid.tree.policy import Policy
-from hybrid.units import format_bytes, parse_memory
+from hybrid.units import byte_count, format_bytes, parse_memory
 
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
 """Where checkpoints can be placed."""
@@ -103,13 +103,15 @@ class CacheConfig:
         self._set("seed", checks.integer("CacheConfig: seed", self.seed, 0))
         self._set("priority_cap", checks.integer("CacheConfig: priority_cap", self.priority_cap, 0, 100))
         if self.state_share is not None and not 0 < checks.number("CacheConfig: state_share", self.state_share) < 1:
-            raise ArgumentError(f"CacheConfig: state_share must be between 0 and 1, got {self.state_share!r}")
+            raise ArgumentError(
+                f"CacheConfig: state_share must be between 0 and 1, got {checks.shown(self.state_share)}"
+            )
         self._check_names()
         if self.memory is not None:
             self._amount()
         for name in ("host", "disk"):
             if getattr(self, name) is not None:
-                self._set(name, self._tier_bytes(name))
+                self._set(name, byte_count(f"CacheConfig: {name}", getattr(self, name)))
         self._check_directory()
 
     def _set(self, name: str, value: object) -> None:
@@ -125,7 +127,8 @@ class CacheConfig:
         unknown = [name for name in self.placement if name not in PLACEMENTS]
         if unknown:
             raise ArgumentError(
-                f"CacheConfig: unknown placement {unknown[0]!r}; the placements are: {', '.join(PLACEMENTS)}"
+                f"CacheConfig: unknown placement {checks.shown(unknown[0])}; the placements are: "
+                f"{', '.join(PLACEMENTS)}"
             )
         if not isinstance(self.eviction, str | Policy):
             raise ArgumentError(
@@ -138,7 +141,8 @@ class CacheConfig:
             raise ArgumentError(f"CacheConfig: {error}") from None
         if not isinstance(self.state_dtype, str) or self.state_dtype not in STATE_DTYPES:
             raise ArgumentError(
-                f"CacheConfig: state_dtype must be one of {', '.join(STATE_DTYPES)}, got {self.state_dtype!r}"
+                f"CacheConfig: state_dtype must be one of {', '.join(STATE_DTYPES)}, got "
+                f"{checks.shown(self.state_dtype)}"
             )
         if not isinstance(self.kv_dtype, str) or self.kv_dtype not in KV_DTYPES:
             raise ArgumentError(
@@ -192,22 +196,8 @@ class CacheConfig:
         if (self.directory is None) != (self.disk is None):
             raise ArgumentError(
                 "CacheConfig: disk and directory belong together, as in disk='100GiB', directory='~/.cache/hybrid'; "
-                f"got disk={self.disk!r} and directory={checks.shown(self.directory)}"
+                f"got disk={checks.shown(self.disk)} and directory={checks.shown(self.directory)}"
             )
-
-    def _tier_bytes(self, name: str) -> int:
-        """`host` or `disk` as a number of bytes."""
-        given: object = getattr(self, name)
-        amount = given
-        try:
-            amount = parse_memory(given) if isinstance(given, str) else given
-        except ArgumentError as error:
-            raise ArgumentError(f"CacheConfig: {name} is {error}") from None
-        if isinstance(amount, bool) or not isinstance(amount, Integral) or amount < 1:
-            raise ArgumentError(
-                f"CacheConfig: {name} must be a number of bytes, or a string such as '16GiB'; got {checks.shown(given)}"
-            )
-        return int(amount)
 
     def _amount(self) -> int | float:
         """`memory` as a number of bytes, or as a fraction (a float up to 1)."""

@@ -131,7 +131,7 @@ class Opener:
         """Count the use of what was found, and look up what was once known."""
         self._tree.touch(found)
         past = self._tree.recall(key, found, limit)
-        lease.turn, lease.lost = past.turn, past.gone
+        lease.turn, lease.lost, lease.hashes = past.turn, past.gone, past.hashes
         known = key.whole(past.num_tokens, self._tree.grid)
         if known > max(found.num_tokens, lease.branching_len or 0):
             lease.branching_len = known  # its pages were evicted, but it was here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -12,7 +12,7 @@ from hybrid.checks import number
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.node import Lock, StateLock
+from hybrid.tree.node import StateLock
 from hybrid.tree.tree import Tree
 
 MAX_PINNED = 0.5
@@ -27,6 +27,8 @@ PINNED_TOO_MUCH = (
 class Pin:
     """A prefix that is protected from eviction.
 
+    It is a name for what the cache holds: a copy is the same pin, and one from another process has ended.
+
     Attributes:
         num_tokens: length of the prefix; the checkpoint at its end is protected too.
         expires: when it ends by itself, on the clock of `time.monotonic`.
@@ -34,7 +36,12 @@ class Pin:
 
     num_tokens: int
     expires: float
-    lock: StateLock
+
+    def __copy__(self) -> Pin:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pin:
+        return self
 
 
 class Pins:
@@ -52,18 +59,18 @@ class Pins:
         self._tree = tree
         self._memory = memory
         self._allocator = allocator
-        self._pins: dict[Pin, None] = {}
+        self._locks: dict[Pin, StateLock] = {}
         self._next_to_expire: list[tuple[float, int, Pin]] = []  # a heap; pins that have ended may be in it
         self._num_added = 0
 
     def __len__(self) -> int:
-        return len(self._pins)
+        return len(self._locks)
 
     def __iter__(self) -> Iterator[Pin]:
-        return iter(self._pins)
+        return iter(self._locks)
 
     def __contains__(self, pin: object) -> bool:
-        return pin in self._pins
+        return pin in self._locks
 
     def add(self, key: Key, ttl: float) -> Pin | None:
         """Pin what is usable of a key. None when nothing is.
@@ -78,8 +85,8 @@ class Pins:
         node = self._tree.peek(key, len(key)).checkpoint
         if node is None:
             return None
-        pin = Pin(node.end, time.monotonic() + ttl, self._allocator.pin(node))
-        self._pins[pin] = None
+        pin = Pin(node.end, time.monotonic() + ttl)
+        self._locks[pin] = self._allocator.pin(node)
         self._note_end(pin)
         if self._pinned_share() > MAX_PINNED:
             self.remove(pin)
@@ -93,21 +100,20 @@ class Pins:
             MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
         """
         node = self._tree.peek(key, len(key)).checkpoint
-        if pin not in self._pins or node is None:
+        if pin not in self._locks or node is None:
             return
-        old = pin.num_tokens, pin.lock
-        pin.num_tokens, pin.lock = node.end, self._allocator.pin(node)
+        lock = self._allocator.pin(node)
         if self._pinned_share() > MAX_PINNED:
-            self._allocator.unlock(pin.lock)
-            pin.num_tokens, pin.lock = old
+            self._allocator.unlock(lock)
             raise MemoryBudgetError(PINNED_TOO_MUCH)
-        self._allocator.unlock(old[1])
+        former, self._locks[pin], pin.num_tokens = self._locks[pin], lock, node.end
+        self._allocator.unlock(former)
 
     def remove(self, pin: Pin) -> None:
         """End a pin. One that has ended stays so."""
-        if pin in self._pins:
-            del self._pins[pin]
-            self._allocator.unlock(pin.lock)
+        lock = self._locks.pop(pin, None)
+        if lock is not None:
+            self._allocator.unlock(lock)
 
     def remove_next_to_expire(self) -> bool:
         """End the pin that would expire first. False when there is none."""
@@ -118,28 +124,29 @@ class Pins:
 
     def expire(self) -> None:
         """End the pins whose time is over."""
-        if self._pins:
+        if self._locks:
             now = time.monotonic()
             while (pin := self._first_to_expire()) is not None and pin.expires <= now:
                 self.remove(pin)
 
     def _note_end(self, pin: Pin) -> None:
         heap = self._next_to_expire
-        if len(heap) > 2 * len(self._pins) + 64:  # most of them have ended
-            heap[:] = [entry for entry in heap if entry[2] in self._pins]
+        if len(heap) > 2 * len(self._locks) + 64:  # most of them have ended
+            heap[:] = [entry for entry in heap if entry[2] in self._locks]
             heapify(heap)
         self._num_added += 1
         heappush(heap, (pin.expires, self._num_added, pin))
 
     def _first_to_expire(self) -> Pin | None:
         heap = self._next_to_expire
-        while heap and heap[0][2] not in self._pins:
+        while heap and heap[0][2] not in self._locks:
             heappop(heap)
         return heap[0][2] if heap else None
 
-    def locks(self) -> list[Lock]:
-        """The locks that pins hold."""
-        return [pin.lock for pin in self._pins]
+    @property
+    def locks(self) -> Mapping[Pin, StateLock]:
+        """The lock that each pin holds."""
+        return self._locks
 
     def _pinned_share(self) -> float:
         """The part of the memory that pins protect: of the scarcer kind where pages and states do not share it."""

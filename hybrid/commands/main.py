@@ -6,9 +6,12 @@ import argparse
 import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from rich.console import Console
 
@@ -27,6 +30,9 @@ COMMANDS: tuple[Command, ...] = (
     stress.COMMAND,
 )
 
+ENDS = ("SIGTERM", "SIGHUP")
+"""Signals that end a process, where the system has them."""
+
 EPILOG = """examples:
   hybrid demo                                   the prefix cache on real text, compared with a run without it
   hybrid generate tiny "The with statement"     continue a prompt with the model inside the package
@@ -37,7 +43,8 @@ EPILOG = """examples:
   hybrid parity --all-families                  the same on a small random checkpoint of every model family
   hybrid stress --seconds 30 --seed 7           random requests with injected failures, audited
 
-Exit status: 0 on success, 1 if a check failed, 2 if the command or its input was wrong, 130 if interrupted.
+Exit status: 0 on success, 1 if a check failed, 2 if the command or its input was wrong, or the output cannot be
+written, 130 if interrupted, 143 if terminated.
 """
 
 
@@ -49,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_encoding(sys.argv[1:] if arguments is None else arguments)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a terminal without the characters of a tree shows others
-        status = run(parse(arguments))
+        with ended_by_signals():
+            status = run(parse(arguments))
         sys.stdout.flush()
     except HybridError as error:
         complain(str(error))
@@ -70,9 +78,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Within this context the signals that end a process end it as Ctrl-C does: what is on its way is undone, such as
+    directories of copies. Only those whose handler is Python's default."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ends = [number for number in signal.Signals if number.name in ENDS and signal.getsignal(number) is signal.SIG_DFL]
+    for number in ends:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ends:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def end(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that ends the process."""
+    raise SystemExit(128 + number)
+
+
+class Terminal(Console):
+    """Where a command prints. A reader that has gone is an error like others, which `main` handles."""
+
+    def on_broken_pipe(self) -> None:
+        """What rich calls then: it would end the process."""
+        raise BrokenPipeError
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command that was parsed; returns its exit status."""
-    console = Console(highlight=False, quiet=args.json, width=None if sys.stdout.isatty() else 100)
+    console = Terminal(highlight=False, quiet=args.json, width=None if sys.stdout.isatty() else 100)
     outcome = args.command.run(args, console)
     if args.json:
         print(json.dumps(outcome.result))
@@ -81,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
 
 def complain(text: str) -> None:
     """Say on stderr why the command ends. Where that cannot be written either, the exit status says it alone."""
+    if sys.stderr is None:  # closed by the caller; print would write to stdout
+        return
     with suppress(OSError):
         print(f"hybrid: {text}".encode(errors="backslashreplace").decode(), file=sys.stderr, flush=True)
 

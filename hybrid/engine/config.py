@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hybrid import checks
 from hybrid.errors import ArgumentError
-from hybrid.units import parse_memory
+from hybrid.units import byte_count
 
 
 @checks.known_names
@@ -50,16 +50,11 @@ class EngineConfig:
             self._set(name, checks.boolean(f"EngineConfig: {name}", getattr(self, name)))
         if self.overlap is not None:
             self._set("overlap", checks.boolean("EngineConfig: overlap", self.overlap))
-        length = self.max_model_len
-        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 2):
-            raise ArgumentError(
-                f"EngineConfig: max_model_len must be an integer of at least 2, or None; got {length!r}"
-            )
-        if self.adapter_memory is not None and self.adapter_bytes is None:
-            raise ArgumentError(
-                f"EngineConfig: adapter_memory must be a positive number of bytes or a text as '256MiB', or None; got "
-                f"{self.adapter_memory!r}"
-            )
+        if self.max_model_len is not None:
+            length = checks.integer("EngineConfig: max_model_len", self.max_model_len, 2, remedy=", or None")
+            self._set("max_model_len", length)
+        if self.adapter_memory is not None:
+            byte_count("EngineConfig: adapter_memory", self.adapter_memory, remedy=", or None")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -67,8 +62,9 @@ class EngineConfig:
     @property
     def adapter_bytes(self) -> int | None:
         """`adapter_memory` as a number of bytes; None: no limit."""
-        memory = parse_memory(self.adapter_memory) if isinstance(self.adapter_memory, str) else self.adapter_memory
-        return memory if isinstance(memory, int) and not isinstance(memory, bool) and memory > 0 else None
+        if self.adapter_memory is None:
+            return None
+        return byte_count("EngineConfig: adapter_memory", self.adapter_memory)
 
     def require_chunk(self, chunk_size: int) -> None:
         """Check that a step has room for one chunk and a token of every request.

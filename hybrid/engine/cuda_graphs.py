@@ -10,6 +10,7 @@ tried: layouts without a graph are launched kernel by kernel.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +29,10 @@ from hybrid.engine.sampler import SamplingRows
 log: logging.Logger = logging.getLogger(__name__)
 
 MAX_GRAPHS = 256
-"""Graphs that are kept, at most; the oldest goes."""
+"""Graphs that are kept, at most; the one that was not used for longest goes."""
+
+MAX_OCCURRED = 4096
+"""Layouts with prompts that occurred once and are remembered, at most."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class CapturedPasses:
         self._device = device
         self._capture: Capture = capture or capture_for(device)
         self._capture_replay: Capture = capture or capture_for(device)  # while it runs it needs the log of the pass
-        self._graphs: dict[Layout, Graph] = {}
+        self._graphs: OrderedDict[Layout, Graph] = OrderedDict()  # in the order in which they were used last
         self._occurred: set[Layout] = set()  # layouts with prompts
         self._captures = True
         self._logits = SharedLogits()
@@ -142,7 +146,7 @@ class CapturedPasses:
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
-        """The graphs captured so far, oldest first."""
+        """The graphs that are kept, the one that was used last at the end."""
         return tuple(self._graphs.values())
 
     def run(self, plan: Plan, tokens: Tensor | None = None) -> Ran:
@@ -151,8 +155,11 @@ class CapturedPasses:
         Args:
             tokens: those of the pass before, if this one continues from them.
         """
-        graph = self._graphs.get(plan.shape)
-        if graph is None and self._captures and self._is_worth_it(plan):
+        shape = plan.shape
+        graph = self._graphs.get(shape)
+        if graph is not None:
+            self._graphs.move_to_end(shape)
+        elif self._captures and self._is_worth_it(plan):
             if self._graphs and not self.on_gpu:
                 return self._result(plan, self._capture_and_run(plan, tokens))
             graph = self._capture_idle(plan)
@@ -167,7 +174,10 @@ class CapturedPasses:
     def _is_worth_it(self, plan: Plan) -> bool:
         """Whether a layout without a graph is captured now: where there are prompts, when it occurs again."""
         if not plan.num_prefill_tokens or plan.shape in self._occurred:
+            self._occurred.discard(plan.shape)
             return True
+        if len(self._occurred) == MAX_OCCURRED:
+            self._occurred.clear()
         self._occurred.add(plan.shape)
         return False
 
@@ -232,7 +242,7 @@ class CapturedPasses:
             runs = plan.num_runs if self.on_gpu else None
             after_drafts = ReplayOfAll(plan.num_decoded, runs, self._device, replay_all, self._capture_replay)
         if len(self._graphs) == MAX_GRAPHS:
-            del self._graphs[next(iter(self._graphs))]
+            self._graphs.popitem(last=False)
         graph = self._graphs[plan.shape] = Graph(numbers, run, logits, after_drafts)
         return graph
 

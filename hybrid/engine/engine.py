@@ -376,7 +376,8 @@ class Engine:
         there is one. Another `close` does nothing.
 
         Outputs can still be taken with `step`, and `stats` can be read. The model's weights are freed when no engine
-        refers to them any more.
+        refers to them any more. A signal handler that runs while a step computes closes the engine at the end of the
+        step.
 
         Raises:
             OwnershipError: another thread owns the engine.
@@ -385,10 +386,6 @@ class Engine:
         if not self._is_closed:
             self._is_closed = True
             self._steps.close()
-            while self.cache.give_up_a_pin():
-                pass
-            self.cache.shutdown()
-            self.cache.memory.release()
 
     def __enter__(self) -> Engine:
         return self

@@ -99,6 +99,11 @@ class Meter:
         else:
             self.between_tokens.add(now - before)
 
+    def forked(self) -> None:
+        """Another answer to a prompt has its first token: the prompt and the time until then are those of the first
+        answer."""
+        self.completion_tokens += 1
+
     def stepped(self) -> None:
         """All tokens of a step were delivered."""
         count = self.completion_tokens - self._num_rated

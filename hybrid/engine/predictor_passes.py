@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from hybrid.engine.padding import Padding
 log: logging.Logger = logging.getLogger(__name__)
 
 MAX_PASSES = 64
-"""Captured passes that are kept, at most; the oldest goes."""
+"""Captured passes that are kept, at most; the one that was not used for longest goes."""
 
 
 class PredictorInputs(NamedTuple):
@@ -80,7 +81,7 @@ class PredictorPasses:
         self._model = model
         self._kv = kv
         self._capture = capture
-        self._captured: dict[tuple[int, ...], _Captured] = {}
+        self._captured: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()  # in the order in which they were used
         self._captured_model = CapturedModel(model)
 
     @property
@@ -108,7 +109,9 @@ class PredictorPasses:
         """The captured pass of this shape."""
         shape = tuple(inputs.block_table.shape)
         captured = self._captured.get(shape)
-        if captured is None and self._capture is not None:
+        if captured is not None:
+            self._captured.move_to_end(shape)
+        elif self._capture is not None:
             captured = self._record(self._capture, shape, inputs)
         return captured
 
@@ -130,6 +133,6 @@ class PredictorPasses:
             log.warning("capturing the predictor failed (%s: %s); it is launched", type(error).__name__, error)
             return None
         if len(self._captured) == MAX_PASSES:
-            del self._captured[next(iter(self._captured))]
+            self._captured.popitem(last=False)
         captured = self._captured[shape] = _Captured(own, batch, again, logits, hidden)
         return captured

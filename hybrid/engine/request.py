@@ -209,8 +209,9 @@ class Request:
 
     @property
     def forks(self) -> tuple[Request, ...]:
-        """The answers that begin with the next token of this one."""
-        return tuple(request for request in self.answers if request.is_fork) if self.completions is not None else ()
+        """The answers that begin with the next token of this one, which is the first then."""
+        answers = self.answers
+        return tuple(request for request in answers if request.is_fork) if answers[0] is self else ()
 
     @property
     def why_no_token(self) -> str | None:

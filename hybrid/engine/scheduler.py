@@ -177,10 +177,10 @@ class Scheduler:
         self.restoring.forget(request)
         lease, request.lease = request.lease, None
         request.status = Status.FINISHED
-        if self.drafting is not None:
-            self.drafting.end(request)
         if lease is not None:
             self.cache.close(lease)
+        if self.drafting is not None:
+            self.drafting.end(request)
 
     def _pin(self, request: Request) -> None:
         """Keep what a request has computed, if it asked for that."""

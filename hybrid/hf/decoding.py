@@ -11,7 +11,6 @@ and the next pass computes the accepted tokens again, together with its own draf
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hybrid.hf.past import Past
 from hybrid.speculation.drafter import History
 from hybrid.speculation.drafts import Drafts
+from hybrid.speculation.pace import clock_of
 
 MAX_PENDING = 16
 """When this many tokens would have to be computed again, a pass without drafts computes them for good."""
@@ -148,10 +148,11 @@ class DraftedDecoding:
         tokens = array("i", input_ids[0, self._past.pads[0] :].tolist())
         history = self._make_history(tokens)
         drafts, is_first, is_finished = NONE, True, False
+        clock = clock_of(input_ids.device.type)
         try:
             while not is_finished:
                 saved = self._past.save() if len(drafts) else None
-                start, num_rows = time.perf_counter(), len(tokens) + len(drafts) - self._past.num_seen(0)
+                start, num_rows = clock(), len(tokens) + len(drafts) - self._past.num_seen(0)
                 logits = self._pass(model, answer.ids, drafts, model_kwargs, is_first)
                 num_drawn = 0
                 while num_drawn <= len(drafts):
@@ -161,7 +162,7 @@ class DraftedDecoding:
                     if is_finished or num_drawn > len(drafts) or tokens[-1] != drafts.tokens[num_drawn - 1]:
                         break
                 if not is_first:
-                    self._source.timed(num_rows, time.perf_counter() - start, len(drafts))
+                    self._source.timed(num_rows, clock() - start, len(drafts))
                 if saved is not None:
                     is_right = num_drawn <= len(drafts) and tokens[-1] == drafts.tokens[num_drawn - 1]  # and ends it
                     self._source.verified(history, drafts, range(num_drawn - 1 + is_right))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,11 @@ from hybrid.interrupts import deferred_interrupts
 from hybrid.speculation.config import MAX_DRAFTS, SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts
+from hybrid.speculation.pace import clock_of
 from hybrid.speculation.speculator import DrafterStats, Speculator, make_speculator
+
+MAX_SPECULATORS = 16
+"""Configurations whose speculators are kept: a call may be given a drafter of its own each time."""
 
 
 class Drafting:
@@ -36,14 +41,14 @@ class Drafting:
         self._model = model
         self._cache = cache
         self._lock = lock
-        self._speculators: dict[SpeculationConfig, Speculator] = {}
-        self._assisted: dict[str, DrafterStats] = {}
+        self._speculators: OrderedDict[SpeculationConfig, Speculator] = OrderedDict()  # the last one is at the end
+        self._ended: dict[str, DrafterStats] = {}  # of drafters that are not asked any more
 
     @property
     def stats(self) -> dict[str, DrafterStats]:
         """What each drafter has done, by its name."""
         total: dict[str, DrafterStats] = {}
-        for stats in (self._assisted, *(speculator.stats for speculator in self._speculators.values())):
+        for stats in (self._ended, *(speculator.stats for speculator in self._speculators.values())):
             _add(total, stats)
         return total
 
@@ -84,7 +89,7 @@ class Drafting:
             return self._model.generate(call.input_ids, past_key_values=past, **options)
         finally:
             if call.assistance is not None:
-                _add(self._assisted, speculator.stats)
+                _add(self._ended, speculator.stats)
 
     def _decoding(self, past: Past, source: DraftSource, streamer: Any) -> DraftedDecoding:
         keys = past.keys
@@ -95,12 +100,17 @@ class Drafting:
         return DraftedDecoding(past, source, history, self._cache.config.grid, streamer)
 
     def _speculator(self, config: SpeculationConfig) -> Speculator:
-        """The speculator of a configuration. It learns from call to call."""
+        """The speculator of a configuration. It learns from call to call; of many configurations the last ones do."""
         with self._lock:
             if config not in self._speculators:
-                made = make_speculator(config, self._cache, self._model.vocab_size)
+                clock = clock_of(self._model.device.type)
+                made = make_speculator(config, self._cache, self._model.vocab_size, clock=clock)
                 assert made is not None
                 self._speculators[config] = made
+                if len(self._speculators) > MAX_SPECULATORS:
+                    _, unused = self._speculators.popitem(last=False)
+                    _add(self._ended, unused.stats)
+            self._speculators.move_to_end(config)
             return self._speculators[config]
 
     def _assistance(self, assistance: Assistance) -> Speculator:

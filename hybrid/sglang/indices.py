@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
 from hybrid.tree.node import Node
@@ -50,10 +48,39 @@ class IndexPages:
         size = self._page_size
         return self._indices if end - start == self._num_pages else self._indices[start * size : end * size]
 
-    @property
-    def indices(self) -> torch.Tensor:
-        """`[tokens]`."""
-        return self._indices
+
+class FreedIndices:
+    """Receives what a tree lets go of (`hybrid.tree.node.Released`), as the tensors to be freed: views, since the
+    memory of these is not kept.
+
+    Attributes:
+        tensors: the indices, each `[tokens]`.
+    """
+
+    __slots__ = ("_num_pages", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._num_pages = 0
+
+    def __len__(self) -> int:
+        """Number of pages."""
+        return self._num_pages
+
+    def extend(self, pages: PageParts) -> None:
+        """Receive pages."""
+        self.take(pages.parts, 0)
+
+    def take(self, parts: list[IndexPages], start: int) -> None:
+        """Receive the pages of parts, without the first `start` pages of the first part."""
+        views, num_pages = [], 0
+        for part in parts:
+            end = len(part)
+            views.append(part.view(start, end))
+            num_pages += end - start
+            start = 0
+        self.tensors += views
+        self._num_pages += num_pages
 
 
 def between(start: int, node: Node | None, device: torch.device) -> torch.Tensor:
@@ -68,9 +95,8 @@ def between(start: int, node: Node | None, device: torch.device) -> torch.Tensor
     return joined(tensors, device)
 
 
-def joined(parts: PageParts | Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The indices of all parts in order, `[tokens]`, int64."""
-    tensors = [part.indices for part in parts.parts] if isinstance(parts, PageParts) else [*parts]
+def joined(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Indices one after the other, `[tokens]`, int64."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64, device=device)

@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult, UnifiedTreeCoreInterface
 from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
 
-from hybrid.sglang.indices import IndexPages, between, joined
+from hybrid.sglang.indices import FreedIndices, IndexPages, between, joined
 from hybrid.sglang.keys import WORDS, key_of
 from hybrid.sglang.order import dfs_weight_order
 from hybrid.sglang.policies import CLASSIC, Options, policy_named
@@ -28,7 +28,7 @@ from hybrid.sglang.refusals import refusals, refuse
 from hybrid.sglang.visits import Visits
 from hybrid.tree.handles import Handles
 from hybrid.tree.node import Checkpoint, Match, Node, Released
-from hybrid.tree.pools import PageParts, Pools
+from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 
 FULL, STATE = ComponentType.FULL, ComponentType.MAMBA
@@ -119,6 +119,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         )
         self._handles = Handles(self.tree.locks, self._handles_from)
         self._inserted: tuple[Any, int, int] | None = None
+        self._path: tuple[int, torch.Tensor] | None = None  # of the node that was inserted last: all indices
         self.visits: Visits = Visits(self.tree, learns=not self._is_classic)
         root = self._handles.root
         self._empty = MatchResult(0, root, root, root, cache_actions=[])
@@ -177,9 +178,13 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         return found.num_page_tokens // WORDS, self._handles.of(found.deepest), end // WORDS
 
     def collect_full_device_indices(self, from_node_id: int, until_node_id: int) -> torch.Tensor:
-        """The indices from the end of one node to the end of another below it, `[tokens]`."""
-        until = self._handles.node(until_node_id)
-        return between(until.end if until is not None else 0, self._handles.node(from_node_id), self.device)
+        """The indices from the end of one node to the end of another below it, `[tokens]`: to be read only."""
+        node, until = self._handles.node(from_node_id), self._handles.node(until_node_id)
+        if self._path is not None and node is not None and until is None:
+            handle, indices = self._path
+            if handle == from_node_id and len(indices) * WORDS == node.end:
+                return indices
+        return between(until.end if until is not None else 0, node, self.device)
 
     # Inserting
 
@@ -202,14 +207,17 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             checkpoint = Checkpoint(slot, len(key), arrival.kind, params.priority or 0, arrival.turn)
         elif past is None:
             past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
-        pages = IndexPages(value if value.numel() == length else value[:length], self.page_size)
-        inserted = self.tree.insert(key, len(key), pages, checkpoint, None, past)
+        value = value if len(value) == length else value[:length]
+        pages = IndexPages(value, self.page_size)
+        inserted = self.tree.insert(key, len(key), pages, checkpoint, None, past, arrival.hashes)
         if not inserted.adopted and inserted.node.slot is not None:
             self.tree.renew(inserted.node)
         existing = inserted.num_existing // WORDS
         duplicated = range(params.prev_prefix_len, existing)
         handle = self._handles.of(inserted.node)
         self._inserted = params.key, handle, length
+        # What is before `prev_prefix_len` is the tree's already: if nothing after it is, these are all its indices.
+        self._path = (handle, value) if not duplicated and inserted.node.end == len(key) else None
         result = InsertResult(
             prefix_len=existing,
             last_device_node=handle,
@@ -271,13 +279,11 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         return self._evicted(released)
 
     def _bag(self) -> Released:
-        return Released(PageParts())
+        return Released(FreedIndices())
 
     def _evicted(self, released: Released) -> Evicted:
-        return Evicted(
-            joined(released.pages, self.device) if len(released.pages) else None,
-            joined(released.slots, self.device) if released.slots else None,
-        )
+        indices, slots = released.pages.tensors, released.slots
+        return Evicted(joined(indices, self.device) if indices else None, joined(slots, self.device) if slots else None)
 
     # Sizes, in tokens of KV and in states
 
@@ -353,7 +359,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         if component_type == STATE:
             slot: torch.Tensor | None = node.slot
             return slot
-        return joined(node.pages, self.device) if component_type == FULL else None
+        return between(node.start, node, self.device) if component_type == FULL else None
 
     def dfs_weight_order(self, node_ids: Sequence[int]) -> list[int]:
         """The order of requests in which those that share most come first and one after the other."""
@@ -361,7 +367,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
 
     def all_values_flatten(self) -> torch.Tensor:
         """All indices in the tree, `[tokens]`."""
-        return joined([joined(node.pages, self.device) for _, node in self.tree.nodes()], self.device)
+        return joined([between(node.start, node, self.device) for _, node in self.tree.nodes()], self.device)
 
     def all_mamba_values_flatten(self) -> torch.Tensor:
         """All slots of states in the tree, `[states]`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hybrid.key import Key
-from hybrid.tree.node import History, Kind, Match, NodeUsage
+from hybrid.tree.node import History, KeyHashes, Kind, Match, NodeUsage
 from hybrid.tree.tree import Tree
 
 MAX_VISITS = 8192
@@ -19,11 +19,13 @@ class Arrival(NamedTuple):
         kind: why it was put there.
         turn: number of turn ends before it on its path.
         past: usage of a state that was there before, or of this one if it is not kept; None: there is none.
+        hashes: of its key, as far as they were computed.
     """
 
     kind: Kind
     turn: int
     past: NodeUsage | None
+    hashes: KeyHashes | None = None
 
 
 PLAIN = Arrival(Kind.TURN_END, 0, None)
@@ -67,7 +69,7 @@ class Visits:
         history = self._histories.get(rid)
         if history is None:
             return Arrival(kind, 0, None)
-        return Arrival(kind, history.turn, history.gone.get(num_tokens))
+        return Arrival(kind, history.turn, history.gone.get(num_tokens), history.hashes)
 
     def expect(self, params: Any, arrival: Arrival) -> None:
         """The next insert, with these parameters, is of this state."""
@@ -83,4 +85,4 @@ class Visits:
         found = self._tree.peek(key, len(key))
         history = self._tree.recall(key, found, len(key))
         kind = Kind.BRANCH if found.num_page_tokens == len(key) else Kind.TURN_END
-        return Arrival(kind, history.turn, history.gone.get(len(key)))
+        return Arrival(kind, history.turn, history.gone.get(len(key)), history.hashes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybrid import checks
@@ -36,19 +36,23 @@ class SpeculationConfig:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.drafters, str) or not isinstance(self.drafters, Iterable):
+            raise ArgumentError(
+                "SpeculationConfig: drafters must be a tuple of names and hybrid.Drafter objects, such as ('cache',); "
+                f"got {checks.shown(self.drafters)}"
+            )
         object.__setattr__(self, "drafters", tuple(self.drafters))
         for drafter in self.drafters:
             if not isinstance(drafter, Drafter) and drafter not in BY_NAME:
                 raise ArgumentError(
-                    f"SpeculationConfig: a drafter must be one of {', '.join(BY_NAME)}, or a hybrid.Drafter; got "
-                    f"{drafter!r}"
+                    f"SpeculationConfig: each of drafters must be one of {', '.join(BY_NAME)}, or a hybrid.Drafter; "
+                    f"got {checks.shown(drafter)}"
                 )
         if not self.drafters:
             raise ArgumentError("SpeculationConfig: drafters is empty; give one, or speculation=None to the engine")
-        if isinstance(self.max_drafts, bool) or not isinstance(self.max_drafts, int):
-            raise ArgumentError(f"SpeculationConfig: max_drafts must be an integer, got {self.max_drafts!r}")
-        if not 1 <= self.max_drafts <= MAX_DRAFTS:
-            raise ArgumentError(f"SpeculationConfig: max_drafts must be from 1 to {MAX_DRAFTS}, got {self.max_drafts}")
+        max_drafts = checks.integer("SpeculationConfig: max_drafts", self.max_drafts, 1, MAX_DRAFTS)
+        object.__setattr__(self, "max_drafts", max_drafts)
+        object.__setattr__(self, "adaptive", checks.boolean("SpeculationConfig: adaptive", self.adaptive))
 
     @property
     def uses_predictor(self) -> bool:
@@ -67,6 +71,6 @@ class SpeculationConfig:
         if not isinstance(speculation, str):
             raise ArgumentError(
                 f"speculation must be None, the name of a drafter ({', '.join(BY_NAME)}), or a "
-                f"hybrid.SpeculationConfig; got {speculation!r}"
+                f"hybrid.SpeculationConfig; got {checks.shown(speculation)}"
             )
         return cls(drafters=tuple(speculation.split("+")))

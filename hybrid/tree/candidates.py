@@ -194,10 +194,10 @@ class Candidates:
         usage.last_used = next(ticks)
         usage.used_at = self.now
         usage.hits += 1
-        if not self._rises:
-            self.renewed(node)
         if self.follows_changes:
             self.changed(node)  # its request has locked it and continues from it
+        if not self._weighs:
+            self.renewed(node)
 
     def renewed(self, node: Node) -> None:
         """The tick of a node's last use has changed, without a use."""

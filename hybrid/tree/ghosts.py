@@ -7,21 +7,24 @@ its usage, so that a policy that learns gets to know of the hits that the evicti
 
 The hash of a prefix is a polynomial in the hashes of its blocks of the grid, which are sums of products, computed for
 many blocks at once: a fixed function, the same in every process. Prefixes could be made that have one hash; what is
-cached is found by comparing tokens, so that no hit is wrong for it. Evicted blocks are hashed when the ghosts are next
-looked up, so that eviction itself does not wait for it. A run of nodes keeps the hashes of the blocks that end inside
-it once they have been needed.
+cached is found by comparing tokens, so that no hit is wrong for it.
+
+A prompt is hashed when it is looked up, and the nodes that are made of it keep these hashes (`keep`), so that they are
+not hashed again. Other blocks are hashed after their eviction, when the ghosts are next looked up, so that eviction
+itself does not wait for it. A run of nodes keeps the hashes of the blocks that end inside it once they were needed.
 """
 
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
 
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.tree.node import Node, NodeUsage, Root, Run
+from hybrid.tree.node import KeyHashes, Node, NodeUsage, Root, Run
 
 MAX_UNHASHED = 1 << 23
 """Bytes of evicted token ids that may wait to be hashed."""
@@ -29,8 +32,10 @@ MAX_UNHASHED = 1 << 23
 STEP = 0x9E3779B97F4A7C15
 """What the hash of a prefix is multiplied with for each block that follows: odd."""
 
-AT_ONCE = 64
-"""Blocks of a prompt that are hashed to find out whether more of it was ever known."""
+MASK = (1 << 64) - 1
+
+FEW = 24
+"""Hashes that are chained one by one, which is faster for a few than sums are."""
 
 
 Hashes = np.ndarray[tuple[int], np.dtype[np.uint64]]
@@ -57,28 +62,33 @@ class BlockHash:
         self._factors = np.frombuffer(drawn, "<u8")[:lanes] | np.uint64(1)
         self._powers = self._inverses = np.zeros(0, np.uint64)  # of STEP, from the first on
 
-    def blocks(self, ids: bytes) -> Hashes:
-        """The hash of each block by itself; less than a block at the end is left out."""
-        count, width = len(ids) // self._block, len(self._factors)
-        lanes = np.frombuffer(ids, self._type, count * width).reshape(count, width)
+    def blocks(self, ids: bytes, start: int = 0) -> Hashes:
+        """The hash of each block by itself, from byte `start` on; less than a block at the end is left out."""
+        count, width = (len(ids) - start) // self._block, len(self._factors)
+        lanes = np.frombuffer(ids, self._type, count * width, start).reshape(count, width)
         hashes: Hashes = lanes.astype(np.uint64, copy=False) @ self._factors
         return hashes
 
-    def chain(self, before: int, blocks: Hashes) -> list[int]:
+    def chain(self, before: int, blocks: Hashes) -> array[int]:
         """The hashes of the prefixes that continue one with the hash `before` by the first of some blocks, the first
         two, and so on.
 
         Each is `STEP` times the one before, plus the block's own: here for all of them in sums.
         """
         count = len(blocks)
+        if count <= FEW:
+            chained = array("Q")
+            for block in blocks.tolist():
+                before = (before * STEP + block) & MASK
+                chained.append(before)
+            return chained
         if count > len(self._powers):
             self._powers, self._inverses = powers(STEP, 2 * count), powers(pow(STEP, -1, 1 << 64), 2 * count)
         sums = blocks * self._inverses[:count]
         sums.cumsum(out=sums)
         sums += np.uint64(before)
         sums *= self._powers[:count]
-        hashes: list[int] = sums.tolist()
-        return hashes
+        return array("Q", sums.tobytes())
 
 
 def powers(of: int, count: int) -> Hashes:
@@ -120,20 +130,22 @@ class Ghosts:
         if leaf.end // grid == block:
             return  # no block ends there
         lost = leaf.usage if leaf.lost_checkpoint and not leaf.end % grid else None
-        kept = block - run.start // grid  # hashes of the run that stay
-        if len(run.digests) > kept:
-            self._digest(run, leaf.end)
-            self._evicted.append((0, run.digests[kept:], lost))
-        else:
+        hashed = run.digests[block - run.start // grid :]
+        before = hashed[-1] if hashed else self._digest(run, block * grid)
+        block += len(hashed)
+        is_hashed = leaf.end // grid == block
+        if hashed:
+            self._evicted.append((0, hashed, lost if is_hashed else None))
+        if not is_hashed:
             ids = ids_between(run, block * grid, leaf.end)
-            self._evicted.append((self._digest(run, block * grid), ids, lost))
+            self._evicted.append((before, ids, lost))
             self._num_unhashed += len(ids)
         if self._num_unhashed > MAX_UNHASHED or len(self._evicted) > self.limit:
             self._hash()
 
     def follow(
         self, key: Key, node: Node | None, num_tokens: int, limit: int
-    ) -> tuple[int, list[tuple[NodeUsage, int]]]:
+    ) -> tuple[int, list[tuple[NodeUsage, int]], KeyHashes | None]:
         """How far beyond `num_tokens`, to which the tree has its pages, a key was once known.
 
         Args:
@@ -142,40 +154,39 @@ class Ghosts:
 
         Returns:
             Length of the prefix that was known (a multiple of the grid, or `num_tokens`); the usage of each evicted
-            checkpoint beyond `num_tokens`, and its number of tokens.
+            checkpoint beyond `num_tokens`, and its number of tokens; the hashes that were computed for it.
         """
-        ids, block, known = key.ids, self._block, num_tokens
-        start, end = num_tokens - num_tokens % self._grid, min(limit * TOKEN_BYTES, len(ids))
-        if not self.limit or start * TOKEN_BYTES + block > end:
-            return num_tokens, []
+        ids, known = key.ids if limit >= len(key) else key.ids[: limit * TOKEN_BYTES], num_tokens
+        start = num_tokens - num_tokens % self._grid
+        if not self.limit or start * TOKEN_BYTES + self._block > len(ids):
+            return num_tokens, [], None
         self._hash()
-        if not self._young and not self._old:
-            return num_tokens, []
+        young, old = self._young, self._old
+        if not young and not old:
+            return num_tokens, [], None
         digest = self._digest(node.run, start) if node is not None else of_namespace(key.namespace)
-        gone: list[tuple[NodeUsage, int]] = []
-        for usage in self._known(digest, ids[start * TOKEN_BYTES : end]):
+        hashes = self._hashes.chain(digest, self._hashes.blocks(ids, start * TOKEN_BYTES))
+        first, gone = start // self._grid, list[tuple[NodeUsage, int]]()
+        for digest in hashes:
+            if digest in young:
+                usage = young[digest]
+            elif digest in old:
+                usage = old[digest]
+            else:
+                break
             start += self._grid
             known = start
             if usage is not None:
                 gone.append((usage, known))
-        return known, gone
+        return known, gone, KeyHashes(first, hashes)
 
-    def _known(self, before: int, ids: bytes) -> list[NodeUsage | None]:
-        """What is remembered of each block of `ids`, after a prefix with a hash, up to the first that is not known."""
-        young, old, known, start = self._young, self._old, list[NodeUsage | None](), 0
-        for stop in (AT_ONCE * self._block, len(ids)):
-            hashes = self._hashes.chain(before, self._hashes.blocks(ids[start:stop]))
-            for digest in hashes:
-                if digest in young:
-                    known.append(young[digest])
-                elif digest in old:
-                    known.append(old[digest])
-                else:
-                    return known
-            if stop >= len(ids):
-                break
-            before, start = hashes[-1], stop
-        return known
+    def keep(self, node: Node, hashes: KeyHashes) -> None:
+        """Have the run of a node, its last and on a key's path, keep the hashes of the key up to the node's end."""
+        run = node.run
+        start = run.start // self._grid + len(run.digests) - hashes.first
+        if start >= 0:
+            with suppress(MemoryError):  # they are computed again
+                run.digests.extend(hashes.values[start : max(start, node.end // self._grid - hashes.first)])
 
     def _hash(self) -> None:
         """Enter what was evicted since the last call."""
@@ -186,7 +197,7 @@ class Ghosts:
         blocks, start = self._hashes.blocks(b"".join(whole)), 0
         for before, ids, lost in evicted:
             if isinstance(ids, array):
-                digests = ids.tolist()
+                digests = ids
             else:
                 stop = start + len(ids) // self._block
                 digests, start = self._hashes.chain(before, blocks[start:stop]), stop

@@ -9,7 +9,30 @@ from itertools import count
 
 from hybrid.errors import LockError
 from hybrid.tree.locks import Locks
-from hybrid.tree.node import Lock, Node, Root
+from hybrid.tree.node import Node, PageLock, Root, StateLock
+
+
+class Held:
+    """What is locked by one handle.
+
+    A lock on a checkpoint protects the pages too: locks of pages alone are taken for as many more as are asked for.
+
+    Attributes:
+        num_pages, num_states: how often its pages, and its checkpoint, were asked to be locked, and not released.
+        pages, states: the tree's locks for that; none for the empty prefix.
+    """
+
+    __slots__ = ("num_pages", "num_states", "pages", "states")
+
+    def __init__(self) -> None:
+        self.num_pages: int = 0
+        self.num_states: int = 0
+        self.pages: list[PageLock] = []
+        self.states: list[StateLock] = []
+
+
+NOTHING = Held()
+"""What is locked by a handle that locks nothing; it is not changed."""
 
 
 class Handles:
@@ -32,7 +55,7 @@ class Handles:
         self._numbers = numbers
         self._handles: dict[Node, int] = {}
         self._nodes: dict[int, Node] = {}
-        self._held: dict[tuple[int, bool], list[Lock | None]] = {}
+        self._held: dict[int, Held] = {}
         self._sweep_at = 1024
 
     def of(self, node: Node | None) -> int:
@@ -72,12 +95,14 @@ class Handles:
             LockError: the handle stands for no node. Nothing was changed.
         """
         node = self.node(handle)
-        if pages:
-            lock = self._locks.lock_pages(node) if node is not None else None
-            self._held.setdefault((handle, False), []).append(lock)
-        if state:
-            state_lock = self._locks.lock_state(node) if node is not None else None
-            self._held.setdefault((handle, True), []).append(state_lock)
+        held = self._held.get(handle) or Held()
+        if state and node is not None:
+            held.states.append(self._locks.lock_state(node))
+        held.num_pages += pages
+        held.num_states += state
+        if node is not None and held.num_pages - held.num_states > len(held.pages):
+            held.pages.append(self._locks.lock_pages(node))
+        self._held[handle] = held
 
     def unlock(self, handle: int, *, pages: bool = True, state: bool = True) -> None:
         """Release one lock of each kind that is named.
@@ -85,23 +110,27 @@ class Handles:
         Raises:
             LockError: the node has no such lock. Nothing was changed.
         """
-        held = self._held
-        for kind, named in ((True, state), (False, pages)):
-            if named and (handle, kind) not in held:
-                what = "checkpoint" if kind else "pages"
-                raise LockError(f"handle {handle} has no lock on its {what}; a lock is released exactly once")
-        for kind, named in ((True, state), (False, pages)):
-            if named:
-                locks = held[handle, kind]
-                lock = locks.pop()
-                if not locks:
-                    del held[handle, kind]
-                if lock is not None:
-                    self._locks.unlock(lock)
+        held = self._held.get(handle, NOTHING)
+        if (state and not held.num_states) or (pages and not held.num_pages):
+            what = "checkpoint" if state and not held.num_states else "pages"
+            raise LockError(f"handle {handle} has no lock on its {what}; a lock is released exactly once")
+        held.num_pages -= pages
+        held.num_states -= state
+        if not held.num_pages and not held.num_states:
+            del self._held[handle]
+        only_pages = held.num_pages - held.num_states
+        if only_pages < len(held.pages):
+            self._locks.unlock(held.pages.pop())
+        if state and held.states:
+            lock = held.states.pop()
+            if only_pages > len(held.pages) and lock.node is not None:
+                held.pages.append(self._locks.lock_pages(lock.node))  # the pages stay locked
+            self._locks.unlock(lock)
 
     def num_locks(self, handle: int) -> tuple[int, int]:
         """Number of locks on the pages, and on the checkpoint, that were taken by this handle."""
-        return len(self._held.get((handle, False), ())), len(self._held.get((handle, True), ()))
+        held = self._held.get(handle, NOTHING)
+        return held.num_pages, held.num_states
 
     @property
     def num_known(self) -> int:

@@ -74,6 +74,8 @@ class Locks:
     def lock_state(self, node: Node) -> StateLock:
         """Protect the checkpoint of a node, and its pages with it. A tombstone's: one that is inserted meanwhile."""
         lock = StateLock(self, node)
+        if len(self._changed) > MAX_CHANGED:
+            self._settle()
         self._changed.add(node)
         node.page_locks += 1
         node.state_locks += 1
@@ -120,8 +122,8 @@ class Locks:
         elif not node.children:  # what has children can give up its checkpoint alone, and can do so beside page locks
             candidates.enter(node)
         if not node.page_locks:
-            if candidates.follows_changes:
-                candidates.changed(node)
+            if candidates.follows_changes and (node.slot is None or not node.children):
+                candidates.changed(node)  # for a node with children a lock makes no difference
             if node.slot is None:
                 self._forest.join(node)
 

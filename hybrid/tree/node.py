@@ -28,6 +28,8 @@ class Kind(StrEnum):
     USER = "user"
     PAGES = "pages"
 
+    __hash__ = str.__hash__  # that of an enumeration is slow, and classes of checkpoints are looked up by it
+
 
 @dataclass(slots=True)
 class Priorities:
@@ -292,6 +294,18 @@ class Match(NamedTuple):
 NO_MATCH = Match(0, 0, None, None, None)
 
 
+class KeyHashes(NamedTuple):
+    """Hashes of prefixes of a key, at consecutive multiples of the grid.
+
+    Attributes:
+        first: number of blocks of the grid before the one that ends at the first of them.
+        values: the hashes.
+    """
+
+    first: int
+    values: array[int]
+
+
 class History(NamedTuple):
     """How much of a key the tree has had, what was evicted included.
 
@@ -299,11 +313,13 @@ class History(NamedTuple):
         num_tokens: length of the known prefix, at least the page hit.
         turn: number of turn ends on the path before the key's own.
         gone: usage of the evicted checkpoints beyond the usable hit, by their number of tokens.
+        hashes: of the key beyond the page hit, where they were needed.
     """
 
     num_tokens: int
     turn: int
     gone: dict[int, NodeUsage]
+    hashes: KeyHashes | None
 
 
 class Checkpoint(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hybrid.checks import shown
 from hybrid.errors import ArgumentError
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints, Order, Policy
@@ -114,13 +115,13 @@ def policy_of(eviction: str | Policy) -> Policy:
     """
     if isinstance(eviction, str):
         if eviction not in POLICIES:
-            raise ArgumentError(f"no eviction policy is named {eviction!r}; there are: {', '.join(POLICIES)}")
+            raise ArgumentError(f"no eviction policy is named {shown(eviction)}; there are: {', '.join(POLICIES)}")
         return POLICIES[eviction]()
     if not isinstance(eviction, Policy):
         raise ArgumentError(
             "eviction must be the name of a policy, or an instance of a subclass of hybrid.Policy with a method "
-            f"rank(facts) -> float; got {eviction!r}"
+            f"rank(facts) -> float; got {shown(eviction)}"
         )
     if eviction.order not in (None, "rising", "any"):
-        raise ArgumentError(f'the order of a policy must be None, "rising" or "any", got {eviction.order!r}')
+        raise ArgumentError(f'the order of a policy must be None, "rising" or "any", got {shown(eviction.order)}')
     return eviction

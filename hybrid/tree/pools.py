@@ -14,7 +14,8 @@ from typing import Any, Protocol
 
 PageValues = Any
 """Values of consecutive pages: an `array` of page ids, or `PageParts`. Both have a length and slices, grow with
-`extend`, and lose pages from their end with `del values[n:]`."""
+`extend`, and lose pages from their end with `del values[n:]`. What receives evicted pages needs a length, `extend`, and
+for parts `take` alone."""
 
 SlotValue = Any
 """What identifies a checkpoint: a slot id, or any object but None."""
@@ -95,16 +96,20 @@ class PageParts:
     def move_end(self, start: int, into: PageParts) -> None:
         """Move the pages from `start` on, which are some, to the end of others."""
         at = bisect_right(self._ends, start)
-        before = self._ends[at - 1] if at else 0
+        start_in_part = start - self._ends[at - 1] if at else start
         moved = self.parts[at:]
-        if start == before:
-            into._append(moved)
-        else:
-            cut, moved[0] = moved[0][: start - before], moved[0][start - before :]
-            into._append(moved)
-            self.parts[at], self._ends[at] = cut, start
+        if start_in_part:
+            kept = moved[0][:start_in_part]
+            into.take(moved, start_in_part)
+            self.parts[at], self._ends[at] = kept, start
             at += 1
+        else:
+            into.take(moved, 0)
         del self.parts[at:], self._ends[at:]
+
+    def take(self, parts: list[Any], start: int) -> None:
+        """Add parts at the end, the first without its first `start` pages: all of them, or none when it raises."""
+        self._append([parts[0][start:], *parts[1:]] if start else parts)
 
     def _append(self, parts: Iterable[Any]) -> None:
         end, ends, parts = len(self), [], [*parts]

@@ -34,6 +34,7 @@ from hybrid.tree.node import (
     Checkpoint,
     History,
     Inserted,
+    KeyHashes,
     Kind,
     Lock,
     Match,
@@ -182,7 +183,7 @@ class Tree:
 
         Reports to the policy every use that the request would have made of a checkpoint that was evicted.
         """
-        known, gone = self._beyond(key, match, limit)
+        known, gone, hashes = self._beyond(key, match, limit)
         for usage, num_tokens in gone:
             self.candidates.missed(usage, num_tokens)
         nearest = gone[-1][0] if gone else None  # of the deepest checkpoint that is or was on the way
@@ -197,14 +198,14 @@ class Tree:
         if nearest is None and match.checkpoint is not None:
             nearest = match.checkpoint.usage
         turn = 0 if nearest is None else nearest.turn + (nearest.kind is Kind.TURN_END)
-        return History(known, turn, {num_tokens: usage for usage, num_tokens in gone})
+        return History(known, turn, {num_tokens: usage for usage, num_tokens in gone}, hashes)
 
     def was_evicted(self, key: Key, match: Match) -> bool:
         """Whether what follows the page hit was cached and has been evicted, right after the match."""
         end = (match.num_page_tokens // self.grid + 1) * self.grid
         return self._beyond(key, match, end)[0] > match.num_page_tokens
 
-    def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, list[tuple[NodeUsage, int]]]:
+    def _beyond(self, key: Key, match: Match, limit: int) -> tuple[int, list[tuple[NodeUsage, int]], KeyHashes | None]:
         return self.ghosts.follow(key, match.deepest, match.num_page_tokens, limit)
 
     def pages(self, node: Node | None, num_tokens: int) -> PageValues:
@@ -246,6 +247,7 @@ class Tree:
         checkpoint: Checkpoint | None = None,
         below: Node | None = None,
         past: NodeUsage | None = None,
+        hashes: KeyHashes | None = None,
     ) -> Inserted:
         """Enter the first `num_tokens` tokens of a key: pages `[0, num_tokens)`, and the checkpoint at their end.
 
@@ -257,14 +259,14 @@ class Tree:
             pages: values of the pages of `[0, num_tokens)` in order.
             below: a node on the key's path that the caller keeps locked: the search starts there.
             past: usage of a checkpoint that was there before, or (without `checkpoint`) was not admitted.
+            hashes: of the key, if `recall` has computed them: they are not computed again when it is evicted.
 
         Raises:
             OwnershipError: the lengths of key, pages and checkpoint disagree. Nothing was changed.
         """
         self._refuse_mismatch(key, num_tokens, pages, checkpoint)
-        end, forest = num_tokens * TOKEN_BYTES, self.forest
-        cut_tick = next(self._ticks) if self._pools.whole_edges else 0
-        tick, now = next(self._ticks), self.candidates.now
+        end, forest, now = num_tokens * TOKEN_BYTES, self.forest, self.candidates.now
+        cut_tick, tick = next(self._ticks) if self._pools.whole_edges else 0, next(self._ticks)
         root = forest.roots.get(key.namespace)
         if root is None:
             root = Root(key.namespace, NodeUsage(tick, tick, 0, Kind.PAGES, now), Priorities(self._priority_cap))
@@ -280,7 +282,7 @@ class Tree:
                 node = self._cut(lower, num_existing, cut_tick)
             if is_new:
                 own_pages = pages[offset // self._page_bytes :] if offset else pages
-                node = self._grow(node, key.ids[offset:end], own_pages, usage, below)
+                node = self._grow(node, key.ids[offset:end], own_pages, usage, below, hashes)
                 forest.roots[key.namespace] = root
             adopted = checkpoint is not None and node.slot is None
             if checkpoint is not None:
@@ -305,11 +307,19 @@ class Tree:
             upper.usage.cut_at = lower.usage.cut_at = tick
         return upper
 
-    def _grow(self, node: Node, ids: bytes, pages: PageValues, usage: NodeUsage, below: Node | None) -> Node:
+    def _grow(
+        self,
+        node: Node,
+        ids: bytes,
+        pages: PageValues,
+        usage: NodeUsage,
+        below: Node | None,
+        hashes: KeyHashes | None,
+    ) -> Node:
         """Add ids and pages after a node: to its edge, if nothing needs a cut there, or as a new child."""
         if node.children:
-            return self.forest.add_leaf(node, ids, pages, usage)
-        if (
+            grown = self.forest.add_leaf(node, ids, pages, usage)
+        elif (
             node.slot is None
             and node.parent is not None
             and not node.lost_checkpoint
@@ -317,11 +327,14 @@ class Tree:
             and node.page_locks == (node is below)  # no lock but the caller's own
         ):
             self.forest.extend(node, ids, pages, usage)
-            return node
-        leaf = self.forest.add_leaf(node, ids, pages, usage)
-        if self.candidates.follows_changes:
-            self.candidates.changed(node)
-        return leaf
+            grown = node
+        else:
+            grown = self.forest.add_leaf(node, ids, pages, usage)
+            if self.candidates.follows_changes:
+                self.candidates.changed(node)
+        if hashes is not None:
+            self.ghosts.keep(grown, hashes)
+        return grown
 
     def _adopt(self, node: Node, checkpoint: Checkpoint, usage: NodeUsage, former: NodeUsage | None) -> None:
         """Make a node the owner of a checkpoint; what is known of its `former` usage is kept."""

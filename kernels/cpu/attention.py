@@ -102,9 +102,7 @@ def _add_block(queries, cache, of_values, pages, position, count, memory, sizes)
     rows, done = tokens * group, 0
     while done < count:
         place, part = _place(pages, position + done, count - done)
-        multiply_rows(
-            queries, size, at(cache, place), pages[3], states, at(scores, done), BLOCK, rows, part, size, states
-        )
+        multiply_rows(queries, size, at(cache, place), pages[3], states, at(scores, done), BLOCK, rows, part, size)
         done += part
     for row in range(rows):
         own = min(count, seen + row // group)

@@ -5,13 +5,13 @@ An output is the sum of the products along a row of x and a row of the weight, a
 number of threads: each takes some of the outputs.
 
 Several outputs are computed together, in tiles of up to 3 rows of x and some rows of the weight, so that what is
-loaded is used several times. Many rows of x are taken in blocks that stay in the CPU's second cache.
+loaded is used several times. Many rows of x are left to `hybrid.kernels.cpu.panels`.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.panels import MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import tile
 from hybrid.kernels.cpu.vectors import (
@@ -19,13 +19,11 @@ from hybrid.kernels.cpu.vectors import (
     HAS_WIDE_REGISTERS,
     INDEX,
     KINDS,
-    LANES,
     ZERO,
     at,
     compiled,
     compiled_inline,
     get,
-    keep,
     numbers,
     put,
 )
@@ -33,17 +31,8 @@ from hybrid.kernels.cpu.vectors import (
 COLUMNS = 12
 """Rows of the weight that few rows of x are multiplied with before the next ones; tiles divide it."""
 
-MANY_ROWS = 24
-"""Rows of x from which on they are taken in blocks."""
-
-BLOCK = 48
-"""Rows of the weight that are taken together where there are many rows of x, and rows of x where they are long."""
-
-LENGTH = 1024
-"""Elements of a row that a tile takes at once where there are many rows of x."""
-
-MIN_SHARED = 1 << 18
-"""Multiplications that are worth a thread."""
+MANY_ROWS = 40
+"""Rows of x from which on it is worth to copy them and the weight first (`hybrid.kernels.cpu.panels`)."""
 
 _COLUMNS_OF_2, _COLUMNS_OF_3 = (4, 4) if HAS_WIDE_REGISTERS else (3, 2)
 """Columns of tiles of 2 and of 3 rows: as many as the registers hold."""
@@ -51,11 +40,10 @@ _COLUMNS_OF_2, _COLUMNS_OF_3 = (4, 4) if HAS_WIDE_REGISTERS else (3, 2)
 _tile_1_1, _tile_1_4 = tile(1, 1), tile(1, 4)
 _tile_2_1, _tile_2 = tile(2, 1), tile(2, _COLUMNS_OF_2)
 _tile_3_1, _tile_3 = tile(3, 1), tile(3, _COLUMNS_OF_3)
-_tile_3_goes_on, _tile_3_ends = tile(3, _COLUMNS_OF_3, False, False), tile(3, _COLUMNS_OF_3, False, True)
 
 
 @compiled_inline
-def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, columns, length, partial):  # type: ignore[no-untyped-def]
+def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, columns, length):  # type: ignore[no-untyped-def]
     """The product of any number of rows of x and up to COLUMNS rows of w."""
     row = 0
     while row < rows:
@@ -64,97 +52,33 @@ def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, column
         if left >= 3:
             while column + _COLUMNS_OF_3 <= columns:
                 b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_3(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                _tile_3(a, x_stride, b, w_stride, s, o, out_stride, length)
                 column += _COLUMNS_OF_3
             while column < columns:
                 b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_3_1(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                _tile_3_1(a, x_stride, b, w_stride, s, o, out_stride, length)
                 column += 1
             row += 3
         elif left == 2:
             while column + _COLUMNS_OF_2 <= columns:
                 b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_2(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                _tile_2(a, x_stride, b, w_stride, s, o, out_stride, length)
                 column += _COLUMNS_OF_2
             while column < columns:
                 b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_2_1(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                _tile_2_1(a, x_stride, b, w_stride, s, o, out_stride, length)
                 column += 1
             row += 2
         else:
             while column + 4 <= columns:
                 b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_1_4(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                _tile_1_4(a, x_stride, b, w_stride, s, o, out_stride, length)
                 column += 4
             while column < columns:
                 b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_1_1(a, x_stride, b, w_stride, s, o, out_stride, partial, length)
+                _tile_1_1(a, x_stride, b, w_stride, s, o, out_stride, length)
                 column += 1
             row += 1
-
-
-@compiled_inline
-def _pieces(x, x_stride, w, w_stride, scale, out, out_stride, rows, columns, length, partial):  # type: ignore[no-untyped-def]
-    """The product of rows of x and of w that are whole numbers of tiles, in pieces of LENGTH."""
-    for place in range((rows // 3) * (columns // _COLUMNS_OF_3) * 3 * _COLUMNS_OF_3 * LANES):
-        put(partial, place, ZERO)
-    start = 0
-    while start < length:
-        size = min(LENGTH, length - start)
-        is_last = start + size == length
-        place = 0
-        for row in range(0, rows, 3):
-            a = at(x, row * x_stride + start)
-            for column in range(0, columns, _COLUMNS_OF_3):
-                b, s = at(w, column * w_stride + start), at(scale, column)
-                o, p = at(out, row * out_stride + column), at(partial, place)
-                if is_last:
-                    _tile_3_ends(a, x_stride, b, w_stride, s, o, out_stride, p, size)
-                else:
-                    _tile_3_goes_on(a, x_stride, b, w_stride, s, o, out_stride, p, size)
-                place += 3 * _COLUMNS_OF_3 * LANES
-        start += size
-
-
-@compiled_inline
-def _many_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, width, length, partial):  # type: ignore[no-untyped-def]
-    """The product of many rows of x, a multiple of 3, and up to BLOCK rows of w."""
-    tiled = width - width % _COLUMNS_OF_3
-    b, s = at(w, tiled * w_stride), at(scale, tiled)
-    if length <= LENGTH:
-        multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, tiled, length, partial)
-        multiply_rows(x, x_stride, b, w_stride, s, at(out, tiled), out_stride, rows, width - tiled, length, partial)
-        return
-    for row in range(0, rows, BLOCK):
-        count, a, o = min(BLOCK, rows - row), at(x, row * x_stride), at(out, row * out_stride)
-        _pieces(a, x_stride, w, w_stride, scale, o, out_stride, count, tiled, length, partial)
-        multiply_rows(a, x_stride, b, w_stride, s, at(o, tiled), out_stride, count, width - tiled, length, partial)
-
-
-@compiled_inline
-def _product(x, x_stride, w, w_stride, scale, out, out_stride, rows, length, widens, first, last):  # type: ignore[no-untyped-def]
-    """Columns `[first, last)` of the product. `widens`: rows of w that are used many times are made fp32 before."""
-    many = 0 if rows < MANY_ROWS else rows - rows % 3
-    memory = np.empty((BLOCK * BLOCK * LANES + (BLOCK * length if widens else 0)) if many else 1, np.float32)
-    p = numbers(memory.ctypes.data, ZERO)
-    wide = at(p, BLOCK * BLOCK * LANES)
-    for column in range(first, last if many else first, BLOCK):
-        width, o = min(BLOCK, last - column), at(out, column)
-        b, s = at(w, column * w_stride), at(scale, column)
-        if widens:
-            for row in range(width):
-                for i in range(length):
-                    put(wide, row * length + i, get(b, row * w_stride + i))
-            _many_rows(x, x_stride, wide, length, s, o, out_stride, many, width, length, p)
-        else:
-            _many_rows(x, x_stride, b, w_stride, s, o, out_stride, many, width, length, p)
-    a = at(x, many * x_stride)
-    for column in range(first, last, COLUMNS):
-        width = min(COLUMNS, last - column)
-        o = at(out, many * out_stride + column)
-        b, s = at(w, column * w_stride), at(scale, column)
-        multiply_rows(a, x_stride, b, w_stride, s, o, out_stride, rows - many, width, length, p)
-    keep(memory)
 
 
 @compiled
@@ -162,7 +86,11 @@ def _multiply(args, kinds, first, last):  # type: ignore[no-untyped-def]
     """Columns `[first, last)`; the kinds are those of the weight and of the output."""
     a = numbers(args, INDEX)
     x, w, scale, out = numbers(a[0], ZERO), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
-    _product(x, a[4], w, a[5], scale, out, a[6], a[7], a[8], a[9], first, last)
+    x_stride, w_stride, out_stride, rows, length = a[4], a[5], a[6], a[7], a[8]
+    for column in range(first, last, COLUMNS):
+        width = min(COLUMNS, last - column)
+        b, s, o = at(w, column * w_stride), at(scale, column), at(out, column)
+        multiply_rows(x, x_stride, b, w_stride, s, o, out_stride, rows, width, length)
 
 
 @compiled
@@ -210,6 +138,9 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
     kinds = KINDS[weight.dtype], KINDS[x.dtype]
     if x.stride(1) != 1:
         x = x.contiguous()
+    if rows >= MANY_ROWS:
+        multiply_panels(output, x, weight, scale)
+        return
     if x.dtype != torch.float32:
         wide = torch.empty(x.shape)
         args = x.data_ptr(), wide.data_ptr(), x.stride(0), inner
@@ -217,5 +148,4 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
         x = wide
     addresses = x.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
     strides = x.stride(0), weight.stride(0), output.stride(0)
-    numbers_of_product = (*addresses, *strides, rows, inner, int(weight.dtype == torch.bfloat16))
-    run(_multiply, kinds, numbers_of_product, outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)
+    run(_multiply, kinds, (*addresses, *strides, rows, inner), outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)

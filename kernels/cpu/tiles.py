@@ -23,12 +23,16 @@ from hybrid.kernels.cpu.vectors import (
     first_lanes,
     fma_of,
     load_lanes,
+    looped,
     narrowed,
     phis,
     prefetch,
     repeated,
     store_lanes,
 )
+
+SHORT = 3072
+"""Bytes of a row of a weight below which hardware reads it from memory late."""
 
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
@@ -54,21 +58,20 @@ def _sum(builder: Any, vector: Any) -> Any:
 
 
 def _sums_of_products(
-    builder: Any, xs: list[Any], ws: list[Any], start: list[Any], length: Any, ahead: Any | None = None
+    builder: Any, xs: list[Any], ws: list[Any], length: Any, fetch: Callable[[Any], None] | None = None
 ) -> list[Any]:
-    """For every x and every w the partial sums of their products along rows, added to `start`: one loop over the rows
-    that keeps all of them in registers.
+    """For every x and every w the partial sums of their products along rows: one loop over the rows that keeps all of
+    them in registers.
 
     Args:
         xs, ws: pointers to rows of `length` numbers.
-        start: vectors, of each x for all ws.
-        ahead: what is this far after ws will be read soon, in elements; None: not known.
+        fetch: is called with the index of each step of the loop, to ask for what is read later; None: nothing is asked
+            for.
     """
 
     def step(index: Any, sums: list[Any], mask: Any | None = None) -> list[Any]:
-        if ahead is not None and mask is None:
-            for w in ws:
-                prefetch(builder, w, builder.add(index, ahead))
+        if fetch is not None and mask is None:
+            fetch(index)
         others = [load_lanes(builder, w, index, mask) for w in ws]
         found = []
         for number, x in enumerate(xs):
@@ -76,7 +79,7 @@ def _sums_of_products(
             found += [fma_of(builder, own, w, sums[number * len(ws) + i]) for i, w in enumerate(others)]
         return found
 
-    whole = builder.and_(length, LONG(-LANES))
+    whole, start = builder.and_(length, LONG(-LANES)), [ZEROS] * (len(xs) * len(ws))
     entry = builder.basic_block
     loop, rest, tail, end = (builder.append_basic_block(name) for name in ("loop", "rest", "tail", "end"))
     builder.cbranch(builder.icmp_signed(">", whole, LONG(0)), loop, rest)
@@ -106,7 +109,7 @@ def dot(context, x, y, length):  # type: ignore[no-untyped-def]
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         x, y, length = args
-        return _sum(builder, _sums_of_products(builder, [x], [y], [ZEROS], length)[0])
+        return _sum(builder, _sums_of_products(builder, [x], [y], length)[0])
 
     return types.float32(x, y, types.int64), generate
 
@@ -143,42 +146,45 @@ def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
 row_sum, row_max = _of_row(_added), _of_row(_larger)
 
 
-def tile(rows: int, columns: int, starts: bool = True, ends: bool = True) -> Any:
+def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, length: Any) -> Callable[[Any], None]:
+    """Asks for the tile of narrow numbers after the one that begins at w, as fast as this one is read.
+
+    Of long rows for what will be read in the same step: hardware follows each of them too. A short row ends before
+    hardware has found it: all of them in the order of memory, as one long row.
+    """
+    is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width))
+    of_index = builder.select(is_short, LONG(columns), LONG(1))
+    of_column = builder.select(is_short, LONG(LANES), stride)
+    following = builder.gep(w, [builder.mul(stride, LONG(columns))])
+
+    def fetch(index: Any) -> None:
+        start = builder.mul(index, of_index)
+        for column in range(columns):
+            prefetch(builder, following, builder.add(start, builder.mul(of_column, LONG(column))))
+
+    return fetch
+
+
+def tile(rows: int, columns: int) -> Any:
     """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
-    out_stride, partial, length)`.
+    out_stride, length)`.
 
     x is a pointer to fp32; w and out are pointers of any types, strides are in elements. Where w is int8, results are
-    multiplied by the scale of w's row. A tile may be cut along `length` without a change in bits: `partial` holds its
-    partial sums.
-
-    Args:
-        starts: it starts at 0, not from partial sums.
-        ends: it writes results, not partial sums.
+    multiplied by the scale of w's row.
     """
 
     @intrinsic
-    def product(context, x, x_stride, w, w_stride, scale, out, out_stride, partial, length):  # type: ignore[no-untyped-def]
+    def product(context, x, x_stride, w, w_stride, scale, out, out_stride, length):  # type: ignore[no-untyped-def]
         long = types.int64
 
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            x, x_stride, w, w_stride, scale, out, out_stride, partial, length = args
+            x, x_stride, w, w_stride, scale, out, out_stride, length = args
             xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
             ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
-            places = [
-                builder.bitcast(builder.gep(partial, [LONG(at * LANES)]), VECTOR.as_pointer())
-                for at in range(rows * columns)
-            ]
-            start = [ZEROS] * len(places)
-            if not starts:
-                start = [builder.load(place, align=4) for place in places]
-            # hardware does not keep up with rows of narrow types: the next tile's are asked for
             is_read_once = rows == 1 and not isinstance(w.type.pointee, ir.FloatType)
-            ahead = builder.mul(w_stride, LONG(columns)) if is_read_once else None
-            sums = _sums_of_products(builder, xs, ws, start, length, ahead)
+            fetch = _of_next_tile(builder, w, w_stride, columns, length) if is_read_once else None
+            sums = _sums_of_products(builder, xs, ws, length, fetch)
             for number, total in enumerate(sums):
-                if not ends:
-                    builder.store(total, places[number], align=4)
-                    continue
                 value, (row, column) = _sum(builder, total), divmod(number, columns)
                 if w.type.pointee == ir.IntType(8):
                     value = builder.fmul(value, builder.load(builder.gep(scale, [LONG(column)])))
@@ -186,7 +192,7 @@ def tile(rows: int, columns: int, starts: bool = True, ends: bool = True) -> Any
                 builder.store(narrowed(builder, value, out.type.pointee), place)
             return context.get_dummy_value()
 
-        return types.void(x, long, w, long, FLOATS, out, long, FLOATS, long), generate
+        return types.void(x, long, w, long, FLOATS, out, long, long), generate
 
     return product
 
@@ -214,26 +220,17 @@ def outer(rows: int, vectors: int, is_narrow: bool = False) -> Any:
             offsets = [builder.mul(y_stride, LONG(row)) for row in range(rows)]
             places = [builder.add(offset, column) for offset in offsets for column in columns]
             start = [load_lanes(builder, y, place, mask) for place in places]
-            entry = builder.basic_block
-            loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
-            builder.cbranch(builder.icmp_signed(">", length, LONG(0)), loop, end)
-            builder.position_at_end(loop)
-            index = builder.phi(LONG)
-            index.add_incoming(LONG(0), entry)
-            sums = phis(builder, (entry, start))
-            row = builder.mul(index, b_stride)
-            others = [load_lanes(builder, b, builder.add(row, column), mask) for column in columns]
-            added = []
-            for number, factor in enumerate(factors):
-                own = repeated(builder, builder.load(builder.gep(factor, [index])))
-                added += [fma_of(builder, own, other, sums[number * vectors + i]) for i, other in enumerate(others)]
-            following = builder.add(index, LONG(1))
-            index.add_incoming(following, loop)
-            for phi, value in zip(sums, added, strict=True):
-                phi.add_incoming(value, loop)
-            builder.cbranch(builder.icmp_signed("<", following, length), loop, end)
-            builder.position_at_end(end)
-            for place, total in zip(places, phis(builder, (entry, start), (loop, added)), strict=True):
+
+            def step(index: Any, sums: list[Any]) -> list[Any]:
+                row = builder.mul(index, b_stride)
+                others = [load_lanes(builder, b, builder.add(row, column), mask) for column in columns]
+                added = []
+                for number, factor in enumerate(factors):
+                    own = repeated(builder, builder.load(builder.gep(factor, [index])))
+                    added += [fma_of(builder, own, other, sums[number * vectors + i]) for i, other in enumerate(others)]
+                return added
+
+            for place, total in zip(places, looped(builder, length, start, step), strict=True):
                 store_lanes(builder, total, y, place, mask)
             return context.get_dummy_value()
 

@@ -257,6 +257,25 @@ def phis(builder: Any, *incoming: tuple[Any, list[Any]]) -> list[Any]:
     return merged
 
 
+def looped(builder: Any, count: Any, start: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Vectors after `count` times `vectors = step(index, vectors)`: a loop that keeps them in registers."""
+    entry = builder.basic_block
+    loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
+    builder.cbranch(builder.icmp_signed(">", count, LONG(0)), loop, end)
+    builder.position_at_end(loop)
+    index = builder.phi(LONG)
+    index.add_incoming(LONG(0), entry)
+    vectors = phis(builder, (entry, start))
+    changed = step(index, vectors)
+    following = builder.add(index, LONG(1))
+    index.add_incoming(following, loop)
+    for phi, value in zip(vectors, changed, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, end)
+    builder.position_at_end(end)
+    return phis(builder, (entry, start), (loop, changed))
+
+
 def prefetch(builder: Any, pointer: Any, index: Any) -> None:
     """Ask for the cache line of element `index`; past the end of memory the CPU ignores it."""
     place = builder.bitcast(builder.gep(pointer, [index]), _BYTES)

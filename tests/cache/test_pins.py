@@ -1,7 +1,9 @@
 """Pins: prefixes that somebody wants kept, for a time, and within half of the memory."""
 
+import copy
 import gc
 import math
+import pickle
 import time
 from collections.abc import Callable
 from random import Random
@@ -317,3 +319,15 @@ def test_pins_that_were_let_go_of_do_not_pile_up(cache: AuditedCache) -> None:
         cache.unpin(pin)
     assert set(cache.pins) == {kept}
     assert sum(type(thing) is Pin for thing in gc.get_objects()) < 100
+
+
+def test_a_copy_of_a_pin_is_that_pin_and_one_from_elsewhere_has_ended(cache: AuditedCache) -> None:
+    """What is sent to another process is a name, and nothing of what the cache holds."""
+    pin = pinned(cache, "ab")
+    before = books(cache)
+    sent = pickle.dumps(pin)
+    assert len(sent) < 200
+    cache.unpin(pickle.loads(sent))
+    assert books(cache) == before
+    cache.unpin(copy.deepcopy({"pin": pin})["pin"])
+    assert cache.stats().pins == 0

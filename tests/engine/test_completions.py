@@ -235,3 +235,28 @@ def test_log_probabilities_of_a_prompt_that_starts_again_are_reported_once(
     assert answer(engine, prompt, params).prompt_logprobs == expected
     assert runner.calls > fails_at
     assert_nothing_held(engine)
+
+
+def test_an_answer_that_fails_with_its_first_token_fails_alone(tiny: Engine) -> None:
+    calls = []
+
+    def planted(answer: list[int], logits: torch.Tensor) -> torch.Tensor:
+        calls.append(answer)
+        if len(calls) == 2:
+            raise RuntimeError("planted")
+        return logits
+
+    engine = engine_on(tiny)
+    output = answer(engine, ids(40), greedy(6, n=4, logits_processors=[planted]))
+    assert [own.finish_reason for own in output.outputs] == ["length", "error", "length", "length"]
+    assert [len(own.token_ids) for own in output.outputs] == [6, 0, 6, 6]
+    assert output.outputs[1].error == "RuntimeError: planted"
+    assert_nothing_held(engine)
+
+
+def test_tokens_of_all_answers_are_counted(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    output = answer(engine, ids(40), SAMPLED)
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.completion_tokens) == (40, output.usage.completion_tokens) == (40, 4 * 14)
+    assert sum(stats.time_to_first_token.counts) == 1

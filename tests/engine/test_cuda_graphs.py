@@ -275,3 +275,19 @@ def test_a_graph_runs_only_plans_of_its_layout(tiny: Engine) -> None:
     graphs.run(replace(plan_, layout=shifted, numbers=numbers))
     assert len(graphs.graphs) == 2
     engine.scheduler.roll_back(step)
+
+
+def test_the_graph_that_was_not_used_for_longest_goes(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid.engine.cuda_graphs.MAX_GRAPHS", 2)
+    sizes: list[int] = []
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        again, logits = replays(run)
+        sizes.append(len(logits))
+        return again, logits
+
+    engine, graphs = with_graphs(engine_on(tiny), capture)
+    for count in (1, 2, 1, 3, 1, 2):
+        engine.generate([ids(20, seed=n) for n in range(count)], greedy(3), progress=False)
+    assert sizes == [1, 2, 3, 2]
+    assert len(graphs.graphs) == 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hybrid import Engine, OwnershipError, RequestOutput
+from hybrid import ClosedError, Engine, OwnershipError, RequestOutput
 from hybrid.interrupts import deferred_interrupts
 from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
@@ -233,3 +233,70 @@ def test_a_handler_may_abort_and_may_not_step(tiny: Engine, monkeypatch: pytest.
     outputs = run_to_end(engine)
     assert outputs[stays].token_ids == cold(tiny, ids(50), greedy(9)).token_ids
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_handler_may_close_the_engine(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool, raises: bool
+) -> None:
+    """It is closed at the end of the step that is under way: all callers get what there is."""
+    engine = engine_on(tiny, overlap=overlap)
+    streamed = engine.stream("def", greedy(40))
+    first = next(streamed)
+    added = engine.add_request(ids(30), greedy(40))
+    launch, calls = engine.runner.launch, []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        engine.close()
+        if raises:
+            raise TimeLimitError
+
+    def ringing(plan: Any) -> Any:
+        calls.append(plan)
+        if len(calls) == 4:
+            signal.raise_signal(signal.SIGUSR1)
+        return launch(plan)
+
+    with handler(signal.SIGUSR1, handle):
+        monkeypatch.setattr(engine.runner, "launch", ringing)
+        if raises:
+            with pytest.raises(TimeLimitError):
+                engine.generate([ids(40), ids(200, 1)], greedy(40), progress=False)
+        else:
+            outputs = engine.generate([ids(40), ids(200, 1)], greedy(40), progress=False)
+            assert {output.finish_reason for output in outputs} == {"abort"}
+    assert first + "".join(streamed) != ""
+    assert [(output.request_id, output.finish_reason) for output in engine.step()] == [(added, "abort")]
+    with pytest.raises(ClosedError):
+        engine.generate([ids(40)], greedy(4))
+    assert engine.cache.memory.tensors is None
+    assert_nothing_held(engine)
+
+
+def test_a_handler_that_raises_while_an_engine_is_closed_waits(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(tiny)
+    answer(engine, ids(40), greedy(4, pin_for=100.0))
+    give_up = engine.cache.give_up_a_pin
+
+    def ringing() -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return give_up()
+
+    monkeypatch.setattr(engine.cache, "give_up_a_pin", ringing)
+    with handler(signal.SIGUSR1, raising), pytest.raises(TimeLimitError):
+        engine.close()
+    assert engine.cache.memory.tensors is None
+    assert engine.cache.stats().pages_cached == engine.cache.stats().pins == 0
+
+
+def test_memory_is_freed_where_closing_fails(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(tiny)
+
+    def failing() -> None:
+        raise OSError("planted")
+
+    monkeypatch.setattr(engine.cache, "shutdown", failing)
+    with pytest.raises(OSError, match="planted"):
+        engine.close()
+    assert engine.cache.memory.tensors is None

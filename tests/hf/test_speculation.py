@@ -1,5 +1,8 @@
 """`hybrid.hf.PrefixCache` with drafts from the cache, prompt lookup and assistant models: the same answers."""
 
+import gc
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, TextStreamer
 
 from hybrid import ArgumentError, SpeculationConfig
+from hybrid.speculation.speculator import Speculator
 from support.drafters import Scripted, chain
 from support.hf import SUPPORTED, VOCAB, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 
@@ -313,7 +317,7 @@ def test_several_sequences_are_computed_without_drafts(model: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"speculation": "mind reading"}, "a drafter must be one of cache"),
+        ({"speculation": "mind reading"}, "each of drafters must be one of cache"),
         ({"speculation": 7}, "must be None, the name of a drafter"),
         ({"prompt_lookup_num_tokens": 0}, "1 or more"),
         ({"assistant_model": object()}, "a model of transformers, got object"),
@@ -358,3 +362,33 @@ def test_a_pass_over_drafts_that_fails_leaves_nothing_behind(model: Any) -> None
     hook.remove()
     assert_nothing_held(cache)
     assert_equal(cache.generate(ids(70), **greedy(30), speculation=config), model.generate(ids(70), **greedy(30)))
+
+
+def test_a_pass_is_timed_by_what_it_computes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by what else the machine does meanwhile: here it sleeps."""
+    seconds: list[float] = []
+    timed = Speculator.timed
+
+    def noted(self: Speculator, rows: int, spent: float, drafts: int = 0) -> None:
+        seconds.append(spent)
+        timed(self, rows, spent, drafts)
+
+    monkeypatch.setattr(Speculator, "timed", noted)
+    hook = model.register_forward_hook(lambda *_: time.sleep(0.1))
+    cache_on(model, deterministic=False).generate(ids(10), speculation="cache", **greedy(4))
+    hook.remove()
+    assert len(seconds) == 3
+    assert max(seconds) < 0.09
+
+
+def test_a_drafter_of_its_own_for_each_call_is_not_kept_for_ever(model: Any) -> None:
+    cache, made = cache_on(model, deterministic=False), []
+    for _ in range(40):
+        drafter = Scripted(lambda history, limit: chain([4]))
+        made.append(weakref.ref(drafter))
+        config = SpeculationConfig(drafters=(drafter,), adaptive=False)
+        cache.generate(ids(10), speculation=config, **greedy(3))
+        del drafter, config
+    gc.collect()
+    assert sum(drafter() is not None for drafter in made) == 16
+    assert cache.speculation_stats()["Scripted"].proposals == 40

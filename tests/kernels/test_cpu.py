@@ -57,7 +57,7 @@ def weight_of(outputs: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return inside(torch.randn(outputs, inner).to(dtype)), None
 
 
-SIZES = [(1, 7), (6, 160), (777, 161), (50, 33), (97, 1030), (100, 2 * matmul.LENGTH + 5)]
+SIZES = [(1, 7), (6, 160), (777, 161), (50, 33), (97, 1030), (100, 2053)]
 """(out, in)."""
 
 
@@ -80,7 +80,7 @@ def test_a_product_is_right_and_its_rows_are_by_themselves(
         assert same_bits(matmul.multiply(alone, weight, scale), together[order])
 
 
-@pytest.mark.parametrize(("rows", "inner"), [(5, 700), (100, 2 * matmul.LENGTH)])
+@pytest.mark.parametrize(("rows", "inner"), [(5, 700), (100, 2048)])
 def test_large_products_have_the_same_bits_on_any_number_of_threads(
     rows: int, inner: int, threads: Callable[[int], None]
 ) -> None:
@@ -90,6 +90,19 @@ def test_large_products_have_the_same_bits_on_any_number_of_threads(
         threads(count)
         results.append(matmul.multiply(x, weight))
     assert all(same_bits(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("inner", [1, 15, 16, 40])
+def test_rows_have_the_bits_of_few_rows_among_many_whatever_the_numbers_are(inner: int) -> None:
+    """Zeros of both signs, numbers below the normal ones, sums that lose all digits, infinity and NaN."""
+    magnitudes = 10 ** torch.tensor([-38.0, -30.0, 0.0, 30.0]).repeat(40)
+    x, weight = magnitudes[:, None] * torch.randn(160, inner), 1e-8 * torch.randn(90, inner)
+    x[1], x[2, :1], x[3, :1], weight[5], weight[6] = -0.0, float("inf"), float("nan"), -0.0, 1e-42
+    together = matmul.multiply(x, weight)
+    assert together[1:3].isnan().any()
+    assert together[3].isnan().all()
+    for row in range(0, len(x), 8):
+        assert same_bits(matmul.multiply(x[row : row + 8], weight), together[row : row + 8])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -22,17 +22,17 @@ import torch
 from hybrid.errors import ArgumentError, UnsupportedModelError
 from hybrid.key import Key
 from hybrid.sglang import plugin
-from hybrid.sglang.indices import IndexPages, between, joined
+from hybrid.sglang.indices import FreedIndices, IndexPages, between, joined
 from hybrid.sglang.keys import WORDS, key_of_ids, namespace_of
 from hybrid.sglang.order import dfs_weight_order
 from hybrid.sglang.policies import CLASSIC, DEFAULT, NAMES, Options, policy_named
 from hybrid.sglang.prices import prices_of
 from hybrid.sglang.refusals import refusals, refuse
-from hybrid.sglang.visits import MAX_VISITS, PLAIN, Visits
+from hybrid.sglang.visits import MAX_VISITS, PLAIN, Arrival, Visits
 from hybrid.tree.lhd import LearnedHitDensity
-from hybrid.tree.node import Checkpoint, Kind, Node, NodeUsage
+from hybrid.tree.node import Checkpoint, Kind, Node, NodeUsage, Released
 from hybrid.tree.policies import LeastRecentlyUsed
-from hybrid.tree.pools import PageParts, Pools
+from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices
 
@@ -111,11 +111,11 @@ def test_a_small_part_of_indices_does_not_keep_the_memory_of_all() -> None:
     pages = IndexPages(torch.arange(80), 4)
     large = pages[5:15]
     assert (len(pages), len(large)) == (20, 10)
-    assert large.indices.tolist() == [*range(20, 60)]
-    assert large.indices.untyped_storage().nbytes() == 80 * 8
+    assert large.view(0, 10).tolist() == [*range(20, 60)]
+    assert large.view(0, 10).untyped_storage().nbytes() == 80 * 8
     small = large[7:]  # three of ten pages, and of twenty that are in memory
-    assert small.indices.tolist() == [*range(48, 60)]
-    assert small.indices.untyped_storage().nbytes() == 12 * 8
+    assert small.view(0, 3).tolist() == [*range(48, 60)]
+    assert small.view(0, 3).untyped_storage().nbytes() == 12 * 8
 
 
 def test_the_indices_on_a_path_are_those_that_were_inserted() -> None:
@@ -126,17 +126,28 @@ def test_the_indices_on_a_path_are_those_that_were_inserted() -> None:
         pages = IndexPages(torch.arange(first, first + len(ids)), 2)
         deepest = tree.insert(key, len(ids), pages, Checkpoint(ids, len(ids))).node
         path = [node for _, node in tree.nodes() if ids.startswith("abcdefghij"[: node.end]) or node is deepest]
-        kept = torch.cat([part.indices for part in tree.pages(deepest, len(ids)).parts]).tolist()
+        kept = torch.cat([part.view(0, len(part)) for part in tree.pages(deepest, len(ids)).parts]).tolist()
         for start in {0, *(node.end for node in path if node.end <= len(ids))}:
             assert between(start, deepest, torch.device("cpu")).tolist() == kept[start:]
     assert kept[:4] == [600, 601, 602, 603]
     assert between(0, None, torch.device("cpu")).shape == (0,)
 
 
-def test_parts_are_joined_in_order() -> None:
-    parts = PageParts([IndexPages(torch.tensor([3, 1]), 1), IndexPages(torch.tensor([2]), 1)])
-    assert joined(parts, torch.device("cpu")).tolist() == [3, 1, 2]
-    assert joined(PageParts(), torch.device("cpu")).shape == (0,)
+def test_indices_are_joined_in_order() -> None:
+    assert joined([torch.tensor([3, 1]), torch.tensor([2])], torch.device("cpu")).tolist() == [3, 1, 2]
+    assert joined([], torch.device("cpu")).shape == (0,)
+
+
+def test_indices_that_a_tree_lets_go_of_are_not_copied() -> None:
+    tree, indices = Tree(2, 2, LeastRecentlyUsed(), pools=Pools(opaque=True)), torch.arange(100, 110)
+    tree.insert(Key.of(range(6)), 6, IndexPages(indices[:6], 2))
+    tree.insert(Key.of(range(10)), 10, IndexPages(indices, 2), Checkpoint("state", 10))
+    freed = FreedIndices()
+    tree.evict_pages(1, Released(freed))
+    assert (len(freed), [one.tolist() for one in freed.tensors]) == (1, [[108, 109]])
+    assert freed.tensors[0].untyped_storage().data_ptr() == indices.untyped_storage().data_ptr()
+    tree.evict_pages(3, Released(freed))
+    assert (len(freed), torch.cat(freed.tensors).tolist()) == (4, [108, 109, *range(102, 108)])
 
 
 # Policies and options
@@ -292,7 +303,7 @@ def test_a_state_that_was_evicted_is_known_again_by_the_request_that_comes_for_i
     assert again.past is usage
     assert again.turn == 4  # a turn ended there
     assert seen.visits.describe("a", 6, Kind.PROMPT_END).past is None
-    assert seen.visits.describe("unknown", 4, Kind.PROMPT_END) == (Kind.PROMPT_END, 0, None)
+    assert seen.visits.describe("unknown", 4, Kind.PROMPT_END) == Arrival(Kind.PROMPT_END, 0, None)
 
 
 def test_what_is_inserted_is_what_was_announced_for_these_parameters_and_else_what_the_tree_can_tell() -> None:

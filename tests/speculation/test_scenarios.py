@@ -8,7 +8,7 @@ import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, SamplingParams
 from hybrid.speculation.config import SpeculationConfig
-from hybrid.speculation.drafter import Drafter
+from hybrid.speculation.drafter import Drafter, History
 from support.drafters import Scripted, chain, following
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
 
@@ -311,3 +311,25 @@ def test_what_pays_is_computed_where_drafters_lie_and_requests_are_aborted_and_r
     stats = engine.stats().speculation
     assert engine.scheduler.num_retractions > 0
     assert stats["Boasting"].accepted_tokens > 50 and sum(own.refused for own in stats.values()) == 0
+
+
+def test_a_drafter_that_fails_when_a_request_ends_holds_up_nothing(tiny: Engine) -> None:
+    class Failing(Drafter):
+        def propose(self, history: History, limit: int) -> tuple[list[int], list[int]]:
+            return [5, 6], [-1, 0]
+
+        def end(self, history: History) -> None:
+            raise RuntimeError("planted")
+
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID)
+    drafts = SpeculationConfig(drafters=(Failing(), "cache"), adaptive=False)
+    engine = tiny.with_cache(settings, size=(96, 24), speculation=drafts)
+    prompts = [ids(40), ids(30, seed=1)]
+    outputs = engine.generate(prompts, greedy(8), progress=False)
+    aborted = engine.add_request(ids(50, seed=2), greedy(20))
+    engine.step(), engine.step()
+    engine.abort(aborted)
+    assert [output.token_ids for output in outputs] == [cold(tiny, own).token_ids for own in prompts]
+    assert engine.stats().speculation["Failing"].refused == 3
+    run_to_end(engine)
+    assert_nothing_held(engine)

@@ -1,8 +1,11 @@
 """The tree: what locks keep, what goes first, what is remembered of what went. Trees are drawn as in test_tree.py."""
 
+import gc
+
 import pytest
 
 from hybrid.errors import LockError
+from hybrid.tree.node import Node
 from support.caches import TreeCase
 
 
@@ -393,3 +396,20 @@ def test_a_tree_remembers_a_bounded_number_of_evicted_prefixes() -> None:
         case.put("a" + chr(1000 + letter))
     case.tree.evict_all()
     assert 5 <= len(case.tree.ghosts) <= 10
+
+
+def num_nodes() -> int:
+    """Nodes of all trees of this process."""
+    gc.collect()
+    return sum(type(one) is Node for one in gc.get_objects())
+
+
+def test_locks_that_came_and_went_keep_no_node_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid.tree.locks.MAX_CHANGED", 4)
+    case, letters, before = TreeCase(), "abcdefghijklmnopqrstuvwxyz", num_nodes()
+    for letter in letters:
+        case.put(f"{letter}*")
+        case.tree.unlock(case.tree.lock_state(case.node(letter)))
+        case.tree.evict_checkpoints(1)
+        case.tree.evict_pages(1)
+    assert num_nodes() <= before + 6

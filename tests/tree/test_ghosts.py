@@ -293,15 +293,45 @@ def test_a_request_below_checkpoints_that_end_no_turn_has_the_turn_of_the_deepes
     assert tree.recall(Key.of([9]), tree.peek(Key.of([9]), 1), 1).turn == 0
 
 
-def test_a_branch_evicted_page_by_page_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many blocks were hashed, call by call, where a block is a page of two tokens."""
+    counts: list[int] = []
 
-    def counted(hashes: BlockHash, ids: bytes) -> np.ndarray:
-        hashed.append(len(ids) // 8)  # a block is a page of two tokens
-        return blocks(hashes, ids)
+    def counted(hashes: BlockHash, ids: bytes, start: int = 0) -> np.ndarray:
+        counts.append((len(ids) - start) // 8)
+        return blocks(hashes, ids, start)
 
     blocks = BlockHash.blocks
     monkeypatch.setattr(BlockHash, "blocks", counted)
+    return counts
+
+
+@pytest.mark.parametrize("num_inserted", [30, 40, 48])
+def test_a_prompt_that_was_looked_up_is_not_hashed_again_when_it_is_evicted(
+    num_inserted: int, hashed: list[int]
+) -> None:
+    """Of 40 tokens that were looked up, 8 of them cached, some, all, or more are inserted, in two steps. Without their
+    hashes they are known as well."""
+    trees = [Tree(2, 2, LeastRecentlyUsed()) for _ in range(2)]
+    ids = Key.of(range(48))
+    for tree in trees:
+        tree.insert(Key.of([7, 7]), 2, [90])
+        tree.evict_all()  # there is something to look up
+        tree.insert(ids, 8, [*range(4)], Checkpoint(1, 8))
+        history = tree.recall(ids, tree.peek(ids, 40), 40)
+        hashes = history.hashes if tree is trees[0] else None
+        for end in (20, num_inserted):
+            tree.insert(ids, end, [*range(end // 2)], hashes=hashes)
+        hashed.clear()
+        for number in (3, 1, 100):
+            tree.evict_pages(number)
+        assert tree.recall(ids, tree.peek(ids, 48), 48).num_tokens == num_inserted
+        own = sum(hashed) - 24  # that were looked up again
+        assert own == (max(0, num_inserted - 40) if hashes is not None else num_inserted - 8) // 2
+
+
+def test_a_branch_evicted_page_by_page_is_hashed_once(hashed: list[int]) -> None:
     tree = Tree(2, 2, LeastRecentlyUsed())
     shared = [*range(20)]
     other = tree.insert(Key.of([*shared, *range(500, 600)]), 120, [*range(60)])
@@ -322,7 +352,7 @@ def test_a_prefix_has_one_hash_however_many_blocks_are_hashed_at_once(block: int
     hashes, ids = BlockHash(block), Random(block).randbytes(100 * block + 3)
 
     def after(before: int, ids: bytes) -> list[int]:
-        return hashes.chain(before, hashes.blocks(ids))
+        return [*hashes.chain(before, hashes.blocks(ids))]
 
     at_once = after(7, ids)
     assert len(set(at_once)) == 100
@@ -362,7 +392,7 @@ for text in ("abcd*", "abxy*", "pqrs*"):
 case.tree.evict_all()
 known = [case.tree.ghosts.follow(case.key(text, "tenant"), None, 0, 8) for text in ("abcd", "abxy", "pqrs")]
 hashes = BlockHash(8)
-print(hashes.chain(of_namespace("tenant"), hashes.blocks(b"12345678" * 3)), [length for length, _ in known])
+print([*hashes.chain(of_namespace("tenant"), hashes.blocks(b"12345678" * 3))], [length for length, *_ in known])
 """
 
 

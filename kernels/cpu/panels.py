@@ -1,0 +1,284 @@
+"""Products of many rows of x: rows are copied first, in the order in which they are used.
+
+An output is a sum of `LANES` partial sums (`hybrid.kernels.cpu.vectors`). `tiles.tile` keeps all those of an output in
+one vector, and loads a vector for each row and step. Here a vector holds the same partial sum of `LANES` outputs: it
+is multiplied with single numbers of x, so that a step loads less for as many products, and lanes are never added up
+within a vector. All products of partial sum 0 come first, then those of another one: each is added up in the same
+order, and they are added to each other in the same pairs. So the bits are those of `tiles.tile`.
+
+What a step takes lies together in a *panel*: the elements of a lane, one after another, of ROWS rows of x or of
+COLUMNS rows of the weight. The weight's panels are made by the thread that uses them and stay in the CPU's second
+cache; the panels of x are made once. (Goto, van de Geijn, "Anatomy of high-performance matrix multiplication", 2008.)
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from hybrid.kernels.cpu.tasks import run
+from hybrid.kernels.cpu.vectors import (
+    FLOATS,
+    HAS_WIDE_REGISTERS,
+    INDEX,
+    INT,
+    KINDS,
+    LANES,
+    LONG,
+    ZERO,
+    ZEROS,
+    at,
+    compiled,
+    compiled_inline,
+    first_lanes,
+    fma_of,
+    get,
+    keep,
+    load_lanes,
+    looped,
+    numbers,
+    put,
+    repeated,
+    store_lanes,
+)
+
+MIN_SHARED = 1 << 18
+"""Multiplications that are worth a thread."""
+
+MIN_COPIED = 1 << 16
+"""Elements of x that are worth a thread where they are copied."""
+
+ROWS, VECTORS = (12, 2) if HAS_WIDE_REGISTERS else (6, 1)
+"""Rows of x, and vectors of rows of the weight, that are multiplied at once: their sums fill the registers."""
+
+COLUMNS = VECTORS * LANES
+"""Rows of the weight in a panel."""
+
+PANELS = 4
+"""Panels of the weight, at most, that are made at once and used for all rows of x."""
+
+TILES = 2
+"""Panels of x that are multiplied with the same lane of a panel of the weight while it is in the first cache."""
+
+LEVELS = LANES.bit_length()
+"""Sums that are kept of an output: a partial sum, and sums of 2, 4, ... partial sums."""
+
+ORDER: tuple[int, ...] = tuple(int(f"{lane:0{LEVELS - 1}b}"[::-1], 2) for lane in range(LANES))
+"""Lanes in the order in which they are computed. Lanes i and i + 8 are added, then i and i + 4, and so on: with the
+bits of numbers reversed, two that are added follow each other, and so do two such sums."""
+
+_SQUARE = 8
+"""Rows and columns of numbers that are turned at once."""
+
+_ROWS_AT_ONCE = 6
+"""Rows of x that are turned at once."""
+
+_SIZE = ROWS * COLUMNS
+_SPREAD = 16
+"""Numbers between the lanes of a panel, so that they do not begin at the same place of pages of memory."""
+
+
+def _shuffled(builder: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(INT, len(lanes)), lanes))
+
+
+def _turned(builder: Any, rows: list[Any]) -> list[Any]:
+    """The columns of a square: of blocks of 1, 2 and 4 rows and columns, those beside the diagonal change places."""
+    rows, lanes = rows.copy(), range(_SQUARE)
+    for size in (1, 2, 4):
+        for first in (row for row in range(_SQUARE) if not row & size):
+            upper, lower = rows[first], rows[first + size]
+            left = [_SQUARE + lane - size if lane & size else lane for lane in lanes]
+            right = [_SQUARE + lane if lane & size else lane + size for lane in lanes]
+            rows[first] = _shuffled(builder, upper, lower, left)
+            rows[first + size] = _shuffled(builder, upper, lower, right)
+    return rows
+
+
+def _turning(rows: int) -> Any:
+    """An intrinsic that copies LANES numbers of each of `rows` rows, so that those of a lane follow each other:
+    `(x, x_stride, count, width, panel, of_lane)`.
+
+    There are `count` rows, the last one is repeated, and `width` numbers, zeros follow. x is a pointer to numbers of
+    any type, the panel to fp32; its lanes are in the order `ORDER`, `of_lane` apart.
+    """
+
+    @intrinsic
+    def turn(context, x, x_stride, count, width, panel, of_lane):  # type: ignore[no-untyped-def]
+        long = types.int64
+
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            x, x_stride, count, width, panel, of_lane = args
+            last = builder.sub(count, LONG(1))
+
+            def copy(mask: Any | None) -> None:
+                found = []
+                for row in range(rows):
+                    at_row = builder.select(builder.icmp_signed("<", LONG(row), count), LONG(row), last)
+                    found.append(load_lanes(builder, x, builder.mul(x_stride, at_row), mask))
+                found += found[:1] * (_SQUARE - rows)
+                for first in range(0, LANES, _SQUARE):
+                    square = [_shuffled(builder, row, row, [*range(first, first + _SQUARE)]) for row in found]
+                    for lane, column in enumerate(_turned(builder, square), start=first):
+                        to = builder.gep(panel, [builder.mul(of_lane, LONG(ORDER.index(lane)))])
+                        _store(builder, column, to, rows)
+
+            with builder.if_else(builder.icmp_signed(">=", width, LONG(LANES))) as (whole, part):
+                with whole:
+                    copy(None)
+                with part:
+                    copy(first_lanes(builder, width))
+            return context.get_dummy_value()
+
+        return types.void(x, long, long, long, FLOATS, long), generate
+
+    return turn
+
+
+def _store(builder: Any, vector: Any, pointer: Any, count: int) -> None:
+    """Write the first `count` numbers of a vector, and nothing behind them: another thread may write there."""
+    first = 0
+    while first < count:
+        size = 1 << ((count - first).bit_length() - 1)
+        part = _shuffled(builder, vector, vector, [*range(first, first + size)])
+        place = builder.bitcast(builder.gep(pointer, [LONG(first)]), part.type.as_pointer())
+        builder.store(part, place, align=4)
+        first += size
+
+
+_turn_x, _turn_w = _turning(_ROWS_AT_ONCE), _turning(_SQUARE)
+
+
+@intrinsic
+def _add_lane(context, x, w, steps, sums, finished):  # type: ignore[no-untyped-def]
+    """Compute a lane of the products of a panel of x and one of the weight.
+
+    `sums`: LEVELS sums of each output. The first `finished` of them are added to the lane, and the next one becomes the
+    result.
+    """
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        x, w, steps, sums, finished = args
+        places = [LONG(number * LANES) for number in range(ROWS * VECTORS)]
+
+        def multiply(index: Any, before: list[Any]) -> list[Any]:
+            own_x = builder.gep(x, [builder.mul(index, LONG(ROWS))])
+            own_w = builder.mul(index, LONG(COLUMNS))
+            others = [load_lanes(builder, w, builder.add(own_w, LONG(LANES * vector))) for vector in range(VECTORS)]
+            found = []
+            for row in range(ROWS):
+                own = repeated(builder, builder.load(builder.gep(own_x, [LONG(row)])))
+                found += [fma_of(builder, own, w, before[row * VECTORS + i]) for i, w in enumerate(others)]
+            return found
+
+        def add(level: Any, before: list[Any]) -> list[Any]:
+            kept = builder.gep(sums, [builder.mul(level, LONG(_SIZE))])
+            return [
+                builder.fadd(load_lanes(builder, kept, place), own) for place, own in zip(places, before, strict=True)
+            ]
+
+        lane = looped(builder, steps, [ZEROS] * len(places), multiply)
+        result = builder.gep(sums, [builder.mul(finished, LONG(_SIZE))])
+        for place, total in zip(places, looped(builder, finished, lane, add), strict=True):
+            store_lanes(builder, total, result, place)
+        return context.get_dummy_value()
+
+    return types.void(FLOATS, FLOATS, types.int64, FLOATS, types.int64), generate
+
+
+@compiled
+def _make_panels(args, kind, first, last):  # type: ignore[no-untyped-def]
+    """The panels `[first, last)` of x."""
+    a = numbers(args, INDEX)
+    x, panels, x_stride, rows, length, steps = numbers(a[0], kind), numbers(a[1], ZERO), a[2], a[3], a[4], a[5]
+    for row in range(first * ROWS, min(last * ROWS, rows), _ROWS_AT_ONCE):
+        own, count = at(x, row * x_stride), min(_ROWS_AT_ONCE, rows - row)
+        panel = at(panels, row // ROWS * ROWS * LANES * steps + row % ROWS)
+        for step in range(steps):
+            width = length - step * LANES
+            _turn_x(at(own, step * LANES), x_stride, count, width, at(panel, step * ROWS), steps * ROWS)
+
+
+@compiled_inline
+def _make_panel_of_weight(w, w_stride, rows, length, steps, panel, of_lane):  # type: ignore[no-untyped-def]
+    """A panel of up to COLUMNS rows of the weight."""
+    for row in range(0, rows, _SQUARE):
+        own, count = at(w, row * w_stride), min(_SQUARE, rows - row)
+        for step in range(steps):
+            place = at(panel, step * COLUMNS + row)
+            _turn_w(at(own, step * LANES), w_stride, count, length - step * LANES, place, of_lane)
+
+
+@compiled_inline
+def _write(out, sums, scale, width, is_scaled):  # type: ignore[no-untyped-def]
+    """Write the outputs of a row and a panel, times the scale of a weight that has one."""
+    if is_scaled:
+        for column in range(width):
+            put(out, column, get(sums, column) * get(scale, column))
+    elif width == COLUMNS:
+        for column in range(COLUMNS):
+            put(out, column, get(sums, column))
+    else:
+        for column in range(width):
+            put(out, column, get(sums, column))
+
+
+@compiled_inline
+def _multiply_tiles(x, w, of_lane, count, steps, sums):  # type: ignore[no-untyped-def]
+    """The products of `count` panels of x with one of the weight: the last of the LEVELS sums of each output."""
+    for lane in range(LANES):
+        finished = 0
+        while lane >> finished & 1:
+            finished += 1
+        for tile in range(count):
+            own = at(x, (tile * LANES + lane) * steps * ROWS)
+            _add_lane(own, at(w, lane * of_lane), steps, at(sums, tile * LEVELS * _SIZE), finished)
+
+
+@compiled
+def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
+    """Columns `[first, last)`; the kinds are those of the weight and of the output."""
+    a = numbers(args, INDEX)
+    x, w, scale, out = numbers(a[0], ZERO), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
+    w_stride, out_stride, rows, length, steps, is_scaled = a[4], a[5], a[6], a[7], a[8], a[2] != 0
+    of_lane = steps * COLUMNS + _SPREAD
+    of_panel = LANES * of_lane
+    memory = np.empty(TILES * LEVELS * _SIZE + PANELS * of_panel + LANES, np.float32)
+    sums = numbers((memory.ctypes.data + 63) // 64 * 64, ZERO)
+    panels = at(sums, TILES * LEVELS * _SIZE)
+    wanted = (last - first + COLUMNS - 1) // COLUMNS
+    blocks = max((wanted + PANELS - 1) // PANELS, 1)  # of about the same width
+    for number in range(blocks):
+        block = first + wanted * number // blocks * COLUMNS
+        end = min(first + wanted * (number + 1) // blocks * COLUMNS, last)
+        for column in range(block, end, COLUMNS):
+            own, panel = at(w, column * w_stride), at(panels, (column - block) // COLUMNS * of_panel)
+            _make_panel_of_weight(own, w_stride, min(COLUMNS, end - column), length, steps, panel, of_lane)
+        for row in range(0, rows, TILES * ROWS):
+            count = min(TILES * ROWS, rows - row)
+            tiles = (count + ROWS - 1) // ROWS
+            for column in range(block, end, COLUMNS):
+                panel = at(panels, (column - block) // COLUMNS * of_panel)
+                _multiply_tiles(at(x, row * LANES * steps), panel, of_lane, tiles, steps, sums)
+                for i in range(count):
+                    place = (i // ROWS * LEVELS + LEVELS - 1) * _SIZE + i % ROWS * COLUMNS
+                    o, s = at(out, (row + i) * out_stride + column), at(scale, column)
+                    _write(o, at(sums, place), s, min(COLUMNS, end - column), is_scaled)
+    keep(memory)
+
+
+def multiply_panels(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None) -> None:
+    """`hybrid.kernels.cpu.matmul.multiply_into` for many rows."""
+    (rows, inner), outputs = x.shape, weight.shape[0]
+    steps, tiles = -(-inner // LANES), -(-rows // ROWS)
+    panels = torch.empty(tiles * ROWS * steps * LANES)
+    args = x.data_ptr(), panels.data_ptr(), x.stride(0), rows, inner, steps
+    run(_make_panels, KINDS[x.dtype], args, tiles, 1, x.numel() // MIN_COPIED)
+    addresses = panels.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
+    numbers_of_product = (*addresses, weight.stride(0), output.stride(0), rows, inner, steps)
+    kinds, most = (KINDS[weight.dtype], KINDS[x.dtype]), rows * inner * outputs // MIN_SHARED
+    run(_multiply_panels, kinds, numbers_of_product, outputs, COLUMNS, most)

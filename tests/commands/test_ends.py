@@ -1,0 +1,64 @@
+"""How a command ends where the terminal, the reader of its output or the system ends it."""
+
+import argparse
+import os
+import signal
+import tempfile
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hybrid.commands import stress
+from hybrid.commands.command import Outcome
+from hybrid.commands.main import main
+
+STRESS = ["stress", "--no-model", "--no-signals", "--operations", "20"]
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--help"]], ids=" ".join)
+def test_a_reader_that_has_gone_ends_the_command_with_status_2(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `hybrid stress | head -1`: 1 would say that a check failed."""
+    monkeypatch.setattr("hybrid.commands.main.forget_output", lambda: None)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with suppress(BrokenPipeError), open(writer, "w") as output:  # what was not written is when it is closed
+        monkeypatch.setattr("sys.stdout", output)
+        try:
+            status = main([*STRESS, *more])
+        finally:
+            monkeypatch.undo()
+    assert status == 2
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_wrong_is_not_printed_among_results(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where stderr is closed."""
+    monkeypatch.setattr("sys.stderr", None)
+    assert main(["cache", "show", "/nowhere"]) == 2
+    monkeypatch.undo()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_ended_leaves_nothing_behind(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+
+    def run(args: argparse.Namespace, console: Console) -> Outcome:
+        with tempfile.TemporaryDirectory() as path:
+            made.append(Path(path))
+            signal.raise_signal(number)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr("hybrid.commands.main.COMMANDS", (replace(stress.COMMAND, run=run),))
+    with pytest.raises(SystemExit) as ended:
+        main(["stress"])
+    assert ended.value.code == 128 + number
+    assert not made[0].exists()
+    assert signal.getsignal(number) is signal.SIG_DFL
