@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -113,6 +113,19 @@ class Adapted:
     weights: Mapping[nn.Module, LowRank]
 
 
+class Arriving(Protocol):
+    """Pages and states of which some are on their way to the device."""
+
+    def wait(self, layer: int) -> None:
+        """What the device is given from now on waits for what this layer keeps of them. The model calls it before each
+        of its layers, in their order."""
+        ...
+
+    def settle(self) -> None:
+        """It waits for all of them. The model calls it after its last layer."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A packed batch of T new tokens: prefills first, then requests that decode, one token each and its drafts.
@@ -138,6 +151,7 @@ class Batch:
             drafts; None: nothing is copied.
         is_padded: its sizes are among few, so that a graph can be captured of it: nothing may depend on its numbers on
             the host.
+        arriving: pages and states that the model waits for, layer by layer; None: all are there.
     """
 
     token_ids: Tensor
@@ -154,6 +168,7 @@ class Batch:
     adapted: tuple[Adapted, ...] = ()
     copies: Tensor | None = None
     is_padded: bool = False
+    arriving: Arriving | None = None
 
     @property
     def groups(self) -> tuple[Group, ...]:

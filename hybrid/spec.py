@@ -80,6 +80,20 @@ class StateTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
+class LayerTensors(NamedTuple):
+    """What one layer of a model keeps: its row in tensors whose first dimension is layers.
+
+    Attributes:
+        row: of the layer, in each of these tensors.
+        tokens: names of tensors per token.
+        state: names of tensors per sequence.
+    """
+
+    row: int
+    tokens: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+
+
 class Place(NamedTuple):
     """Where a tensor is in a page, or in a state slot.
 
@@ -103,26 +117,41 @@ class HybridSpec:
     Attributes:
         tokens: the tensors per token, over all layers that keep any.
         state: the tensors of one sequence's state, over all linear-attention layers.
+        layers: of each layer, in the order in which they compute, what it alone reads and writes. What none of them
+            lists may be used by all. A model that has them waits for contents layer by layer
+            (`hybrid.batch.Arriving`); empty: it waits for nothing.
 
     Raises:
-        ArgumentError: two tensors have one name.
+        ArgumentError: two tensors have one name, or two layers list the same, or one lists what there is not.
     """
 
     tokens: tuple[TokenTensor, ...]
     state: tuple[StateTensor, ...]
+    layers: tuple[LayerTensors, ...] = ()
 
     def __post_init__(self) -> None:
         for names in ([tensor.name for tensor in self.tokens], [tensor.name for tensor in self.state]):
             twice = [name for name in names if names.count(name) > 1]
             if twice:
                 raise ArgumentError(f"HybridSpec: two tensors are named {twice[0]!r}; give each its own name")
+        tokens = {(tensor.name, row) for tensor in self.tokens for row in range(prod(tensor.outer[:1]))}
+        state = {(tensor.name, row) for tensor in self.state for row in range(prod(tensor.shape[:1]))}
+        for layer in self.layers:
+            for there, listed in ((tokens, layer.tokens), (state, layer.state)):
+                for name in listed:
+                    if (name, layer.row) not in there:
+                        raise ArgumentError(
+                            f"HybridSpec: a layer lists row {layer.row} of {name!r}, which another layer lists too, or "
+                            "which is not there; each layer lists what it alone reads and writes"
+                        )
+                    there.remove((name, layer.row))
 
     def with_kv_dtype(self, kv_dtype: str) -> HybridSpec:
         """The same, with the keys and values of full attention kept as `CacheConfig.kv_dtype` says."""
         if kv_dtype == "auto":
             return self
         tokens = (tensor.packed(kv_dtype) if tensor.name == "kv" else tensor for tensor in self.tokens)
-        return HybridSpec((*tokens,), self.state)
+        return replace(self, tokens=(*tokens,))
 
     def page_places(self, page_size: int) -> tuple[Place, ...]:
         """Where each tensor per token is in a page.

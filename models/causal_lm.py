@@ -9,6 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hybrid.models.layers import Chosen, Linear, Projections, RMSNorm, Rotary
 from hybrid.models.moe import Experts
 from hybrid.models.mtp import MultiTokenPredictor
 from hybrid.models.weights import Layouts, Source
-from hybrid.spec import HybridSpec
+from hybrid.spec import HybridSpec, LayerTensors
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -174,9 +175,20 @@ class CausalLM(nn.Module, ABC):
         """The tensors per token and per sequence of a model of this configuration."""
 
     def own_spec(self) -> HybridSpec:
-        """Those of this model, with what its predictor keeps."""
+        """Those of this model by layers, with what its predictor keeps, which comes last."""
         spec = self.spec(self.config, self.model.embed_tokens.weight.dtype)
-        return spec if self.mtp is None else self.mtp.extend(spec, self.config.hidden_size)
+        tokens = tuple(tensor.name for tensor in spec.tokens)
+        states = tuple(tensor.name for tensor in spec.state)
+        decoder: Iterable[Any] = self.model.layers
+        layers = [
+            LayerTensors(mixer.layer, state=states) if is_linear else LayerTensors(mixer.layer, tokens)
+            for is_linear, mixer in ((layer.is_linear, layer.parts[1]) for layer in decoder)
+        ]
+        if self.mtp is not None:
+            predictor: Any = self.mtp.layers[0]
+            spec = self.mtp.extend(spec, self.config.hidden_size)
+            layers.append(LayerTensors(predictor.parts[1].layer, tokens))
+        return replace(spec, layers=(*layers,))
 
     @classmethod
     def unsupported(cls, config: Any) -> str | None:
@@ -213,10 +225,15 @@ class CausalLM(nn.Module, ABC):
         x, residual = embedded, None
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         rotary = self.rotary(positions, x.dtype)
+        arriving = batch.arriving
         layer: Any
-        for layer in self.model.layers:
+        for index, layer in enumerate(self.model.layers):
+            if arriving is not None:
+                arriving.wait(index)
             x, residual = layer(x, residual, batch, rotary, kv, state, self.chunk_size)
         assert residual is not None
+        if arriving is not None:
+            arriving.settle()
         rows = batch.sample_rows
         if self.mtp is None:
             x = self.model.norm.of_sum(x[rows], residual[rows])[1]

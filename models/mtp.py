@@ -76,7 +76,7 @@ class MultiTokenPredictor(nn.Module):
             for tensor in spec.tokens
         )
         dtype = next(tensor.dtype for tensor in spec.tokens if tensor.name == "kv")
-        return HybridSpec(tokens, (*spec.state, StateTensor(HIDDEN, (hidden_size,), dtype)))
+        return replace(spec, tokens=tokens, state=(*spec.state, StateTensor(HIDDEN, (hidden_size,), dtype)))
 
     def keep(
         self, embedded: Tensor, hidden: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, state: dict[str, Tensor]

@@ -46,6 +46,7 @@ class Allocator:
         self._pages = memory.pages
         self._states = memory.states
         self._checkpoints = memory.checkpoints
+        self._arrivals = memory.arrivals
         self._on_evict = on_evict
         self._digests = digests
         self._elastic = _Elastic(tree, memory, digests) if memory.arena is not None else None
@@ -86,6 +87,7 @@ class Allocator:
     def free_checkpoint(self, place: int) -> None:
         """Free the place of a checkpoint that the tree does not own."""
         if self._memory.stores_smaller:
+            self._arrivals.before(checkpoints=[place])
             self._checkpoints.free([place])
         else:
             self.free_states([place])
@@ -123,12 +125,15 @@ class Allocator:
 
     def free_pages(self, pages: Sequence[int]) -> None:
         """Free pages of a request."""
+        self._arrivals.before(pages=pages)
         self._pages.free(pages)
         if self._elastic is not None:
             self._elastic.compactor.forget_pages(pages)
 
     def free_states(self, slots: Sequence[int]) -> None:
         """Free state slots of a request."""
+        if not self._memory.stores_smaller:
+            self._arrivals.before(checkpoints=slots)
         self._states.free(slots)
         if self._elastic is not None:
             self._elastic.held_states.remove(slots)
@@ -218,6 +223,7 @@ class Allocator:
             self._elastic.held_checkpoints.add(node.slot)
 
     def _free(self, released: Released) -> None:
+        self._arrivals.before(released.pages, released.slots)
         if self._on_evict is not None:
             self._on_evict(released)
         if self._elastic is not None:

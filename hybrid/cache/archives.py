@@ -13,7 +13,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.restorer import Boundary, Outcome, Restorer
 from hybrid.errors import ArgumentError, CacheFileError, PromptError
 from hybrid.key import Key
-from hybrid.memory.digests import ContentReader, ContentWriter
+from hybrid.memory.digests import ContentReader, Contents, ContentWriter
 from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.archive import Archive, ArchivedNode
 from hybrid.tiers.fingerprint import Fingerprint
@@ -93,8 +93,8 @@ def collect(
     wanted = _wanted(tree, keys, namespace)
     places: dict[Node, int] = {}
     nodes, ids = [], []
-    pages: list[bytes] = []
-    checkpoints: list[bytes] = []
+    pages: list[Contents] = []
+    checkpoints: list[Contents] = []
     for name, node in tree.nodes():  # parents first
         if node not in wanted:
             continue
@@ -135,7 +135,7 @@ def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> se
     return wanted
 
 
-def _rows(contents: list[bytes]) -> Tensor:
+def _rows(contents: list[Contents]) -> Tensor:
     """`[len(contents), bytes of each]` uint8."""
     num_bytes = len(contents[0]) if contents else 0
     if not num_bytes:  # also of a model without states

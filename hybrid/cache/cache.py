@@ -124,15 +124,15 @@ class HybridCache:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; only where the cache has tensors."""
-        assert self.memory.tensors is not None
-        return self.memory.tensors.kv
+        """The pages, `[num_pages, layers, 2, page_size, kv_heads, head_dim]`; only where the cache has tensors. The
+        device's next work waits for contents that are on their way."""
+        return self.memory.settled.kv
 
     @property
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The state slots, `[num_slots, ...]` by name; only where the cache has tensors."""
-        assert self.memory.tensors is not None
-        return self.memory.tensors.state
+        """The state slots, `[num_slots, ...]` by name; only where the cache has tensors. The device's next work waits
+        for contents that are on their way."""
+        return self.memory.settled.state
 
     @property
     def unit_bytes(self) -> tuple[int, int]:
@@ -196,7 +196,8 @@ class HybridCache:
         return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
-        """As `open`, without waiting for a disk: while `lease.restoring` is not None, call `proceed`."""
+        """As `open`, without waiting for a disk: while `lease.restoring` is not None, call `proceed`. On a GPU what was
+        restored may be on its way: before it is used, wait for `memory.arrivals`."""
         self._owner.claim()
         self.pins.expire()
         lease = self._opener.open(key, limit, num_tokens, priority)
@@ -441,7 +442,8 @@ class HybridCache:
             return load(archive, here, self.tree, self._restorer(), self.allocator, keep)
 
     def _restorer(self) -> Restorer:
-        return Restorer(self._opener, self._committer, self.allocator, writer_of(self.memory))
+        writer_of(self.memory)  # refuses a memory without contents
+        return Restorer(self._opener, self._committer, self.allocator, self.memory)
 
     # The whole
 

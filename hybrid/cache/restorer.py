@@ -11,7 +11,9 @@ from hybrid.cache.commit import Committer
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
 from hybrid.key import Key
-from hybrid.memory.digests import Contents, ContentWriter
+from hybrid.memory.arrivals import Arrivals
+from hybrid.memory.digests import Contents
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Kind, NodeUsage
 
 
@@ -56,14 +58,14 @@ class Restorer:
         opener: opens a lease, which owns the memory meanwhile.
         committer: inserts it.
         allocator: allocates more where a lease has too little.
-        writer: writes contents.
+        memory: contents are written to it. It must have a mover that writes them.
     """
 
-    def __init__(self, opener: Opener, committer: Committer, allocator: Allocator, writer: ContentWriter) -> None:
+    def __init__(self, opener: Opener, committer: Committer, allocator: Allocator, memory: CacheMemory) -> None:
         self._opener = opener
         self._committer = committer
         self._allocator = allocator
-        self._writer = writer
+        self._memory = memory
 
     def restore(self, boundary: Boundary) -> tuple[Outcome, int]:
         """Bring in what the cache lacks of a boundary.
@@ -80,14 +82,20 @@ class Restorer:
             if lease.front_tokens == boundary.num_tokens:
                 return Outcome.PRESENT, 0
             outcome = self.fill(lease, boundary)
+            self.arrivals.settle()
             return outcome, missing if outcome is Outcome.RESTORED else 0
         finally:
             self._opener.close(lease)
 
+    @property
+    def arrivals(self) -> Arrivals:
+        """What was written, and is on its way."""
+        return self._memory.arrivals
+
     def fill(self, lease: Lease, boundary: Boundary) -> Outcome:
         """Write what a lease lacks up to a boundary beyond its hit into its own pages, and insert them with the
-        checkpoint. Otherwise the lease is as it was, but for contents of its private pages, which it has not computed
-        yet.
+        checkpoint. On a GPU contents are on their way then (`hybrid.memory.arrivals`). Otherwise the lease is as it
+        was, but for contents of its private pages, which it has not computed yet.
         """
         page_size = self._opener.page_size
         end = boundary.num_tokens // page_size
@@ -103,13 +111,8 @@ class Restorer:
         if place is None:
             return Outcome.NO_MEMORY
         try:
-            for page, contents in zip(
-                lease.block_table[lease.num_shared : end],
-                boundary.pages[len(boundary.pages) - num_missing :] if num_missing > 0 else (),
-                strict=True,
-            ):
-                self._writer.write_page(page, contents)
-            self._writer.write_checkpoint(place, boundary.checkpoint)
+            missing = boundary.pages[len(boundary.pages) - num_missing :] if num_missing > 0 else ()
+            self._memory.write(lease.block_table[lease.num_shared : end], missing, place, boundary.checkpoint)
         except BaseException:
             self._allocator.free_checkpoint(place)
             raise

@@ -21,6 +21,7 @@ from hybrid.cache.restoring import Candidate, Restoring
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers
 from hybrid.key import TOKEN_BYTES, Key
+from hybrid.memory.arrivals import Arrivals
 from hybrid.memory.memory import UnitSizes
 from hybrid.tiers.chain import chain
 from hybrid.tiers.restored import Restored
@@ -46,6 +47,7 @@ class Restores:
     Attributes:
         num_checkpoints, num_tokens, num_bytes: that came back, for requests.
         num_failures: restores that raised; requests compute then.
+        arrivals: what was restored, and is on its way.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Restores:
         self._tiers = tiers
         self._tree = tree
         self._opener = opener
+        self.arrivals: Arrivals = restorer.arrivals
         self._restorer = restorer
         self._sizes = sizes
         self._page_size = config.page_size
@@ -224,7 +227,8 @@ class Restores:
             return Restored(candidate.label, refused=f"restoring {position} tokens failed: {error!s:.200}")
         if outcome is not Outcome.RESTORED:
             return Restored(candidate.label, refused=f"{position} tokens are not restored: {outcome.value}")
-        seconds = self._note(restoring, candidate, contents, time.perf_counter() - start)
+        written = time.perf_counter() - start + self.arrivals.seconds(candidate.num_bytes)
+        seconds = self._note(restoring, candidate, contents, written)
         self.num_tokens += saved
         return Restored(candidate.label, saved, candidate.num_bytes, seconds, waited, restoring.refused)
 
@@ -301,7 +305,7 @@ class Restores:
         """Count what was restored. Its copies stay: when it is evicted again, nothing is written.
 
         Args:
-            written: seconds that writing to the device took.
+            written: seconds that writing to the device takes.
 
         Returns:
             Seconds that all of it took.
@@ -322,7 +326,10 @@ class Restores:
 
 
 def waited_for(lease: Lease | None, restores: Restores | None) -> Lease | None:
-    """A lease that was begun, once nothing is read for it any more."""
-    if lease is not None and lease.restoring is not None and restores is not None:
-        restores.wait(lease)
+    """A lease that was begun, once nothing is read for it any more. What was restored may be used at once: the device's
+    next work waits for it."""
+    if lease is not None and restores is not None:
+        if lease.restoring is not None:
+            restores.wait(lease)
+        restores.arrivals.settle()
     return lease

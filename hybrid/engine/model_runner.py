@@ -86,6 +86,8 @@ class ModelRunner:
         self.model: Any = model
         self.graphs = graphs
         self._cache = cache
+        self._kv, self._state = cache.kv, cache.state_tensors
+        self._arrivals = cache.memory.arrivals
         self._device = device
         self._deterministic = deterministic
         self._end_tokens = end_tokens
@@ -120,10 +122,13 @@ class ModelRunner:
         tokens = under_way.choose() if under_way is not None else None  # before this pass writes the same logits
         plan = replace(plan, under_way=None)  # what is pending keeps its plan, and must not keep all passes before it
         if self.graphs is not None and plan.is_padded:
+            self._arrivals.settle()  # a graph waits for no layer
             logits, sampling, keep = self.graphs.run(plan, tokens)
         else:
             batch, sampling = plan.on(self._device, tokens)
-            logits = self.model(batch, self._cache.kv, self._cache.state_tensors)
+            if self._arrivals.are_pending:
+                batch = replace(batch, arriving=self._arrivals)
+            logits = self.model(batch, self._kv, self._state)
             keep = partial(self._replay, batch.log) if batch.log is not None else None
         if plan.has_drafts and keep is not None:
             verification = Verification(plan.parts, self._end_tokens, partial(self._keep, keep))

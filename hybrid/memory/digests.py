@@ -16,11 +16,11 @@ Contents = bytes | bytearray | memoryview
 class ContentReader(Protocol):
     """Reads the contents of a memory."""
 
-    def read_page(self, page: int) -> bytes:
+    def read_page(self, page: int) -> Contents:
         """The bytes of a page."""
         ...
 
-    def read_checkpoint(self, slot: int) -> bytes:
+    def read_checkpoint(self, slot: int) -> Contents:
         """The bytes of a checkpoint: of a state slot, or of the place of a stored checkpoint."""
         ...
 
@@ -96,5 +96,5 @@ class Digests:
         return self._checkpoints.get(slot) == _digest(self._reader.read_checkpoint(slot))
 
 
-def _digest(contents: bytes) -> bytes:
+def _digest(contents: Contents) -> bytes:
     return hashlib.blake2b(contents, digest_size=DIGEST_BYTES).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -11,7 +12,8 @@ import torch
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
-from hybrid.memory.digests import ContentReader, Digests
+from hybrid.memory.arrivals import Arrivals
+from hybrid.memory.digests import ContentReader, Contents, ContentWriter, Digests
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
 from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec
@@ -105,6 +107,9 @@ class CacheMemory:
 
     Raises:
         ArgumentError: there is a pool of stored checkpoints, and nothing that stores them.
+
+    Attributes:
+        arrivals: contents on their way into the tensors.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class CacheMemory:
         self.arena: Arena | None = arena
         self.sizes: UnitSizes | None = sizes
         self.tensors: CacheTensors | None = tensors
+        self.arrivals: Arrivals = tensors.arrivals if tensors is not None else Arrivals()
         self.mover: Mover | None = mover if mover is not None else tensors
         self.store: CheckpointStore | None = None
         if checkpoints is not None:
@@ -243,7 +249,32 @@ class CacheMemory:
 
     def release(self) -> None:
         """Free the tensors. The pools stay as they are, and nothing can be computed on this memory any more."""
+        self.arrivals.settle()
         self.tensors = self.mover = self.store = None
+
+    def write(self, pages: Sequence[int], contents: Sequence[Contents], place: int, checkpoint: Contents) -> None:
+        """Write all of a boundary, as this memory's mover has read it, or one like it. In tensors on a GPU it is on its
+        way afterwards (`arrivals`). When this raises, the pages and the place hold anything.
+
+        Args:
+            pages, contents: pages that no one reads, and what they are to hold.
+            place, checkpoint: likewise of a checkpoint, as it is stored.
+        """
+        mover = self.mover
+        if self.tensors is not None and mover is self.tensors:
+            self.tensors.write(pages, contents, place, checkpoint)
+            return
+        assert isinstance(mover, ContentWriter)
+        for page, own in zip(pages, contents, strict=True):
+            mover.write_page(page, own)
+        mover.write_checkpoint(place, checkpoint)
+
+    @property
+    def settled(self) -> CacheTensors:
+        """The tensors, of a memory that has them: the device's next work waits for contents that are on their way."""
+        assert self.tensors is not None
+        self.arrivals.settle()
+        return self.tensors
 
     @property
     def stores_smaller(self) -> bool:

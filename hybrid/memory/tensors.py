@@ -17,9 +17,11 @@ from hybrid.errors import MemoryBudgetError, OwnershipError
 from hybrid.kernels.codec import StoredLayout, restore, store
 from hybrid.kernels.ops import copy_states
 from hybrid.memory.arena import PieceLayout
+from hybrid.memory.arrivals import Arrivals, Copier, Copy, Share, layer_groups, shares_of
 from hybrid.memory.device import on_device
 from hybrid.memory.digests import Contents
 from hybrid.memory.pool import EMPTY_STATE
+from hybrid.memory.streams import copier_for, read_pinned
 from hybrid.spec import HybridSpec, Place
 from hybrid.units import format_bytes
 
@@ -32,13 +34,17 @@ class StoredCheckpoints:
         pieces: `[num_pieces, piece_bytes]` uint8: the memory.
         per_piece: stored checkpoints in a piece.
         state: the tensors of the state slots by name, `[num_slots, *shape]`.
+        arrivals: what is on its way into the memory.
 
     Attributes:
         places: where each tensor of the state is in a stored checkpoint, and its scales if it has any.
     """
 
-    def __init__(self, layout: StoredLayout, pieces: Tensor, per_piece: int, state: dict[str, Tensor]) -> None:
+    def __init__(
+        self, layout: StoredLayout, pieces: Tensor, per_piece: int, state: dict[str, Tensor], arrivals: Arrivals
+    ) -> None:
         self._layout = layout
+        self._arrivals = arrivals
         self._pieces = pieces
         self._per_piece = per_piece
         self._state = state
@@ -61,10 +67,12 @@ class StoredCheckpoints:
 
     def restore(self, place: int, slot: int) -> None:
         """Unpack a stored checkpoint into a state slot."""
+        self._arrivals.wait(0)  # it arrives with the first layer
         restore(self._layout, self.bytes_of(place), {name: tensor[slot] for name, tensor in self._state.items()})
 
     def move_stored(self, moves: dict[int, int]) -> None:
         """Copy each stored checkpoint (key) to its new place (value)."""
+        self._arrivals.before(checkpoints=moves)
         for old, new in moves.items():
             self.bytes_of(new).copy_(self.bytes_of(old))
 
@@ -82,6 +90,8 @@ class CacheTensors:
         states: `[num_slots, stride]` uint8: the bytes of each slot, and the gap to the next.
 
     Attributes:
+        arrivals: what is on its way into pages and checkpoints. Methods wait for it where they must; who reads or
+            writes the tensors below calls `Arrivals.settle` or `Arrivals.wait` before.
         tokens: per name, `[num_pages, *outer, page_size / block, *inner]`.
         state: per name, `[num_slots, *shape]`.
         stored: checkpoints that are stored smaller; None: checkpoints are state slots.
@@ -96,6 +106,10 @@ class CacheTensors:
         self.tokens: dict[str, Tensor] = _views(pages, self._page_places)
         self.state: dict[str, Tensor] = _views(states, self._state_places)
         self.stored: StoredCheckpoints | None = None
+        self._copier: Copier | None = copier_for(pages.device)
+        groups = layer_groups(spec, page_size, self._copier.min_bytes if self._copier is not None else 0)
+        self._groups = groups
+        self.arrivals: Arrivals = Arrivals(self._copier, groups)
 
     def page_layout(self) -> str:
         """What a page holds: the tensors, in order."""
@@ -140,26 +154,29 @@ class CacheTensors:
         states = memory.view(num_pieces * layout.states, layout.num_bytes // layout.states)
         tensors = cls(spec, page_size, memory.view(num_pieces * layout.pages, -1), states)
         if stored is not None:
-            tensors.stored = StoredCheckpoints(stored, memory, layout.stored, tensors.state)
+            tensors.stored = StoredCheckpoints(stored, memory, layout.stored, tensors.state, tensors.arrivals)
         return tensors
 
     def move_pages(self, moves: dict[int, int]) -> None:
         """Copy each page (key) to its new place (value)."""
+        self.arrivals.before(pages=moves)
         _copy(self._pages, moves)
 
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy each state slot (key) to its new place (value)."""
+        if self.stored is None:
+            self.arrivals.before(checkpoints=moves)
         _copy(self._states, moves)
 
-    def read_page(self, page: int) -> bytes:
+    def read_page(self, page: int) -> Contents:
         """The bytes of a page: of every tensor per token, one after the other."""
+        self.arrivals.before(pages=[page])
         return _read(self._pages[page], self._page_places)
 
-    def read_checkpoint(self, slot: int) -> bytes:
+    def read_checkpoint(self, slot: int) -> Contents:
         """The bytes of a checkpoint: of every tensor of a state slot, or of the place of a stored checkpoint."""
-        if self.stored is not None:
-            return _read(self.stored.bytes_of(slot), self.stored.places)
-        return _read(self._states[slot], self._state_places)
+        self.arrivals.before(checkpoints=[slot])
+        return _read(*self._checkpoint(slot))
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""
@@ -167,10 +184,35 @@ class CacheTensors:
 
     def write_checkpoint(self, slot: int, contents: Contents) -> None:
         """Write what `read_checkpoint` has read."""
+        _write(*self._checkpoint(slot), contents)
+
+    def write(self, pages: Sequence[int], contents: Sequence[Contents], slot: int, checkpoint: Contents) -> None:
+        """Write pages and a checkpoint: on a GPU they are on their way afterwards (`arrivals`). When this raises, they
+        hold anything."""
+        if self._copier is None:
+            for page, own in zip(pages, contents, strict=True):
+                self.write_page(page, own)
+            self.write_checkpoint(slot, checkpoint)
+            return
+        rows = [
+            (self._pages[page], self._copier.prepare(_on_host(own, self._page_places)))
+            for page, own in zip(pages, contents, strict=True)
+        ]
+        row, places = self._checkpoint(slot)
+        source = self._copier.prepare(_on_host(checkpoint, places))
+        copies = [[copy for each in rows for copy in _copies(*each, group.page)] for group in self._groups]
+        for at, group in enumerate(self._groups):
+            if self.stored is None:
+                copies[at] += _copies(row, source, group.state)
+            elif not at:  # it is unpacked whole, for all layers
+                copies[at] += _copies(row, source, shares_of(places))
+        self.arrivals.begin(copies, pages, slot)
+
+    def _checkpoint(self, slot: int) -> tuple[Tensor, Sequence[Place]]:
+        """The bytes of a checkpoint, and where its tensors are in them."""
         if self.stored is not None:
-            _write(self.stored.bytes_of(slot), self.stored.places, contents)
-        else:
-            _write(self._states[slot], self._state_places, contents)
+            return self.stored.bytes_of(slot), self.stored.places
+        return self._states[slot], self._state_places
 
 
 def _stored_places(layout: StoredLayout) -> tuple[Place, ...]:
@@ -197,23 +239,37 @@ def _views(rows: Tensor, places: Sequence[Place]) -> dict[str, Tensor]:
     }
 
 
-def _read(row: Tensor, places: Sequence[Place]) -> bytes:
+def _read(row: Tensor, places: Sequence[Place]) -> Contents:
     """The bytes of every tensor in a row, without the gaps, which hold what was there before."""
-    data = row.cpu().numpy()
+    if row.device.type == "cuda":
+        return read_pinned([row[place.start : place.start + place.num_bytes] for place in places])
+    data = row.numpy()
     return b"".join(data[place.start : place.start + place.num_bytes].tobytes() for place in places)
 
 
 def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:
+    source, start = _on_host(contents, places), 0
+    for place in places:
+        row[place.start : place.start + place.num_bytes].copy_(source[start : start + place.num_bytes])
+        start += place.num_bytes
+
+
+def _on_host(contents: Contents, places: Sequence[Place]) -> Tensor:
+    """Contents as a tensor: without a copy, where they could be written to."""
     expected = sum(place.num_bytes for place in places)
     if len(contents) != expected:
         raise OwnershipError(f"{len(contents)} bytes are to be written where {expected} belong")
     if not expected:  # a model without states
-        return
-    data = torch.frombuffer(contents if isinstance(contents, bytearray) else bytearray(contents), dtype=torch.uint8)
-    start = 0
-    for place in places:
-        row[place.start : place.start + place.num_bytes].copy_(data[start : start + place.num_bytes])
-        start += place.num_bytes
+        return torch.empty(0, dtype=torch.uint8)
+    is_writable = not memoryview(contents).readonly
+    return torch.frombuffer(contents if is_writable else bytearray(contents), dtype=torch.uint8)
+
+
+def _copies(row: Tensor, source: Tensor, shares: Sequence[Share]) -> list[Copy]:
+    """Copies of shares of a page or a slot."""
+    return [
+        Copy(row[start : start + num_bytes], source[first : first + num_bytes]) for start, first, num_bytes in shares
+    ]
 
 
 def _copy(rows: Tensor, moves: dict[int, int]) -> None:

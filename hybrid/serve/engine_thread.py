@@ -72,6 +72,7 @@ class EngineThread:
         self._door = Door()
         self._inboxes: dict[str, Inbox] = {}  # of the engine's requests, by their ids
         self._names: dict[Inbox, str] = {}  # the reverse
+        self._ending: set[str] = set()  # ids of requests that were aborted, and whose last output the engine has
         self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run, name="hybrid-engine", daemon=True)
         self._thread.start()
@@ -200,6 +201,8 @@ class EngineThread:
         if inbox is not None and inbox.loop.is_closed() and output.finish_reason is None:
             self._drop(inbox)  # it has no reader any more
             return
+        if output.finish_reason is not None:
+            self._ending.discard(output.request_id)
         if inbox is not None and output.finish_reason is not None:
             del self._inboxes[self._names.pop(inbox)]
         if inbox is not None and (output.finish_reason is not None or not inbox.only_ends):
@@ -235,6 +238,11 @@ class EngineThread:
             if limit is not None and waiting >= limit:
                 return
             inbox, asked = self._door.next()
+            if (
+                isinstance(asked.request_id, str) and asked.request_id in self._ending
+            ):  # after the next step it can be used again
+                self._door.put_back(inbox, asked)
+                return
             try:
                 name = self.engine.add_request(
                     asked.prompt, asked.params, namespace=asked.namespace, request_id=asked.request_id
@@ -259,6 +267,7 @@ class EngineThread:
         waiting = next((inbox for inbox, asked in self._door if asked.request_id == request_id), None)
         if waiting is None or request_id in self._inboxes:
             self.engine.abort(request_id)
+            self._ending.add(request_id)
             return
         self._door.remove(waiting)
         self._fail(waiting, RequestError(f"{request_id} was aborted before the engine took it"))
@@ -269,6 +278,7 @@ class EngineThread:
         name = self._names.pop(inbox, None)
         if name is not None:
             del self._inboxes[name]
+            self._ending.add(name)
             with suppress(RequestError):  # it has ended, and its output was not taken yet
                 self.engine.abort(name)
 

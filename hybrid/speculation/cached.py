@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import count, pairwise
 
 from hybrid.speculation.chances import Chances
 from hybrid.speculation.drafter import Drafter, History
@@ -78,18 +79,17 @@ class Source:
         return self.matched + self.followed
 
     def follow(self, history: History) -> None:
-        """Pass the tokens of the history, from `start` on, that are those of the source."""
-        if self.is_left:
-            return
+        """Pass the tokens of the history, from `start` on, that are those of the source, which it has not left."""
         own = history[self.start :]
         theirs = self.ids[self.at : self.at + len(own)]
-        count = common_length(own, theirs)
-        self.is_left = count < min(len(own), len(theirs))
-        self.learned.observe(self.right, count, self.is_left)
+        count = common_length(own, theirs) if own[:1] == theirs[:1] else 0  # mostly the first one differs
+        self.is_left = count < len(theirs)
+        self.learned.observe(self.matched + self.followed, count, self.is_left)
         self.at += count
         self.start += count
         self.followed += count
-        self.is_proven |= self.followed >= PROVEN
+        if self.followed >= PROVEN:
+            self.is_proven = True
 
     def skip(self) -> None:
         """The next token of the history replaces that of the source."""
@@ -104,7 +104,7 @@ class Source:
         if tokens and min(tokens) < 0:
             tokens = tokens[: next(at for at, token in enumerate(tokens) if token < 0)]
         count = len(tokens)
-        return tokens, range(-1, count - 1), self.learned.ahead(self.right, count)
+        return tokens, range(-1, count - 1), self.learned.ahead(self.matched + self.followed, count)
 
 
 class ContinuationDrafter(Drafter):
@@ -135,7 +135,8 @@ class ContinuationDrafter(Drafter):
         """What followed the whole history in its namespace."""
         source = self._sources.get(history)
         if source is not None:
-            source.follow(history)
+            if not source.is_left:
+                source.follow(history)
             if source.start == len(history) and source.at < len(source.ids):
                 return source.draft(limit)
         elif len(history) < self._next_look.get(history, 0):
@@ -173,12 +174,34 @@ class _Reading:
         source: what it follows; None: nothing.
     """
 
-    __slots__ = ("learned", "piece", "source")
+    __slots__ = ("_latest", "_read", "learned", "piece", "source")
 
     def __init__(self, piece: Piece, learned: Chances) -> None:
         self.piece: Piece = piece
         self.learned: Chances = learned
         self.source: Source | None = None
+        self._latest: dict[tuple[int, int], int] = {}  # the place after each pair of tokens that is not indexed yet
+        self._read = 1  # pairs up to here are known
+
+    def indexed(self) -> None:
+        """More tokens were indexed: of pairs those among the last of them are known here, which few tokens follow."""
+        self._latest.clear()
+        self._read = max(1, self.piece.end - MAX_BACK)
+
+    def repeated(self, history: History, end: int, tail: array[int]) -> int | None:
+        """Where the last two tokens of a history were before, among those that are not indexed yet and a few before
+        them: the place after them.
+
+        Args:
+            end: the place of the last token.
+            tail: at least three tokens, the last ones of the history.
+        """
+        if end == self._read + 1:  # the usual case
+            self._latest[tail[-3], tail[-2]] = end
+        elif end > self._read:
+            self._latest.update(zip(pairwise(history[self._read - 1 : end]), count(self._read + 1), strict=False))
+        self._read = end
+        return self._latest.get((tail[-2], tail[-1]))
 
 
 class GramDrafter(Drafter):
@@ -211,37 +234,52 @@ class GramDrafter(Drafter):
     def propose(self, history: History, limit: int) -> Chain:
         """What followed the last tokens of the history."""
         reading = self._readings.get(history) or self._open(history)
-        count = len(history)
-        if count - reading.piece.end >= BLOCK:
+        end, source = len(history), reading.source
+        if end - reading.piece.end >= BLOCK:
             self._learn(history, reading.piece)
-        source = reading.source
+            reading.indexed()
         if source is not None:
-            source.follow(history)
-            if source.start == count - 1 and source.followed >= PROVEN:
+            if not source.is_left:
+                source.follow(history)
+            if source.start == end - 1 and source.followed >= PROVEN:
                 source.skip()
-            if source.start == count and source.at < len(source.ids):
+            if source.start == end and source.at < len(source.ids):
                 return source.draft(limit)
-            if count - source.start > MAX_AHEAD:
+            if end - source.start > MAX_AHEAD:
                 source = reading.source = None
-        return self._look(history, reading, limit)
-
-    def _look(self, history: History, reading: _Reading, limit: int) -> Chain:
-        """Look for the last tokens of a history: in the index, in those that are not indexed yet, and in the source
-        that was left."""
-        index, tail = self._indices.get(history.namespace), history[-MAX_BACK:]
-        best, length = _again(reading.source, tail), 0
-        if best is not None:
-            length = match_length(tail, *best)
-        repeated = _repeated(history, reading.piece.end)
-        if repeated is not None and (own := match_length(tail, *repeated)) > length:
-            best, length = (_cycle(*repeated), 0), own
-        found = index.find(tail) if index is not None else None
-        if found is not None and (own := match_length(tail, *found)) > length:
-            best, length = found, own
-        if best is None:
+        found = self._look(history, end, reading)
+        if found is None:
             return NOTHING
-        source = reading.source = Source(*best, len(history), length, reading.learned)
+        ids, at, length = found
+        source = reading.source = Source(ids, at, end, length, reading.learned)
         return source.draft(limit)
+
+    def _look(self, history: History, end: int, reading: _Reading) -> tuple[array[int], int, int] | None:
+        """Look for the last tokens of a history: in the source that was left, in those that are not indexed yet, and in
+        the index.
+
+        Returns:
+            Of the longest match its tokens, the place after it, and its length.
+        """
+        tail = history[-MAX_BACK:]
+        if len(tail) <= GRAMS[-1]:
+            return None
+        best, source = None, reading.source
+        if source is not None and source.is_proven and (again := _again(source, tail)) is not None:
+            best = (*again, match_length(tail, *again))
+        place = reading.repeated(history, end - 1, tail)
+        if place is not None:
+            before = history[max(0, place - MAX_BACK) : place]
+            length = match_length(tail, before, len(before))
+            if best is None or length > best[2]:
+                best = _cycle(history[place:]), 0, length
+        index = self._indices.get(history.namespace)
+        found = index.find(tail) if index is not None else None
+        if found is not None:
+            length = match_length(tail, *found)
+            if best is None or length > best[2]:
+                best = (*found, length)
+        return best
 
     def end(self, history: History) -> None:
         """Keep what the request added, and forget the rest."""
@@ -278,30 +316,13 @@ CachedDrafter = ContinuationDrafter | GramDrafter
 """Those that learn themselves how probable their drafts are."""
 
 
-def _repeated(history: History, end: int) -> tuple[array[int], int] | None:
-    """Where the last tokens of a history were before, among those after `end`, which are not indexed yet, and a few
-    before them."""
-    ids = history[max(0, end - MAX_BACK) :]
-    length = GRAMS[-1]
-    data, gram = ids.tobytes(), ids[-length:].tobytes()
-    at = data.rfind(gram, 0, len(data) - 1)
-    while at % ids.itemsize:  # -1: it is not there
-        at = data.rfind(gram, 0, at + len(gram) - 1)
-        if at < 0:
-            return None
-    return ids, at // ids.itemsize + length
-
-
-def _cycle(ids: array[int], at: int) -> array[int]:
-    """What follows a place in the last tokens of a history, again and again: as if it continued to repeat itself."""
-    period = ids[at:]
+def _cycle(period: array[int]) -> array[int]:
+    """What follows if a history continues to repeat its last tokens."""
     return (period * (CYCLE // len(period) + 1))[:CYCLE]
 
 
-def _again(source: Source | None, tail: array[int]) -> tuple[array[int], int] | None:
+def _again(source: Source, tail: array[int]) -> tuple[array[int], int] | None:
     """Where a source that was left continues: after the next place that has the last two tokens."""
-    if source is None or not source.is_proven:
-        return None
     ids, end = source.ids, min(source.at + WINDOW, len(source.ids))
     at = max(source.at - 2, 1)
     while at < end - 1:

@@ -41,11 +41,12 @@ class Chances:
 
     def observe(self, right: int, accepted: int, is_wrong: bool) -> None:
         """After `right` right tokens there were `accepted` more, and one that was wrong."""
-        rates, counts = self._rates, self._counts
-        for at in range(right, right + accepted + is_wrong):
+        rates, counts, end = self._rates, self._counts, right + accepted
+        for at in range(right, end + is_wrong):
             bucket = BUCKETS[at] if at < LAST else BUCKETS[LAST]
-            count = counts[bucket] = min(counts[bucket] + 1, MAX_TOKENS)
-            rates[bucket] += ((at < right + accepted) - rates[bucket]) / count
+            if counts[bucket] < MAX_TOKENS:
+                counts[bucket] += 1
+            rates[bucket] += ((at < end) - rates[bucket]) / counts[bucket]
 
     def absorb(self, own: Chances) -> None:
         """Learn what a request has learned."""

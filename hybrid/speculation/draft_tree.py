@@ -74,6 +74,11 @@ class DraftTree:
         return len(self._all().tokens)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was proposed."""
+        return self._first is None
+
+    @property
     def chances(self) -> list[float]:
         """The chance of each draft, falling."""
         if self._is_single and self._first is not None and self._first[0].is_chain:

@@ -30,6 +30,12 @@ class Drafts:
     drafters: tuple[tuple[str, ...], ...]
     chances: tuple[float, ...] | None = None
 
+    @classmethod
+    def chain(cls, tokens: Sequence[int], drafter: str, chances: Sequence[float]) -> Drafts:
+        """Tokens of one drafter that each follow the one before."""
+        count = len(tokens)
+        return cls(tuple(tokens), tuple(range(-1, count - 1)), ((drafter,),) * count, tuple(chances))
+
     def __len__(self) -> int:
         return len(self.tokens)
 

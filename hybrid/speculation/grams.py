@@ -12,7 +12,6 @@ GRAMS = (6, 2)
 """Lengths of the n-grams, longest first."""
 
 FACTOR, MIXER = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
-MASK = (1 << 64) - 1
 
 
 def _powers(length: int) -> tuple[tuple[int, ...], int]:
@@ -116,20 +115,19 @@ class GramIndex:
         Returns:
             Tokens, and the position after the match in them. None: they are not known.
         """
-        count = len(ids)
-        if count < _SHORT:
+        last = ids[-_LONG:]
+        if len(last) < _SHORT:
             return None
-        value = sum(map(mul, ids[-_SHORT:], _SHORT_POWERS))
-        if count >= _LONG:
-            longer = sum(map(mul, ids[-_LONG:-_SHORT], _POWERS_BEFORE), value + _LONG_CONSTANT)
-            found = self._place(longer, ids[-_LONG:])
+        value = last[-2] * _SHORT_POWERS[0] + last[-1] * _SHORT_POWERS[1]
+        if len(last) == _LONG:  # its hash has that of its last tokens as a part
+            found = self._place(sum(map(mul, last, _POWERS_BEFORE), value + _LONG_CONSTANT), last)
             if found is not None:
                 return found
-        return self._place(value + _SHORT_CONSTANT, ids[-_SHORT:])
+        return self._place(value + _SHORT_CONSTANT, last[-_SHORT:])
 
     def _place(self, value: int, gram: array[int]) -> tuple[array[int], int] | None:
         """The place after an n-gram, if that has the slot of its hash."""
-        entry = self._slots[((value * MIXER & MASK) >> 20) % self._num_slots]
+        entry = self._slots[(value * MIXER >> 20) & self._last_slot]
         piece, at = self._pieces.get(entry >> 32), entry & 0xFFFFFFFF
         if piece is None:
             return None
@@ -148,13 +146,13 @@ class GramIndex:
             if count <= 0:
                 continue
             slots = np.correlate(ids[begin - first :], powers) * np.uint64(MIXER) >> np.uint64(20)
-            slots &= np.uint64(self._num_slots - 1)
+            slots &= np.uint64(self._last_slot)
             end = (piece.number << 32) + begin + length
             self._table[slots.view(np.int64)] = np.arange(end, end + count)
 
     def _make_table(self, slots: int) -> None:
         self._table = np.zeros(slots, np.int64)
-        self._num_slots = slots
+        self._last_slot = slots - 1  # slots are a power of two
         self._slots: memoryview[int] = self._table.data  # reads single numbers several times as fast
 
     def _grow(self) -> None:

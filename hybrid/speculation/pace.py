@@ -89,11 +89,13 @@ class PassCost:
         self._plain, self._drafted = Fastest(), Fastest()
         self._drafting: dict[str, float] = {}
         self._passes = 0
-        self._left_out = self._measured_again = 0
+        self._left_out, self._patience = 0, 1  # passes without drafts, and after how many what they cost is doubted
 
     def observe(self, rows: int, seconds: float, drafts: int) -> None:
         """A pass of this many rows took so long, of which some were drafts."""
         (self._drafted if drafts else self._plain).observe(rows, seconds)
+        if drafts and self._left_out > self._patience:  # it was doubted
+            self._left_out, self._patience = 0, min(4 * self._patience, 4**MAX_PAUSES)
         self._passes += 1
         if self._passes < MAX_WEIGHT or self._passes % MAX_WEIGHT == 0:
             self._fit()
@@ -118,7 +120,7 @@ class PassCost:
 
     def is_doubted(self, rows: int, chance: float) -> bool:
         """Drafts were left out of a pass, because of what they cost. Whether to compute the most probable one, to
-        measure that again: after more and more such passes.
+        measure that again: after more and more such passes, until a pass with drafts is observed.
 
         Args:
             rows: of the pass without drafts.
@@ -127,14 +129,11 @@ class PassCost:
         if chance * (1 + DOUBTED_SHARE * rows) <= DOUBTED_SHARE * rows:
             return False
         self._left_out += 1
-        if self._left_out <= 4**self._measured_again:
-            return False
-        self._left_out, self._measured_again = 0, min(self._measured_again + 1, MAX_PAUSES)
-        return True
+        return self._left_out > self._patience
 
     def is_paid(self) -> None:
         """Drafts were computed because they pay."""
-        self._left_out = self._measured_again = 0
+        self._left_out, self._patience = 0, 1
 
     def _fit(self) -> None:
         """The lines. They have the same slope, which follows from passes with drafts if there are several numbers of
@@ -231,7 +230,7 @@ class Acceptance:
         self._hits = PRIOR * prior
         self._trials = PRIOR
         self._right, self._claimed = TRUST * trust, TRUST
-        self._left = 4**self.pauses // 2 if pauses else 0
+        self._paused_until = 4**self.pauses // 2 if pauses else 0
 
     @property
     def rate(self) -> float:
@@ -255,24 +254,28 @@ class Acceptance:
         self._right = FORGET * self._right + is_right
         self._claimed = FORGET * self._claimed + claimed
 
-    def is_due(self, passes: int = 1) -> bool:
-        """Whether no pause lasts, this many passes after it was asked for last."""
-        self._left -= passes
-        return self._left < 0
+    def is_due(self, now: int) -> bool:
+        """Whether no pause lasts.
 
-    def paid(self, is_paid: bool) -> None:
-        """Whether drafts paid. If not, there is a pause, each longer than the one before."""
+        Args:
+            now: the number of the pass, among those of the request; the first is 1.
+        """
+        return now > self._paused_until
+
+    def paid(self, is_paid: bool, now: int) -> None:
+        """Whether drafts paid in this pass. If not, there is a pause, each longer than the one before."""
         self.pauses = 0 if is_paid else min(self.pauses + 1, MAX_PAUSES)
-        self._left = 0 if is_paid else 4**self.pauses  # passes of a pause
+        self._paused_until = 0 if is_paid else now + 4**self.pauses
 
-    def count(self, limit: int, worth: Worth) -> int:
+    def count(self, limit: int, worth: Worth, now: int) -> int:
         """How many drafts to compute, of a drafter that takes time for each; at least one, to measure it.
 
         Args:
             limit: the most.
             worth: of the pass without them.
+            now: as for `is_due`.
         """
         rate = self.rate
         count = worth.best([rate**ahead for ahead in range(1, limit + 1)])
-        self.paid(count > 0)
+        self.paid(count > 0, now)
         return max(count, 1)

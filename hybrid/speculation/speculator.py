@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain
+from operator import mul
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
@@ -48,25 +50,41 @@ class _Known:
         measured: of each drafter.
         position: where the tokens of `watched` would be.
         watched: by drafter a token that it proposed, and how probable it said that it is (None: it does not say).
-        fruitless: passes in a row in which no drafter proposed anything.
-        left_out: passes since any was asked.
+        passes: number of the latest pass.
+        asked, found: of the latest one in which drafters were asked, and had something.
     """
 
     measured: dict[str, Acceptance]
     position: int = 0
     watched: dict[str, tuple[int, float | None]] = field(default_factory=dict)
-    fruitless: int = 0
-    left_out: int = 0
+    passes: int = 0
+    asked: int = 0
+    found: int = 0
 
-    def is_left_out(self) -> bool:
+    def is_left_out(self, now: int) -> bool:
         """Whether no drafter is asked in this pass: of those in which none would have anything, most are left out."""
-        self.left_out += 1
-        return self.fruitless >= FRUITLESS and self.left_out < ASKED_EVERY
+        return now - self.found > FRUITLESS and now - self.asked < ASKED_EVERY
 
-    def count(self, has_drafts: bool) -> None:
-        """Drafters were asked, and had drafts."""
-        self.fruitless = 0 if has_drafts else self.fruitless + 1
-        self.left_out = 0
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A drafter, and what follows from its type.
+
+    Attributes:
+        computes: it has something to compute for several requests together.
+        is_cached: it learns itself how probable its drafts are, and computes nothing.
+    """
+
+    drafter: Drafter
+    name: str
+    computes: bool
+    is_cached: bool
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> _Asked:
+        """For a drafter."""
+        computes = type(drafter).prepare is not Drafter.prepare
+        return cls(drafter, drafter.name, computes, isinstance(drafter, CachedDrafter))
 
 
 @dataclass(eq=False, slots=True)
@@ -113,13 +131,19 @@ class Speculator:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._drafters = tuple(drafters)
+        self._drafters = tuple(map(_Asked.of, drafters))
         self._vocab_size = vocab_size
-        self._stats = {drafter.name: DrafterStats() for drafter in self._drafters}
-        self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in self._drafters}
+        self._stats = {drafter.name: DrafterStats() for drafter in drafters}
+        self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in drafters}
         self._pauses = dict.fromkeys(self._stats, 0)
         self._known: dict[History, _Known] = {}
         self._cost = PassCost()
+        self._spent = 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds for which drafters have computed, for the latest pass."""
+        return self._spent
 
     @property
     def max_drafts(self) -> int:
@@ -147,26 +171,63 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        trees: list[_Joined] = []
+        self._spent, trees = 0.0, list[_Joined]()
         for history, limit in asked:
             known = self._known.get(history) or self._begin(history)
-            if not (known.is_left_out() and self._config.adaptive):
+            known.passes += 1
+            if not (known.is_left_out(known.passes) and self._config.adaptive):
+                known.asked = known.passes
                 trees.append(_Joined(history, min(limit, self._config.max_drafts), known))
                 if known.watched:
                     self._compare(history, known)
-        if not trees:
-            return [None] * len(asked)
         for drafter in self._drafters:
             self._join(drafter, trees, rows)
-        for joined in trees:
-            joined.known.count(len(joined.tree) > 0)
-        if not sum([len(joined.tree) for joined in trees]):
+        found = [joined for joined in trees if not joined.tree.is_empty]
+        if not found:
             return [None] * len(asked)
-        for joined, count in zip(trees, self._counts(trees, rows), strict=True):
-            joined.count = count
+        drafts: dict[History, Drafts] = {}
+        for joined, count in zip(found, self._counts(found, rows), strict=True):
+            joined.known.found, joined.count = joined.known.passes, count
             self._judge(joined)
-        found = {joined.history: joined.tree.best(joined.count) for joined in trees if joined.count}
-        return [found.get(history) for history, _ in asked]
+            if count:
+                drafts[joined.history] = joined.tree.best(count)
+        return [drafts.get(history) for history, _ in asked]
+
+    def has_none(self, histories: Sequence[History]) -> bool:
+        """Whether a pass can do without drafts though the tokens of the one under way are not known: no source goes on
+        after them so that drafts would pay, and no other drafter is to be asked. Then it counts as a pass without.
+
+        Args:
+            histories: of the requests of the pass, up to the token that is not known.
+        """
+        chances: list[float] = []
+        looked: list[tuple[_Known, bool, bool]] = []
+        for history in histories:
+            known = self._known.get(history) or self._begin(history)
+            is_asked = not (self._config.adaptive and known.is_left_out(known.passes + 1))
+            drafts = None
+            for asked in self._drafters if is_asked else ():
+                if self._config.adaptive and not known.measured[asked.name].is_due(known.passes + 1):
+                    continue
+                if not asked.is_cached:
+                    return False
+                drafts = drafts or self._ask(asked, history, self._config.max_drafts, self._config.max_drafts)
+            own = [*accumulate(drafts.chances or (), mul)][1:] if drafts is not None else []
+            chances += own  # of those after the token that is not known
+            looked.append((known, is_asked, bool(own)))
+        if chances:
+            chances.sort(reverse=True)
+            rows = len(histories)
+            if not self._config.adaptive or self._cost.worth(rows).best(chances):
+                return False
+            if self._cost.is_doubted(rows, chances[0]):
+                return False
+        self._spent = 0.0
+        for known, is_asked, has_drafts in looked:
+            known.passes += 1
+            known.asked = known.passes if is_asked else known.asked
+            known.found = known.passes if has_drafts else known.found
+        return True
 
     def _begin(self, history: History) -> _Known:
         """A request of which nothing is known."""
@@ -193,75 +254,91 @@ class Speculator:
         """How many drafts of each request are computed: the most probable of all, as long as they pay."""
         if not self._config.adaptive:
             return [min(joined.limit, len(joined.tree)) for joined in trees]
-        chances = [(chance, at) for at, joined in enumerate(trees) for chance in joined.tree.chances[: joined.limit]]
-        chances.sort(reverse=True)
-        count = self._cost.worth(rows).best([chance for chance, _ in chances])
+        each = [joined.tree.chances[: joined.limit] for joined in trees]
+        every = each[0] if len(each) == 1 else sorted(chain.from_iterable(each), reverse=True)
+        count = self._cost.worth(rows).best(every)
         if count:
             self._cost.is_paid()
-        elif self._cost.is_doubted(rows, chances[0][0]):
+        elif self._cost.is_doubted(rows, every[0]):
             count = 1
-        taken = Counter(at for _, at in chances[:count])
+        if len(each) == 1:
+            return [count]
+        taken = Counter(
+            at for _, at in sorted([(-chance, at) for at, own in enumerate(each) for chance in own])[:count]
+        )
         return [taken[at] for at in range(len(trees))]
 
     def _judge(self, joined: _Joined) -> None:
         """Drafts of a request were looked at: whether they pay. Those that are not computed are compared with what
         comes, where their drafter does not do that itself."""
+        known = joined.known
         for name, computes in joined.asked.items():
-            own = joined.known.measured[name]
+            own = known.measured[name]
             if not computes:
-                own.paid(joined.count > 0)
+                own.paid(joined.count > 0, known.passes)
             elif not joined.count and not own.pauses:  # they were expected to pay
-                own.paid(False)
+                own.paid(False, known.passes)
             self._pauses[name] = own.pauses
-        watched = {  # what was computed of drafters that say nothing is counted when it is verified
+        known.position = len(joined.history)
+        known.watched = {  # what was computed of drafters that say nothing is counted when it is verified
             name: first for name, first in joined.firsts.items() if first[1] is not None or not joined.count
         }
-        joined.known.position, joined.known.watched = len(joined.history), watched
 
-    def _join(self, drafter: Drafter, trees: Sequence[_Joined], rows: int) -> None:
+    def _join(self, asked: _Asked, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
-        name, wanted, computes = drafter.name, [], type(drafter).prepare is not Drafter.prepare
+        wanted: list[tuple[_Joined, Acceptance, int]] = []
         for joined in trees:
-            own, count = joined.known.measured[name], joined.limit
-            if self._config.adaptive and count > 0:
-                if not own.is_due(joined.known.left_out):
+            own, count = joined.known.measured[asked.name], joined.limit
+            if self._config.adaptive:
+                if not own.is_due(joined.known.passes):
                     continue
-                if computes or len(joined.tree):
-                    drafting = self._cost.drafting(name) / len(trees)
-                    worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
-                    if len(joined.tree) and not _pays(joined, own.rate, worth):
-                        continue
-                    count = own.count(count, worth) if computes else count
-                    joined.count = max(joined.count, count)
+                if asked.computes or not joined.tree.is_empty:
+                    count = self._worth_asking(asked, joined, own, trees, rows)
             if count > 0:
                 wanted.append((joined, own, count))
-        if computes and not self._prepare(drafter, [(joined.history, count) for joined, _, count in wanted]):
+        if asked.computes and not self._prepare(asked, [(joined.history, count) for joined, _, count in wanted]):
             return
         for joined, own, count in wanted:
-            drafts = self._ask(drafter, joined.history, count, joined.limit)
+            drafts = self._ask(asked, joined.history, count, joined.limit)
             if drafts is not None:
                 claimed = drafts.chances[0] if drafts.chances is not None else None
-                if not isinstance(drafter, CachedDrafter):
-                    joined.firsts[name] = drafts.tokens[0], claimed
+                if not asked.is_cached:
+                    joined.firsts[asked.name] = drafts.tokens[0], claimed
                     drafts = drafts.scaled(own.trust)
                 joined.tree.add(drafts, own.rate)
                 joined.left *= 1 - (own.rate if drafts.chances is None else drafts.chances[0])
-                if computes or drafts.chances is None:
-                    joined.asked[name] = computes
+                if asked.computes or claimed is None:
+                    joined.asked[asked.name] = asked.computes
                 joined.count = min(joined.limit, len(joined.tree))
 
-    def _prepare(self, drafter: Drafter, wanted: Sequence[tuple[History, int]]) -> bool:
+    def _worth_asking(
+        self, asked: _Asked, joined: _Joined, own: Acceptance, trees: Sequence[_Joined], rows: int
+    ) -> int:
+        """How many drafts to ask a drafter for that takes time for each, or where others have some; 0: for none."""
+        drafting = self._cost.drafting(asked.name) / len(trees)
+        worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
+        if not joined.tree.is_empty and not _pays(joined, own.rate, worth):
+            return 0
+        count = joined.limit
+        if asked.computes and count > 0:
+            count = own.count(count, worth, joined.known.passes)
+        joined.count = max(joined.count, count)
+        return count
+
+    def _prepare(self, asked: _Asked, wanted: Sequence[tuple[History, int]]) -> bool:
         """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
         if not wanted:
             return False
         started = self._clock()
         try:
-            drafter.prepare(wanted)
+            asked.drafter.prepare(wanted)
         except Exception as error:
             for history, _ in wanted:
-                self._refuse(drafter, history, error)
+                self._refuse(asked, history, error)
             return False
-        self._cost.drafted(drafter.name, max(count for _, count in wanted), self._clock() - started)
+        seconds = self._clock() - started
+        self._spent += seconds
+        self._cost.drafted(asked.name, max(count for _, count in wanted), seconds)
         return True
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
@@ -286,41 +363,43 @@ class Speculator:
         """A request has ended."""
         if self._known.pop(history, None) is None:
             return
-        for drafter in self._drafters:
+        for asked in self._drafters:
             try:
-                drafter.end(history)
+                asked.drafter.end(history)
             except Exception as error:
-                self._count_refusal(drafter, error)
+                self._count_refusal(asked.name, error)
 
-    def _ask(self, drafter: Drafter, history: History, count: int, limit: int) -> Drafts | None:
+    def _ask(self, asked: _Asked, history: History, count: int, limit: int) -> Drafts | None:
         """What a drafter proposes. If that fails, it is as if it had proposed nothing.
 
         Args:
             count: how many tokens are wanted; of a drafter that says how probable they are, `limit` may be chosen from.
         """
+        name = asked.name
         try:
-            proposed = drafter.propose(history, count)
+            proposed = asked.drafter.propose(history, count)
             if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
-                raise ArgumentError(f"drafter {drafter.name}: propose must return (tokens, parents), got {proposed!r}")
+                raise ArgumentError(f"drafter {name}: propose must return (tokens, parents), got {proposed!r}")
             tokens, parents, *chances = proposed
             if tokens == parents == ():  # the usual case
                 return None
-            most = limit if chances else count
-            drafts = checked(tokens, parents, drafter.name, most, self._vocab_size, *chances)
+            if asked.is_cached:  # tokens that were computed before
+                return Drafts.chain(tokens, name, *chances)
+            drafts = checked(tokens, parents, name, limit if chances else count, self._vocab_size, *chances)
         except Exception as error:
-            self._refuse(drafter, history, error)
+            self._refuse(asked, history, error)
             return None
         return drafts if len(drafts) else None
 
-    def _refuse(self, drafter: Drafter, history: History, error: Exception) -> None:
+    def _refuse(self, asked: _Asked, history: History, error: Exception) -> None:
         """What a drafter did is as if its draft had been wrong."""
-        own = self._known[history].measured[drafter.name]
-        own.observe(1, 0)
-        own.paid(False)
-        self._count_refusal(drafter, error)
+        known = self._known[history]
+        known.measured[asked.name].observe(1, 0)
+        known.measured[asked.name].paid(False, known.passes)
+        self._count_refusal(asked.name, error)
 
-    def _count_refusal(self, drafter: Drafter, error: Exception) -> None:
-        stats = self._stats[drafter.name]
+    def _count_refusal(self, name: str, error: Exception) -> None:
+        stats = self._stats[name]
         if not stats.refused:
             log.warning("drafts are refused: %s: %s", type(error).__name__, error)
         stats.refused += 1

@@ -17,6 +17,7 @@ from hybrid.kernels.cpu.tiles import add_product, dot
 from hybrid.kernels.cpu.vectors import (
     INDEX,
     KINDS,
+    LANES,
     ZERO,
     at,
     compiled,
@@ -34,6 +35,9 @@ MIN_SHARED = 1 << 15
 """Elements of values that are worth a thread."""
 
 DTYPES = (torch.float32, torch.bfloat16)
+
+_TOGETHER = 4
+"""Tokens to which what the tokens before them add is added at once: as many rows as a tile of `add_product` has."""
 
 _ONE, _EPS = np.float32(1), np.float32(1e-6)
 
@@ -55,6 +59,15 @@ def _unit_rows(x, stride, y, count, size, factor):  # type: ignore[no-untyped-de
 
 
 @compiled_inline
+def _products_before(y, units, turned, count, chunk, key_dim):  # type: ignore[no-untyped-def]
+    """Products of the rows of a chunk with its keys up to theirs, and up to the end of that one's vector."""
+    _clear(y, chunk * chunk)
+    for row in range(0, count, LANES):
+        rows, width = min(LANES, count - row), min(row + LANES, count)
+        add_product(at(y, row * chunk), chunk, at(units, row * key_dim), key_dim, turned, chunk, rows, key_dim, width)
+
+
+@compiled_inline
 def _chunk(q, k, v, g, beta, y, state, memory, strides, count, chunk, key_dim, value_dim):  # type: ignore[no-untyped-def]
     """One chunk of a head; q, k and v are at its first token, `state` is changed in place."""
     of_q, of_k, of_v, of_g, of_beta, of_y = strides
@@ -72,34 +85,43 @@ def _chunk(q, k, v, g, beta, y, state, memory, strides, count, chunk, key_dim, v
         put(decay, i, total)
         for m in range(key_dim):
             put(turned, m * chunk + i, get(units_k, i * key_dim + m))
-    _clear(from_k, chunk * chunk)
-    add_product(from_k, chunk, units_k, key_dim, turned, chunk, count, key_dim, count)
+    _products_before(from_k, units_k, turned, count, chunk, key_dim)
+    _products_before(from_q, units_q, turned, count, chunk, key_dim)
+    for i in range(count):
+        rate, own = get(beta, i * of_beta), get(decay, i)
+        for j in range(i + 1):
+            left = exp(own - get(decay, j))
+            put(from_k, i * chunk + j, -rate * left * get(from_k, i * chunk + j))
+            put(from_q, i * chunk + j, left * get(from_q, i * chunk + j))
     _clear(added, chunk * value_dim)
     add_product(added, value_dim, units_k, key_dim, state, value_dim, count, key_dim, value_dim)
-    for i in range(count):
-        rate, grown, own = get(beta, i * of_beta), exp(get(decay, i)), at(added, i * value_dim)
-        for j in range(value_dim):
-            put(own, j, rate * fma(-grown, get(own, j), get(v, i * of_v + j)))
-        for j in range(i):
-            put(from_k, i * chunk + j, -rate * exp(get(decay, i) - get(decay, j)) * get(from_k, i * chunk + j))
-        add_product(own, value_dim, at(from_k, i * chunk), chunk, added, value_dim, 1, i, value_dim)
-    _clear(from_q, chunk * chunk)
-    add_product(from_q, chunk, units_q, key_dim, turned, chunk, count, key_dim, count)
     _clear(from_state, chunk * value_dim)
     add_product(from_state, value_dim, units_q, key_dim, state, value_dim, count, key_dim, value_dim)
     for i in range(count):
-        grown, own = exp(get(decay, i)), at(from_state, i * value_dim)
+        rate, grown, place = get(beta, i * of_beta), exp(get(decay, i)), i * value_dim
         for j in range(value_dim):
-            put(own, j, grown * get(own, j))
-        for j in range(i + 1):
-            put(from_q, i * chunk + j, exp(get(decay, i) - get(decay, j)) * get(from_q, i * chunk + j))
-        add_product(own, value_dim, at(from_q, i * chunk), chunk, added, value_dim, 1, i + 1, value_dim)
+            put(added, place + j, rate * fma(-grown, get(added, place + j), get(v, i * of_v + j)))
         for j in range(value_dim):
-            put(y, i * of_y + j, get(own, j))
+            put(from_state, place + j, grown * get(from_state, place + j))
+    for first in range(0, count, _TOGETHER):
+        rows, own = min(_TOGETHER, count - first), at(added, first * value_dim)
+        add_product(own, value_dim, at(from_k, first * chunk), chunk, added, value_dim, rows, first, value_dim)
+        for i in range(1, rows):
+            within = at(from_k, (first + i) * chunk + first)
+            add_product(at(own, i * value_dim), value_dim, within, chunk, own, value_dim, 1, i, value_dim)
+    for first in range(0, count, _TOGETHER):
+        rows, own = min(_TOGETHER, count - first), at(from_state, first * value_dim)
+        add_product(own, value_dim, at(from_q, first * chunk), chunk, added, value_dim, rows, first, value_dim)
+        for i in range(rows):
+            within, values = at(from_q, (first + i) * chunk + first), at(added, first * value_dim)
+            add_product(at(own, i * value_dim), value_dim, within, chunk, values, value_dim, 1, i + 1, value_dim)
+            for j in range(value_dim):
+                put(y, (first + i) * of_y + j, get(own, i * value_dim + j))
     for i in range(count):
-        left = exp(total - get(decay, i))
-        for m in range(key_dim):
-            put(turned, m * chunk + i, left * get(turned, m * chunk + i))
+        put(decay, i, exp(total - get(decay, i)))
+    for m in range(key_dim):
+        for i in range(count):
+            put(turned, m * chunk + i, get(decay, i) * get(turned, m * chunk + i))
     grown = exp(total)
     for i in range(key_dim * value_dim):
         put(state, i, grown * get(state, i))

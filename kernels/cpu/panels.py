@@ -49,6 +49,9 @@ from hybrid.kernels.cpu.vectors import (
 MIN_SHARED = 1 << 18
 """Multiplications that are worth a thread."""
 
+MIN_COPIED = 1 << 16
+"""Elements of x that are worth a thread where they are copied."""
+
 ROWS, VECTORS = (12, 2) if HAS_WIDE_REGISTERS else (6, 1)
 """Rows of x, and vectors of rows of the weight, that are multiplied at once: their sums fill the registers."""
 
@@ -56,7 +59,7 @@ COLUMNS = VECTORS * LANES
 """Rows of the weight in a panel."""
 
 PANELS = 4
-"""Panels of the weight that are made at once, and used for all rows of x."""
+"""Panels of the weight, at most, that are made at once and used for all rows of x."""
 
 TILES = 2
 """Panels of x that are multiplied with the same lane of a panel of the weight while it is in the first cache."""
@@ -247,8 +250,11 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
     memory = np.empty(TILES * LEVELS * _SIZE + PANELS * of_panel + LANES, np.float32)
     sums = numbers((memory.ctypes.data + 63) // 64 * 64, ZERO)
     panels = at(sums, TILES * LEVELS * _SIZE)
-    for block in range(first, last, PANELS * COLUMNS):
-        end = min(block + PANELS * COLUMNS, last)
+    wanted = (last - first + COLUMNS - 1) // COLUMNS
+    blocks = max((wanted + PANELS - 1) // PANELS, 1)  # of about the same width
+    for number in range(blocks):
+        block = first + wanted * number // blocks * COLUMNS
+        end = min(first + wanted * (number + 1) // blocks * COLUMNS, last)
         for column in range(block, end, COLUMNS):
             own, panel = at(w, column * w_stride), at(panels, (column - block) // COLUMNS * of_panel)
             _make_panel_of_weight(own, w_stride, min(COLUMNS, end - column), length, steps, panel, of_lane)
@@ -271,7 +277,7 @@ def multiply_panels(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | N
     steps, tiles = -(-inner // LANES), -(-rows // ROWS)
     panels = torch.empty(tiles * ROWS * steps * LANES)
     args = x.data_ptr(), panels.data_ptr(), x.stride(0), rows, inner, steps
-    run(_make_panels, KINDS[x.dtype], args, tiles, 1, x.numel() // MIN_SHARED)
+    run(_make_panels, KINDS[x.dtype], args, tiles, 1, x.numel() // MIN_COPIED)
     addresses = panels.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
     numbers_of_product = (*addresses, weight.stride(0), output.stride(0), rows, inner, steps)
     kinds, most = (KINDS[weight.dtype], KINDS[x.dtype]), rows * inner * outputs // MIN_SHARED

@@ -272,6 +272,29 @@ def test_a_request_is_aborted_by_its_id() -> None:
     run(test)
 
 
+def test_an_id_can_be_used_again_when_its_request_was_given_up() -> None:
+    async def test() -> None:
+        async with echoing(seconds=0.001) as engine:
+            for ends in ("closed", "aborted", "cancelled") * 5:
+                stream = engine.stream(ids(20), greedy(900), request_id="mine")
+                assert (await anext(stream)).delta_token_ids != []
+                if ends == "closed":
+                    await stream.aclose()
+                elif ends == "aborted":
+                    await engine.abort("mine")
+                else:
+                    reader = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+                    await asyncio.sleep(0)
+                    reader.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await reader
+            assert (await read(engine, ids(20), 5, request_id="mine")).token_ids == expected(ids(20), 5)
+            with pytest.raises(ArgumentError, match="request_id"):
+                await anext(engine.stream(ids(20), request_id=["mine"]))  # type: ignore[arg-type]
+
+    run(test)
+
+
 # Back-pressure
 
 

@@ -91,20 +91,23 @@ def test_as_many_drafts_are_computed_as_raise_the_tokens_per_second() -> None:
 
 def test_drafts_that_do_not_pay_are_looked_at_less_and_less() -> None:
     measured, looked = Acceptance(0.6), []
-    for at in range(300):
-        if measured.is_due():
+    for at in range(1, 301):
+        if measured.is_due(at):
             looked.append(at)
-            measured.paid(False)
-    assert looked[0] == 0 and 3 < len(looked) < 9 and looked[-1] - looked[-2] > 60
-    assert not any(Acceptance(0.6, measured.pauses).is_due() for _ in range(3))
-    measured.paid(True)
-    assert measured.is_due()
+            measured.paid(False, at)
+    assert looked[0] == 1 and 3 < len(looked) < 9 and looked[-1] - looked[-2] > 60
+    assert not any(Acceptance(0.6, measured.pauses).is_due(at) for at in range(1, 4))
+    measured.paid(True, 300)
+    assert measured.is_due(301)
 
 
 def test_what_rows_cost_is_measured_again_now_and_then() -> None:
     """Otherwise a cost that was measured while the machine was busy would be believed for ever."""
-    cost = PassCost()
-    tried = [at for at in range(400) if cost.is_doubted(1, 0.5)]
+    cost, tried = PassCost(), []
+    for at in range(400):
+        if cost.is_doubted(1, 0.5):
+            tried.append(at)
+            cost.observe(2, 1.0, 1)
     assert 4 < len(tried) < 12 and tried[-1] - tried[-2] > 60
     assert not any(cost.is_doubted(1, 0.01) for _ in range(100))  # whatever rows cost, it would not pay
 

@@ -1,0 +1,231 @@
+"""Contents on their way to a GPU, layer by layer.
+
+What a restore brings back was read and checked on the host. Its copies to the device are begun at once, all of them, in
+the order in which the layers of the model compute, and run beside what the device computes: a pass that uses them waits
+at each layer for the contents of that layer. The host waits for nothing.
+
+Four rules keep contents that are not there yet from being used:
+
+* they go to pages and to the place of a checkpoint that a lease or the tree owns. Before these are freed, whatever
+  the device does next waits for them (`before`), so that what is allocated is never on its way;
+* a pass of the model waits for the contents of a layer before it computes the layer (`wait`);
+* what else reads, moves or writes contents waits for them first (`before`, `settle`): a captured pass, compaction,
+  copies to tiers and files, digests, the unpacking of a stored checkpoint;
+* copies that cannot all be begun are waited for likewise, and the restore has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from hybrid.spec import HybridSpec, LayerTensors, Place
+
+
+class Copy(NamedTuple):
+    """Bytes that are copied.
+
+    Attributes:
+        target: on the device.
+        source: on the host, as large; `Copier.prepare` has returned it, or a part of it.
+    """
+
+    target: Tensor
+    source: Tensor
+
+
+class Mark(Protocol):
+    """The end of copies that were begun."""
+
+    def wait(self) -> None:
+        """What the device is given from now on waits for them, and for those that were begun before."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies bytes from the host to a device, one after the other, beside what the device computes.
+
+    Attributes:
+        min_bytes: pages are not copied in smaller parts: to begin a copy takes time, too.
+    """
+
+    @property
+    def min_bytes(self) -> int: ...
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Of copies that have ended; 0: none has, or they take no time after they were begun."""
+        ...
+
+    def prepare(self, source: Tensor) -> Tensor:
+        """The same bytes where they can be copied from. They must not change until they are copied."""
+        ...
+
+    def begin(self) -> None:
+        """The copies that follow wait for all that the device was given so far: it may use what is overwritten."""
+        ...
+
+    def copy(self, copies: Sequence[Copy]) -> Mark:
+        """Begin copies. Keeps their sources until they end."""
+        ...
+
+    def wait(self) -> None:
+        """What the device is given from now on waits for all copies that were begun, also where `copy` raised."""
+        ...
+
+
+class Share(NamedTuple):
+    """A range of the bytes of a page, or of a state slot.
+
+    Attributes:
+        start: the first byte, in the page or slot.
+        source: the first byte in its contents, which have no gaps.
+        num_bytes: how many.
+    """
+
+    start: int
+    source: int
+    num_bytes: int
+
+
+class LayerGroup(NamedTuple):
+    """Consecutive layers whose contents arrive together.
+
+    Attributes:
+        first: index of the first of them.
+        page: their shares of each page.
+        state: their shares of a state slot.
+    """
+
+    first: int
+    page: tuple[Share, ...]
+    state: tuple[Share, ...]
+
+
+def layer_groups(spec: HybridSpec, page_size: int, min_bytes: int) -> tuple[LayerGroup, ...]:
+    """How the contents of pages and state slots are divided, in the order of the layers. What no layer lists may be
+    read by any, and comes with the first.
+
+    Args:
+        min_bytes: a group has no share of a page, or one that is at least so large. The last may be smaller.
+    """
+    pages, states = _by_layer(spec.page_places(page_size)), _by_layer(spec.state_places)
+    layers = spec.layers or (LayerTensors(0),)
+    own = [(_take(pages, layer.tokens, layer.row), _take(states, layer.state, layer.row)) for layer in layers]
+    page, state = [*pages.values()], [*states.values()]
+    groups: list[LayerGroup] = []
+    first = 0
+    for index, (of_page, of_state) in enumerate(own):
+        page, state = page + of_page, state + of_state
+        if not page or sum(share.num_bytes for share in page) >= min_bytes or index == len(own) - 1:
+            groups.append(LayerGroup(first, _joined(page), _joined(state)))
+            first, page, state = index + 1, [], []
+    return (*groups,)
+
+
+def shares_of(places: Sequence[Place]) -> tuple[Share, ...]:
+    """All of a page or a slot with tensors at these places."""
+    return _joined([*_by_layer(places).values()])
+
+
+def _by_layer(places: Sequence[Place]) -> dict[tuple[str, int], Share]:
+    """The share of each row of each tensor. One without dimensions has one."""
+    shares, source = dict[tuple[str, int], Share](), 0
+    for place in places:
+        count = place.shape[0] if place.shape else 1
+        size = place.num_bytes // count
+        for row in range(count):
+            shares[place.name, row] = Share(place.start + row * size, source + row * size, size)
+        source += place.num_bytes
+    return shares
+
+
+def _take(shares: dict[tuple[str, int], Share], names: Sequence[str], row: int) -> list[Share]:
+    return [shares.pop((name, row)) for name in names]
+
+
+def _joined(shares: Sequence[Share]) -> tuple[Share, ...]:
+    """The same bytes in as few ranges as there can be."""
+    joined: list[Share] = []
+    for share in sorted(shares):
+        last = joined[-1] if joined else None
+        if last is not None and (last.start + last.num_bytes, last.source + last.num_bytes) == share[:2]:
+            joined[-1] = last._replace(num_bytes=last.num_bytes + share.num_bytes)
+        else:
+            joined.append(share)
+    return (*joined,)
+
+
+class Arrivals:
+    """What is on its way into the memory of a device.
+
+    Args:
+        copier: copies; None: contents are written at once, and nothing is ever on its way.
+        groups: the layers whose contents arrive together.
+    """
+
+    def __init__(self, copier: Copier | None = None, groups: Sequence[LayerGroup] = ()) -> None:
+        self._copier = copier
+        self._group_at = {group.first: at for at, group in enumerate(groups)}
+        self._marks: list[Mark] = []  # of the latest copies, which end after all before; one for each group
+        self._pages: set[int] = set()
+        self._checkpoints: set[int] = set()
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether contents may be on their way for which the device's next work does not wait."""
+        return bool(self._marks)
+
+    def seconds(self, num_bytes: int) -> float:
+        """That this number of bytes are on their way, about."""
+        return num_bytes * self._copier.seconds_per_byte if self._copier is not None else 0.0
+
+    def begin(self, copies: Sequence[Sequence[Copy]], pages: Collection[int], checkpoint: int) -> None:
+        """Begin to copy the contents of pages and of a checkpoint. When this raises, nothing of them is on its way any
+        more as far as the device's next work can see, and they hold anything.
+
+        Args:
+            copies: of each group.
+            pages: the pages.
+            checkpoint: its place, as checkpoints are stored.
+        """
+        assert self._copier is not None
+        self._copier.begin()
+        try:
+            marks = [self._copier.copy(group) for group in copies]
+        except BaseException:
+            self._copier.wait()
+            self._forget()
+            raise
+        self._marks = marks
+        self._pages.update(pages)
+        self._checkpoints.add(checkpoint)
+
+    def wait(self, layer: int) -> None:
+        """What the device is given from now on waits for the contents of a layer, and of the layers before it. To be
+        called for each, in their order."""
+        if self._marks and (group := self._group_at.get(layer)) is not None:
+            self._marks[group].wait()
+
+    def settle(self) -> None:
+        """What the device is given from now on waits for all contents."""
+        if self._marks:
+            self._marks[-1].wait()
+            self._forget()
+
+    def before(self, pages: Collection[int] = (), checkpoints: Collection[int] = ()) -> None:
+        """What the device is given from now on reads or writes these, or they are freed: it waits for all contents if
+        one of them is on its way.
+
+        Args:
+            checkpoints: places, as checkpoints are stored.
+        """
+        if self._marks and not (self._pages.isdisjoint(pages) and self._checkpoints.isdisjoint(checkpoints)):
+            self.settle()
+
+    def _forget(self) -> None:
+        self._marks = []
+        self._pages.clear()
+        self._checkpoints.clear()
