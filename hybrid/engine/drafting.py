@@ -62,6 +62,8 @@ class Drafting:
         Yields:
             Parts whose drafts could not be made, with the exception.
         """
+        if [part for part in decodes if part.num_unknown]:  # it is launched ahead
+            return
         asked: list[tuple[Part, int]] = []
         for part in decodes:
             if part.is_alive and part.end == len(part.request.ids):
@@ -78,6 +80,17 @@ class Drafting:
             except Exception as error:
                 yield part, error
             left -= part.num_drafts
+
+    def awaits(self, parts: Sequence[Part]) -> bool:
+        """Whether the step after one that was launched waits for its tokens, since it may have drafts.
+
+        Args:
+            parts: of the one that was launched.
+        """
+        if [part for part in parts if part.drafts is not None]:  # how many tokens it yields is not known
+            return True
+        continued = [part.request for part in parts if part.samples and part.is_alive and part.request.num_left > 2]
+        return not self._speculator.has_none([request.history for request in continued])
 
     def _limit(self, part: Part) -> int:
         """The most drafts that a part may have."""
@@ -142,12 +155,12 @@ class Drafting:
         self._speculator.verified(request.history, drafts, path)
 
     def begin(self) -> None:
-        """A step is computed now."""
+        """A step begins."""
         self._began = self._clock()
 
     def timed(self, step: Step) -> None:
-        """A step was computed."""
-        seconds = self._clock() - self._began
+        """A step was computed and delivered. What drafters have computed for it is counted by itself."""
+        seconds = self._clock() - self._began - self._speculator.spent
         if not any(part.is_prefill for part in step.parts):
             drafts = sum([part.num_drafts for part in step.parts])
             self._speculator.timed(len(step.parts) + drafts, seconds, drafts)

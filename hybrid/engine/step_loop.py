@@ -82,8 +82,8 @@ class StepLoop:
         runner: computes the steps.
         config: limits of requests and steps.
         end_tokens: tokens that end an answer.
-        overlap: launch the next step before the results of this one are waited for. Not where tokens are drafted:
-            drafts follow the last token.
+        overlap: launch the next step before the results of this one are waited for. Not where it may have drafts: they
+            follow the last token.
 
     Attributes:
         runner: as given.
@@ -223,7 +223,10 @@ class StepLoop:
         on the device. Until its results are there, a failure undoes a step for all its requests (`_guard`); after that
         it ends one request. A launch ahead that fails is a failure of that step alone.
         """
+        drafting = self._scheduler.drafting
         with self._guard() as guard:
+            if drafting is not None:
+                drafting.begin()
             launched = self._under_way(guard) or self._launch(guard)
             if launched is None:
                 if not self._scheduler.restoring:
@@ -248,6 +251,8 @@ class StepLoop:
                 except BaseException as error:
                     guard.failed(part.request, error)
             self.meter.stepped()
+            if drafting is not None:
+                drafting.timed(launched.step)
             self._suspects.passed(launched.parts)
             if failure is not None:
                 raise failure
@@ -268,18 +273,18 @@ class StepLoop:
             return None
         guard.undo_on_failure(step)
         started = time.perf_counter()
-        if self._scheduler.drafting is not None:
-            self._scheduler.drafting.begin()
         with guard.interruptible():
             pending = self.runner.launch(self.runner.plan(step, before.pending if before is not None else None))
         return Launched(step, self._scheduler.advance(step), pending, started)
 
     def _launch_next(self, guard: StepGuard, launched: Launched) -> Exception | None:
         """With overlap launch the step after one that was launched. Returns why that failed."""
-        if not self._overlap or self._suspects.group is not None or self._scheduler.drafting is not None:
+        if not self._overlap or self._suspects.group is not None:
             return None
         if any(part.samples and part.request.forks for part in launched.parts):
             return None  # the other answers begin with a copy of the state, which the next pass would change
+        if self._scheduler.drafting is not None and self._scheduler.drafting.awaits(launched.parts):
+            return None
         try:
             self._next = self._launch(guard, launched)
         except Exception as error:
@@ -292,8 +297,6 @@ class StepLoop:
         """The results of a step are there."""
         now = time.perf_counter()
         started, self._latest_results = max(launched.started, self._latest_results), now
-        if self._scheduler.drafting is not None:
-            self._scheduler.drafting.timed(launched.step)
         if all(part.is_prefill for part in launched.step.parts):
             self._cache.note_pass(sum(part.end - part.start for part in launched.step.parts), now - started)
 

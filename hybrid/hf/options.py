@@ -6,12 +6,15 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from numbers import Integral
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
+from hybrid.checks import shown
 from hybrid.errors import ArgumentError, PromptError
 from hybrid.hf.images import ImageInputs
 from hybrid.hf.pass_model import inner_model
@@ -292,7 +295,25 @@ def token_option(model: Any, options: Mapping[str, Any], name: str) -> frozenset
         return frozenset()
     if isinstance(value, Tensor):
         value = value.tolist()
-    return frozenset([value] if isinstance(value, int) else value)
+    tokens = value if isinstance(value, list | tuple | set | frozenset) else [value]
+    if not all(isinstance(token, Integral) for token in tokens):
+        raise ArgumentError(f"generate: {name} must be a token id, or a list of them; got {shown(value)}")
+    return frozenset(map(int, tokens))
+
+
+def ids_of(token_ids: Any) -> list[int]:
+    """The token ids of one sequence, which may be a tensor `[tokens]`.
+
+    Raises:
+        PromptError: they are something else.
+    """
+    given = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
+    try:
+        return [index(token) for token in given]
+    except TypeError:
+        raise PromptError(
+            f"token_ids must be a list of token ids, or an integer tensor [tokens]; got {shown(token_ids)}"
+        ) from None
 
 
 @cache

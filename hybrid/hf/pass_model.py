@@ -13,7 +13,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from hybrid.checks import shown
-from hybrid.errors import ArgumentError
+from hybrid.errors import ArgumentError, PromptError
 from hybrid.hf.model_version import ModelVersions
 from hybrid.hf.positions import RopeDeltas, rope_limit
 from hybrid.prompts.images import Media
@@ -68,6 +68,32 @@ class PassModel:
         """Number of token ids."""
         size: int = self.inner.config.get_text_config(decoder=True).vocab_size
         return size
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Check token ids before the model sees them: one that it does not have ends a process on a GPU.
+
+        Raises:
+            PromptError: one is outside the vocabulary.
+        """
+        embeddings = self.inner.get_input_embeddings()
+        count = embeddings.num_embeddings if isinstance(embeddings, nn.Embedding) else self.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < count:
+            wrong = next(token for token in ids if not 0 <= token < count)
+            raise PromptError(f"token id {shown(wrong)} is outside the vocabulary: ids go from 0 to {count - 1}")
+
+    def check_prompts(self, rows: Sequence[Sequence[int]]) -> None:
+        """Check prompts.
+
+        Raises:
+            PromptError: a token id is outside the vocabulary, or a prompt is too long.
+        """
+        for row in rows:
+            self.check_ids(row)
+            if len(row) > self.max_tokens:
+                raise PromptError(
+                    f"the prompt has {len(row)} tokens; beyond {self.max_tokens} the rotary embedding of this model "
+                    "changes the frequencies of all tokens, so no prefix can be reused: call model.generate instead"
+                )
 
     def empty_cache(self) -> DynamicCache:
         """A cache of transformers for this model, without tokens."""

@@ -33,7 +33,7 @@ from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
 from hybrid.checks import refuse_unknown
-from hybrid.errors import ArgumentError, NonFiniteError, PromptError, RequestError
+from hybrid.errors import ArgumentError, NonFiniteError, RequestError
 from hybrid.hf.beginnings import Beginnings
 from hybrid.hf.drafting import Drafting
 from hybrid.hf.follow import following
@@ -42,7 +42,7 @@ from hybrid.hf.keys import KeySpace
 from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.model_version import digest_of
-from hybrid.hf.options import GenerateCall, Prompts, parse_prompts, token_option
+from hybrid.hf.options import GenerateCall, Prompts, ids_of, parse_prompts, token_option
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
 from hybrid.hf.prefill import Prefiller
@@ -50,7 +50,7 @@ from hybrid.hf.probe import layout_of_model, probe
 from hybrid.hf.segments import Segments
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.interrupts import deferred_interrupts
-from hybrid.key import Key
+from hybrid.key import Key, check_namespace
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
 from hybrid.prompts.images import Media
@@ -223,7 +223,7 @@ class PrefixCache:
         """Check a call of `generate`. Raises ArgumentError when it cannot work with a prefix cache."""
         self._refuse_training()
         call = GenerateCall.of(self._model.outer, inputs, options)
-        self._refuse_too_long(call.prompts)
+        self._model.check_prompts(call.prompts.rows)
         return call
 
     @torch.no_grad()
@@ -317,7 +317,7 @@ class PrefixCache:
         model = self._model.outer
         pad_tokens, end_tokens = (token_option(model, {}, name) for name in ("pad_token_id", "eos_token_id"))
         prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
-        self._refuse_too_long(prompts)
+        self._model.check_prompts(prompts.rows)
         with self._model.rope_deltas.reset():
             past = self._beginnings.past(prompts, self._keys(prompts, image_inputs, namespace))
             self.explanations = past.explanations
@@ -337,10 +337,15 @@ class PrefixCache:
         Args:
             token_ids: the tokens of one sequence.
             namespace: prompts in different namespaces share nothing.
+
+        Raises:
+            PromptError: these are no token ids, or one is outside the vocabulary.
         """
+        ids = ids_of(token_ids)
+        self._model.check_ids(ids)
         with self._bookkeeping():
             key_space = self._key_space(namespace)
-        self._prefiller.keep(token_ids, KeySpace(key_space, (None,), self._segments))
+        self._prefiller.keep(ids, KeySpace(key_space, (None,), self._segments))
 
     # Files
 
@@ -458,14 +463,6 @@ class PrefixCache:
         except NonFiniteError as error:
             warnings.warn(f"an answer is not cached: {error}", RuntimeWarning, stacklevel=4)
 
-    def _refuse_too_long(self, prompts: Prompts) -> None:
-        longest = max(map(len, prompts.rows))
-        if longest > self._model.max_tokens:
-            raise PromptError(
-                f"the prompt has {longest} tokens; beyond {self._model.max_tokens} the rotary embedding of this model "
-                "changes the frequencies of all tokens, so no prefix can be reused: call model.generate instead"
-            )
-
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
         """Within this context the calling thread owns the cache, and no signal handler interrupts."""
@@ -475,6 +472,7 @@ class PrefixCache:
 
     def _key_space(self, namespace: str) -> str:
         """The namespace of the tree for the version that the model is now. What former weights computed is evicted."""
+        check_namespace(namespace)
         version = self._model.versions.current()
         if version.weights != self._version.weights:
             layout = layout_of_model(self._model)
@@ -496,4 +494,5 @@ class PrefixCache:
     def _key(self, input_ids: Tensor, key_space: str) -> tuple[list[int], Key]:
         """A prompt, `[1, tokens]`, and its key."""
         ids = parse_prompts(input_ids, None, None, frozenset()).rows[0]
+        self._model.check_ids(ids)
         return ids, KeySpace(key_space, (None,), self._segments).key(0, ids)

@@ -7,7 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import accumulate, chain
+from operator import mul
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
@@ -137,6 +138,12 @@ class Speculator:
         self._pauses = dict.fromkeys(self._stats, 0)
         self._known: dict[History, _Known] = {}
         self._cost = PassCost()
+        self._spent = 0.0
+
+    @property
+    def spent(self) -> float:
+        """Seconds for which drafters have computed, for the latest pass."""
+        return self._spent
 
     @property
     def max_drafts(self) -> int:
@@ -164,7 +171,7 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        trees: list[_Joined] = []
+        self._spent, trees = 0.0, list[_Joined]()
         for history, limit in asked:
             known = self._known.get(history) or self._begin(history)
             known.passes += 1
@@ -185,6 +192,42 @@ class Speculator:
             if count:
                 drafts[joined.history] = joined.tree.best(count)
         return [drafts.get(history) for history, _ in asked]
+
+    def has_none(self, histories: Sequence[History]) -> bool:
+        """Whether a pass can do without drafts though the tokens of the one under way are not known: no source has more
+        than these, so that drafts would pay, and no other drafter is to be asked. Then it counts as one without drafts.
+
+        Args:
+            histories: of the requests of the pass, up to the token that is not known.
+        """
+        chances: list[float] = []
+        looked: list[tuple[_Known, bool, bool]] = []
+        for history in histories:
+            known = self._known.get(history) or self._begin(history)
+            is_asked = not (self._config.adaptive and known.is_left_out(known.passes + 1))
+            drafts = None
+            for asked in self._drafters if is_asked else ():
+                if self._config.adaptive and not known.measured[asked.name].is_due(known.passes + 1):
+                    continue
+                if not asked.is_cached:
+                    return False
+                drafts = drafts or self._ask(asked, history, self._config.max_drafts, self._config.max_drafts)
+            own = [*accumulate(drafts.chances or (), mul)][1:] if drafts is not None else []
+            chances += own  # of those after the token that is not known
+            looked.append((known, is_asked, bool(own)))
+        if chances:
+            chances.sort(reverse=True)
+            rows = len(histories)
+            if not self._config.adaptive or self._cost.worth(rows).best(chances):
+                return False
+            if self._cost.is_doubted(rows, chances[0]):
+                return False
+        self._spent = 0.0
+        for known, is_asked, has_drafts in looked:
+            known.passes += 1
+            known.asked = known.passes if is_asked else known.asked
+            known.found = known.passes if has_drafts else known.found
+        return True
 
     def _begin(self, history: History) -> _Known:
         """A request of which nothing is known."""
@@ -293,7 +336,9 @@ class Speculator:
             for history, _ in wanted:
                 self._refuse(asked, history, error)
             return False
-        self._cost.drafted(asked.name, max(count for _, count in wanted), self._clock() - started)
+        seconds = self._clock() - started
+        self._spent += seconds
+        self._cost.drafted(asked.name, max(count for _, count in wanted), seconds)
         return True
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid import Engine, SamplingParams
+from hybrid import Drafter, Engine, History, SamplingParams, SpeculationConfig
 from hybrid.cache.retreat import retreat
 from hybrid.engine import sampler
 from hybrid.engine.request import Status
@@ -50,6 +50,9 @@ def watched(engine: Engine) -> Iterator[list[str]]:
 
         return call
 
+    watched_model: Any = quiet(model)
+    watched_model.replay = quiet(model.replay)
+
     def launched(plan: Any) -> Any:
         events.append("launch")
         return launch(plan)
@@ -66,7 +69,7 @@ def watched(engine: Engine) -> Iterator[list[str]]:
 
     with (
         patch.object(engine.runner, "launch", launched),
-        patch.object(engine.runner, "model", quiet(model)),
+        patch.object(engine.runner, "model", watched_model),
         patch.object(Arriving, "wait", quiet(wait, "wait")),
         patch.multiple(Tensor, **{name: read(name) for name in READS}),
     ):
@@ -287,13 +290,54 @@ def test_the_fork_of_a_prompt_is_not_of_the_state_after_its_first_token(tiny: En
     assert [own.token_ids for own in output.outputs] == [own.token_ids for own in expected.outputs]
 
 
-def test_drafts_follow_the_last_token_so_that_nothing_is_launched_ahead(tiny: Engine) -> None:
-    made = engine_on(tiny, enforce_eager=True)
-    engine = Engine(made.loaded, made.cache, replace(made.config, overlap=True), speculation="cache")
-    engine.add_request(ids(GRID), greedy(8))
+class Silent(Drafter):
+    """Has nothing."""
+
+    def propose(self, history: History, limit: int) -> tuple[list[int], list[int]]:
+        return [], []
+
+
+@pytest.mark.parametrize("drafter", ["cache", Silent()], ids=["cache", "own"])
+def test_a_step_is_launched_ahead_where_no_drafter_has_anything(tiny: Engine, drafter: str | Drafter) -> None:
+    """Drafters of others are asked when the last token is known, until they had nothing for some time."""
+    engine = overlapping(engine_on(tiny, enforce_eager=True), speculation=SpeculationConfig(drafters=(drafter,)))
+    engine.add_request(ids(GRID), greedy(40, temperature=5.0, top_k=500, seed=1))  # in which nothing is repeated
     with watched(engine) as events:
         run_to_end(engine)
-    assert "launchlaunch" not in "".join(events)
+    started = "".join(event[0] for event in events)
+    assert started.startswith("llwlwlw" if drafter == "cache" else "lwlwlw") and "llwlw" in started
+    assert started.count("l") == started.count("w")
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("params", [greedy(60, logprobs=2), greedy(60, logprobs=2, temperature=0.4, top_k=20, seed=2)])
+def test_drafts_and_steps_launched_ahead_change_no_answer(
+    tiny: Engine, params: SamplingParams, deterministic: bool, graphs: bool
+) -> None:
+    """Where a source has more, a step waits for the last token and has drafts; the one after the last draft is launched
+    ahead again."""
+    prompts = [ids(GRID + 5 * seed, seed) for seed in range(3)]
+    expected = [answer(engine_on(tiny, deterministic=deterministic), prompt, params) for prompt in prompts]
+    own = SpeculationConfig(drafters=("cache",), adaptive=False)
+    engine = overlapping(engine_on(tiny, deterministic=deterministic), speculation=own)
+    if graphs:
+        engine = Engine(
+            engine.loaded, engine.cache, engine.config, runner=with_graphs(engine)[0].runner, speculation=own
+        )
+    started, accepted = "", 0
+    for asked in ([0], [1], [0, 2], [2, 1, 0]):  # alone, beside others, and again: then the cache knows what follows
+        numbers = {engine.add_request(prompts[number], params): number for number in asked}
+        with watched(engine) as events:
+            outputs = run_to_end(engine)
+        started += "".join(event[0] for event in events)
+        for name, number in numbers.items():
+            assert outputs[name].token_ids == expected[number].token_ids
+            if deterministic:
+                assert outputs[name].logprobs == expected[number].logprobs
+            accepted += outputs[name].usage.accepted_tokens
+    assert accepted > 60 and started.count("llw") > 5 and started.count("wlw") > 20
+    assert_nothing_held(engine)
 
 
 def test_a_lease_retreats_to_before_its_last_pass_only(tiny: Engine) -> None:

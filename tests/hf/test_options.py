@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig
 
+from hybrid import ArgumentError, PromptError
 from hybrid.hf.prefix_cache import PrefixCache
-from support.hf import assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
+from support.hf import VOCAB, assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +99,30 @@ def test_a_cache_made_in_inference_mode_works_outside_of_it_and_the_other_way_ro
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_probe_accepts_a_good_model_whatever_its_weights(seed: int, dtype: torch.dtype) -> None:
     PrefixCache(tiny_model("qwen3_5_text", seed).to(dtype), "4MiB")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_ids_outside_the_vocabulary_and_what_are_no_ids_are_refused(model: Any, deterministic: bool) -> None:
+    """Before the model sees them: on a GPU they would end the process."""
+    cache = cache_on(model, deterministic=deterministic)
+    cache.generate(ids(40), **greedy(3))
+    before = cache.stats()
+    for wrong in (-1, VOCAB, 2**40):
+        prompt = torch.tensor([[5, wrong, 6]])
+        for call in (cache.generate, cache.explain, cache.pin, cache.dump, lambda given: cache.keep(given[0])):
+            with pytest.raises(PromptError, match=f"outside the vocabulary: ids go from 0 to {VOCAB - 1}"):
+                call(prompt)
+        with pytest.raises(PromptError, match="outside the vocabulary"), cache.session(prompt):
+            pass
+    for given in (None, 5, "text", [[1, 2]], [1.5], torch.ones(2, 2), torch.ones(3)):
+        with pytest.raises(PromptError, match="token_ids must be a list of token ids"):
+            cache.keep(given)  # type: ignore[arg-type]
+    for namespace in (None, 5, b"x"):
+        with pytest.raises(ArgumentError, match="namespace"):
+            cache.generate(ids(40), namespace=namespace)  # type: ignore[arg-type]
+    for name in ("eos_token_id", "pad_token_id"):
+        for value in (2.5, "x", [[3]], {"a": 1}):
+            with pytest.raises(ArgumentError, match=f"{name} must be a token id"):
+                cache.generate(ids(40), **{name: value})
+    assert cache.stats() == before
+    assert_nothing_held(cache)

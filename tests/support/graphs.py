@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from hybrid import Engine
+from hybrid import Engine, SpeculationConfig
 from hybrid.engine.capture import WARM_UPS, Capture
 from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
@@ -41,6 +41,7 @@ def with_graphs(
     return Engine(engine.loaded, cache, engine.config, runner=runner, speculation=engine.speculation), graphs
 
 
-def overlapping(engine: Engine, overlap: bool = True) -> Engine:
+def overlapping(engine: Engine, overlap: bool = True, speculation: SpeculationConfig | None = None) -> Engine:
     """Launch steps before the results of the last one are waited for, as on a GPU."""
-    return Engine(engine.loaded, engine.cache, replace(engine.config, overlap=overlap))
+    config = replace(engine.config, overlap=overlap)
+    return Engine(engine.loaded, engine.cache, config, speculation=speculation)
