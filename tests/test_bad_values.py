@@ -247,6 +247,14 @@ def calls(engine: Engine) -> list[tuple[Callable[[], Any], tuple[str, ...]]]:
         (lambda: engine.add_request(ids(9), namespace="\ud800"), ("namespace", "surrogate")),
         (lambda: engine.add_request(ids(9), request_id=7), ("request_id", "7")),  # type: ignore[arg-type]
         (lambda: engine.add_request(ids(9), SamplingParams(checkpoint_at=[99])), ("checkpoint_at", "99")),
+        (lambda: engine.explain(ids(9), namespace=7), ("namespace", "7")),  # type: ignore[arg-type]
+        (lambda: engine.dump(namespace=b"a"), ("namespace", "b'a'")),  # type: ignore[arg-type]
+        (lambda: engine.dump(after="x"), ("after", "'x'")),  # type: ignore[arg-type]
+        (lambda: engine.save(None), ("path", "None")),  # type: ignore[arg-type]
+        (lambda: engine.save("a\0b"), ("cannot be written", "null byte")),
+        (lambda: engine.with_cache(engine.cache.config, size=(0, 0)), ("size", "pages", "0")),
+        (lambda: engine.with_cache(engine.cache.config, size=(9, 2)), ("size", "state slots", "2")),
+        (lambda: engine.with_cache(engine.cache.config, size=9), ("size", "(128, 32)", "9")),  # type: ignore[arg-type]
         (lambda: engine.with_cache("64MiB"), ("CacheConfig", "'64MiB'")),  # type: ignore[arg-type]
         (lambda: Engine.from_pretrained("tiny", device="gpu"), ("device", "'gpu'", "cuda")),
         (lambda: Engine.from_pretrained("tiny", device=7), ("device", "7")),  # type: ignore[arg-type]
@@ -265,7 +273,7 @@ def calls(engine: Engine) -> list[tuple[Callable[[], Any], tuple[str, ...]]]:
     ]
 
 
-@pytest.mark.parametrize("number", range(27))
+@pytest.mark.parametrize("number", range(35))
 def test_a_wrong_argument_of_a_call_is_refused(engine: Engine, number: int) -> None:
     call, words = calls(engine)[number]
     with pytest.raises(HybridError) as caught:

@@ -11,6 +11,7 @@ from torch import Tensor
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.restorer import Boundary, Outcome, Restorer
+from hybrid.checks import integer
 from hybrid.errors import ArgumentError, CacheFileError, PromptError
 from hybrid.key import Key
 from hybrid.memory.digests import ContentReader, Contents, ContentWriter
@@ -88,7 +89,9 @@ def collect(
 
     Raises:
         PromptError: nothing is cached of one of the prompts.
+        ArgumentError: `after` is no number of tokens.
     """
+    after = integer("after", after, 0)
     after -= after % tree.page_size
     wanted = _wanted(tree, keys, namespace)
     places: dict[Node, int] = {}

@@ -12,7 +12,7 @@ from hybrid.cache.archives import fingerprint_of
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
-from hybrid.checks import shown
+from hybrid.checks import integer, shown
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
@@ -22,7 +22,7 @@ from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
 from hybrid.memory.device import free_memory
-from hybrid.memory.memory import CacheMemory
+from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
 from hybrid.models.loading import can_quantize, load_model, open_checkpoint
@@ -33,6 +33,9 @@ from hybrid.tiers.fingerprint import Fingerprint, digest_of_model
 
 IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of a configuration that change no result: the weights have their own types."""
+
+MAX_UNITS = 2**31 - 1
+"""Pages of a cache, at most, and state slots."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -199,11 +202,12 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
 
     Raises:
         MemoryBudgetError: the memory does not suffice for one request.
+        ArgumentError: `size` is something else, or too small for one request.
     """
     model, device = loaded.model, loaded.device
     spec = model.own_spec().with_kv_dtype(config.kv_dtype)
     if size is not None:
-        memory = CacheMemory.fixed(spec, config.page_size, *size, device)
+        memory = CacheMemory.fixed(spec, config.page_size, *_numbers(size), device)
         return make_cache(memory, config, _fingerprint(loaded, memory, config))
     memory = CacheMemory.for_spec(
         spec,
@@ -214,6 +218,16 @@ def build_cache(loaded: LoadedModel, config: CacheConfig, size: tuple[int, int] 
         state_dtype=config.state_dtype,
     )
     return make_cache(memory, config, _fingerprint(loaded, memory, config))
+
+
+def _numbers(size: object) -> tuple[int, int]:
+    if not isinstance(size, tuple | list) or len(size) != 2:
+        raise ArgumentError(f"size must be numbers of pages and of state slots, as (128, 32); got {shown(size)}")
+    pages, states = size
+    return (
+        integer("size: the number of pages", pages, 1, MAX_UNITS),
+        integer("size: the number of state slots", states, MIN_STATE_SLOTS, MAX_UNITS),
+    )
 
 
 def _fingerprint(loaded: LoadedModel, memory: CacheMemory, config: CacheConfig) -> Fingerprint | None:

@@ -15,7 +15,7 @@ from hybrid.engine.request import Continuation, Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.structured import Grammars
 from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, SamplingError
-from hybrid.key import Key, check_namespace
+from hybrid.key import Key
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
 from hybrid.prompts.detokenizer import TextStream
@@ -88,7 +88,6 @@ class Intake:
         return self.encode(prompt).key(self._namespace(namespace, adapter))
 
     def _namespace(self, namespace: str, adapter: str | None) -> str:
-        check_namespace(namespace)
         return namespace_of(self._adapters.named(adapter) if adapter is not None else None, namespace)
 
     def request(

@@ -28,6 +28,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from hybrid.checks import shown
 from hybrid.errors import ArgumentError, CacheFileError
 from hybrid.key import TOKEN_BYTES
 from hybrid.tiers.fingerprint import DIGEST_BYTES, FORMAT, Fingerprint, digest, fingerprint_of_json
@@ -163,8 +164,10 @@ class Archive:
 
         Raises:
             CacheFileError: it cannot be written. What was there is as it was.
-            ArgumentError: it is no name of a store.
+            ArgumentError: it is no path, or no name of a store.
         """
+        if not isinstance(path, str | Path) or not str(path):
+            raise ArgumentError(f"save: a file needs a path, such as 'support.hybrid'; got {shown(path)}")
         if store is not None:
             try:
                 store.put_from(str(path), [self.to_bytes()])
@@ -183,7 +186,7 @@ class Archive:
             finally:
                 part.unlink(missing_ok=True)
             sync_directory(path.parent)
-        except (OSError, safetensors.SafetensorError) as error:
+        except (OSError, ValueError, safetensors.SafetensorError) as error:  # a ValueError: no file can have this name
             raise CacheFileError(f"{path} cannot be written: {error}") from error
 
     def _content(self) -> tuple[dict[str, Tensor], dict[str, str]]:
