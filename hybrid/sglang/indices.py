@@ -15,38 +15,39 @@ class IndexPages:
     """Indices of the tokens of consecutive pages, as a sequence of pages.
 
     A slice that is a small part of a tensor is a copy, so that a node that keeps the end of a long prompt does not keep
-    the tensor of all of it. Larger ones share the memory, which is never written.
+    the tensor of all of it. Larger ones share the memory, which is never written, and cut nothing until they are read.
 
     Args:
         indices: `[tokens]`, int64; whole pages.
         page_size: tokens per page.
-        kept: number of pages whose indices are in memory for these; None: they have a memory of their own.
+        first, end: the pages of `indices` that are meant; None: all.
     """
 
-    __slots__ = ("_indices", "_kept", "_num_pages", "_page_size")
+    __slots__ = ("_end", "_first", "_indices", "_num_kept", "_page_size")
 
-    def __init__(self, indices: torch.Tensor, page_size: int, kept: int | None = None) -> None:
+    def __init__(self, indices: torch.Tensor, page_size: int, first: int = 0, end: int | None = None) -> None:
         self._indices = indices
         self._page_size = page_size
-        self._num_pages = indices.numel() // page_size
-        self._kept = self._num_pages if kept is None else kept
+        self._num_kept = indices.numel() // page_size  # pages whose indices are in memory for these
+        self._first = first
+        self._end = self._num_kept if end is None else end
 
     def __len__(self) -> int:
         """Number of pages."""
-        return self._num_pages
+        return self._end - self._first
 
     def __getitem__(self, pages: slice) -> IndexPages:
-        start, end, _ = pages.indices(self._num_pages)
-        size = self._page_size
-        part = self._indices[start * size : end * size]
-        if SMALL * (end - start) < self._kept:
-            return IndexPages(part.clone(), size)
-        return IndexPages(part, size, self._kept)
+        start, end, _ = pages.indices(self._end - self._first)
+        if SMALL * (end - start) < self._num_kept:
+            return IndexPages(self.view(start, end).clone(), self._page_size)
+        return IndexPages(self._indices, self._page_size, self._first + start, self._first + end)
 
     def view(self, start: int, end: int) -> torch.Tensor:
         """The indices of pages `[start, end)`, `[tokens]`, without a copy: to be read and not kept."""
-        size = self._page_size
-        return self._indices if end - start == self._num_pages else self._indices[start * size : end * size]
+        if end - start == self._num_kept:
+            return self._indices
+        size, first = self._page_size, self._first
+        return self._indices[(first + start) * size : (first + end) * size]
 
 
 class FreedIndices:

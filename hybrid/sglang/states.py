@@ -26,7 +26,8 @@ class StateComponent(MambaComponent):
         position = self._position(req, token_ids_len, is_finished)
         if position:
             arrival, is_admitted = self.admit(req, position, self._kind(req, position, is_finished), is_finished)
-            self.tree_core.visits.expect(insert_params, arrival)
+            below = self.tree_core.node_by_id(req.last_node) if req.lock is not None else None
+            self.tree_core.visits.expect(insert_params, arrival, below)
             if not is_admitted:
                 return position
         length: int | None = super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)

@@ -182,7 +182,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         node, until = self._handles.node(from_node_id), self._handles.node(until_node_id)
         if self._path is not None and node is not None and until is None:
             handle, indices = self._path
-            if handle == from_node_id and len(indices) * WORDS == node.end:
+            if handle == from_node_id and indices.numel() * WORDS == node.end:
                 return indices
         return between(until.end if until is not None else 0, node, self.device)
 
@@ -207,9 +207,9 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
             checkpoint = Checkpoint(slot, len(key), arrival.kind, params.priority or 0, arrival.turn)
         elif past is None:
             past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
-        value = value if len(value) == length else value[:length]
+        value = value if value.numel() == length else value[:length]
         pages = IndexPages(value, self.page_size)
-        inserted = self.tree.insert(key, len(key), pages, checkpoint, None, past, arrival.hashes)
+        inserted = self.tree.insert(key, len(key), pages, checkpoint, arrival.below, past, arrival.hashes)
         if not inserted.adopted and inserted.node.slot is not None:
             self.tree.renew(inserted.node)
         existing = inserted.num_existing // WORDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from hybrid.key import Key
-from hybrid.tree.node import History, KeyHashes, Kind, Match, NodeUsage
+from hybrid.tree.node import History, KeyHashes, Kind, Match, Node, NodeUsage
 from hybrid.tree.tree import Tree
 
 MAX_VISITS = 8192
@@ -20,12 +20,14 @@ class Arrival(NamedTuple):
         turn: number of turn ends before it on its path.
         past: usage of a state that was there before, or of this one if it is not kept; None: there is none.
         hashes: of its key, as far as they were computed.
+        below: a node on its path that its request keeps locked; None: it has none, or none is known.
     """
 
     kind: Kind
     turn: int
     past: NodeUsage | None
     hashes: KeyHashes | None = None
+    below: Node | None = None
 
 
 PLAIN = Arrival(Kind.TURN_END, 0, None)
@@ -71,9 +73,9 @@ class Visits:
             return Arrival(kind, 0, None)
         return Arrival(kind, history.turn, history.gone.get(num_tokens), history.hashes)
 
-    def expect(self, params: Any, arrival: Arrival) -> None:
-        """The next insert, with these parameters, is of this state."""
-        self._expected = params, arrival
+    def expect(self, params: Any, arrival: Arrival, below: Node | None = None) -> None:
+        """The next insert, with these parameters, is of this state, and below this node."""
+        self._expected = params, arrival if below is None else arrival._replace(below=below)
 
     def arrival(self, params: Any, key: Key) -> Arrival:
         """What is inserted with these parameters: what was expected, or else what the tree itself can tell."""

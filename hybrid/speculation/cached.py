@@ -294,6 +294,7 @@ class GramDrafter(Drafter):
             self._index(history.namespace).open(history[:]), self._learned.of_request()
         )
         self._learn(history, reading.piece)
+        reading.indexed()
         return reading
 
     def _index(self, namespace: str) -> GramIndex:

@@ -189,7 +189,7 @@ class Candidates:
         if node is None:
             return
         if self._hit is not None:
-            self._report("hit", self._hit, self.facts(node))
+            self._report("hit", self._hit, Facts(node, self.now, self._prices))
         usage = node.usage
         usage.last_used = next(ticks)
         usage.used_at = self.now
@@ -208,7 +208,7 @@ class Candidates:
     def evicting(self, node: Node) -> None:
         """Report that the node's checkpoint is about to be evicted."""
         if self._evicted is not None:
-            self._report("evicted", self._evicted, self.facts(node))
+            self._report("evicted", self._evicted, Facts(node, self.now, self._prices))
 
     def missed(self, usage: NodeUsage, num_tokens: int) -> None:
         """Report, and count, that a request would have resumed from a checkpoint that was evicted."""
@@ -220,7 +220,7 @@ class Candidates:
     def entered(self, node: Node) -> None:
         """Report that the node got a checkpoint, or the usage of one that was not admitted."""
         if self._entered is not None:
-            self._report("entered", self._entered, self.facts(node))
+            self._report("entered", self._entered, Facts(node, self.now, self._prices))
         if self._weighs and node.children:
             self.reweigh_below(node)
 
@@ -242,7 +242,7 @@ class Candidates:
     def changed(self, node: Node) -> None:
         """Report that the node got its first child or request, or lost its last one, or that its kind has changed."""
         if self._changed is not None and (node.slot is not None or node.lost_checkpoint):
-            self._report("changed", self._changed, self.facts(node))
+            self._report("changed", self._changed, Facts(node, self.now, self._prices))
         if not self._weighs:
             return
         if node.slot is not None:

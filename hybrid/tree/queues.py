@@ -236,13 +236,16 @@ class AgingQueue:
         self._nodes: list[Node] = []
         self._places: dict[int, int] = {}
         self._found: tuple[float, Node] | None = None  # until something in the queue changes
-        self.settled: Container[int] = ()  # a push has a candidate weighed again
         self._compact_at = 1024
         self._weighed: list[tuple[int, float, int]] = []  # group, weight, and request of the last use; in columns below
         self._groups = np.zeros(self._compact_at + 1, np.int64)
         self._weights = np.zeros(self._compact_at + 1)
         self._used = np.zeros(self._compact_at + 1, np.int64)
         self._stale = np.zeros(self._compact_at + 1, np.bool_)
+
+    @property
+    def settled(self) -> Container[int]:
+        return self._places
 
     def push(self, node: Node, renewed: bool) -> None:
         place = self._places.get(id(node))

@@ -176,6 +176,23 @@ def test_indices_come_back_as_they_were_given(served: Served) -> None:
     assert torch.equal(core.all_values_flatten(), value)
 
 
+def test_indices_on_a_path_are_the_trees_whatever_was_offered_for_them(served: Served) -> None:
+    """Other indices for what the tree has are freed; those of the beginning are the tree's own."""
+
+    def enter(value: torch.Tensor, previous: int) -> torch.Tensor:
+        state = served.pool.mamba_allocator.alloc(1)
+        params = InsertParams(key=key(*range(len(value))), value=value, mamba_value=state, prev_prefix_len=previous)
+        return served.cache.path_device_indices(served.cache.insert(params).last_device_node)
+
+    first, other, more = (served.allocator.alloc(count) for count in (3, 5, 2))
+    assert torch.equal(enter(first, 0), first)
+    kept = torch.cat([first, other[3:]])
+    assert torch.equal(enter(other, 0), kept)
+    assert torch.equal(enter(torch.cat([kept, more]), 5), torch.cat([kept, more]))
+    served.cache.evict(EvictParams(num_tokens=2))
+    assert torch.equal(served.cache.path_device_indices(match(served, *range(5)).last_device_node), kept)
+
+
 def test_locks_are_released_per_component_and_never_twice(served: Served) -> None:
     node = put(served, *range(10)).last_device_node
     cache = served.cache

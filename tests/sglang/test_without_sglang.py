@@ -315,6 +315,9 @@ def test_what_is_inserted_is_what_was_announced_for_these_parameters_and_else_wh
     seen.visits.expect(params, announced)
     assert seen.visits.arrival(SimpleNamespace(), seen.key) is not announced
     seen.put(8)
+    node = seen.tree.peek(seen.key, 8).deepest
+    seen.visits.expect(params, announced, node)
+    assert seen.visits.arrival(params, seen.key) == announced._replace(below=node)
     inside = Key.of([1, 1, 2, 2])
     assert seen.visits.arrival(params, inside).kind is Kind.BRANCH  # all of its pages are there
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from array import array
 from functools import partial
 
@@ -52,6 +53,23 @@ def test_each_token_of_an_answer_is_indexed_once_and_drafted_soon() -> None:
     assert drafted > 16  # of 20: a newer gram takes the slot of an older one
     drafter.end(history)
     assert drafter.num_tokens == len(ids)
+
+
+def test_a_long_prompt_takes_the_memory_of_its_index() -> None:
+    """What a request keeps of its own, beside that, is of its latest tokens."""
+    rng, drafter = random.Random(0), GramDrafter()
+    ids = array("i", [rng.randrange(50_000) for _ in range(40_000)])
+    history = history_of(ids)
+    tracemalloc.start()
+    try:
+        drafter.propose(history, 7)
+        for token in range(20):
+            ids.append(token)
+            drafter.propose(history, 7)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 1.5 * drafter.num_bytes
 
 
 def test_grams_do_not_cross_namespaces() -> None:
