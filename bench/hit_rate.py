@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -35,6 +36,8 @@ from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
 from hybrid.cache import placement
 from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
 from hybrid.key import Key
+from hybrid.tiers.disk import MAX_SEGMENT_BYTES, READ
+from hybrid.tiers.host import COPY
 from hybrid.tree.node import Kind
 from hybrid.tree.policies import POLICIES
 
@@ -50,6 +53,8 @@ STORED_SHARE = {"float32": None, "bfloat16": 0.512, "int8": 0.275}
 PAGE = 64
 
 COMPUTED = (8000, 1.0)  # tokens, and the seconds that computing them takes: what a restore must beat
+
+DISK_SCALE = 64  # with a disk all sizes are divided by this, and seconds per byte multiplied: its files are real
 
 KNOWN = {"lru": "LRU", "marconi": "Marconi", "marconi_best_alpha": "best alpha", "learned": "simulated"}
 KNOWN_INFINITE = {"any_token": "any token", "checkpoint_every_64": "every 64"}
@@ -104,8 +109,8 @@ class NoContents:
         return self._checkpoint
 
 
-def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> HybridCache:
-    """The cache that a trace is run on."""
+def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float, folder: str) -> HybridCache:
+    """The cache that a trace is run on. `folder`: for its disk."""
     config = CacheConfig(
         page_size=PAGE,
         chunk_size=PAGE,
@@ -117,15 +122,25 @@ def cache_of(args: argparse.Namespace, geometry: str, budget_gb: float) -> Hybri
     if math.isinf(budget_gb):
         return HybridCache(CacheMemory.of_indices(1 << 21, 1 << 19), config)
     kv_bytes, state_bytes = GEOMETRIES.get(geometry) or map(int, geometry.split(","))
-    share, budget, page_bytes = STORED_SHARE[args.state_dtype], int(budget_gb * 1e9), PAGE * kv_bytes
-    contents = NoContents(page_bytes, int((share or 1) * state_bytes))
-    stored, copied = contents if share else None, contents if args.host else None
-    memory = CacheMemory.of_bytes(budget, page_bytes, state_bytes, mover=copied, store=stored)
-    if not args.host:
+    scale = DISK_SCALE if args.disk else 1
+    share, budget, page_bytes = STORED_SHARE[args.state_dtype], int(budget_gb * 1e9) // scale, PAGE * kv_bytes // scale
+    contents = NoContents(page_bytes, int((share or 1) * state_bytes) // scale)
+    stored, copied = contents if share else None, contents if args.host or args.disk else None
+    memory = CacheMemory.of_bytes(budget, page_bytes, state_bytes // scale, mover=copied, store=stored)
+    host, disk = int(args.host * budget) or None, int(args.disk * budget) or None
+    if copied is None:
         return HybridCache(memory, config)
-    with patch("hybrid.cache.tiers.free_memory", lambda device: 1 << 60):  # nothing is copied
-        cache = HybridCache(memory, replace(config, host=int(args.host * budget)))
+    with (
+        patch("hybrid.cache.tiers.free_memory", lambda device: 1 << 60),  # nothing is copied
+        patch("hybrid.tiers.host.COPY", COPY * scale),
+        patch("hybrid.tiers.disk.READ", READ * scale),
+        patch("hybrid.tiers.disk.MAX_SEGMENT_BYTES", MAX_SEGMENT_BYTES // scale),
+    ):
+        config = replace(config, host=host, disk=disk, directory=folder if disk else None)
+        cache = HybridCache(memory, config, model=geometry)
     cache.note_pass(*COMPUTED)
+    if cache.tiers is not None and cache.tiers.disk is not None:
+        cache.tiers.disk.be_patient(1e6)  # requests come faster than they would
     return cache
 
 
@@ -171,7 +186,8 @@ def run(
     known: dict[str, float] | None = None,
 ) -> Line:
     """Run a trace through the bookkeeping. `known`: what others have there, in percent."""
-    cache, hits, spent = cache_of(args, geometry, budget_gb), 0, 0.0
+    folder, hits, spent = TemporaryDirectory(), 0, 0.0
+    cache = cache_of(args, geometry, budget_gb, folder.name)
     title = f"{name}, endless memory" if math.isinf(budget_gb) else f"{name}, {budget_gb:g} GB"
     for ids, num_input in tqdm(requests, desc=title, unit="request", disable=None, leave=False):
         start = time.perf_counter()
@@ -182,8 +198,14 @@ def run(
     stats = cache.stats()
     hit = round(100 * hits / max(sum(num_input for _, num_input in requests), 1), 2)
     evicted = {what: getattr(stats, what) for what in ("evicted_checkpoints", "evicted_pages", "moved_pages")}
-    if args.host:
-        evicted["written_per_evicted"] = round(stats.host_bytes_written / max(1, stats.host_bytes_offered), 3)
+    offered = max(1, stats.host_bytes_offered or stats.disk_bytes_offered)
+    for where in ("host", "disk"):
+        if getattr(args, where):
+            evicted[f"{where}_written_per_evicted"] = round(getattr(stats, f"{where}_bytes_written") / offered, 3)
+    if args.disk:
+        evicted["late"] = cache.tiers.disk.counts.num_late
+        cache.tiers.disk.close()
+    folder.cleanup()
     micros = round(1e6 * spent / max(len(requests), 1), 1)
     details = {"requests": len(requests), "us_per_request": micros, **evicted}
     return Line(title, hit, target, part=geometry, medians={**(known or {})}, unit="%", details=details)
@@ -218,6 +240,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--placement", default=placements, help=f"where checkpoints are put (default: {placements})")
     parser.add_argument("--state-dtype", default="float32", choices=STATE_DTYPES, help="how checkpoints are stored")
     parser.add_argument("--host", type=float, default=0.0, help="host memory behind it, in multiples of the budget")
+    parser.add_argument("--disk", type=float, default=0.0, help="a disk behind them, likewise")
     parser.add_argument("--seed", type=int, default=0, help="of the policy's random numbers (default: 0)")
     parser.add_argument("--audit", action="store_true", help="audit the cache after every request (slow)")
     parser.add_argument("--reference", type=Path, help="a file of known figures: run all of its cells")

@@ -111,7 +111,8 @@ class CausalLM(nn.Module, ABC):
         chunk_size: chunk of the linear layers, in tokens.
         head_dim: size of an attention head.
         layers: each is called with `(x, residual, batch, rotary, kv, state, chunk_size)`. Its input is `x + residual`
-            (residual is None for the first layer), and it returns its output as two such terms.
+            (residual is None for the first layer), and it returns its output as two such terms. The `layer` of its
+            mixer is its row in the tensors of its kind.
         norm: the final norm.
         predictor: drafts tokens; None: the model has none, or it is not loaded.
 

@@ -17,10 +17,9 @@ from hybrid.memory.memory import CacheMemory, UnitSizes
 from hybrid.tiers.chain import chain
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.ranking import Worth
-from hybrid.tiers.rate import Rate
+from hybrid.tiers.savings import Savings
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier
-from hybrid.tree.node import Node, NodeUsage, Root
+from hybrid.tree.node import Kind, Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
 
 
@@ -32,8 +31,7 @@ class Leaver(NamedTuple):
         num_bytes: of its contents.
         read: reads them.
         path: makes `Offer.path`.
-        group: of a checkpoint: see `Worth`.
-        note, value: of a checkpoint: see `Offer`.
+        note: of a checkpoint: see `Offer`.
         is_asked: a copy was asked for, however likely it is to be wanted.
     """
 
@@ -41,9 +39,7 @@ class Leaver(NamedTuple):
     num_bytes: int
     read: Callable[[], Contents]
     path: Callable[[], Iterator[bytes]]
-    group: str = ""
     note: Note | None = None
-    value: Callable[[int], float] | None = None
     is_asked: bool = False
 
 
@@ -52,7 +48,7 @@ class Departures:
 
     Args:
         host, disk: the tiers; None: there is none.
-        compute: seconds per token that is computed.
+        savings: what copies are likely to save.
         memory: its mover reads contents that leave.
         sizes: bytes of a page and of a checkpoint.
         page_size: tokens per page.
@@ -66,18 +62,18 @@ class Departures:
         self,
         host: HostTier | None,
         disk: DiskTier | None,
-        compute: Rate,
+        savings: Savings,
         memory: CacheMemory,
         sizes: UnitSizes,
         page_size: int,
     ) -> None:
         self.num_failures: int = 0
-        self.chances: Chances = Chances()
+        self.chances: Chances = Chances(savings.reuse)
         self._host = host
         self._disk = disk
         self._tiers: list[Tier] = [tier for tier in (host, disk) if tier is not None]
         self._wants_ids = any(tier.wants_ids for tier in self._tiers)
-        self._compute = compute
+        self._savings = savings
         self._memory = memory
         self._sizes = sizes
         self._page_size = page_size
@@ -86,8 +82,9 @@ class Departures:
         self._is_ending = False
 
     def follow(self, tree: Tree) -> None:
-        """Its policy values what is kept."""
+        """Its policy says how likely hits are on what is kept."""
         self._tree = tree
+        self._savings.follow(self)
 
     def discard(self, is_discarding: bool) -> None:
         """Whether what is evicted from now on is to be forgotten."""
@@ -106,11 +103,11 @@ class Departures:
         try:
             above, slot, usage = node.checkpoint_above(), node.slot, node.usage
             num_tokens = node.end - (above.end if above is not None else 0)
-            note = Note(usage.kind.value, usage.turn, usage.priority, num_tokens, usage)
+            group = self.chances.group(usage, bool(node.children or node.page_locks))
+            note = Note(usage.kind.value, usage.turn, usage.priority, num_tokens, node.end, group, usage)
             if self._wants_ids:
                 path = _path(node)
                 note = replace(note, namespace=path.namespace, ids=path.ids)
-            group = self.chances.group(usage, bool(node.children or node.page_locks))
             self.chances.left(usage, group)
             self._offer(
                 Leaver(
@@ -118,9 +115,7 @@ class Departures:
                     num_bytes=self._sizes.checkpoint,
                     read=partial(writer_of(self._memory).read_checkpoint, slot),
                     path=partial(names_upward, node, node.end),
-                    group=group,
                     note=note,
-                    value=partial(self._value, usage, node.end, num_tokens),
                 )
             )
         except Exception:  # it is evicted without a copy
@@ -139,12 +134,22 @@ class Departures:
         except Exception:  # they are evicted without a copy
             self.num_failures += 1
 
-    def _value(self, usage: NodeUsage, end: int, num_tokens: int, num_alone: int) -> float:
-        """See `Offer.value`. A hit saves what it saved on the device, or more: if only this checkpoint needs pages,
-        then there is no other at one of them any more."""
+    # What the policy says (`Judge`)
+
+    def worth(self, note: Note, tokens_saved: int, num_bytes: int) -> float:
+        """See `Judge.worth`."""
         assert self._tree is not None
-        num_bytes = self._sizes.checkpoint + num_alone * self._sizes.page
-        return self._tree.worth(usage, end, max(num_tokens, num_alone * self._page_size), num_bytes)
+        return self._tree.worth(note.usage, note.end, tokens_saved, num_bytes)
+
+    def known(self, note: Note) -> Note:
+        """See `Judge.known`."""
+        assert self._tree is not None
+        kind = Kind(note.kind) if note.kind in [*Kind] else Kind.BRANCH
+        usage = self._tree.new_usage(kind, note.turn, note.namespace)
+        usage.raise_priority(note.priority)
+        return replace(note, usage=usage)
+
+    # What is offered
 
     def _offer(self, leaver: Leaver) -> bool:
         """Offer what leaves the device to the tiers, until one has it."""
@@ -155,24 +160,11 @@ class Departures:
 
     def _for(self, tier: Tier, leaver: Leaver) -> Offer:
         is_certain = self._is_ending or leaver.is_asked
-        worth = self._worth(tier, leaver.group, leaver.note, is_certain) if leaver.note is not None else None
-        return Offer(
-            leaver.name, leaver.num_bytes, leaver.read, worth, leaver.note, value=leaver.value, path=leaver.path()
-        )
-
-    def _worth(self, tier: Tier, group: str, note: Note, is_certain: bool) -> Worth:
-        """What a checkpoint may save: its share, where the pages that it needs have the others. Nothing, if it is not
-        likely to save as much time as copying all of them takes, which is taken to be that of restoring them.
-
-        Args:
-            is_certain: it is copied whatever is likely, if a restore would save time.
-        """
-        num_bytes = self._sizes.checkpoint
-        gain = self.gain(note.num_tokens, tier.cost.seconds(num_bytes), tier)
-        with_pages = num_bytes + note.num_tokens // self._page_size * self._sizes.page
-        if not is_certain and gain * self.chances.probability(group) <= tier.cost.seconds(with_pages):
-            return Worth(group, 0.0)
-        return Worth(group, gain * num_bytes / max(1, with_pages))
+        is_worth_it, value = True, None
+        if leaver.note is not None:
+            is_worth_it = self._savings.pays(leaver.note, tier.cost, is_certain)
+            value = partial(self._savings.value, leaver.note, tier.cost)
+        return Offer(leaver.name, leaver.num_bytes, leaver.read, leaver.note, is_worth_it, value, leaver.path())
 
     def would_copy(self, usage: NodeUsage, num_tokens: int, has_below: bool = False) -> bool:
         """Whether a checkpoint would be copied if it left the device.
@@ -181,8 +173,8 @@ class Departures:
             num_tokens: tokens that a hit saves.
             has_below: others continue from it then.
         """
-        group, note = self.chances.group(usage, has_below), Note(usage.kind.value, usage.turn, 0, num_tokens)
-        return any(self._worth(tier, group, note, self._is_ending).seconds > 0 for tier in self._tiers)
+        note = Note(usage.kind.value, usage.turn, 0, num_tokens, group=self.chances.group(usage, has_below))
+        return any(self._savings.pays(note, tier.cost, self._is_ending) for tier in self._tiers)
 
     def gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
         """Seconds that restoring saves over computing.
@@ -191,7 +183,7 @@ class Departures:
             seconds: that restoring takes.
             tiers: from which.
         """
-        gain = num_tokens * self._compute.value - seconds
+        gain = num_tokens * self._savings.compute.value - seconds
         if gain <= 0:
             for tier in tiers:
                 tier.cost.fade()
@@ -201,10 +193,9 @@ class Departures:
 
     def _pass_on(self, host: HostTier, disk: DiskTier) -> None:
         """What host memory dropped is offered to the disk."""
-        for name, contents, before, worth, note in host.take_dropped():
-            path = partial(iter, () if before is None else (before,))
-            group = worth.group if worth is not None else ""
-            disk.offer(self._for(disk, Leaver(name, len(contents), partial(bytes, contents), path, group, note)))
+        for name, contents, path, note in host.take_dropped():
+            leaver = Leaver(name, len(contents), partial(bytes, contents), partial(iter, path), note)
+            disk.offer(self._for(disk, leaver))
 
     def let_all_go(self) -> None:
         """What host memory holds goes to disk, where it is worth it."""
@@ -221,18 +212,17 @@ class Departures:
         assert self._tree is not None
         key, end = boundary.key, boundary.num_tokens // self._page_size
         names = chain(key.ids[: boundary.num_tokens * TOKEN_BYTES], key.namespace, self._page_size * TOKEN_BYTES)
-        note = Note(boundary.kind.value, boundary.turn, boundary.priority, num_tokens)
+        usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn, key.namespace)
+        kind, group = boundary.kind.value, f"{boundary.kind.value} last 0"
+        note = Note(kind, boundary.turn, boundary.priority, num_tokens, boundary.num_tokens, group, usage)
         if self._wants_ids:
             note = replace(note, namespace=key.namespace, ids=key.ids)
-        usage = boundary.past or self._tree.new_usage(boundary.kind, boundary.turn, key.namespace)
         checkpoint = Leaver(
             name=(CHECKPOINT, names[end - 1]),
             num_bytes=len(boundary.checkpoint),
             read=partial(bytes, boundary.checkpoint),
             path=partial(_upward, names, end),
-            group=f"{boundary.kind.value} last 0",
             note=note,
-            value=partial(self._value, usage, boundary.num_tokens, num_tokens),
             is_asked=True,
         )
         return self._offer(checkpoint) and all(

@@ -21,6 +21,8 @@ from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.fingerprint import Fingerprint, fingerprint_of_json
 from hybrid.tiers.host import HostTier
 from hybrid.tiers.rate import Rate
+from hybrid.tiers.reuse import Reuse
+from hybrid.tiers.savings import Savings
 from hybrid.tiers.session import Origin
 from hybrid.tiers.tier import CHECKPOINT, Name, Tier
 from hybrid.tree.node import Node
@@ -39,6 +41,7 @@ class Tiers:
     Args:
         host: copies in host memory; None: there are none.
         disk: copies on disk; None: there are none.
+        savings: what copies are likely to save.
         memory: its mover reads contents that leave.
         sizes: bytes of a page and of a checkpoint.
         config: of the cache.
@@ -55,6 +58,7 @@ class Tiers:
         self,
         host: HostTier | None,
         disk: DiskTier | None,
+        savings: Savings,
         memory: CacheMemory,
         sizes: UnitSizes,
         config: CacheConfig,
@@ -63,8 +67,8 @@ class Tiers:
         self.fingerprint: Fingerprint | None = fingerprint
         self.host: HostTier | None = host
         self.disk: DiskTier | None = disk
-        self.compute: Rate = Rate(COMPUTE)
-        self.departures: Departures = Departures(host, disk, self.compute, memory, sizes, config.page_size)
+        self.compute: Rate = savings.compute
+        self.departures: Departures = Departures(host, disk, savings, memory, sizes, config.page_size)
         self.places: tuple[Tier, ...] = tuple(tier for tier in (host, disk) if tier is not None)
 
     def holders(self, node: Node) -> tuple[str, ...]:
@@ -141,6 +145,8 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
     if memory.sizes is None:
         raise ArgumentError("CacheConfig: host and disk need a memory that knows the bytes of its pages and states")
     host, disk, here = None, None, None
+    sizes = memory.sizes
+    savings = Savings(Rate(COMPUTE), Reuse(), sizes.page, sizes.checkpoint, config.page_size)
     if config.host is not None:
         assert isinstance(config.host, int)
         free = free_memory(torch.device("cpu"))
@@ -157,8 +163,8 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
                 "that made them: HybridCache(memory, config, model='my-model 3')"
             )
         here = fingerprint_named(memory, config, model)
-        disk = DiskTier(config.directory, config.disk, _origin(here), wants_ids=config.directory_readable)
-    return Tiers(host, disk, memory, memory.sizes, config, here)
+        disk = DiskTier(config.directory, config.disk, _origin(here), savings, wants_ids=config.directory_readable)
+    return Tiers(host, disk, savings, memory, sizes, config, here)
 
 
 def _origin(here: Fingerprint) -> Origin:

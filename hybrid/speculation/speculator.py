@@ -194,8 +194,8 @@ class Speculator:
         return [drafts.get(history) for history, _ in asked]
 
     def has_none(self, histories: Sequence[History]) -> bool:
-        """Whether a pass can do without drafts though the tokens of the one under way are not known: no source goes on
-        after them so that drafts would pay, and no other drafter is to be asked. Then it counts as a pass without.
+        """Whether a pass can do without drafts though the tokens of the one under way are not known: no source has more
+        than these, so that drafts would pay, and no other drafter is to be asked. Then it counts as one without drafts.
 
         Args:
             histories: of the requests of the pass, up to the token that is not known.

@@ -7,11 +7,9 @@ copy less, never an error.
 
 from __future__ import annotations
 
-import errno
 import logging
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
@@ -20,14 +18,13 @@ from functools import partial
 from pathlib import Path
 
 from hybrid.tiers.directory import RECOVERABLE
-from hybrid.tiers.expected import Expected
-from hybrid.tiers.health import DiskCounts, Health
+from hybrid.tiers.health import FULL, DiskCounts, Health
 from hybrid.tiers.index import Index, Place
 from hybrid.tiers.manifest import DamagedError
 from hybrid.tiers.process_lock import FORKED, ProcessLock
-from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
 from hybrid.tiers.reading import Begin, Buffer, BufferedReading, Reader, Wanted, WrongCopyError
+from hybrid.tiers.savings import WORTHLESS, Savings
 from hybrid.tiers.segment import DATA_ALIGNMENT
 from hybrid.tiers.session import Origin, Pending, Session
 from hybrid.tiers.store import DirectoryStore, Store
@@ -49,8 +46,6 @@ WRITTEN_AFTER = 2.0
 GROWN_AFTER = 60.0  # seconds
 """A disk that was full is tried with more again after this."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 logger = logging.getLogger("hybrid.tiers")
 
 
@@ -61,6 +56,7 @@ class DiskTier:
         path: the directory. Where it cannot be used, nothing is kept, and `failure` says why.
         num_bytes: of all files together, those of other processes and models too.
         origin: what the copies are made with.
+        savings: what copies are likely to save. What the directory knows of their reuse is added to it.
         wants_ids: write the token ids of prefixes into the manifest.
         open_store: makes the store of the files.
 
@@ -76,6 +72,7 @@ class DiskTier:
         path: Path,
         num_bytes: int,
         origin: Origin,
+        savings: Savings,
         *,
         wants_ids: bool = False,
         open_store: Callable[[Path], Store] = DirectoryStore,
@@ -90,16 +87,15 @@ class DiskTier:
         self.report: list[str] = []
         self._path = path
         self._origin = origin
+        self._savings = savings
         self._open_store = open_store
         self._segment_bytes = max(1, min(MAX_SEGMENT_BYTES, num_bytes // 16))
         self._lock = ProcessLock()  # of all that follows
-        self._index = Index(num_bytes)
+        self._index = Index(num_bytes, savings, self.cost)
         self._pending: dict[Name, Pending] = {}
         self._pending_bytes = 0
-        self._expected = Expected()
         self._batch: list[Name] = []
         self._batch_bytes = 0
-        self._hits: Counter[tuple[int, Name]] = Counter()
         self._epoch = 0
         self._health = Health()
         self._patient_until = 0.0
@@ -181,50 +177,47 @@ class DiskTier:
         self.bytes_offered += offer.num_bytes
         self._wait_for_writer(offer.num_bytes)
         with self._lock:
-            worth = self._renew(offer)
-            if worth is not None:
-                self._expected.follow(offer, worth)
+            if self._renew(offer):
                 return True
-            worth = offer.worth or self._expected.take(offer)
-            if self._is_closed or worth is None or worth.seconds <= 0 or not self._has_room(offer, worth):
+            if self._is_closed:
+                return False
+            path, value = self._index.appraise(offer)
+            if value == WORTHLESS or not self._has_room(offer.num_bytes, value):
                 return False
         contents = offer.read()
         with self._lock:
-            self._expected.follow(offer, worth)
-            self._pending[offer.name] = Pending(contents, worth, offer.note)
+            above = self._index.expect(offer.name, offer.note, path)
+            self._pending[offer.name] = Pending(contents, offer.note, value, above)
             self._batch.append(offer.name)
             self._batch_bytes += len(contents)
             self._pending_bytes += len(contents)
-            is_full = self._batch_bytes >= self._segment_bytes
-        if is_full:
+        if self._batch_bytes >= self._segment_bytes:
+            with self._lock:
+                self._index.refresh()
             self._submit_batch()
         return True
 
-    def _renew(self, offer: Offer) -> Worth | None:
-        """What a copy that is there may save; None: there is none. It is ranked as if it came now."""
+    def _renew(self, offer: Offer) -> bool:
+        """Whether there is a copy. It is ranked as if it came now."""
         found = self._index.places.get(offer.name) or self._pending.get(offer.name)
         if found is None:
-            return None
+            return False
         found.note = offer.note
         if isinstance(found, Place):
-            self._index.ranking.touch(found.segment)
-        return found.worth
+            self._index.ranking.changed(found.segment)
+        return True
 
-    def _has_room(self, offer: Offer, worth: Worth) -> bool:
-        ranking = self._index.ranking
-        rank = ranking.rank(offer.num_bytes, [worth])
-        if not ranking.has_room(offer.num_bytes, rank, self._pending_bytes):
+    def _has_room(self, num_bytes: int, value: float) -> bool:
+        if not self._index.ranking.has_room(num_bytes, value, self._pending_bytes):
             return False
-        session = self._session  # None: the writer opens it again
-        can_write = not self._health.is_paused and not (session is not None and session.read_only)
-        if not can_write or self._is_behind(offer.num_bytes):
-            self.counts.bytes_refused += offer.num_bytes
+        is_read_only = self._session is not None and self._session.read_only  # None: the writer opens it again
+        if is_read_only or self._health.is_paused or self._is_behind(num_bytes):
+            self.counts.bytes_refused += num_bytes
             return False
         return True
 
     def _is_behind(self, num_bytes: int) -> bool:
-        pending = self._pending_bytes
-        return pending > 0 and pending + num_bytes > MAX_PENDING_SEGMENTS * self._segment_bytes
+        return self._pending_bytes > max(0, MAX_PENDING_SEGMENTS * self._segment_bytes - num_bytes)
 
     def _wait_for_writer(self, num_bytes: int) -> None:
         """Within `be_patient`: let the writer catch up before something is refused."""
@@ -309,10 +302,9 @@ class DiskTier:
     def used(self, name: Name) -> None:
         """See `Tier.used`."""
         with self._lock:
-            if (place := self._index.used(name)) is not None:
-                self._hits[place.segment, name] += 1
-            elif name in self._pending:
-                self._index.ranking.learn(self._pending[name].worth.group, 0, 1)
+            earlier = self._index.used(name)
+        if earlier is not None:
+            self._savings.reuse.wanted(earlier.group)  # it left the device of another process
 
     def _forget(self, wanted: list[Wanted]) -> int:
         """Copies are of no use: they leave the manifest, too. Returns how many were not forgotten before."""
@@ -330,7 +322,8 @@ class DiskTier:
             return
         with self._lock:
             self._epoch += 1
-            self._expected.clear()
+            for name in self._pending:
+                self._index.settle(name)
             self._pending.clear()
             self._batch, self._batch_bytes, self._pending_bytes = [], 0, 0
             gone = [(number, held.file) for number, held in self._index.segments.items() if held.origin]
@@ -360,12 +353,15 @@ class DiskTier:
     def _open(self) -> None:
         """Open the directory, and learn what is in it."""
         session = Session(self._path, self._origin, self._open_store)
+        index = Index(self.num_bytes, self._savings, self.cost)
         try:
-            index = session.load(self.num_bytes)
+            self._savings.reuse.learn(session.reuse())
+            session.load(index)
         except BaseException:
             session.close()
             raise
         with self._lock:
+            index.take_waiting(self._index)
             self._index, self._session = index, session
         self.report = session.report
         for line in self.report:
@@ -385,13 +381,17 @@ class DiskTier:
         """Close the directory. What is in it is not known any more."""
         with self._lock:
             session, self._session = self._session, None
-            hits, self._hits = self._hits, Counter()
-            self._index = Index(self.num_bytes)
+            former, self._index = self._index, Index(self.num_bytes, self._savings, self.cost)
+            self._index.take_waiting(former)
         if session is not None:
             with suppress(*RECOVERABLE):
-                if hits and not session.read_only:
-                    session.add_hits(hits.items())
+                self._teach(session)
             session.close()
+
+    def _teach(self, session: Session) -> None:
+        """Write what was learned of the reuse of copies."""
+        if not session.read_only and (news := self._savings.reuse.take_news()):
+            session.add_reuse(news)
 
     def _failed(self, error: BaseException) -> None:
         """The directory failed: nothing is written for a while."""
@@ -426,10 +426,7 @@ class DiskTier:
             session = self._opened()
             if not session.read_only:
                 change(session)
-                with self._lock:
-                    hits, self._hits = self._hits, Counter()
-                if hits:
-                    session.add_hits(hits.items())
+                self._teach(session)
             self._catch_up(session)
         except RECOVERABLE as error:
             self._failed(error)
@@ -452,8 +449,7 @@ class DiskTier:
                 return
             pending = [(name, self._pending[name]) for name in names if name in self._pending]
         try:
-            if pending:
-                self._put(pending, epoch)
+            if pending and self._put(pending, epoch):
                 self._health.works()
         except RECOVERABLE as error:
             self._failed(error)
@@ -463,18 +459,19 @@ class DiskTier:
                     if self._pending.get(name) is copy:
                         del self._pending[name]
                         self._pending_bytes -= len(copy.contents)
+                        self._index.settle(name)
 
-    def _put(self, pending: list[tuple[Name, Pending]], epoch: int) -> None:
+    def _put(self, pending: list[tuple[Name, Pending]], epoch: int) -> bool:
+        """Write copies. False: nothing was written, since what is there is worth more, or has them already."""
         session = self._opened()
         self._catch_up(session)
         with self._lock:  # another process may have written some of them
             pending = [(name, copy) for name, copy in pending if name not in self._index.places]
         if not pending:
-            return
-        worths = [copy.worth for _, copy in pending]
-        arrival = session.put(pending, lambda num_bytes: self._make_free(session, num_bytes, worths, epoch))
+            return False
+        arrival = session.put(pending, lambda num_bytes, value: self._make_free(session, num_bytes, value, epoch))
         if arrival is None:
-            return
+            return False
         self.bytes_written += arrival.row.num_bytes
         with self._lock:
             is_wanted = epoch == self._epoch
@@ -482,15 +479,16 @@ class DiskTier:
                 arrival.enter(self._index)
         if not is_wanted:  # all was cleared meanwhile
             session.remove([(arrival.row.id, arrival.row.file)])
+        return True
 
-    def _make_free(self, session: Session, num_bytes: int, worths: list[Worth], epoch: int) -> bool:
+    def _make_free(self, session: Session, num_bytes: int, value: float, epoch: int) -> bool:
         """Drop segments that are worth less, so that `num_bytes` fit. False: too few are, or all was cleared."""
         with self._lock:
             if epoch != self._epoch:
                 return False
             ranking = self._index.ranking
             before = ranking.bytes_used
-            dropped = ranking.make_free(num_bytes, ranking.rank(num_bytes, worths))
+            dropped = ranking.make_free(num_bytes, value)
             if dropped is None:
                 return False
             self.counts.bytes_dropped += before - ranking.bytes_used

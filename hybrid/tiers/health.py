@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from dataclasses import dataclass
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that has no more room."""
 
 FIRST_PAUSE, MAX_PAUSE = 1.0, 60.0
 """Seconds without an attempt after a failure, and after many."""

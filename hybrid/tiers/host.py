@@ -18,7 +18,6 @@ from random import Random
 from typing import NamedTuple
 
 from hybrid.tiers.needs import Needs
-from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
 from hybrid.tiers.sampled import Sampled
 from hybrid.tiers.tier import CHECKPOINT, PAGE, AtHand, Contents, Name, Note, Offer, UnavailableError
@@ -37,12 +36,11 @@ class Kept:
     Attributes:
         name: of its prefix.
         contents: its bytes.
-        worth, value, note: see `Offer`.
+        value, note: see `Offer`.
     """
 
     name: bytes
     contents: Contents
-    worth: Worth
     value: Callable[[int], float]
     note: Note | None
 
@@ -53,14 +51,13 @@ class Dropped(NamedTuple):
     Attributes:
         name: its name.
         contents: its bytes.
-        before: the name of the page before its end, or of that before it; None: there is none.
-        worth, note: of a checkpoint.
+        path: see `Offer`; of a checkpoint, the pages that only it needed and the one before them, of a page that one.
+        note: of a checkpoint.
     """
 
     name: Name
     contents: Contents
-    before: bytes | None
-    worth: Worth | None = None
+    path: tuple[bytes, ...]
     note: Note | None = None
 
 
@@ -123,13 +120,13 @@ class HostTier:
         return self._offer_page(name, offer) if kind == PAGE else self._offer_checkpoint(name, offer)
 
     def _offer_checkpoint(self, name: bytes, offer: Offer) -> bool:
-        assert offer.worth is not None and offer.value is not None
+        assert offer.value is not None
         known = self._checkpoints.get(name)
         if known is not None:
-            known.note, known.worth, known.value = offer.note, offer.worth, offer.value
+            known.note, known.value = offer.note, offer.value
             self._on_device.discard(known)
             return True
-        if offer.worth.seconds <= 0 or offer.num_bytes > self.num_bytes:
+        if not offer.is_worth_it or offer.num_bytes > self.num_bytes:
             return False
         self._passed.pop(name, None)
         joined = self._needs.add(offer.path)
@@ -142,7 +139,7 @@ class HostTier:
         except BaseException:
             self._give_up(name)
             raise
-        kept = Kept(name, contents, offer.worth, offer.value, offer.note)
+        kept = Kept(name, contents, offer.value, offer.note)
         self._checkpoints[name] = kept
         self._all.add(kept)
         self._count(contents)
@@ -271,15 +268,18 @@ class HostTier:
         passes_on = self._passes_on and kept is not None and kept not in self._on_device
         if kept is not None:
             self._remove(kept)
-            if passes_on:
-                self._dropped.append(Dropped((CHECKPOINT, name), kept.contents, name, kept.worth, kept.note))
         self._passed.pop(name, None)
-        for page, before in self._needs.remove(name):
+        gone = self._needs.remove(name)
+        if passes_on and kept is not None:
+            above = [before for _, before in gone if before is not None]
+            self._dropped.append(Dropped((CHECKPOINT, name), kept.contents, (name, *above), kept.note))
+        for page, before in gone:
             contents = self._pages.pop(page, None)
             if contents is not None:
                 self.bytes_used -= len(contents)
                 if passes_on:
-                    self._dropped.append(Dropped((PAGE, page), contents, before))
+                    path = () if before is None else (before,)
+                    self._dropped.append(Dropped((PAGE, page), contents, path))
 
     def _remove(self, kept: Kept) -> None:
         del self._checkpoints[kept.name]

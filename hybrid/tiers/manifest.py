@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid.errors import HybridError
+from hybrid.tiers.reuse import MAX_GROUPS, Counts, halved, is_sound
 from hybrid.tiers.segment import CHECKSUM_BYTES
 from hybrid.tiers.tier import CHECKPOINT, PAGE, Name
 
-FORMAT = 1
+FORMAT = 2
 """Version of the tables."""
 
 BUSY_SECONDS = 5.0
@@ -31,9 +32,9 @@ TABLES = (
     "bytes INTEGER NOT NULL, fingerprint INTEGER NOT NULL)",
     "CREATE TABLE copies(fingerprint INTEGER NOT NULL, kind INTEGER NOT NULL, name BLOB NOT NULL, "
     "segment INTEGER NOT NULL, start INTEGER NOT NULL, bytes INTEGER NOT NULL, checksum BLOB NOT NULL, "
-    "note TEXT NOT NULL, worth_group TEXT NOT NULL, seconds REAL NOT NULL, hits INTEGER NOT NULL, "
-    "namespace TEXT, ids BLOB, PRIMARY KEY(fingerprint, kind, name)) WITHOUT ROWID",
+    "note TEXT NOT NULL, above BLOB, namespace TEXT, ids BLOB, PRIMARY KEY(fingerprint, kind, name)) WITHOUT ROWID",
     "CREATE INDEX by_segment ON copies(segment)",
+    "CREATE TABLE reuse(worth_group TEXT PRIMARY KEY, departed REAL NOT NULL, wanted REAL NOT NULL) WITHOUT ROWID",
 )
 
 
@@ -63,7 +64,7 @@ class SegmentRow(NamedTuple):
 
 
 class CopyRow(NamedTuple):
-    """A copy: where it is, what it must hold, and what it is worth."""
+    """A copy: where it is, and what it must hold; of a page, also the name of the page before it."""
 
     kind: str
     name: bytes
@@ -72,29 +73,25 @@ class CopyRow(NamedTuple):
     num_bytes: int
     checksum: bytes
     note: str
-    group: str
-    seconds: float
-    hits: int = 0
+    above: bytes | None = None
     namespace: str | None = None
     ids: bytes | None = None
 
     @property
     def is_sound(self) -> bool:
         """Whether its fields are of the types and in the ranges of what is written."""
-        numbers = (self.segment, self.start, self.num_bytes, self.hits)
+        numbers = (self.segment, self.start, self.num_bytes)
         return (
             isinstance(self.name, bytes)
             and all(type(number) is int and number >= 0 for number in numbers)
             and isinstance(self.checksum, bytes)
             and len(self.checksum) == CHECKSUM_BYTES
             and isinstance(self.note, str)
-            and isinstance(self.group, str)
-            and isinstance(self.seconds, float)
-            and 0 <= self.seconds < 1e9
+            and (self.above is None or isinstance(self.above, bytes))
         )
 
 
-COLUMNS = "kind, name, segment, start, bytes, checksum, note, worth_group, seconds, hits, namespace, ids"
+COLUMNS = "kind, name, segment, start, bytes, checksum, note, above, namespace, ids"
 
 
 class Manifest:
@@ -215,7 +212,7 @@ class Manifest:
             number = cursor.lastrowid
             assert number is not None
             self._db.executemany(
-                f"INSERT OR IGNORE INTO copies(fingerprint, {COLUMNS}) VALUES (?{', ?' * 12})",
+                f"INSERT OR IGNORE INTO copies(fingerprint, {COLUMNS}) VALUES (?{', ?' * 10})",
                 [(fingerprint, KINDS.index(copy.kind), copy.name, number, *copy[3:]) for copy in copies],
             )
             rows = self._db.execute("SELECT kind, name FROM copies WHERE segment = ?", (number,)).fetchall()
@@ -236,11 +233,20 @@ class Manifest:
         with self._transaction():
             self._db.executemany("DELETE FROM copies WHERE segment = ? AND kind = ? AND name = ?", keys)
 
-    def add_hits(self, hits: Iterable[tuple[tuple[int, Name], int]]) -> None:
-        """Copies, by segment and name, were used so often."""
-        rows = [(times, segment, KINDS.index(kind), name) for (segment, (kind, name)), times in hits]
+    def reuse(self) -> list[Counts]:
+        """What was learned of the reuse of groups of checkpoints, the part too that is not sound."""
+        return self._db.execute("SELECT worth_group, departed, wanted FROM reuse LIMIT ?", (MAX_GROUPS,)).fetchall()
+
+    def add_reuse(self, counts: Iterable[Counts]) -> None:
+        """More was learned. What cannot be right is replaced."""
         with self._transaction():
-            self._db.executemany("UPDATE copies SET hits = hits + ? WHERE segment = ? AND kind = ? AND name = ?", rows)
+            there = {group: (left, wanted) for group, left, wanted in self.reuse() if is_sound(group, left, wanted)}
+            for group, left, wanted in counts:
+                former = there.get(group, (0.0, 0.0))
+                there[group] = halved(former[0] + left, former[1] + wanted)
+            self._db.execute("DELETE FROM reuse")
+            rows = [(group, *own) for group, own in there.items()]
+            self._db.executemany("INSERT INTO reuse VALUES (?, ?, ?)", rows[:MAX_GROUPS])
 
     def close(self) -> None:
         """Close the file."""

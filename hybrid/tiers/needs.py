@@ -6,7 +6,8 @@ what is free when it goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 
 class Prefix:
@@ -15,7 +16,7 @@ class Prefix:
     Attributes:
         name: its digest.
         above: the prefix that is a page shorter; None: there is none.
-        below: those that are a page longer.
+        below: those that are a page longer, in the order in which they came.
         has_checkpoint: the tier has a checkpoint at its end.
         num_alone: pages that only this checkpoint needs; None: to be counted.
     """
@@ -25,7 +26,7 @@ class Prefix:
     def __init__(self, name: bytes) -> None:
         self.name: bytes = name
         self.above: Prefix | None = None
-        self.below: set[Prefix] = set()
+        self.below: dict[Prefix, None] = {}
         self.has_checkpoint: bool = False
         self.num_alone: int | None = None
 
@@ -52,22 +53,59 @@ class Needs:
         Returns:
             The name of the last one that was needed before; None: there is none.
         """
-        lower: Prefix | None = None
+        return self._join(None, path)
+
+    def missing(self, path: Iterable[bytes]) -> list[bytes]:
+        """The names of a path up to the first that is needed already, that one included."""
+        names = []
+        for name in path:
+            names.append(name)
+            if name in self._prefixes:
+                break
+        return names
+
+    def extend(self, name: bytes, path: Iterable[bytes]) -> None:
+        """The pages before a page that is needed are known now, if they were not.
+
+        Args:
+            path: their names, the last first.
+        """
+        prefix = self._prefixes.get(name)
+        if prefix is not None and prefix.above is None:
+            self._join(prefix, path)
+            self._recount(prefix, None)
+
+    def _join(self, lower: Prefix | None, path: Iterable[bytes]) -> bytes | None:
+        """Add the pages of a path up to the first that is known, and return the name of that one.
+
+        Args:
+            lower: what is below the path; None: the path begins with the page at whose end a checkpoint is.
+        """
+        top, added = lower, set[bytes]()
         for name in path:
             prefix = self._prefixes.get(name)
             is_known = prefix is not None
             if prefix is None:
                 prefix = self._prefixes[name] = Prefix(name)
+                added.add(name)
+            elif name in added or (top is not None and self._is_above(top, prefix)):
+                return None  # the path of a damaged manifest leads back to itself
             if lower is None:
                 prefix.has_checkpoint, prefix.num_alone = True, None
             else:
                 lower.above = prefix
-                prefix.below.add(lower)
+                prefix.below[lower] = None
             if is_known:
                 self._recount(prefix, lower)
                 return name
             lower = prefix
         return None
+
+    @staticmethod
+    def _is_above(upper: Prefix, prefix: Prefix | None) -> bool:
+        while prefix is not None and prefix is not upper:
+            prefix = prefix.above
+        return prefix is upper
 
     def shorten(self, name: bytes) -> tuple[bytes, bytes | None] | None:
         """A checkpoint does not need its last page any more, and is one of the page before it from now on. Returns the
@@ -81,7 +119,7 @@ class Needs:
         del self._prefixes[name]
         if above is None:
             return name, None
-        above.below.remove(prefix)
+        del above.below[prefix]
         has_checkpoint, above.has_checkpoint = above.has_checkpoint, True
         self._recount(above, None)
         return name, None if has_checkpoint else above.name
@@ -98,11 +136,41 @@ class Needs:
             above = prefix.above
             gone.append((prefix.name, above.name if above is not None else None))
             if above is not None:
-                above.below.remove(prefix)
+                del above.below[prefix]
             prefix = above
         if prefix is not None:
             self._recount(prefix, None)
         return gone
+
+    def has_checkpoint(self, name: bytes) -> bool:
+        """Whether there is a checkpoint at the end of a prefix."""
+        return name in self._prefixes and self._prefixes[name].has_checkpoint
+
+    def upward(self, name: bytes) -> Iterator[bytes]:
+        """The names of a page that is needed and of those before it, as far as they are known."""
+        prefix = self._prefixes.get(name)
+        while prefix is not None:
+            yield prefix.name
+            prefix = prefix.above
+
+    def best(self, name: bytes, value: Callable[[bytes], float], known: dict[bytes, float]) -> float:
+        """The highest value of the checkpoints that need a page, of those where requests continued last; minus
+        infinity: there is none.
+
+        Args:
+            value: of a checkpoint.
+            known: what was found before, of other pages of the same moment. This page and those below it are added.
+        """
+        prefix, way = self._prefixes.get(name), list[Prefix]()
+        while prefix is not None and prefix.name not in known:
+            way.append(prefix)
+            prefix = next(reversed(prefix.below), None)
+        found = known[prefix.name] if prefix is not None else -math.inf
+        for one in reversed(way):
+            if one.has_checkpoint:
+                found = max(found, value(one.name))
+            known[one.name] = found
+        return found
 
     def alone(self, name: bytes) -> Iterator[bytes]:
         """The pages that only a checkpoint needs, the last first."""

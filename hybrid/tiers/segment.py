@@ -78,7 +78,9 @@ def checksum(origin: str, name: Name, note: str, contents: Contents) -> bytes:
 
 def note_text(note: Note | None) -> str:
     """A note as it is kept outside of memory: without ids and namespace."""
-    return "" if note is None else json.dumps([note.kind, note.turn, note.priority, note.num_tokens])
+    return (
+        "" if note is None else json.dumps([note.kind, note.turn, note.priority, note.num_tokens, note.end, note.group])
+    )
 
 
 def note_of(text: str) -> Note | None:
@@ -89,10 +91,11 @@ def note_of(text: str) -> Note | None:
     """
     if not text:
         return None
-    kind, turn, priority, num_tokens = json.loads(text)
-    if not isinstance(kind, str) or any(type(number) is not int for number in (turn, priority, num_tokens)):
+    kind, turn, priority, num_tokens, end, group = json.loads(text)
+    texts, numbers = (kind, group), (turn, priority, num_tokens, end)
+    if not all(isinstance(one, str) for one in texts) or any(type(number) is not int for number in numbers):
         raise ValueError("the note of a checkpoint has fields of other types")
-    return Note(kind, turn, priority, num_tokens)
+    return Note(kind, turn, priority, num_tokens, end, group)
 
 
 def layout(records: Sequence[Record], origin: str) -> Segment:

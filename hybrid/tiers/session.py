@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hybrid.tiers.directory import CacheDirectory
-from hybrid.tiers.index import Index, Place
+from hybrid.tiers.index import Index, Place, mean
 from hybrid.tiers.manifest import CopyRow, SegmentRow
-from hybrid.tiers.ranking import Worth
+from hybrid.tiers.reuse import Counts
+from hybrid.tiers.savings import WORTHLESS
 from hybrid.tiers.segment import Record, Span, layout, note_of, note_text
 from hybrid.tiers.store import Store
 from hybrid.tiers.tier import CHECKPOINT, Contents, Name, Note
-
-MAX_HITS = 1000
-"""A copy counts this many hits of earlier processes at most."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,12 @@ def _digest(text: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A copy that is to be written."""
+    """A copy that is to be written: its contents, note, value per byte, and of a page the name of that before it."""
 
     contents: Contents
-    worth: Worth
     note: Note | None
+    value: float
+    above: bytes | None = None
 
 
 class Arrival(NamedTuple):
@@ -67,22 +66,20 @@ class Arrival(NamedTuple):
         row: of the manifest.
         origin: the digest of its fingerprint; empty: its copies cannot be used.
         copies: those that can.
-        hits: of earlier processes, by group.
+        value: per byte; None: it is not known.
         foreign: checkpoints that cannot be used, and why.
     """
 
     row: SegmentRow
     origin: str
     copies: list[tuple[Name, Place]]
-    hits: list[tuple[str, int]]
+    value: float | None
     foreign: dict[Name, str]
 
     def enter(self, index: Index) -> None:
         """Add it to an index."""
-        index.add(self.row, self.origin, self.copies)
+        index.add(self.row, self.origin, self.copies, self.value)
         index.foreign.update(self.foreign)
-        for group, count in self.hits:
-            index.ranking.learn(group, 0, count)
 
 
 class Session:
@@ -130,22 +127,15 @@ class Session:
         """Whether the directory is still the one that was opened."""
         return self._directory.is_current
 
-    def load(self, num_bytes: int) -> Index:
-        """All that is in the directory.
-
-        Args:
-            num_bytes: of all segments together.
-        """
-        index = Index(num_bytes)
+    def load(self, index: Index) -> None:
+        """Enter all that is in the directory."""
         self._learn_fingerprints()
         for row in self._directory.manifest.segments():
             self._arrival(row).enter(index)
-        index.rank_again()
         if index.foreign:
             self.report.append(
                 f"{len(index.foreign)} checkpoints of another model or version: they are not used, and dropped first"
             )
-        return index
 
     def news(self, known: Collection[int]) -> tuple[list[Arrival], list[int]]:
         """What other processes have changed: segments that came, and the numbers of those that went.
@@ -163,11 +153,11 @@ class Session:
         self._version = version
         return came, [number for number in known if number not in there]
 
-    def put(self, pending: Sequence[tuple[Name, Pending]], make_free: Callable[[int], bool]) -> Arrival | None:
+    def put(self, pending: Sequence[tuple[Name, Pending]], make_free: Callable[[int, float], bool]) -> Arrival | None:
         """Write copies as a segment, and then its rows.
 
         Args:
-            make_free: called with the bytes that are needed; False: they cannot be had.
+            make_free: called with the bytes that are needed and their value; False: they cannot be had.
 
         Returns:
             What is on the disk now; None: nothing.
@@ -176,7 +166,8 @@ class Session:
             raise OSError(errno.EROFS, "the directory cannot be written")
         records = [Record(name, copy.contents, note_text(copy.note)) for name, copy in pending]
         segment = layout(records, self._origin.digest)
-        if not make_free(segment.num_bytes):
+        value = mean([(copy.value, len(copy.contents)) for _, copy in pending], segment.num_bytes)
+        if not make_free(segment.num_bytes, value):
             return None
         file = self._directory.next_file()
         try:
@@ -190,12 +181,12 @@ class Session:
             self._directory.unlink(file)
             raise
         copies = [
-            (name, Place(number, span, record.note, copy.worth, copy.note))
+            (name, Place(number, span, record.note, copy.note, copy.above))
             for record, span, (name, copy) in zip(records, segment.spans, pending, strict=True)
             if name in kept
         ]
         row = SegmentRow(number, file, segment.num_bytes, self._number)
-        return Arrival(row, self._origin.digest, copies, [], {})
+        return Arrival(row, self._origin.digest, copies, value, {})
 
     def remove(self, segments: Iterable[tuple[int, str]]) -> None:
         """Forget segments, and remove their files.
@@ -216,9 +207,13 @@ class Session:
         """Forget copies, by segment and name."""
         self._directory.manifest.remove_copies(copies)
 
-    def add_hits(self, hits: Iterable[tuple[tuple[int, Name], int]]) -> None:
-        """Copies, by segment and name, were used so often."""
-        self._directory.manifest.add_hits(hits)
+    def reuse(self) -> list[Counts]:
+        """What was learned of the reuse of groups of checkpoints: see `Reuse.learn`."""
+        return self._directory.manifest.reuse()
+
+    def add_reuse(self, counts: Iterable[Counts]) -> None:
+        """More was learned: see `Reuse.take_news`."""
+        self._directory.manifest.add_reuse(counts)
 
     def close(self) -> None:
         """Close the directory."""
@@ -240,18 +235,16 @@ class Session:
         origin = self._origins.get(row.fingerprint)
         if origin is None:
             why = self._refusals.get(row.fingerprint, "its fingerprint is damaged")
-            return Arrival(
-                row, "", [], [], {(CHECKPOINT, copy.name): why for copy in copies if copy.kind == CHECKPOINT}
-            )
+            foreign = {(CHECKPOINT, copy.name): why for copy in copies if copy.kind == CHECKPOINT}
+            return Arrival(row, "", [], WORTHLESS, foreign)
         placed: list[tuple[Name, Place]] = []
-        hits = []
         for copy in copies:
             with suppress(ValueError, TypeError):  # of a damaged row
                 if copy.is_sound and copy.start + copy.num_bytes <= row.num_bytes:
-                    span, worth = Span(copy.start, copy.num_bytes, copy.checksum), Worth(copy.group, copy.seconds)
-                    placed.append(((copy.kind, copy.name), Place(row.id, span, copy.note, worth, note_of(copy.note))))
-                    hits.append((copy.group, min(copy.hits, MAX_HITS)))
-        return Arrival(row, origin, placed, hits, {})
+                    span = Span(copy.start, copy.num_bytes, copy.checksum)
+                    place = Place(row.id, span, copy.note, note_of(copy.note), copy.above, True)
+                    placed.append(((copy.kind, copy.name), place))
+        return Arrival(row, origin, placed, None, {})
 
 
 def _row(record: Record, span: Span, copy: Pending) -> CopyRow:
@@ -265,8 +258,7 @@ def _row(record: Record, span: Span, copy: Pending) -> CopyRow:
         num_bytes=span.num_bytes,
         checksum=span.checksum,
         note=record.note,
-        group=copy.worth.group,
-        seconds=copy.worth.seconds,
+        above=copy.above,
         namespace=note.namespace if note is not None and note.ids else None,
         ids=note.ids if note is not None and note.ids else None,
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hybrid.errors import HybridError
-from hybrid.tiers.ranking import Worth
 from hybrid.tiers.rate import Cost
 
 Name = tuple[str, bytes]
@@ -32,6 +31,8 @@ class Note:
         turn: number of turn ends before it on its path.
         priority: the highest that a request gave it.
         num_tokens: tokens that a hit saves: those from the checkpoint above it.
+        end: tokens of its prefix.
+        group: checkpoints of a group are equally likely to be wanted again (`Reuse`).
         usage: how it was used in this process; None: it is from an earlier one.
         namespace, ids: of its prefix, where a tier asks for them (`Tier.wants_ids`).
     """
@@ -40,6 +41,8 @@ class Note:
     turn: int
     priority: int
     num_tokens: int
+    end: int = 0
+    group: str = ""
     usage: Any = None
     namespace: str = ""
     ids: bytes = b""
@@ -53,8 +56,8 @@ class Offer:
         name: of the copy.
         num_bytes: of its contents, about.
         read: reads them.
-        worth: what it may save; None: a page, which saves what the checkpoints save that need it.
-        note: of a checkpoint.
+        note: of a checkpoint; None: a page, which saves what the checkpoints save that need it.
+        is_worth_it: a checkpoint is likely enough to save as much time as copying it and its pages takes.
         value: of a checkpoint, per byte and at the time of the call: its argument is how many pages only it needs.
             What has the lowest value is dropped before all others.
         path: names of the pages before its end, the last first; of a page, those before it. Can be read once.
@@ -63,8 +66,8 @@ class Offer:
     name: Name
     num_bytes: int
     read: Callable[[], Contents]
-    worth: Worth | None = None
     note: Note | None = None
+    is_worth_it: bool = True
     value: Callable[[int], float] | None = None
     path: Iterator[bytes] = field(default_factory=lambda: iter(()))
 

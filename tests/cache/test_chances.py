@@ -2,11 +2,12 @@
 
 import pytest
 
-from hybrid.cache.chances import HALVED_AFTER, MAX_WATCHED, Chances
+from hybrid.cache.chances import MAX_WATCHED, Chances
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tiers.rate import Cost
+from hybrid.tiers.reuse import HALVED_AFTER, Reuse
 from hybrid.tree.node import Kind, NodeUsage
 from support.caches import AuditedCache, Contents, compute, evict
 
@@ -16,7 +17,7 @@ def usage(kind: Kind = Kind.TURN_END, hits: int = 0) -> NodeUsage:
 
 
 def test_a_group_is_wanted_as_often_as_it_was() -> None:
-    chances = Chances()
+    chances = Chances(Reuse())
     assert chances.probability("any") == 0.5
     for number in range(100):
         one = usage()
@@ -38,7 +39,7 @@ def test_groups_are_of_the_kind_what_continues_and_the_hits() -> None:
 
 
 def test_what_was_long_ago_counts_less_and_is_forgotten() -> None:
-    chances = Chances()
+    chances = Chances(Reuse())
     first = usage()
     chances.left(first, "first")
     for _ in range(MAX_WATCHED):

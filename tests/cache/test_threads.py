@@ -61,7 +61,7 @@ class Owned:
             list(lease.captured),
             lease.state_lock,
             lease.page_lock,
-            (pin.num_tokens, pin.lock),
+            (pin.num_tokens, pin.expires),
             locks,
             usage,
         )

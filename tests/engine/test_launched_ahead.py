@@ -315,7 +315,7 @@ def test_a_step_is_launched_ahead_where_no_drafter_has_anything(tiny: Engine, dr
 def test_drafts_and_steps_launched_ahead_change_no_answer(
     tiny: Engine, params: SamplingParams, deterministic: bool, graphs: bool
 ) -> None:
-    """Where a source goes on, a step waits for the last token and has drafts; the one after the last draft is launched
+    """Where a source has more, a step waits for the last token and has drafts; the one after the last draft is launched
     ahead again."""
     prompts = [ids(GRID + 5 * seed, seed) for seed in range(3)]
     expected = [answer(engine_on(tiny, deterministic=deterministic), prompt, params) for prompt in prompts]

@@ -55,7 +55,7 @@ def write_for_ever(path: Path, seed: int) -> None:
     rng, tier = Random(seed), tier_at(path, num_bytes=60_000)
     while True:
         for _ in range(rng.randrange(1, 6)):
-            offer(tier, rng.choice(NUMBERS), seconds=rng.random())
+            offer(tier, rng.choice(NUMBERS), seconds=rng.randrange(1, 100))
         action = rng.random()
         if action < 0.5:
             tier.flush()
@@ -106,11 +106,12 @@ def kill(path: Path, number: int) -> dict[str, int]:
 def share(path: Path, number: int) -> dict[str, int]:
     """Each process writes its numbers, and in the end reads those of the other."""
     path.mkdir()
+    owned = [[one for one in range(2 * number) if one // 3 % 2 == own] for own in (0, 1)]
 
     def run(own: int) -> None:
         tier, other = tier_at(path), 1 - own
-        for one in range(number):
-            offer(tier, 2 * one + own)
+        for one in owned[own]:
+            offer(tier, one)
             if one % 7 == 0:
                 tier.flush()
                 count_right(tier, range(2 * number))
@@ -119,11 +120,11 @@ def share(path: Path, number: int) -> dict[str, int]:
         while not (path.parent / f"done-{other}").exists():
             time.sleep(0.01)
         tier.flush()
-        offer(tier, 10_000 + own)  # a write catches up with the other process
+        offer(tier, 30_000 + 3 * own)  # a write catches up with the other process
         tier.flush()
         assert tier.counts.num_damaged == 0
         assert tier.failure is None, tier.failure
-        found = count_right(tier, range(other, 2 * number, 2))
+        found = count_right(tier, owned[other])
         assert tier.violations() == []
         (path.parent / f"found-{own}").write_text(str(found))
         tier.close()
@@ -169,7 +170,7 @@ def user(path: Path) -> dict[str, int]:
         tier = tier_at(path, num_bytes=10**6)
         assert "it cannot be written" in tier.report[0], tier.report
         assert count_right(tier, NUMBERS) == len(NUMBERS)
-        assert not offer(tier, 1000)
+        assert not offer(tier, 999)
         tier.used(name_of(2))
         tier.clear()
         assert tier.flush()
@@ -184,7 +185,7 @@ def user(path: Path) -> dict[str, int]:
             tier = tier_at(path, num_bytes=10**6)
             assert tier.failure is not None and "belongs to another user" in tier.failure, tier.failure
             assert count_right(tier, NUMBERS) == 0
-            assert not offer(tier, 1000)
+            assert not offer(tier, 999)
             tier.close()
 
     def foreign_files() -> None:

@@ -3,12 +3,15 @@
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from hybrid.tiers.disk import DiskTier
-from hybrid.tiers.ranking import Worth
+from hybrid.tiers.rate import Rate
+from hybrid.tiers.reuse import Reuse
+from hybrid.tiers.savings import Savings
 from hybrid.tiers.session import Origin
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import Contents, Name, Note, Offer, UnavailableError
@@ -21,13 +24,38 @@ def origin(model: str = "a model") -> Origin:
     return Origin(model, lambda other: [] if other == model else [f"model is {other!r} there and {model!r} here"])
 
 
+class ByGroup:
+    """A judge by whom a hit is as likely as one of its group was."""
+
+    def __init__(self, reuse: Reuse) -> None:
+        self._reuse = reuse
+
+    def worth(self, note: Note, tokens_saved: int, num_bytes: int) -> float:
+        return self._reuse.probability(note.group) * tokens_saved / num_bytes
+
+    def known(self, note: Note) -> Note:
+        return replace(note, usage="known")
+
+
+def savings(reuse: Reuse | None = None) -> Savings:
+    """A token takes a second."""
+    reuse = reuse or Reuse()
+    made = Savings(Rate(1.0), reuse, page_bytes=1500, checkpoint_bytes=1500, page_size=1)
+    made.follow(ByGroup(reuse))
+    return made
+
+
 def tier_at(path: Path, num_bytes: int = LIMIT, model: str = "a model", **settings: Any) -> DiskTier:
-    return DiskTier(path, num_bytes, origin(model), **settings)
+    return DiskTier(path, num_bytes, origin(model), settings.pop("savings", None) or savings(), **settings)
+
+
+def digest(number: int) -> bytes:
+    return hashlib.blake2b(b"%d" % number, digest_size=16).digest()
 
 
 def name_of(number: int) -> Name:
-    """Every third copy is a checkpoint."""
-    return "checkpoint" if number % 3 == 0 else "page", hashlib.blake2b(b"%d" % number, digest_size=16).digest()
+    """Every third copy is a checkpoint. It needs the two pages that follow, the last first, and one of its own name."""
+    return "checkpoint" if number % 3 == 0 else "page", digest(number)
 
 
 def contents_of(number: int, size: int = 0) -> bytes:
@@ -35,13 +63,16 @@ def contents_of(number: int, size: int = 0) -> bytes:
     return Random(number).randbytes(size or number * 137 % 2999 + 1)
 
 
-def note_of(number: int) -> Note | None:
-    return Note("branch", number % 5, 0, 64) if number % 3 == 0 else None
+def note_of(number: int, seconds: float = 100.0, group: str = "branch last 0") -> Note | None:
+    return Note("branch", number % 5, 0, int(seconds), 64, group) if number % 3 == 0 else None
 
 
-def offer(tier: DiskTier, number: int, seconds: float = 1.0, size: int = 0, group: str = "g") -> bool:
-    contents = contents_of(number, size)
-    return tier.offer(Offer(name_of(number), len(contents), lambda: contents, Worth(group, seconds), note_of(number)))
+def offer(tier: DiskTier, number: int, seconds: float = 100.0, size: int = 0, group: str = "branch last 0") -> bool:
+    """Offer a copy; a checkpoint saves so many seconds."""
+    contents, above = contents_of(number, size), number // 3 * 3 + 3
+    path = iter([digest(one) for one in range(number + (number % 3 > 0), above)])
+    note = note_of(number, seconds, group)
+    return tier.offer(Offer(name_of(number), len(contents), lambda: contents, note, path=path))
 
 
 def fill(tier: DiskTier, numbers: Sequence[int]) -> None:
@@ -85,9 +116,18 @@ def count_right(tier: DiskTier, numbers: Sequence[int]) -> int:
         note, contents = tier.note(name_of(number)), fetched(tier, number)
         if contents is not None:
             assert contents == contents_of(number, len(contents)), f"copy {number} has wrong contents"
-            assert note == note_of(number)
+            assert note is None if number % 3 else note is not None and note.turn == number % 5
             found += 1
     return found
+
+
+def works(tier: DiskTier) -> None:
+    """It keeps what is new, and its bookkeeping is right."""
+    assert offer(tier, 999, seconds=1e6)
+    assert tier.flush()
+    assert fetched(tier, 999) == contents_of(999)
+    assert tier.violations() == []
+    tier.close()
 
 
 class FaultyStore:

@@ -4,15 +4,28 @@ import json
 import os
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import safetensors
 
 from hybrid.tiers.disk import DiskTier
-from hybrid.tiers.ranking import Worth
 from hybrid.tiers.tier import Note, Offer, UnavailableError
-from support.disks import LIMIT, contents_of, count_right, fetch, fill, name_of, offer, origin, tier_at
+from support.disks import (
+    LIMIT,
+    contents_of,
+    count_right,
+    digest,
+    fetch,
+    fill,
+    name_of,
+    note_of,
+    offer,
+    origin,
+    savings,
+    tier_at,
+)
 
 
 def segments(path: Path) -> list[Path]:
@@ -66,11 +79,11 @@ def test_segments_are_safetensors_with_aligned_contents(tmp_path: Path) -> None:
 
 def test_the_limit_holds_and_what_is_worth_least_goes(tmp_path: Path) -> None:
     tier = tier_at(tmp_path, num_bytes=100_000)
-    for number in range(60):
-        offer(tier, number, seconds=5.0 if number % 2 else 1.0, size=5900)
+    for number in range(0, 180, 3):
+        offer(tier, number, seconds=500.0 if number % 2 else 100.0, size=5900)
         assert tier.flush()
         assert tier.bytes_used <= 100_000
-    kept = [number for number in range(60) if name_of(number) in tier]
+    kept = [number for number in range(0, 180, 3) if name_of(number) in tier]
     assert len(kept) == 10, "each is a segment of 10,000 bytes"
     assert all(number % 2 for number in kept)
     assert sum(file.stat().st_size for file in segments(tmp_path)) == tier.bytes_used
@@ -81,10 +94,15 @@ def test_the_limit_holds_and_what_is_worth_least_goes(tmp_path: Path) -> None:
 
 def test_what_is_worthless_or_too_large_is_not_read(tmp_path: Path) -> None:
     tier = tier_at(tmp_path)
-    for seconds, size in ((0.0, 10), (-1.0, 10), (1.0, LIMIT + 1)):
-        assert not tier.offer(
-            Offer(name_of(1), size, lambda: pytest.fail("it is read for nothing"), Worth("", seconds))
-        )
+    for number, seconds, size, is_worth_it in (
+        (0, 1.0, 10, False),
+        (0, 0.0, 10, True),  # it saves nothing
+        (1, 1.0, 10, True),  # no checkpoint needs it
+        (0, 1.0, LIMIT + 1, True),
+    ):
+        note, read = note_of(number, seconds), partial(pytest.fail, "it is read for nothing")
+        assert not tier.offer(Offer(name_of(number), size, read, note, is_worth_it))
+    assert tier.violations() == []
     assert tier.flush()
     assert segments(tmp_path) == []
     tier.close()
@@ -93,18 +111,19 @@ def test_what_is_worthless_or_too_large_is_not_read(tmp_path: Path) -> None:
 def test_what_was_used_is_worth_more_in_the_next_life(tmp_path: Path) -> None:
     tier = tier_at(tmp_path, num_bytes=100_000)
     for number in range(8):
-        offer(tier, number, size=5900, group=f"group {number % 2}")
+        offer(tier, 3 * number, size=5900, group=f"branch last {number % 2}")
         tier.flush()
-    for _ in range(50):
-        for number in (1, 3, 5, 7):
-            tier.used(name_of(number))
     tier.close()
     tier = tier_at(tmp_path, num_bytes=100_000)
-    for number in range(100, 106):
-        offer(tier, number, size=5900, seconds=2.0, group="group 2")
+    for number in (1, 3, 5, 7):
+        tier.used(name_of(3 * number))
+    tier.close()
+    tier = tier_at(tmp_path, num_bytes=100_000)
+    for number in range(300, 360, 3):
+        offer(tier, number, size=5900, seconds=250.0, group="branch last 2")
         tier.flush()
-    assert all(name_of(number) in tier for number in (1, 3, 5, 7))
-    assert not all(name_of(number) in tier for number in (0, 2, 4, 6))
+    assert all(name_of(3 * number) in tier for number in (1, 3, 5, 7))
+    assert not all(name_of(3 * number) in tier for number in (0, 2, 4, 6))
     tier.close()
 
 
@@ -132,10 +151,10 @@ def test_copies_of_another_model_are_a_miss_with_a_reason_and_go_first(tmp_path:
     assert count_right(tier, range(9)) == 0
     assert tier.why_missing(name_of(3)) == "model is 'other' there and 'a model' here"
     assert tier.report == ["3 checkpoints of another model or version: they are not used, and dropped first"]
-    for number in range(100, 109):
+    for number in range(102, 111):
         assert offer(tier, number, size=5900)
         tier.flush()
-    assert count_right(tier, range(100, 109)) == 9
+    assert count_right(tier, range(102, 111)) == 9
     tier.close()
     tier = tier_at(tmp_path, num_bytes=100_000, model="other")
     assert count_right(tier, range(9)) <= 1
@@ -149,7 +168,7 @@ def test_nothing_of_a_prompt_is_on_disk_unless_it_is_asked_for(tmp_path: Path) -
         path = tmp_path / str(readable)
         tier = tier_at(path, wants_ids=readable)
         given = note if tier.wants_ids else Note("branch", 0, 0, 64)
-        tier.offer(Offer(name_of(0), 3, lambda: b"abc", Worth("", 1.0), given))
+        tier.offer(Offer(name_of(0), 3, lambda: b"abc", given, path=iter([digest(0)])))
         tier.close()
         whole = b"".join(file.read_bytes() for file in path.iterdir())
         assert (ids in whole, secret.encode() in whole) == (readable, readable)
@@ -206,8 +225,8 @@ def test_what_a_process_does_not_close_is_written_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybrid.tiers.disk.WRITTEN_AFTER", 0.05)
-    tier = DiskTier(tmp_path, LIMIT, origin())
-    offer(tier, 1)
+    tier = DiskTier(tmp_path, LIMIT, origin(), savings())
+    offer(tier, 0)
     end = time.monotonic() + 10
     while not segments(tmp_path) and time.monotonic() < end:
         time.sleep(0.02)

@@ -8,7 +8,6 @@ import pytest
 
 from hybrid.tiers.chain import chain
 from hybrid.tiers.host import HostTier
-from hybrid.tiers.ranking import Worth
 from hybrid.tiers.tier import Name, Offer
 
 PAGE, STATE = 4, 10
@@ -35,8 +34,8 @@ def offer_state(
         state(text),
         STATE,
         read,
-        Worth("", seconds),
         None,
+        seconds > 0,
         lambda pages: value / (STATE + pages * PAGE),
         iter(names(text)),
     )
@@ -127,7 +126,7 @@ def test_a_page_for_which_only_its_own_checkpoint_could_go_takes_it_along() -> N
 
 def test_values_are_those_of_the_moment() -> None:
     tier, now = HostTier(2 * (STATE + PAGE)), [1.0]
-    tier.offer(Offer(state("a"), STATE, lambda: bytes(STATE), Worth("", 1), None, lambda _: now[0], iter([b"a"])))
+    tier.offer(Offer(state("a"), STATE, lambda: bytes(STATE), None, True, lambda _: now[0], iter([b"a"])))
     offer_page(tier, "a")
     offer(tier, "b", 0.5 * (STATE + PAGE))
     now[0] = 0.1  # it has aged
@@ -148,9 +147,9 @@ def test_what_is_dropped_goes_on_each_checkpoint_before_its_pages_the_last_first
     tier = HostTier(STATE + 3 * PAGE, passes_on=True)
     offer(tier, "abc", 1.0)
     offer_state(tier, "x", 5.0)
-    passed = [(one.name, one.before) for one in tier.take_dropped()]
-    pages = [(page("abc"), b"ab"), (page("ab"), b"a"), (page("a"), None)]
-    assert passed == [(state("abc"), b"abc"), *pages]
+    passed = [(one.name, one.path) for one in tier.take_dropped()]
+    pages = [(page("abc"), (b"ab",)), (page("ab"), (b"a",)), (page("a"), ())]
+    assert passed == [(state("abc"), (b"abc", b"ab", b"a")), *pages]
     assert tier.take_dropped() == []
 
 

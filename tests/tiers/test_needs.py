@@ -1,5 +1,6 @@
 """Which pages checkpoints need: none for itself, and each as long as a checkpoint below it is there."""
 
+import math
 from random import Random
 
 import pytest
@@ -102,3 +103,39 @@ def test_counts_hold_through_random_changes(seed: int) -> None:
             assert needs.num_alone(one) == len(set(path(kept[one])) - others)
         assert len(needs) == len({page for text in kept.values() for page in path(text)})
         assert needs.violations(kept) == []
+
+
+def test_pages_that_are_known_later_are_needed_too() -> None:
+    needs = Needs()
+    needs.add([b"abcd"])
+    assert needs.num_alone(b"abcd") == 1
+    needs.extend(b"abcd", [b"abc"])
+    needs.extend(b"abc", path("ab"))
+    needs.extend(b"abc", [b"x"])  # it is known already
+    needs.extend(b"y", [b"x"])  # nothing needs it
+    assert needs.num_alone(b"abcd") == 4
+    needs.add(path("abxy"))
+    assert (needs.num_alone(b"abcd"), needs.num_alone(b"abxy")) == (2, 2)
+    assert needs.violations([b"abcd", b"abxy"]) == []
+    assert [*needs.upward(b"abc")] == [b"abc", b"ab", b"a"]
+
+
+def test_a_path_that_leads_back_to_itself_ends() -> None:
+    needs = Needs()
+    needs.add([b"c", b"b", b"a", b"c", b"b"])
+    needs.extend(b"a", [b"b"])
+    needs.extend(b"a", [b"z", b"c"])
+    assert [*needs.upward(b"c")] == [b"c", b"b", b"a", b"z"]
+    assert needs.num_alone(b"c") == 4
+    assert needs.violations([b"c"]) == []
+
+
+def test_a_page_is_worth_what_the_best_checkpoint_is_that_needs_it() -> None:
+    needs, known = needs_of("abcd", "abxy", "ab"), dict[bytes, float]()
+    values = {b"ab": 2.0, b"abcd": 5.0, b"abxy": 3.0}
+    assert needs.best(b"a", values.__getitem__, known) == 3.0, "where requests continued last"
+    assert needs.best(b"abc", values.__getitem__, known) == 5.0
+    assert needs.best(b"z", values.__getitem__, known) == -math.inf
+    assert known == {b"a": 3.0, b"ab": 3.0, b"abx": 3.0, b"abxy": 3.0, b"abc": 5.0, b"abcd": 5.0}
+    values[b"ab"] = 9.0
+    assert needs.best(b"a", values.__getitem__, {}) == 9.0

@@ -8,7 +8,6 @@ import pytest
 
 from hybrid.tiers import reading
 from hybrid.tiers.index import Place
-from hybrid.tiers.ranking import Worth
 from hybrid.tiers.reading import BufferedReading, Reader, Wanted
 from hybrid.tiers.segment import Span, checksum
 from hybrid.tiers.tier import Contents, UnavailableError
@@ -23,7 +22,7 @@ def contents_of(number: int) -> bytes:
 def wanted(number: int) -> Wanted:
     name = "page", bytes([number]) * 16
     span = Span(0, SIZE, checksum("origin", name, "", contents_of(number)))
-    return Wanted(name, f"file{number}", "origin", Place(0, span, "", Worth("", 1.0), None))
+    return Wanted(name, f"file{number}", "origin", Place(0, span, "", None))
 
 
 class Gated:
