@@ -160,11 +160,11 @@ class Departures:
 
     def _for(self, tier: Tier, leaver: Leaver) -> Offer:
         is_certain = self._is_ending or leaver.is_asked
-        pays, value = None, None
+        is_worth_it, value = True, None
         if leaver.note is not None:
-            pays = partial(self._savings.pays, leaver.note, tier.cost, is_certain)
+            is_worth_it = self._savings.pays(leaver.note, tier.cost, is_certain)
             value = partial(self._savings.value, leaver.note, tier.cost)
-        return Offer(leaver.name, leaver.num_bytes, leaver.read, leaver.note, pays, value, leaver.path())
+        return Offer(leaver.name, leaver.num_bytes, leaver.read, leaver.note, is_worth_it, value, leaver.path())
 
     def would_copy(self, usage: NodeUsage, num_tokens: int, has_below: bool = False) -> bool:
         """Whether a checkpoint would be copied if it left the device.
@@ -174,8 +174,7 @@ class Departures:
             has_below: others continue from it then.
         """
         note = Note(usage.kind.value, usage.turn, 0, num_tokens, group=self.chances.group(usage, has_below))
-        num_alone = num_tokens // self._page_size
-        return any(self._savings.pays(note, tier.cost, self._is_ending, num_alone) for tier in self._tiers)
+        return any(self._savings.pays(note, tier.cost, self._is_ending) for tier in self._tiers)
 
     def gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
         """Seconds that restoring saves over computing.

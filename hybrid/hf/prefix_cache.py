@@ -132,8 +132,7 @@ class PrefixCache:
         if deterministic is None:
             deterministic = on_cpu
         if chunk_size is None:
-            fast_chunk_size = CPU_CHUNK_SIZE if on_cpu else GPU_CHUNK_SIZE
-            chunk_size = DETERMINISTIC_CHUNK_SIZE if deterministic else fast_chunk_size
+            chunk_size = DETERMINISTIC_CHUNK_SIZE if deterministic else CPU_CHUNK_SIZE if on_cpu else GPU_CHUNK_SIZE
         self._turn_ends = token_option(model, {}, "eos_token_id")
         self._segments = Segments(chunk_size, self._turn_ends) if deterministic else None
         self._chunk_size = chunk_size
@@ -160,13 +159,12 @@ class PrefixCache:
         self._allocate(layout)
 
     def _replace_memory(self, layout: Layout) -> None:
-        """Free memory and bookkeeping, and make them for a layout. This thread owns them. Copies on disk stay, for a
-        model as this one was."""
+        """Make memory and bookkeeping anew. Copies on disk stay, for a model as this one was."""
         if self.cache.tiers is not None and self.cache.tiers.disk is not None:
             self.cache.tiers.disk.close()
-        del self.memory, self.cache, self._prefiller, self._beginnings, self._drafting
+        del self.memory, self._prefiller, self._beginnings
+        self._missing: Layout | None = layout  # until there is memory for it
         self._allocate(layout)
-        self.cache.adopt()
 
     def _allocate(self, layout: Layout) -> None:
         """Make memory and bookkeeping for a layout."""
@@ -178,9 +176,11 @@ class PrefixCache:
         )
         made_with = self._fingerprint(pools) if self._config.disk is not None else None
         self.cache: HybridCache = HybridCache(pools, self._config, model=made_with)
+        self.cache.adopt()
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock, self._turn_ends)
         self._beginnings = Beginnings(self._model, self._prefiller, self._config)
         self._drafting = Drafting(self._model, self.cache, self._lock)
+        self._missing = None
 
     # Generating
 
@@ -467,6 +467,8 @@ class PrefixCache:
     def _bookkeeping(self) -> Iterator[None]:
         """Within this context the calling thread owns the cache, and no signal handler interrupts."""
         with self._lock, deferred_interrupts():
+            if self._missing is not None:
+                self._allocate(self._missing)
             self.cache.adopt()
             yield
 

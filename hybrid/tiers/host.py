@@ -126,11 +126,10 @@ class HostTier:
             known.note, known.value = offer.note, offer.value
             self._on_device.discard(known)
             return True
-        path = self._needs.missing(offer.path)
-        if offer.num_bytes > self.num_bytes or not offer.pays(sum(page not in self._needs for page in path)):
+        if not offer.is_worth_it or offer.num_bytes > self.num_bytes:
             return False
         self._passed.pop(name, None)
-        joined = self._needs.add(path)
+        joined = self._needs.add(offer.path)
         try:
             value = offer.value(self._needs.num_alone(name))
             contents = offer.read() if self._make_free(offer.num_bytes, value) else None

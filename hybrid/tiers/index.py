@@ -138,8 +138,7 @@ class Index:
         self.refresh(1)  # also where segments are seldom full
         path = self.needs.missing(offer.path)
         num_alone = sum(name not in self.needs for name in path)
-        pays = offer.pays(num_alone)
-        return path, self._savings.value(offer.note, self._cost, num_alone) if pays else WORTHLESS
+        return path, self._savings.value(offer.note, self._cost, num_alone) if offer.is_worth_it else WORTHLESS
 
     def expect(self, name: Name, note: Note | None, path: Sequence[bytes]) -> bytes | None:
         """A copy waits for the writer, until `settle`.

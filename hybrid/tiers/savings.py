@@ -74,18 +74,21 @@ class Savings:
         seconds = saved * self.compute.value - cost.seconds(self.num_bytes(num_alone))
         return int(seconds / self.compute.value) if seconds > 0 else 0
 
-    def pays(self, note: Note, cost: Cost, is_certain: bool, num_alone: int) -> bool:
-        """Whether a checkpoint is likely to save as much time as copying it and the pages that only it needs takes,
-        which is taken to be that of restoring them. Further arguments as those of `tokens`.
+    def pays(self, note: Note, cost: Cost, is_certain: bool) -> bool:
+        """Whether a checkpoint that leaves the device is likely to save as much time as copying it and its pages takes,
+        which is taken to be that of restoring them.
+
+        What it saves is what it saved there: the checkpoint before it will be offered too, and no tier has it yet.
 
         Args:
+            cost: of a restore.
             is_certain: it is copied whatever is likely, if a restore would save time.
         """
-        saved = self.tokens(note.num_tokens, num_alone, cost) * self.compute.value
+        saved = note.num_tokens * self.compute.value - cost.seconds(self._checkpoint_bytes)
         if saved <= 0:
             cost.fade()
             return False
-        copying = cost.seconds(self.num_bytes(num_alone))
+        copying = cost.seconds(self.num_bytes(note.num_tokens // self._page_size))
         return is_certain or saved * self.reuse.probability(note.group) > copying
 
     def value(self, note: Note, cost: Cost, num_alone: int) -> float:

@@ -57,7 +57,7 @@ class Offer:
         num_bytes: of its contents, about.
         read: reads them.
         note: of a checkpoint; None: a page, which saves what the checkpoints save that need it.
-        is_worth_it: whether a checkpoint is worth a copy; its argument is how many pages only it needs. None: it is.
+        is_worth_it: a checkpoint is likely enough to save as much time as copying it and its pages takes.
         value: of a checkpoint, per byte and at the time of the call: its argument is how many pages only it needs.
             What has the lowest value is dropped before all others.
         path: names of the pages before its end, the last first; of a page, those before it. Can be read once.
@@ -67,13 +67,9 @@ class Offer:
     num_bytes: int
     read: Callable[[], Contents]
     note: Note | None = None
-    is_worth_it: Callable[[int], bool] | None = None
+    is_worth_it: bool = True
     value: Callable[[int], float] | None = None
     path: Iterator[bytes] = field(default_factory=lambda: iter(()))
-
-    def pays(self, num_alone: int) -> bool:
-        """Whether it is worth a copy. `num_alone`: pages that only it needs."""
-        return self.is_worth_it is None or self.is_worth_it(num_alone)
 
 
 class Reading(Protocol):

@@ -294,3 +294,29 @@ def test_a_session_of_a_wrapped_model_is_followed(adapters: Any) -> None:
         assert past.known_rows() == torch.cat([output.sequences, ids(10, 1)], 1).tolist()
         assert cache.explain(torch.cat([output.sequences, ids(10, 1), ids(5)], 1)).usable_hit == 80
         assert_nothing_held(cache)
+
+
+@pytest.mark.parametrize("fails", ["memory", "bookkeeping"])
+def test_a_cache_without_memory_for_a_changed_model_has_it_later(
+    model: Any, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    cache = cache_on(model, deterministic=True)
+    cache.generate(ids(70), **greedy())
+
+    def refused(*args: Any, **more: Any) -> Any:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hybrid.hf.prefix_cache.{'PageMemory' if fails == 'memory' else 'HybridCache'}", refused)
+        model.bfloat16()
+        for call in (cache.generate, cache.explain, cache.pin):
+            with pytest.raises(MemoryError, match="planted"):
+                call(ids(70))
+        with pytest.raises(MemoryError, match="planted"):
+            cache.audit()
+        assert cache.stats().pages_cached > 0
+    found = cache.generate(ids(70), **greedy())
+    assert cache.explanations[0].usable_hit == 0
+    assert_same(cache.generate(ids(70), **greedy()), found)
+    assert cache.explanations[0].usable_hit > 0
+    assert_nothing_held(cache)

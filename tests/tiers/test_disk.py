@@ -94,14 +94,14 @@ def test_the_limit_holds_and_what_is_worth_least_goes(tmp_path: Path) -> None:
 
 def test_what_is_worthless_or_too_large_is_not_read(tmp_path: Path) -> None:
     tier = tier_at(tmp_path)
-    for number, seconds, size, pays in (
-        (0, 1.0, 10, lambda _: False),
-        (0, 0.0, 10, None),  # it saves nothing
-        (1, 1.0, 10, None),  # no checkpoint needs it
-        (0, 1.0, LIMIT + 1, None),
+    for number, seconds, size, is_worth_it in (
+        (0, 1.0, 10, False),
+        (0, 0.0, 10, True),  # it saves nothing
+        (1, 1.0, 10, True),  # no checkpoint needs it
+        (0, 1.0, LIMIT + 1, True),
     ):
         note, read = note_of(number, seconds), partial(pytest.fail, "it is read for nothing")
-        assert not tier.offer(Offer(name_of(number), size, read, note, pays))
+        assert not tier.offer(Offer(name_of(number), size, read, note, is_worth_it))
     assert tier.violations() == []
     assert tier.flush()
     assert segments(tmp_path) == []

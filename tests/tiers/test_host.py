@@ -35,7 +35,7 @@ def offer_state(
         STATE,
         read,
         None,
-        lambda _: seconds > 0,
+        seconds > 0,
         lambda pages: value / (STATE + pages * PAGE),
         iter(names(text)),
     )
@@ -126,7 +126,7 @@ def test_a_page_for_which_only_its_own_checkpoint_could_go_takes_it_along() -> N
 
 def test_values_are_those_of_the_moment() -> None:
     tier, now = HostTier(2 * (STATE + PAGE)), [1.0]
-    tier.offer(Offer(state("a"), STATE, lambda: bytes(STATE), None, None, lambda _: now[0], iter([b"a"])))
+    tier.offer(Offer(state("a"), STATE, lambda: bytes(STATE), None, True, lambda _: now[0], iter([b"a"])))
     offer_page(tier, "a")
     offer(tier, "b", 0.5 * (STATE + PAGE))
     now[0] = 0.1  # it has aged

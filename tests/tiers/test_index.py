@@ -1,5 +1,6 @@
 """What copies on disk are worth: what a checkpoint alone saves now, less what restoring it takes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,17 +27,18 @@ def test_a_hit_saves_computing_what_it_alone_saves_less_restoring_it() -> None:
     assert rule.value(note, cost, 30) == pytest.approx(0.25 * 110 / 400)
 
 
-def test_what_a_checkpoint_alone_saves_decides_whether_it_is_copied() -> None:
+def test_a_checkpoint_is_copied_if_it_is_likely_to_save_what_copying_takes() -> None:
     reuse = Reuse()
     rule = Savings(Rate(0.5), reuse, page_bytes=10, checkpoint_bytes=100, page_size=4)
-    cost, note = Cost(1.0, 0.01), Note("branch", 0, 0, 4, 400, "branch last 0")
-    assert not rule.pays(note, cost, False, 0), "one turn of two seconds, and as long to restore"
-    assert rule.pays(note, cost, False, 100), "the whole conversation"
-    for _ in range(100):
+    cost, note = Cost(1.0, 0.01), Note("branch", 0, 0, 12, 400, "branch last 0")
+    assert not rule.pays(note, cost, False), "half of 4 seconds, for 2.3"
+    reuse.wanted("branch last 0")
+    assert rule.pays(note, cost, False), "4 seconds, as likely as can be"
+    for _ in range(9):
         reuse.left("branch last 0")
-    assert not rule.pays(note, cost, False, 100), "no one comes back"
-    assert rule.pays(note, cost, True, 100), "the process ends"
-    assert not rule.pays(note, cost, True, 0)
+    assert not rule.pays(note, cost, False)
+    assert rule.pays(note, cost, True), "the process ends"
+    assert not rule.pays(replace(note, num_tokens=4), cost, True), "restoring takes as long"
 
 
 def names(text: str) -> list[bytes]:
