@@ -82,6 +82,13 @@ def tiny() -> Any:
     return Engine.from_pretrained("tiny", cache=config, config=limits)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests wait for disks: what is a hit does not depend on what else the machine does. Tests of slow disks set
+    their own times."""
+    monkeypatch.setattr("hybrid.cache.restores.MIN_WAIT", 20.0)
+
+
 @pytest.fixture
 def untraced() -> Iterator[None]:
     """No tracer in this thread and in those that start now, for tests whose signal handlers raise at any moment, or

@@ -49,7 +49,7 @@ class SlowDisk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
-    """A disk that does not answer until its gate is opened. Requests wait for it."""
+    """A disk that does not answer until its gate is opened."""
     slow, get_into = SlowDisk(), DirectoryStore.get_into
 
     def slowly(store: DirectoryStore, name: str, start: int, buffer: memoryview) -> None:
@@ -61,7 +61,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
         get_into(store, name, start, buffer)
 
     monkeypatch.setattr(DirectoryStore, "get_into", slowly)
-    monkeypatch.setattr("hybrid.cache.restores.MIN_WAIT", 20.0)
     return slow
 
 
