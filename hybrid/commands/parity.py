@@ -40,7 +40,7 @@ TOLERANCE = 1e-4
 
 def repeated_prompt(judge: Judge) -> Check:
     """Prompts that were answered before."""
-    warm, prompts = judge.warm(), [judge.ids(5 * judge.grid + 9), judge.ids(4 * judge.grid)]
+    warm, prompts = judge.warm(), [judge.ids(4 * judge.grid + 9), judge.ids(4 * judge.grid)]
     warm.generate(prompts, ANSWER, progress=False)
     return judge.check("a repeated prompt", warm.generate(prompts, ANSWER, progress=False))
 
@@ -48,14 +48,12 @@ def repeated_prompt(judge: Judge) -> Check:
 def second_turn(judge: Judge) -> Check:
     """Conversations that continue: the history is prompt and answer of the turn before."""
     warm, outputs = judge.warm(), []
-    first = warm.generate(
-        [judge.ids(3 * judge.grid + 7), judge.ids(2 * judge.grid + judge.grid // 2)], ANSWER, progress=False
-    )
+    longest = 4 * judge.grid + 9
+    turns = warm.generate([judge.ids(longest), judge.ids(2 * judge.grid + judge.grid // 2)], ANSWER, progress=False)
     for _ in range(2):
-        prompts = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in first]
-        first = warm.generate(prompts, ANSWER, progress=False)
-        outputs += first
-    beyond_prompt = any(output.usage.cached_tokens > 3 * judge.grid for output in outputs)
+        turns = warm.generate([judge.next_turn(turn) for turn in turns], ANSWER, progress=False)
+        outputs += turns
+    beyond_prompt = any(output.usage.cached_tokens > longest for output in outputs)
     return judge.check("a second and a third turn", outputs, ("no answer was hit", beyond_prompt))
 
 
@@ -64,18 +62,25 @@ def branch(judge: Judge) -> Check:
     warm, document = judge.warm(), judge.ids(8 * judge.grid)
     warm.generate([document], ANSWER, progress=False)
     outputs = []
-    for cut in (5 * judge.grid + 5, 5 * judge.grid + 5, 2 * judge.grid, 7 * judge.grid - 1):
-        outputs += warm.generate([document[:cut] + judge.ids(judge.grid + 3)], ANSWER, progress=False)
+    for own, cut in enumerate((3 * judge.grid + 5, 3 * judge.grid + 5, 2 * judge.grid, 7 * judge.grid - 1), 3):
+        outputs += warm.generate([document[:cut] + judge.ids(judge.grid + own)], ANSWER, progress=False)
     return judge.check("a branch in the middle", outputs)
 
 
+def sharing(judge: Judge) -> list[list[int]]:
+    """Prompts that share their beginning, up to a place in a chunk, and end a few tokens after a multiple of the grid,
+    one after it, on it, and in between."""
+    grid, shared = judge.grid, judge.ids(4 * judge.grid + 11)
+    return [shared + judge.ids(own) for own in (3, grid - 10, 40, 2 * grid - 11, 90)]
+
+
 def busy_batch(judge: Judge) -> Check:
-    """Requests that arrive while others decode."""
-    warm, shared = judge.warm(), judge.ids(3 * judge.grid)
-    warm.generate([shared + judge.ids(5)], ANSWER, progress=False)
+    """Requests that arrive while others decode. They leave the prompt that was answered before on the grid."""
+    warm, prompts = judge.warm(), sharing(judge)
+    warm.generate([prompts[0][: 4 * judge.grid] + judge.ids(5)], ANSWER, progress=False)
     outputs: dict[str, RequestOutput] = {}
-    for own in (20, judge.grid + 1, 3, 2 * judge.grid, 9):
-        warm.add_request(shared + judge.ids(own), ANSWER)
+    for prompt in prompts:
+        warm.add_request(prompt, ANSWER)
         for _ in range(3):
             outputs.update({output.request_id: output for output in warm.step()})
     while warm.has_work:
@@ -87,7 +92,8 @@ def memory_pressure(judge: Judge) -> Check:
     """More requests than the memory holds: eviction and retraction.
 
     Every request needs one more page while it decodes. How many are admitted depends on the sizes of a page and a
-    state, so that sizes are tried until one is retracted. The first suffices for all families.
+    state, so that sizes are tried until one is retracted. The first suffices for all families. The second time some
+    prompts are those of the first time, and others share what these share.
     """
     page_size = judge.engine.cache.config.page_size
     longest = -(-(6 * judge.grid + 24) // page_size)
@@ -96,8 +102,8 @@ def memory_pressure(judge: Judge) -> Check:
     for percent in (225, 250, 300, 200, 175, 150, 125, 110):
         warm = judge.warm(pages=longest * percent // 100, states=5, longest=longest)
         outputs = []
-        for _ in range(2):
-            prompts = [shared + judge.ids(judge.grid - missing) for missing in (20, 15, 10, 5)]
+        for missing_of_each in ((20, 14, 9, 5), (20, 15, 10, 5)):
+            prompts = [shared + judge.ids(judge.grid - missing) for missing in missing_of_each]
             outputs += warm.generate([*prompts, judge.ids(6 * judge.grid - 8)], ANSWER, progress=False)
         stats = warm.cache.stats()
         warm.cache.audit()
@@ -112,8 +118,7 @@ def memory_pressure(judge: Judge) -> Check:
 
 def launched_together(judge: Judge) -> Check:
     """Requests that arrive together and share a prefix that is not cached."""
-    warm, shared = judge.warm(), judge.ids(4 * judge.grid + 11)
-    outputs = warm.generate([shared + judge.ids(own) for own in (3, 40, judge.grid, 17, 90)], ANSWER, progress=False)
+    outputs = judge.warm().generate(sharing(judge), ANSWER, progress=False)
     shared_by_all = sum(output.usage.cached_tokens >= 4 * judge.grid for output in outputs) == len(outputs) - 1
     return judge.check("launched together", outputs, ("the shared part was computed more than once", shared_by_all))
 

@@ -69,7 +69,6 @@ class Known(Drafter):
 
 def drafts(judge: Judge) -> list[Check]:
     """Drafts of every kind, greedy and sampled, each cold and as a hit, with retraction and aborts in between."""
-    judge.begin()
     prompts = [judge.ids(2 * judge.grid + 9), judge.ids(judge.grid // 2)]
     checks = []
     for mode, params in (("greedy", ANSWER), ("sampled", SAMPLED)):
@@ -90,7 +89,6 @@ def drafts(judge: Judge) -> list[Check]:
 
 def predictor(judge: Judge) -> list[Check]:
     """Drafts of the checkpoint's own predictor, alone and with others, where the judge's engine was loaded with it."""
-    judge.begin()
     prompts = [judge.ids(2 * judge.grid + 9), judge.ids(judge.grid // 2)]
     checks = []
     for mode, params in (("greedy", ANSWER), ("sampled", SAMPLED)):
@@ -106,10 +104,10 @@ def predictor(judge: Judge) -> list[Check]:
 def _next_turns(judge: Judge) -> Check:
     """Turns that continue answers, whose drafts are predicted from what a hit brings."""
     warm = judge.warm(speculation=SpeculationConfig(drafters=("cache", "mtp"), adaptive=False))
-    outputs = warm.generate([judge.ids(judge.grid + 7), judge.ids(2 * judge.grid)], ANSWER, progress=False)
+    prompts = [judge.ids(2 * judge.grid + judge.grid // 2), judge.ids(4 * judge.grid)]
+    outputs = warm.generate(prompts, ANSWER, progress=False)
     for _ in range(2):
-        turns = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2) for turn in outputs[-2:]]
-        outputs += warm.generate(turns, ANSWER, progress=False)
+        outputs += warm.generate([judge.next_turn(turn) for turn in outputs[-2:]], ANSWER, progress=False)
     is_hit = all(output.usage.cached_tokens > 0 for output in outputs[2:])
     return _judged(judge, "drafts of the predictor in later turns", outputs, ANSWER, ("a turn was no hit", is_hit))
 
@@ -137,10 +135,10 @@ def _judged(
 
 
 def regenerated(judge: Judge) -> Check:
-    """Answers that are generated again, with drafts from the cache."""
+    """Answers that are generated again, with drafts from the cache. One answer crosses two multiples of the grid."""
     warm = judge.warm(speculation=SpeculationConfig(adaptive=False))
-    params = replace(ANSWER, max_new_tokens=2 * judge.grid)
-    prompts = [judge.ids(3 * judge.grid + 9), judge.ids(2 * judge.grid)]
+    params = replace(ANSWER, max_new_tokens=judge.grid + judge.grid // 2)
+    prompts = [judge.ids(4 * judge.grid - 9), judge.ids(2 * judge.grid)]
     warm.generate(prompts, params, progress=False)
     outputs = warm.generate(prompts, params, progress=False)
     share = sum(output.usage.accepted_tokens for output in outputs) > sum(len(o.token_ids) for o in outputs) / 2
@@ -153,7 +151,6 @@ def under_pressure(judge: Judge, *others: str) -> Check:
     Sizes are tried until one is retracted. The first, which holds little more than one request, suffices for all
     families.
     """
-    judge.begin()
     page_size = judge.engine.cache.config.page_size
     shared = judge.ids(4 * judge.grid)
     prompts = [shared + judge.ids(judge.grid - missing) for missing in (2, 5, 9, 14, 20)]

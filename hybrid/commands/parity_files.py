@@ -125,19 +125,18 @@ def _few(judge: Judge) -> tuple[int, int]:
 
 
 def _conversations(judge: Judge, engine: Engine, count: int) -> list[list[int]]:
-    """Prompts that an engine has answered, and then the second turns that continue them."""
-    prompts, turns = [], []
-    for number in range(count):
-        prompts.append(judge.ids(4 * judge.grid + 9 + number))
-        turn = engine.generate([prompts[-1]], ANSWER, progress=False)[0]
-        turns.append(prompts[-1] + turn.token_ids + judge.ids(judge.grid // 2 + 3))
-    return prompts + turns
+    """Up to four prompts that an engine has answered, and then the second turns that continue them."""
+    grid = judge.grid
+    lengths = (4 * grid + 9, 2 * grid + grid // 2, 4 * grid + 10, 4 * grid + 11)[:count]
+    prompts = [judge.ids(length) for length in lengths]
+    turns = [engine.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
+    return prompts + [judge.next_turn(turn) for turn in turns]
 
 
 def _evicted(judge: Judge, name: str, warm: Engine) -> Check:
     """Prompts and their second turns in an engine that cannot hold all of them."""
     outputs = []
-    for prompt in _conversations(judge, warm, 5):
+    for prompt in _conversations(judge, warm, 4):
         if warm.cache.tiers is not None and warm.cache.tiers.disk is not None:
             warm.cache.tiers.disk.flush()  # what waits for the disk would be had from memory
         outputs += warm.generate([prompt], ANSWER, progress=False)
@@ -159,7 +158,7 @@ def _saved(judge: Judge, name: str, generate: Generate) -> Check:
     first = judge.warm()
     prompts = [judge.ids(4 * judge.grid + 9), judge.ids(2 * judge.grid + judge.grid // 2)]
     turns = first.generate(prompts, ANSWER, progress=False)
-    second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
+    second = [judge.next_turn(turn) for turn in turns]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "prefixes.hybrid"
         saved = first.save(path)
