@@ -16,6 +16,8 @@ from hybrid.memory.memory import smallest_memory
 from hybrid.speculation.config import SpeculationConfig
 
 ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
+ONE_TOKEN = replace(ANSWER, max_new_tokens=1)
+"""Of requests that are to compute their prompts and are not compared."""
 
 
 @dataclass(frozen=True)

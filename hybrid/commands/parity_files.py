@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.stats import CacheStats
-from hybrid.commands.judge import ANSWER, Check, Judge
+from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
+from hybrid.models.loading import open_checkpoint
 from hybrid.tiers.transfer import Transfer
 
 
-def files(judge: Judge, model: str | Path) -> list[Check]:
-    """Prefixes go from one engine to another, by file and in memory, and to a second process."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:  # it makes an engine of its own for each
-        return [
-            judge.attempt(saved_and_loaded),
-            judge.attempt(prefilled_and_decoded),
-            judge.attempt(in_a_second_process, model, process),
-            judge.attempt(to_host_memory_and_back),
-            judge.attempt(to_disk_and_back),
-            judge.attempt(restarted, model, process),
-        ]
+@contextmanager
+def second_process(model: str | Path) -> Iterator[Executor]:
+    """A process that shares nothing with this one. It imports what an engine needs while this one works."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        process.submit(_import, str(model))
+        yield process
+
+
+def _import(model: str) -> None:
+    open_checkpoint(model)
+
+
+def files(judge: Judge, model: str | Path, process: Executor) -> list[Check]:
+    """Prefixes go from one engine to another, by file and in memory, and to a second process, which makes engines of
+    its own."""
+    return [
+        judge.attempt(saved_and_loaded),
+        judge.attempt(prefilled_and_decoded),
+        judge.attempt(in_a_second_process, model, process),
+        judge.attempt(to_host_memory_and_back),
+        judge.attempt(to_disk_and_back),
+        judge.attempt(restarted, model, process),
+    ]
 
 
 def saved_and_loaded(judge: Judge) -> Check:
@@ -56,9 +70,9 @@ def generate_from_file(
 def prefilled_and_decoded(judge: Judge) -> Check:
     """One engine computes prompts and hands over states, and the pages that the other one lacks, which decodes."""
     prefill, decode, shared = judge.warm(), judge.warm(), judge.ids(3 * judge.grid)
-    decode.generate([shared + judge.ids(judge.grid)], ANSWER, progress=False)
+    decode.generate([shared + judge.ids(judge.grid)], ONE_TOKEN, progress=False)
     prompts = [shared + judge.ids(2 * judge.grid + 5), judge.ids(2 * judge.grid + 1)]
-    prefill.generate(prompts, ANSWER, progress=False)
+    prefill.generate(prompts, ONE_TOKEN, progress=False)
     outputs: list[RequestOutput] = []
     saved, complete = 0, True
     for prompt in prompts:
