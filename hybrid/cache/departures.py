@@ -176,19 +176,6 @@ class Departures:
         note = Note(usage.kind.value, usage.turn, 0, num_tokens, group=self.chances.group(usage, has_below))
         return any(self._savings.pays(note, tier.cost, self._is_ending) for tier in self._tiers)
 
-    def gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
-        """Seconds that restoring saves over computing.
-
-        Args:
-            seconds: that restoring takes.
-            tiers: from which.
-        """
-        gain = num_tokens * self._savings.compute.value - seconds
-        if gain <= 0:
-            for tier in tiers:
-                tier.cost.fade()
-        return gain
-
     # What a tier drops, or a file brings
 
     def _pass_on(self, host: HostTier, disk: DiskTier) -> None:
