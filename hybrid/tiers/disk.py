@@ -471,6 +471,7 @@ class DiskTier:
             return False
         arrival = session.put(pending, lambda num_bytes, value: self._make_free(session, num_bytes, value, epoch))
         if arrival is None:
+            self._catch_up(session)  # another process may have written all of it meanwhile
             return False
         self.bytes_written += arrival.row.num_bytes
         with self._lock:
