@@ -165,8 +165,8 @@ def _run(program, count, progress, threads):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def _lead(shared, program, count, progress, threads):  # type: ignore[no-untyped-def]
-    """Run a program with those of a team who are awake, or alone where the team has another caller. Nobody is at work
-    on it when this returns; returns whether a task failed."""
+    """Run a program with the threads of a team that are awake, or alone where it has another caller. No thread is at
+    work on it when this returns; returns whether a task failed."""
     shared = numbers(shared, INDEX)
     if threads == 1 or _swap(shared, BUSY, 1):
         return _run(program, count, progress, 1)
