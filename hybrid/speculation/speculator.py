@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, takewhile
 from operator import mul
 
 from hybrid.cache.cache import HybridCache
@@ -114,8 +114,7 @@ class Speculator:
 
     Args:
         config: how much is drafted.
-        drafters: who drafts, in the order in which they are asked; those that learn themselves how probable their
-            drafts are come before the others.
+        drafters: who drafts, in the order in which they are asked.
         vocab_size: of the model.
         clock: seconds, by which drafters are timed.
     """
@@ -130,7 +129,9 @@ class Speculator:
         self._config = config
         self._clock = clock
         self._cached = tuple([drafter for drafter in drafters if isinstance(drafter, CachedDrafter)])
-        self._others = tuple([_Asked.of(drafter) for drafter in drafters if not isinstance(drafter, CachedDrafter)])
+        first = [*takewhile(lambda drafter: isinstance(drafter, CachedDrafter), drafters)]
+        self._first = self._cached[: len(first)]
+        self._others = tuple(map(_Asked.of, drafters[len(first) :]))
         self._vocab_size = vocab_size
         self._stats = {drafter.name: DrafterStats() for drafter in drafters}
         self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in drafters}
@@ -208,7 +209,8 @@ class Speculator:
             known = self._known.get(history) or self._begin(history)
             is_asked = not (self._config.adaptive and known.is_left_out(known.passes + 1))
             for asked in self._others if is_asked else ():
-                if not self._config.adaptive or known.measured[asked.name].is_due(known.passes + 1):
+                is_due = not self._config.adaptive or known.measured[asked.name].is_due(known.passes + 1)
+                if is_due and not isinstance(asked.drafter, CachedDrafter):
                     return False
             drafts = None
             for drafter in self._cached if is_asked else ():
@@ -288,9 +290,10 @@ class Speculator:
     def _of_cached(
         self, history: History, limit: int, known: _Known, trees: Sequence[_Joined], rows: int
     ) -> _Joined | None:
-        """What the drafters propose that compute nothing. None: nothing, and there are no others."""
+        """What those drafters propose that come first and know tokens that were computed before. None: nothing, and
+        there are no others."""
         joined = _Joined(history, limit, known) if self._others else None
-        for drafter in self._cached:
+        for drafter in self._first:
             if joined is not None and not joined.tree.is_empty and self._config.adaptive:
                 worth = self._cost.worth(_rows_besides(joined, trees, rows))
                 if not _pays(joined, known.measured[drafter.name].rate, worth):
@@ -317,6 +320,11 @@ class Speculator:
         if asked.computes and not self._prepare(asked, [(joined.history, count) for joined, count in wanted]):
             return
         for joined, count in wanted:
+            if isinstance(asked.drafter, CachedDrafter):
+                drafts = self._ask_cached(asked.drafter, joined.history, count)
+                if drafts is not None:
+                    self._add(asked.name, joined, drafts)
+                continue
             drafts = self._ask(asked, joined.history, count, joined.limit)
             if drafts is not None:
                 claimed = drafts.chances[0] if drafts.chances is not None else None
