@@ -195,7 +195,7 @@ def _nanoseconds(place):  # type: ignore[no-untyped-def]
 
 @njit(nogil=True, error_model="numpy", cache=True)
 def _help(address, number):  # type: ignore[no-untyped-def]
-    """Take part in every program that is worth so many threads, until there was none for a while."""
+    """Take part in every program that has a thread of this number, until there was none for a while."""
     shared, clock = numbers(address, INDEX), address + 8 * (HELPERS + number * LINE + SECONDS)
     own, spins, seen, since = HELPERS + number * LINE, 0, 0, _nanoseconds(clock)
     _swap(shared, own + ASLEEP, 0)
