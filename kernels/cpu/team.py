@@ -216,7 +216,7 @@ def _help(address, number):  # type: ignore[no-untyped-def]
 
 
 class Team:
-    """Threads that help whoever runs a program. It helps one caller at a time; another one computes alone meanwhile.
+    """Threads that help where a program is run. It helps one caller at a time; another one computes alone meanwhile.
 
     Args:
         size: how many there are at most; they are started when they are needed.
