@@ -160,9 +160,12 @@ class Run:
             into.extend(self.pages)
             self.pages, self.ids = empty, b""
             return
-        mutable = self._mutable_ids()
+        ids, end = self.ids, len(self.ids) - num_pages * self.page_size * TOKEN_BYTES
+        if isinstance(ids, bytes):
+            ids = bytearray(memoryview(ids)[:end])
         move_end(self.pages, len(self.pages) - num_pages, into)
-        del mutable[-num_pages * self.page_size * TOKEN_BYTES :]
+        del ids[end:]
+        self.ids = ids
 
     def _mutable_ids(self) -> bytearray:
         ids = self.ids
