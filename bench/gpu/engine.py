@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from common import Line, Medians, check, ratio, timed
@@ -65,14 +67,13 @@ def _fill(name: str, values: Tensor, generator: torch.Generator) -> None:
         values.normal_(0, scale, generator=generator)
 
 
-def make_engine(bench: Bench, *, deterministic: bool = False, enabled: bool = True, graphs: bool = False) -> Engine:
-    """An engine on the random model, with a cache of its own; where not `graphs`, steps are launched kernel by
-    kernel."""
+def make_engine(bench: Bench, *, deterministic: bool = False, graphs: bool = False, **settings: Any) -> Engine:
+    """An engine on the random model, with a cache of its own that has these `settings` too; where not `graphs`, steps
+    are launched kernel by kernel."""
     s = bench.sizes
     loaded = LoadedModel(model=bench.keep("model", lambda: random_model(bench)), device=bench.device.device)
-    config = CacheConfig(
-        enabled=enabled, page_size=s.page_size, chunk_size=s.page_size, memory=s.memory, deterministic=deterministic
-    )
+    sizes: dict[str, Any] = {"page_size": s.page_size, "chunk_size": s.page_size, "memory": s.memory}
+    config = CacheConfig(**sizes, deterministic=deterministic, **settings)
     seats = SEATS if not bench.rehearsal else 8
     limits = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=s.batched_tokens, enforce_eager=not graphs)
     return Engine(loaded, build_cache(loaded, config), limits)
@@ -196,6 +197,38 @@ def hit(bench: Bench) -> Iterator[Line | dict[str, Any]]:
         yield _profile(bench, f"a hit, {mode}", partial(first_token, engine, document + ids(s.question)))
         engine.cache.audit()
         del engine
+        bench.device.release()
+
+
+def restore(bench: Bench) -> Iterator[Line]:
+    """The first token after a document that host memory has: its layers wait for their own contents, or for all."""
+    s, ids = bench.sizes, prompts_of(bench, 7)
+    for mode, graphs in (("launched", False), ("recorded", True)):  # which waits for all
+        if not bench.has(25, f"restores, {mode}"):
+            continue
+        engine, document = make_engine(bench, graphs=graphs, host="4GiB"), ids(s.document)
+        cache, arrivals = engine.cache, engine.cache.memory.arrivals
+        taken: dict[str, list[float]] = {"layers": [], "all": [], "device": [], "leaving": []}
+        first_token(engine, document)
+        for run, side in product(range(s.runs + 2), ("layers", "all", "device")):  # the first two runs warm up
+            if side != "device":
+                bench.device.synchronize()
+                taken["leaving"].append(timed(partial(cache.allocator.evict, cache.tree.evict_all)))
+            settles = patch.object(arrivals, "wait", lambda layer, settle=arrivals.settle: settle())
+            with settles if side == "all" else nullcontext():
+                taken[side] += seconds_of([first_token(engine, document + ids(s.question))])[run < 2 :]
+        restored = cache.stats().restored_tokens // s.document
+        yield check(f"restores, {mode}", restored == 2 * (s.runs + 2), f"{restored} restored")
+        medians: Medians = {name: statistics.median(values) for name, values in taken.items()}
+        name, how = f"first token, {mode}: {s.document} + {s.question} restored from host memory", {"at_most": True}
+        yield ratio(f"{name}, over a hit", medians, "layers", "device", bench.asked(1.3), details=taken, **how)
+        if not graphs:
+            yield ratio(f"{name} layer by layer, over waiting for all", medians, "layers", "all", **how)
+        yield Line(
+            f"evicting {s.document} tokens to host memory, {mode}, ms of the host",
+            1000 * statistics.median(taken["leaving"]),
+        )
+        del engine, cache, arrivals
         bench.device.release()
 
 

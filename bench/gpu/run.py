@@ -63,6 +63,7 @@ SECTIONS = {
     "roofline": Section("gpu.engine", "roofline", 30),
     "decode": Section("gpu.engine", "decode", 150),
     "hit": Section("gpu.engine", "hit", 100),
+    "restore": Section("gpu.engine", "restore", 60),
     "parity": Section("gpu.engine", "parity", 60),
     "delta": Section("gpu.kernels", "delta_step", 60),
     "attention": Section("gpu.attention", "decode_attention", 100),

@@ -213,7 +213,7 @@ class HybridCache:
     def note_pass(self, num_tokens: int, seconds: float) -> None:
         """A pass computed `num_tokens` tokens of prompts: what restoring them must beat."""
         if self.tiers is not None:
-            self.tiers.compute.note(num_tokens, seconds)
+            self.tiers.savings.compute.note(num_tokens, seconds)
 
     def record(self, explanation: Explanation) -> None:
         """Count a request and its hit in the statistics: once per request, however often its lease is opened."""

@@ -47,7 +47,3 @@ class Chances:
         watched = self._watched.pop(id(usage), None)
         if watched is not None:
             self._reuse.wanted(watched[1])
-
-    def probability(self, group: str) -> float:
-        """Of a checkpoint that leaves the device to be wanted again."""
-        return self._reuse.probability(group)

@@ -1,6 +1,7 @@
 """Settings of the prefix cache."""
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -192,7 +193,14 @@ class CacheConfig:
                     "CacheConfig: directory must be a path, such as '~/.cache/hybrid'; got "
                     f"{checks.shown(self.directory)}"
                 )
-            self._set("directory", Path(self.directory).expanduser())
+            try:
+                self._set("directory", Path(self.directory).expanduser())
+                if b"\0" in os.fsencode(self.directory):
+                    raise ValueError("it has a zero byte")
+            except (RuntimeError, ValueError) as error:  # a RuntimeError: a user after ~ who is not known
+                raise ArgumentError(
+                    f"CacheConfig: directory={checks.shown(self.directory)} cannot be a path: {error!s:.200}"
+                ) from error
         if (self.directory is None) != (self.disk is None):
             raise ArgumentError(
                 "CacheConfig: disk and directory belong together, as in disk='100GiB', directory='~/.cache/hybrid'; "

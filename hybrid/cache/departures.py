@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from hybrid.cache.archives import writer_of
 from hybrid.cache.chances import Chances
 from hybrid.cache.names import name_at, names_upward
 from hybrid.cache.restorer import Boundary
@@ -29,7 +28,7 @@ class Leaver(NamedTuple):
     Attributes:
         name: of its copy.
         num_bytes: of its contents.
-        read: reads them.
+        read: reads them. They may be on their way to the host then (`CacheMemory.outgoing`).
         path: makes `Offer.path`.
         note: of a checkpoint: see `Offer`.
         is_asked: a copy was asked for, however likely it is to be wanted.
@@ -113,7 +112,7 @@ class Departures:
                 Leaver(
                     name=(CHECKPOINT, name_at(node, node.end)),
                     num_bytes=self._sizes.checkpoint,
-                    read=partial(writer_of(self._memory).read_checkpoint, slot),
+                    read=partial(self._memory.fetch_checkpoint, slot),
                     path=partial(names_upward, node, node.end),
                     note=note,
                 )
@@ -126,10 +125,10 @@ class Departures:
         if self._is_discarding:
             return
         try:
-            reader, size, end, pages = writer_of(self._memory), self._page_size, node.end, node.pages
+            fetch, size, end, pages = self._memory.fetch_page, self._page_size, node.end, node.pages
             for page in reversed(pages[num_kept:]):
                 name, path = (PAGE, name_at(node, end)), partial(names_upward, node, end - size)
-                self._offer(Leaver(name, self._sizes.page, partial(reader.read_page, page), path))
+                self._offer(Leaver(name, self._sizes.page, partial(fetch, page), path))
                 end -= size
         except Exception:  # they are evicted without a copy
             self.num_failures += 1
@@ -164,7 +163,12 @@ class Departures:
         if leaver.note is not None:
             is_worth_it = self._savings.pays(leaver.note, tier.cost, is_certain)
             value = partial(self._savings.value, leaver.note, tier.cost)
-        return Offer(leaver.name, leaver.num_bytes, leaver.read, leaver.note, is_worth_it, value, leaver.path())
+        read = leaver.read if tier is self._host else partial(self._whole, leaver.read)
+        return Offer(leaver.name, leaver.num_bytes, read, leaver.note, is_worth_it, value, leaver.path())
+
+    def _whole(self, read: Callable[[], Contents]) -> bytes:
+        """Contents that the host may read: host memory keeps them while they are on their way, a disk cannot."""
+        return bytes(self._memory.outgoing.wait(read()))
 
     def would_copy(self, usage: NodeUsage, num_tokens: int, has_below: bool = False) -> bool:
         """Whether a checkpoint would be copied if it left the device.
@@ -176,25 +180,13 @@ class Departures:
         note = Note(usage.kind.value, usage.turn, 0, num_tokens, group=self.chances.group(usage, has_below))
         return any(self._savings.pays(note, tier.cost, self._is_ending) for tier in self._tiers)
 
-    def gain(self, num_tokens: int, seconds: float, *tiers: Tier) -> float:
-        """Seconds that restoring saves over computing.
-
-        Args:
-            seconds: that restoring takes.
-            tiers: from which.
-        """
-        gain = num_tokens * self._savings.compute.value - seconds
-        if gain <= 0:
-            for tier in tiers:
-                tier.cost.fade()
-        return gain
-
     # What a tier drops, or a file brings
 
     def _pass_on(self, host: HostTier, disk: DiskTier) -> None:
         """What host memory dropped is offered to the disk."""
         for name, contents, path, note in host.take_dropped():
-            leaver = Leaver(name, len(contents), partial(bytes, contents), partial(iter, path), note)
+            read = partial(self._memory.outgoing.wait, contents)
+            leaver = Leaver(name, len(contents), read, partial(iter, path), note)
             disk.offer(self._for(disk, leaver))
 
     def let_all_go(self) -> None:

@@ -105,7 +105,7 @@ class Restores:
         found = self._tree.peek(key, limit)
         first = found.num_page_tokens // self._page_size
         for candidate in self._candidates(key, self._names(key), first, found.num_tokens, limit):
-            saved = (candidate.num_tokens - found.num_tokens) * self._tiers.compute.value
+            saved = (candidate.num_tokens - found.num_tokens) * self._tiers.savings.compute.value
             if saved > candidate.seconds:
                 return disk.read_ahead(candidate.names[disk]) if disk in candidate.names else None
         return None
@@ -177,7 +177,7 @@ class Restores:
                     reading.drop()
                 continue
             restoring.candidate, restoring.readings = candidate, readings
-            restoring.until = time.monotonic() + max(MIN_WAIT, saved * self._tiers.compute.value)
+            restoring.until = time.monotonic() + max(MIN_WAIT, saved * self._tiers.savings.compute.value)
             return
         self._finish(lease, restoring, Restored("", refused=restoring.refused) if restoring.refused else None)
 
@@ -187,7 +187,7 @@ class Restores:
         Raises:
             UnavailableError: computing is faster.
         """
-        gain = self._tiers.departures.gain(num_tokens, candidate.seconds, *candidate.names)
+        gain = self._tiers.savings.gain(num_tokens, candidate.seconds, *(tier.cost for tier in candidate.names))
         if gain <= 0:
             raise UnavailableError("computing is faster")
         disk = self._tiers.disk

@@ -48,10 +48,9 @@ class Tiers:
         fingerprint: of copies on disk; None: there are none.
 
     Attributes:
-        host, disk, fingerprint: as given.
+        host, disk, savings, fingerprint: as given.
         places: the tiers, fastest first.
         departures: sees what the tree evicts.
-        compute: seconds per token that is computed.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Tiers:
         self.fingerprint: Fingerprint | None = fingerprint
         self.host: HostTier | None = host
         self.disk: DiskTier | None = disk
-        self.compute: Rate = savings.compute
+        self.savings: Savings = savings
         self.departures: Departures = Departures(host, disk, savings, memory, sizes, config.page_size)
         self.places: tuple[Tier, ...] = tuple(tier for tier in (host, disk) if tier is not None)
 

@@ -28,8 +28,9 @@ class Copy(NamedTuple):
     """Bytes that are copied.
 
     Attributes:
-        target: on the device.
-        source: on the host, as large; `Copier.prepare` has returned it, or a part of it.
+        target: to where.
+        source: from where, as large. The one of the two that is on the host is from `Copier.prepare` or
+            `Copier.allocate`, or a part of it.
     """
 
     target: Tensor
@@ -43,9 +44,18 @@ class Mark(Protocol):
         """What the device is given from now on waits for them, and for those that were begun before."""
         ...
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether they have ended, as far as is known."""
+        ...
+
+    def wait_on_host(self) -> None:
+        """The host waits for them, and for those that were begun before."""
+        ...
+
 
 class Copier(Protocol):
-    """Copies bytes from the host to a device, one after the other, beside what the device computes.
+    """Copies bytes from the host to a device or back, one after the other, beside what the device computes.
 
     Attributes:
         min_bytes: pages are not copied in smaller parts: to begin a copy takes time, too.
@@ -63,12 +73,17 @@ class Copier(Protocol):
         """The same bytes where they can be copied from. They must not change until they are copied."""
         ...
 
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Memory of the host that can be copied to, `[num_bytes]` uint8."""
+        ...
+
     def begin(self) -> None:
-        """The copies that follow wait for all that the device was given so far: it may use what is overwritten."""
+        """The copies that follow wait for all that the device was given so far: it may use what is overwritten, or
+        write what is copied."""
         ...
 
     def copy(self, copies: Sequence[Copy]) -> Mark:
-        """Begin copies. Keeps their sources until they end."""
+        """Begin copies. Keeps both ends of them until they end."""
         ...
 
     def wait(self) -> None:

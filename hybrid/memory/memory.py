@@ -14,6 +14,7 @@ from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
 from hybrid.memory.arrivals import Arrivals
 from hybrid.memory.digests import ContentReader, Contents, ContentWriter, Digests
+from hybrid.memory.outgoing import Outgoing
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
 from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec
@@ -110,6 +111,7 @@ class CacheMemory:
 
     Attributes:
         arrivals: contents on their way into the tensors.
+        outgoing: contents on their way from them to the host.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class CacheMemory:
         self.sizes: UnitSizes | None = sizes
         self.tensors: CacheTensors | None = tensors
         self.arrivals: Arrivals = tensors.arrivals if tensors is not None else Arrivals()
+        self.outgoing: Outgoing = tensors.outgoing if tensors is not None else Outgoing()
         self.mover: Mover | None = mover if mover is not None else tensors
         self.store: CheckpointStore | None = None
         if checkpoints is not None:
@@ -268,6 +271,24 @@ class CacheMemory:
         for page, own in zip(pages, contents, strict=True):
             mover.write_page(page, own)
         mover.write_checkpoint(place, checkpoint)
+
+    def fetch_page(self, page: int) -> Contents:
+        """What a page holds that is about to be freed, as this memory's mover reads it. Of tensors on a GPU it is on
+        its way afterwards (`outgoing`)."""
+        reader = self._reader
+        return reader.fetch_page(page) if isinstance(reader, CacheTensors) else reader.read_page(page)
+
+    def fetch_checkpoint(self, place: int) -> Contents:
+        """Likewise what the place of a checkpoint holds."""
+        reader = self._reader
+        return reader.fetch_checkpoint(place) if isinstance(reader, CacheTensors) else reader.read_checkpoint(place)
+
+    @property
+    def _reader(self) -> CacheTensors | ContentReader:
+        mover = self.mover
+        if not isinstance(mover, CacheTensors):
+            assert isinstance(mover, ContentReader)
+        return mover
 
     @property
     def settled(self) -> CacheTensors:

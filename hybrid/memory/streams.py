@@ -1,10 +1,10 @@
-"""Copies from pinned memory to a GPU, in a stream of their own."""
+"""Copies from pinned memory to a GPU and back, in a stream of their own."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,12 @@ def copier_for(device: torch.device) -> Copier | None:
     return StreamCopier(device) if device.type == "cuda" else None
 
 
+def outward_copier_for(device: torch.device) -> Copier | None:
+    """What copies from a device, in another stream: neither direction waits for the other, nor counts as its cost.
+    None: contents are read at once."""
+    return copier_for(device)
+
+
 class StreamMark:
     """The end of copies, as an event of their stream: a `Mark`."""
 
@@ -31,12 +37,22 @@ class StreamMark:
         """See `Mark.wait`."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
+    @property
+    def has_ended(self) -> bool:
+        """See `Mark.has_ended`."""
+        ended: bool = self._event.query()
+        return ended
+
+    def wait_on_host(self) -> None:
+        """See `Mark.wait_on_host`."""
+        self._event.synchronize()
+
 
 class UnderWay(NamedTuple):
     """Copies that were begun.
 
     Attributes:
-        copies: them; their sources must live until they end.
+        copies: them; both ends must live until they end.
         start, end: events of their stream before and after them.
     """
 
@@ -74,6 +90,10 @@ class StreamCopier:
         """See `Copier.prepare`."""
         return source if source.is_pinned() else source.pin_memory()
 
+    def allocate(self, num_bytes: int) -> Tensor:
+        """See `Copier.allocate`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
     def begin(self) -> None:
         """See `Copier.begin`."""
         self._drop_ended()
@@ -97,25 +117,8 @@ class StreamCopier:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _drop_ended(self) -> None:
-        """Let go of the sources of copies that have ended, and note how long they took."""
+        """Let go of copies that have ended, and note how long they took."""
         while self._under_way and self._under_way[0].end.query():
             copies, start, end = self._under_way.popleft()
             self._seconds += start.elapsed_time(end) / 1000
             self._num_bytes += sum(copy.target.numel() for copy in copies)
-
-
-def read_pinned(parts: Sequence[Tensor]) -> memoryview:
-    """The bytes of parts of a GPU's memory, one after the other, in pinned memory. They are copied after the work that
-    the GPU was given before, which may have written them.
-
-    Args:
-        parts: `[N]` uint8 each.
-    """
-    sizes = [part.numel() for part in parts]
-    contents = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for part, own in zip(parts, contents.split(sizes), strict=True):
-        own.copy_(part, non_blocking=True)
-    if parts:
-        torch.cuda.current_stream(parts[0].device).synchronize()
-    data: Any = contents.numpy()
-    return memoryview(data)

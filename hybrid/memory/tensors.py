@@ -20,8 +20,9 @@ from hybrid.memory.arena import PieceLayout
 from hybrid.memory.arrivals import Arrivals, Copier, Copy, Share, layer_groups, shares_of
 from hybrid.memory.device import on_device
 from hybrid.memory.digests import Contents
+from hybrid.memory.outgoing import Outgoing
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.memory.streams import copier_for, read_pinned
+from hybrid.memory.streams import copier_for, outward_copier_for
 from hybrid.spec import HybridSpec, Place
 from hybrid.units import format_bytes
 
@@ -92,6 +93,7 @@ class CacheTensors:
     Attributes:
         arrivals: what is on its way into pages and checkpoints. Methods wait for it where they must; who reads or
             writes the tensors below calls `Arrivals.settle` or `Arrivals.wait` before.
+        outgoing: what is on its way from them to the host.
         tokens: per name, `[num_pages, *outer, page_size / block, *inner]`.
         state: per name, `[num_slots, *shape]`.
         stored: checkpoints that are stored smaller; None: checkpoints are state slots.
@@ -110,6 +112,7 @@ class CacheTensors:
         groups = layer_groups(spec, page_size, self._copier.min_bytes if self._copier is not None else 0)
         self._groups = groups
         self.arrivals: Arrivals = Arrivals(self._copier, groups)
+        self.outgoing: Outgoing = Outgoing(outward_copier_for(pages.device))
 
     def page_layout(self) -> str:
         """What a page holds: the tensors, in order."""
@@ -170,13 +173,28 @@ class CacheTensors:
 
     def read_page(self, page: int) -> Contents:
         """The bytes of a page: of every tensor per token, one after the other."""
-        self.arrivals.before(pages=[page])
-        return _read(self._pages[page], self._page_places)
+        return self.outgoing.wait(self.fetch_page(page))
 
     def read_checkpoint(self, slot: int) -> Contents:
         """The bytes of a checkpoint: of every tensor of a state slot, or of the place of a stored checkpoint."""
+        return self.outgoing.wait(self.fetch_checkpoint(slot))
+
+    def fetch_page(self, page: int) -> Contents:
+        """As `read_page`; on a GPU they are on their way to the host (`outgoing`), and the page may be written."""
+        self.arrivals.before(pages=[page])
+        return self._read(self._pages[page], self._page_places)
+
+    def fetch_checkpoint(self, slot: int) -> Contents:
+        """As `read_checkpoint`, likewise."""
         self.arrivals.before(checkpoints=[slot])
-        return _read(*self._checkpoint(slot))
+        return self._read(*self._checkpoint(slot))
+
+    def _read(self, row: Tensor, places: Sequence[Place]) -> Contents:
+        """The bytes of every tensor in a row, without the gaps, which hold what was there before."""
+        if self._copier is not None:
+            return self.outgoing.begin([row[place.start : place.start + place.num_bytes] for place in places])
+        data = row.numpy()
+        return b"".join(data[place.start : place.start + place.num_bytes].tobytes() for place in places)
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""
@@ -237,14 +255,6 @@ def _views(rows: Tensor, places: Sequence[Place]) -> dict[str, Tensor]:
         place.name: rows[:, place.start : place.start + place.num_bytes].view(place.dtype).unflatten(1, place.shape)
         for place in places
     }
-
-
-def _read(row: Tensor, places: Sequence[Place]) -> Contents:
-    """The bytes of every tensor in a row, without the gaps, which hold what was there before."""
-    if row.device.type == "cuda":
-        return read_pinned([row[place.start : place.start + place.num_bytes] for place in places])
-    data = row.numpy()
-    return b"".join(data[place.start : place.start + place.num_bytes].tobytes() for place in places)
 
 
 def _write(row: Tensor, places: Sequence[Place], contents: Contents) -> None:

@@ -6,7 +6,7 @@
     start.lock                  locked while a process looks around
 
 A file that the manifest does not name belongs to a process that lives and will name it, or to none: it is removed then.
-No decision depends on a clock.
+No decision depends on the time of day.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ import re
 import secrets
 import sqlite3
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybrid.tiers.manifest import FORMAT, DamagedError, Manifest, SegmentRow, VersionError
+from hybrid.tiers.manifest import BUSY_SECONDS, FORMAT, DamagedError, Manifest, SegmentRow, VersionError
 from hybrid.tiers.store import ForeignError, Store, is_ours
 from hybrid.units import format_bytes
 
@@ -88,7 +89,7 @@ class CacheDirectory:
         try:
             if not is_ours(os.fstat(descriptor)):
                 raise ForeignError("its start.lock")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _wait_for_lock(descriptor)
             yield
         finally:
             os.close(descriptor)
@@ -213,6 +214,25 @@ def _refuse_foreign(path: Path) -> None:
         return
     if not is_ours(status) or not stat.S_ISREG(status.st_mode):
         raise ForeignError(str(path))
+
+
+def _wait_for_lock(descriptor: int) -> None:
+    """Lock a file that others lock for a moment.
+
+    Raises:
+        TimeoutError: another process has it for longer: it was stopped, or its disk hangs.
+    """
+    until = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise TimeoutError(
+                    errno.ETIMEDOUT, f"another process that starts there has not ended that for {BUSY_SECONDS:.0f} s"
+                ) from None
+            time.sleep(0.01)
 
 
 def _locked(path: Path, make: bool = True) -> int:

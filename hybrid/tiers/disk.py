@@ -12,7 +12,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as WaitTimeoutError
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from hybrid.tiers.segment import DATA_ALIGNMENT
 from hybrid.tiers.session import Origin, Pending, Session
 from hybrid.tiers.store import DirectoryStore, Store
 from hybrid.tiers.tier import CHECKPOINT, AtHand, Contents, Name, Note, Offer, Reading, UnavailableError
-from hybrid.tiers.worker import Worker
+from hybrid.tiers.worker import Worker, ended_within
 
 READ_LATENCY, READ = 5e-4, 1e-9
 """Seconds per restore, and per byte restored, that are assumed until they are measured."""
@@ -42,6 +41,9 @@ MAX_PENDING_SEGMENTS = 4
 
 WRITTEN_AFTER = 2.0
 """Seconds after which copies are written that do not fill a segment."""
+
+START_SECONDS = 10.0
+"""How long a cache that is made waits for the directory. One that hangs longer is used when it answers."""
 
 GROWN_AFTER = 60.0  # seconds
 """A disk that was full is tried with more again after this."""
@@ -104,12 +106,13 @@ class DiskTier:
         self._is_closed = False
         self._late: Buffer | None = None
         self._session: Session | None = None  # used by the writer's thread, once it runs
-        try:
-            self._open()
-        except RECOVERABLE as error:
-            self._failed(error)
         self._writer = Worker("hybrid disk writer", self._idle, WRITTEN_AFTER)
         self.reader: Reader = Reader()
+        opening = self._writer.submit(partial(self._change, lambda session: None))
+        if not ended_within(START_SECONDS, opening):
+            with self._lock:
+                if self._session is None:  # else it has answered just now
+                    self._health.failed(TimeoutError(f"no answer within {START_SECONDS:.0f} seconds"))
 
     # What it holds
 
@@ -238,10 +241,7 @@ class DiskTier:
         """Have on the disk what was offered. False: it took longer than `seconds`, or the tier is closed."""
         if self._is_closed or self._lock.is_foreign:
             return False
-        with suppress(WaitTimeoutError):
-            self._submit_batch().result(seconds)
-            return True
-        return False
+        return ended_within(seconds, self._submit_batch())
 
     # What goes
 
@@ -471,6 +471,7 @@ class DiskTier:
             return False
         arrival = session.put(pending, lambda num_bytes, value: self._make_free(session, num_bytes, value, epoch))
         if arrival is None:
+            self._catch_up(session)  # another process may have written all of it meanwhile
             return False
         self.bytes_written += arrival.row.num_bytes
         with self._lock:

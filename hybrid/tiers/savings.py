@@ -74,6 +74,20 @@ class Savings:
         seconds = saved * self.compute.value - cost.seconds(self.num_bytes(num_alone))
         return int(seconds / self.compute.value) if seconds > 0 else 0
 
+    def gain(self, num_tokens: int, seconds: float, *costs: Cost) -> float:
+        """Seconds that restoring saves over computing. Where it saves none, costs that were measured fade: later they
+        are measured again.
+
+        Args:
+            seconds: that restoring takes.
+            costs: by which that was found.
+        """
+        gain = num_tokens * self.compute.value - seconds
+        if gain <= 0:
+            for cost in costs:
+                cost.fade()
+        return gain
+
     def pays(self, note: Note, cost: Cost, is_certain: bool) -> bool:
         """Whether a checkpoint that leaves the device is likely to save as much time as copying it and its pages takes,
         which is taken to be that of restoring them.
@@ -84,9 +98,8 @@ class Savings:
             cost: of a restore.
             is_certain: it is copied whatever is likely, if a restore would save time.
         """
-        saved = note.num_tokens * self.compute.value - cost.seconds(self._checkpoint_bytes)
+        saved = self.gain(note.num_tokens, cost.seconds(self._checkpoint_bytes), cost)
         if saved <= 0:
-            cost.fade()
             return False
         copying = cost.seconds(self.num_bytes(note.num_tokens // self._page_size))
         return is_certain or saved * self.reuse.probability(note.group) > copying

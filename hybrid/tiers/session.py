@@ -160,7 +160,8 @@ class Session:
             make_free: called with the bytes that are needed and their value; False: they cannot be had.
 
         Returns:
-            What is on the disk now; None: nothing.
+            What is on the disk now; None: nothing of it, since it was not worth it, or other processes have written all
+            of it meanwhile.
         """
         if self.read_only:
             raise OSError(errno.EROFS, "the directory cannot be written")
@@ -180,6 +181,9 @@ class Session:
         except BaseException:
             self._directory.unlink(file)
             raise
+        if not kept:
+            self.remove([(number, file)])
+            return None
         copies = [
             (name, Place(number, span, record.note, copy.note, copy.above))
             for record, span, (name, copy) in zip(records, segment.spans, pending, strict=True)

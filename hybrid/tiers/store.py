@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -110,9 +111,11 @@ class DirectoryStore:
 
     def get_into(self, name: str, start: int, buffer: memoryview) -> None:
         """See `Store.get_into`."""
-        descriptor = os.open(self.path / checked(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no pipe is waited for
+        descriptor = os.open(self.path / checked(name), flags)
         try:
-            if not is_ours(os.fstat(descriptor)):
+            status = os.fstat(descriptor)
+            if not is_ours(status) or not stat.S_ISREG(status.st_mode):
                 raise ForeignError(name)
             while buffer:
                 count = os.preadv(descriptor, [buffer], start)

@@ -6,7 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
@@ -41,6 +41,14 @@ class Worker:
         """End the thread after its jobs, and wait for that."""
         self._finalizer()
         self._thread.join(seconds)
+
+
+def ended_within(seconds: float, future: Future[Any]) -> bool:
+    """Wait for a job up to `seconds`. Returns whether it has ended; raises what it raised."""
+    if not wait([future], seconds).done:
+        return False
+    future.result()
+    return True
 
 
 def _run(

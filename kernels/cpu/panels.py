@@ -181,9 +181,9 @@ def _add_lane(context, x, w, steps, sums, finished):  # type: ignore[no-untyped-
                 builder.fadd(load_lanes(builder, kept, place), own) for place, own in zip(places, before, strict=True)
             ]
 
-        lane = looped(builder, steps, [ZEROS] * len(places), multiply)
+        lane = looped(builder, LONG(0), steps, [ZEROS] * len(places), multiply)
         result = builder.gep(sums, [builder.mul(finished, LONG(_SIZE))])
-        for place, total in zip(places, looped(builder, finished, lane, add), strict=True):
+        for place, total in zip(places, looped(builder, LONG(0), finished, lane, add), strict=True):
             store_lanes(builder, total, result, place)
         return context.get_dummy_value()
 

@@ -16,7 +16,6 @@ from hybrid.kernels.cpu.vectors import (
     INT,
     LANES,
     LONG,
-    VECTOR,
     ZEROS,
     at,
     compiled_inline,
@@ -80,21 +79,8 @@ def _sums_of_products(
         return found
 
     whole, start = builder.and_(length, LONG(-LANES)), [ZEROS] * (len(xs) * len(ws))
-    entry = builder.basic_block
-    loop, rest, tail, end = (builder.append_basic_block(name) for name in ("loop", "rest", "tail", "end"))
-    builder.cbranch(builder.icmp_signed(">", whole, LONG(0)), loop, rest)
-    builder.position_at_end(loop)
-    index = builder.phi(LONG)
-    index.add_incoming(LONG(0), entry)
-    sums = phis(builder, (entry, start))
-    added = step(index, sums)
-    following = builder.add(index, LONG(LANES))
-    index.add_incoming(following, loop)
-    for phi, value in zip(sums, added, strict=True):
-        phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, whole), loop, rest)
-    builder.position_at_end(rest)
-    sums = phis(builder, (entry, start), (loop, added))
+    sums = looped(builder, LONG(0), whole, start, step, LANES)
+    rest, tail, end = builder.basic_block, builder.append_basic_block("tail"), builder.append_basic_block("end")
     builder.cbranch(builder.icmp_signed("<", whole, length), tail, end)
     builder.position_at_end(tail)
     last = step(whole, sums, first_lanes(builder, builder.sub(length, whole)))
@@ -122,21 +108,12 @@ def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
     def reduce(context, x, length):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
             x, length = args
-            start, entry = load_lanes(builder, x, LONG(0)), builder.basic_block
-            loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
-            builder.cbranch(builder.icmp_signed(">", length, LONG(LANES)), loop, end)
-            builder.position_at_end(loop)
-            index = builder.phi(LONG)
-            index.add_incoming(LONG(LANES), entry)
-            total = builder.phi(VECTOR)
-            total.add_incoming(start, entry)
-            combined = combine(builder, load_lanes(builder, x, index), total)
-            following = builder.add(index, LONG(LANES))
-            index.add_incoming(following, loop)
-            total.add_incoming(combined, loop)
-            builder.cbranch(builder.icmp_signed("<", following, length), loop, end)
-            builder.position_at_end(end)
-            return _folded(builder, phis(builder, (entry, [start]), (loop, [combined]))[0], combine)
+
+            def step(index: Any, totals: list[Any]) -> list[Any]:
+                return [combine(builder, load_lanes(builder, x, index), totals[0])]
+
+            start = [load_lanes(builder, x, LONG(0))]
+            return _folded(builder, looped(builder, LONG(LANES), length, start, step, LANES)[0], combine)
 
         return types.float32(x, types.int64), generate
 
@@ -230,7 +207,7 @@ def outer(rows: int, vectors: int, is_narrow: bool = False) -> Any:
                     added += [fma_of(builder, own, other, sums[number * vectors + i]) for i, other in enumerate(others)]
                 return added
 
-            for place, total in zip(places, looped(builder, length, start, step), strict=True):
+            for place, total in zip(places, looped(builder, LONG(0), length, start, step), strict=True):
                 store_lanes(builder, total, y, place, mask)
             return context.get_dummy_value()
 

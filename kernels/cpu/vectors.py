@@ -257,22 +257,30 @@ def phis(builder: Any, *incoming: tuple[Any, list[Any]]) -> list[Any]:
     return merged
 
 
-def looped(builder: Any, count: Any, start: list[Any], step: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """Vectors after `count` times `vectors = step(index, vectors)`: a loop that keeps them in registers."""
+def looped(
+    builder: Any,
+    first: Any,
+    end: Any,
+    start: list[Any],
+    step: Callable[[Any, list[Any]], list[Any]],
+    by: int = 1,
+) -> list[Any]:
+    """Vectors after `vectors = step(index, vectors)` for each index in `range(first, end, by)`: a loop that keeps them
+    in registers."""
     entry = builder.basic_block
-    loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
-    builder.cbranch(builder.icmp_signed(">", count, LONG(0)), loop, end)
+    loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
+    builder.cbranch(builder.icmp_signed("<", first, end), loop, after)
     builder.position_at_end(loop)
     index = builder.phi(LONG)
-    index.add_incoming(LONG(0), entry)
+    index.add_incoming(first, entry)
     vectors = phis(builder, (entry, start))
     changed = step(index, vectors)
-    following = builder.add(index, LONG(1))
+    following = builder.add(index, LONG(by))
     index.add_incoming(following, loop)
     for phi, value in zip(vectors, changed, strict=True):
         phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, end)
-    builder.position_at_end(end)
+    builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
+    builder.position_at_end(after)
     return phis(builder, (entry, start), (loop, changed))
 
 

@@ -97,7 +97,7 @@ def test_a_rehearsal_runs_every_section(tmp_path: Path) -> None:
     assert all(line["target"] is None for line in figures["lines"])
     assert {entry["part"] for entry in figures["lines"]} == set(figures["sections"]) - {"roofline"}
     assert [*figures["sections"]][:5] == ["smoke", "steps", "roofline", "decode", "hit"]
-    assert len(figures["sections"]) == 16
+    assert len(figures["sections"]) == 17
     assert figures["roofline"]["bandwidth"] > 0
     checked = {entry["name"].split(" of ")[0] for entry in figures["lines"] if entry["part"] == "smoke"}
     assert {"delta rule step", "convolution", "rms_norm", "norm_rotate_store", "expert layer"} <= checked

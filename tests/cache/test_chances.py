@@ -17,8 +17,9 @@ def usage(kind: Kind = Kind.TURN_END, hits: int = 0) -> NodeUsage:
 
 
 def test_a_group_is_wanted_as_often_as_it_was() -> None:
-    chances = Chances(Reuse())
-    assert chances.probability("any") == 0.5
+    reuse = Reuse()
+    chances = Chances(reuse)
+    assert reuse.probability("any") == 0.5
     for number in range(100):
         one = usage()
         chances.left(one, "last")
@@ -26,8 +27,8 @@ def test_a_group_is_wanted_as_often_as_it_was() -> None:
         if number % 2:
             chances.wanted(one)
             chances.wanted(one)  # it is counted once
-    assert abs(chances.probability("last") - 0.5) < 0.01
-    assert chances.probability("inner") < 0.01
+    assert abs(reuse.probability("last") - 0.5) < 0.01
+    assert reuse.probability("inner") < 0.01
 
 
 def test_groups_are_of_the_kind_what_continues_and_the_hits() -> None:
@@ -39,18 +40,19 @@ def test_groups_are_of_the_kind_what_continues_and_the_hits() -> None:
 
 
 def test_what_was_long_ago_counts_less_and_is_forgotten() -> None:
-    chances = Chances(Reuse())
+    reuse = Reuse()
+    chances = Chances(reuse)
     first = usage()
     chances.left(first, "first")
     for _ in range(MAX_WATCHED):
         chances.left(usage(), "other")
     chances.wanted(first)
-    assert chances.probability("first") == 0.25, "it is not watched any more"
+    assert reuse.probability("first") == 0.25, "it is not watched any more"
     for _ in range(HALVED_AFTER):
         one = usage()
         chances.left(one, "other")
         chances.wanted(one)
-    assert chances.probability("other") > 0.5
+    assert reuse.probability("other") > 0.5
 
 
 def cache_on(host: int = 100_000) -> AuditedCache:
@@ -88,9 +90,9 @@ def test_what_was_not_written_is_learned_of_too() -> None:
     key = compute(cache, "abcd")
     node = cache.tree.peek(key, 8).checkpoint
     assert node is not None and cache.tiers is not None
-    chances, group = cache.tiers.departures.chances, Chances.group(node.usage, False)
+    reuse, group = cache.tiers.savings.reuse, Chances.group(node.usage, False)
     evict(cache)
     assert cache.stats().host_checkpoints == 0
-    assert chances.probability(group) == 0.25
+    assert reuse.probability(group) == 0.25
     assert ask(cache, key) == 0
-    assert chances.probability(group) == 0.75
+    assert reuse.probability(group) == 0.75

@@ -244,6 +244,9 @@ def test_a_disk_needs_a_name_of_the_model_and_contents(tmp_path: Path) -> None:
         {"disk": "50%", "directory": "x"},
         {"disk": "1GiB", "directory": 3},
         {"disk": "1GiB", "directory": ""},
+        {"disk": "1GiB", "directory": "~no_such_user/x"},
+        {"disk": "1GiB", "directory": "a\0b"},
+        {"disk": "1GiB", "directory": "\ud800"},
         {"directory_readable": "yes"},
     ],
 )

@@ -81,6 +81,36 @@ def test_answers_are_those_of_cold_runs(tiny: Engine, late: list[LateCopier], co
     assert_nothing_held(engine)
 
 
+@pytest.mark.parametrize("host", ["1MiB", None], ids=["host memory and disk", "disk"])
+def test_what_leaves_for_a_disk_is_there_when_it_is_written(
+    tiny: Engine, late: list[LateCopier], tmp_path: Path, host: str | None
+) -> None:
+    """The memory that it leaves is written at once, and host memory drops it while it may be on its way."""
+    engine = small(tiny, host=host, disk="64MiB", directory=tmp_path / "cache")
+    prompts = [ids(6 * GRID + 5 * seed, seed=seed) for seed in range(5)]
+    for _ in range(2):
+        for prompt in prompts:
+            assert_same(answer(engine, prompt, PARAMS), cold(tiny, prompt, PARAMS))
+    engine.close()
+    again = small(tiny, host=host, disk="64MiB", directory=tmp_path / "cache")
+    for prompt in prompts:
+        output = answer(again, prompt, PARAMS)
+        assert_same(output, cold(tiny, prompt, PARAMS))
+        assert output.usage.cached_tokens, "another process would find it"
+    stats = again.cache.stats()
+    assert stats.restored_checkpoints and not stats.tier_failures
+    assert late[0].outward.num_host_waits
+    again.close()
+
+
+def test_the_host_waits_for_nothing_that_leaves_for_host_memory(tiny: Engine, late: list[LateCopier]) -> None:
+    engine, prompt = small(tiny), ids(6 * GRID + 3)
+    evicted(engine, prompt)
+    assert_same(answer(engine, prompt, PARAMS), cold(tiny, prompt, PARAMS))
+    assert engine.cache.stats().restored_checkpoints and late[0].outward.num_calls
+    assert not late[0].outward.num_host_waits
+
+
 def test_each_layer_waits_for_its_own_contents(tiny: Engine, late: list[LateCopier]) -> None:
     engine, prompt = small(tiny), ids(6 * GRID + 3)
     evicted(engine, prompt)

@@ -15,7 +15,8 @@ from hybrid import Engine
 from hybrid.errors import ArgumentError
 from hybrid.memory.arrivals import Arrivals, Copy, LayerGroup, layer_groups
 from hybrid.memory.memory import CacheMemory
-from hybrid.memory.streams import StreamCopier, copier_for, read_pinned
+from hybrid.memory.outgoing import Outgoing
+from hybrid.memory.streams import StreamCopier, copier_for, outward_copier_for
 from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec, LayerTensors, Place, StateTensor, TokenTensor
 from support.arriving import CopyError, LateCopier, late_copiers
@@ -235,6 +236,9 @@ class Event:
     def elapsed_time(self, end: "Event") -> float:
         return 2.0
 
+    def synchronize(self) -> None:
+        self.gpu.said.append(f"the host waits for event {self.number}")
+
 
 class Stream(str):
     """One of two streams: "own" and "current"."""
@@ -246,9 +250,6 @@ class Stream(str):
 
     def wait_event(self, event: Event) -> None:
         self.said.append(f"{self} waits for event {event.number}")
-
-    def synchronize(self) -> None:
-        self.said.append(f"the host waits for {self}")
 
 
 class Gpu:
@@ -354,7 +355,9 @@ def test_sources_of_copies_that_fail_live_until_those_before_them_end(gpu: Gpu) 
     assert copier.seconds_per_byte > 0
 
 
-def test_what_is_read_of_a_gpu_is_copied_after_its_work(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_leaves_a_gpu_is_copied_between_what_wrote_it_and_what_may_overwrite_it(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     empty, pinned = torch.empty, list[bool]()
 
     def allocated(*shape: Any, pin_memory: bool, **rest: Any) -> Tensor:
@@ -362,10 +365,27 @@ def test_what_is_read_of_a_gpu_is_copied_after_its_work(gpu: Gpu, monkeypatch: p
         return empty(*shape, **rest)
 
     monkeypatch.setattr(torch, "empty", allocated)
-    assert bytes(read_pinned([bytes_of(1), bytes_of(2)])) == bytes([1] * 4 + [2] * 4)
-    assert gpu.said == ["copy", "copy", "the host waits for current"]
+    outgoing = Outgoing(outward_copier_for(torch.device("cuda")))
+    contents = outgoing.begin([bytes_of(1), bytes_of(2)])
+    assert gpu.said == [
+        "own waits for current",
+        "event 0 on own",
+        "on own",
+        "copy",
+        "copy",
+        "off own",
+        "event 1 on own",
+        "current waits for own",
+    ]
     assert pinned == [True]
-    assert bytes(read_pinned([])) == b""
+    gpu.said.clear()
+    assert outgoing.wait(contents) is contents and bytes(contents) == bytes([1] * 4 + [2] * 4)
+    assert gpu.said == ["the host waits for event 1"]
+    gpu.said.clear()
+    gpu.events[1].is_over = True
+    outgoing.wait(contents)
+    assert not gpu.said
+    assert bytes(outgoing.wait(outgoing.begin([]))) == b""
 
 
 @pytest.mark.gpu

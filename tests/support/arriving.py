@@ -1,4 +1,4 @@
-"""Contents that arrive as late as they may, on a machine without a GPU."""
+"""Contents that arrive, and leave, as late as they may, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -26,9 +26,14 @@ class LateMark:
     copier: LateCopier
     end: int
 
+    has_ended: bool = False
+
     def wait(self) -> None:
         self.copier.waited.append(self.end)
         self.copier.make(self.end)
+
+    def wait_on_host(self) -> None:
+        raise AssertionError("the host waits for nothing that arrives")
 
 
 @dataclass
@@ -42,6 +47,7 @@ class LateCopier:
         waited: the number of copies that each wait was for.
         num_calls: of `copy`.
         num_partial: waits after which not all had arrived.
+        outward: copies from the same memory to the host.
     """
 
     min_bytes: int = 1
@@ -52,9 +58,13 @@ class LateCopier:
     seconds_per_byte: float = 0.0
     begun: list[Copy] = field(default_factory=list)
     num_made: int = 0
+    outward: LateOutwardCopier = field(default_factory=lambda: LateOutwardCopier())
 
     def prepare(self, source: Tensor) -> Tensor:
-        return source.clone()
+        return self.outward.as_copied.get(source.data_ptr(), source).clone()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        raise AssertionError("nothing leaves by this copier")
 
     def begin(self) -> None:
         """All work that was given to a CPU is done."""
@@ -80,8 +90,84 @@ class LateCopier:
         self.num_partial += self.num_made < len(self.begun)
 
 
+@dataclass(eq=False)
+class LateOutwardMark:
+    """The end of copies to the host.
+
+    Attributes:
+        copier: has begun them.
+        copies: them.
+        copied: their bytes, once the device has waited.
+        has_ended: the host has waited for them.
+    """
+
+    copier: LateOutwardCopier
+    copies: Sequence[Copy]
+    copied: Tensor | None = None
+    has_ended: bool = False
+
+    def wait(self) -> None:
+        self.copier.wait()
+
+    def wait_on_host(self) -> None:
+        assert self.copied is not None, "the device waits first"
+        self.copier.num_host_waits += 1
+        sizes = [target.numel() for target, _ in self.copies]
+        for (target, _), copied in zip(self.copies, self.copied.split(sizes), strict=True):
+            target.copy_(copied)
+        self.has_ended = True
+
+
+@dataclass
+class LateOutwardCopier:
+    """A `Copier` to the host that makes a copy when the device waits for it, and not before: who writes earlier has its
+    own contents copied. The host has NaN until it waits, too.
+
+    Attributes:
+        fails_at: this call of `copy` raises, after half of its copies.
+        as_copied: what was copied, by its address on the host.
+        begun: what the device has not waited for.
+        num_calls: of `copy`.
+        num_host_waits: waits of the host.
+    """
+
+    fails_at: int | None = None
+    min_bytes: int = 1
+    seconds_per_byte: float = 0.0
+    as_copied: dict[int, Tensor] = field(default_factory=dict)
+    begun: list[LateOutwardMark] = field(default_factory=list)
+    num_calls: int = 0
+    num_host_waits: int = 0
+    _allocated: list[Tensor] = field(default_factory=list)  # no address is used again
+
+    def prepare(self, source: Tensor) -> Tensor:
+        raise AssertionError("nothing arrives by this copier")
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        self._allocated.append(torch.full((num_bytes,), POISON, dtype=torch.uint8))
+        return self._allocated[-1]
+
+    def begin(self) -> None:
+        """All work that was given to a CPU is done."""
+
+    def copy(self, copies: Sequence[Copy]) -> LateOutwardMark:
+        self.num_calls += 1
+        mark = LateOutwardMark(self, copies)
+        self.begun.append(mark)
+        if self.num_calls == self.fails_at:
+            raise CopyError("the copy cannot be begun")
+        return mark
+
+    def wait(self) -> None:
+        for mark in self.begun:
+            mark.copied = torch.cat([source for _, source in mark.copies])
+            self.as_copied[mark.copies[0].target.data_ptr()] = mark.copied
+        self.begun.clear()
+
+
 def late_copiers(monkeypatch: pytest.MonkeyPatch) -> list[LateCopier]:
-    """Memories that are made from now on get their contents late, each by a copier of its own, which is appended."""
+    """Memories that are made from now on get their contents late, each by a copier of its own, which is appended, and
+    have them leave late by its `outward`."""
     copiers: list[LateCopier] = []
 
     def copier_for(device: torch.device) -> LateCopier:
@@ -89,4 +175,5 @@ def late_copiers(monkeypatch: pytest.MonkeyPatch) -> list[LateCopier]:
         return copiers[-1]
 
     monkeypatch.setattr("hybrid.memory.tensors.copier_for", copier_for)
+    monkeypatch.setattr("hybrid.memory.tensors.outward_copier_for", lambda device: copiers[-1].outward)
     return copiers

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -136,12 +136,14 @@ class FaultyStore:
     Attributes:
         errors: what a verb raises.
         seconds: what a verb takes.
+        first: what is done once before a verb.
         calls: verbs that were called.
     """
 
     def __init__(self) -> None:
         self.errors: dict[str, OSError] = {}
         self.seconds: dict[str, float] = {}
+        self.first: dict[str, Callable[[], object]] = {}
         self.calls: list[str] = []
         self.store: Store | None = None
 
@@ -151,6 +153,8 @@ class FaultyStore:
 
     def _before(self, verb: str) -> Store:
         self.calls.append(verb)
+        if verb in self.first:
+            self.first.pop(verb)()
         time.sleep(self.seconds.get(verb, 0.0))
         if verb in self.errors:
             raise self.errors[verb]

@@ -14,6 +14,7 @@ from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.tier import Note, Offer, UnavailableError
 from support.disks import (
     LIMIT,
+    FaultyStore,
     contents_of,
     count_right,
     digest,
@@ -58,6 +59,21 @@ def test_a_copy_that_is_there_is_not_written_again_nor_by_the_next_life(tmp_path
         tier.close()
     assert tier.bytes_written == 0
     assert tier.bytes_offered > 0
+
+
+def test_what_another_process_writes_at_the_same_time_is_there_once(tmp_path: Path) -> None:
+    store = FaultyStore()
+    first, second = tier_at(tmp_path), tier_at(tmp_path, open_store=store)
+    for tier in (first, second):
+        for number in range(6):
+            assert offer(tier, number)
+    store.first["put_from"] = first.flush
+    assert second.flush() and store.calls.count("put_from") == 1
+    assert len(segments(tmp_path)) == 1
+    assert count_right(second, range(6)) == count_right(first, range(6)) == 6
+    for tier in (first, second):
+        assert tier.violations() == []
+        tier.close()
 
 
 def test_segments_are_safetensors_with_aligned_contents(tmp_path: Path) -> None:

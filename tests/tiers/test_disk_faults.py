@@ -1,9 +1,11 @@
 """Copies on disk when the disk lies, fails, fills up or is slow: a copy less, never a wrong one and never an error."""
 
 import errno
+import fcntl
 import os
 import shutil
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ from random import Random
 import pytest
 
 from hybrid.tiers.manifest import FORMAT
+from hybrid.tiers.store import DirectoryStore
 from hybrid.tiers.tier import Contents, UnavailableError
 from support.disks import FaultyStore, contents_of, count_right, fetch, fetched, fill, name_of, offer, tier_at, works
 
@@ -285,6 +288,54 @@ def test_a_path_that_is_no_directory_is_not_used(tmp_path: Path) -> None:
     tier = tier_at(tmp_path / "file")
     assert tier.failure is not None and "FileExistsError" in tier.failure
     assert not offer(tier, 1)
+    tier.close()
+
+
+def test_a_directory_that_hangs_delays_the_start_for_a_while_and_is_used_when_it_answers(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+    monkeypatch.setattr("hybrid.tiers.disk.START_SECONDS", 0.05)
+    answers = threading.Event()
+
+    def open_store(path: Path) -> DirectoryStore:
+        answers.wait(10)
+        return DirectoryStore(path)
+
+    tier = tier_at(tmp_path, open_store=open_store)
+    assert tier.failure == "TimeoutError: no answer within 0 seconds"
+    assert count_right(tier, NUMBERS) == 0
+    answers.set()
+    assert tier.flush()
+    assert count_right(tier, NUMBERS) == len(NUMBERS)
+    works(tier)
+
+
+def test_a_process_that_was_stopped_while_it_started_stops_no_other(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path)
+    monkeypatch.setattr("hybrid.tiers.directory.BUSY_SECONDS", 0.05)
+    with (tmp_path / "start.lock").open() as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        tier = tier_at(tmp_path)
+        assert tier.failure is not None and "another process that starts there" in tier.failure
+    assert tier.flush()
+    offer(tier, 999)
+    assert tier.flush()
+    assert count_right(tier, NUMBERS) == len(NUMBERS)
+    works(tier)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    written(tmp_path)
+    tier = tier_at(tmp_path, num_bytes=400_000)
+    for file in segments(tmp_path):
+        file.unlink()
+        os.mkfifo(file, 0o600)
+    with pytest.raises(UnavailableError, match="or is not a plain file"):
+        fetch(tier, 1)
+    assert count_right(tier, NUMBERS) == 0
     tier.close()
 
 
