@@ -16,6 +16,8 @@ from hybrid.memory.memory import smallest_memory
 from hybrid.speculation.config import SpeculationConfig
 
 ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
+ONE_TOKEN = replace(ANSWER, max_new_tokens=1)
+"""Of requests that are to compute their prompts and are not compared."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class Judge:
     def __init__(self, engine: Engine, seed: int = 0, cold: Judge | None = None) -> None:
         self.engine: Engine = engine
         self._seed = seed
-        self._random = random.Random(seed)
         config = engine.cache.config
         self.grid: int = config.grid
         self._config = CacheConfig(
@@ -58,14 +59,15 @@ class Judge:
         if cold is not None:
             self._answers, self._cold = cold._answers, cold._cold
 
-    def begin(self) -> None:
-        """Draw the same random prompts from the first one on. Scenarios that begin so ask for the same ones where these
-        have the same lengths, and each is answered cold once; what is warm each computes in a cache of its own."""
-        self._random = random.Random(self._seed)
-
     def ids(self, count: int) -> list[int]:
-        """Random token ids."""
-        return [self._random.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
+        """The random token ids of this length. Scenarios whose prompts have equal lengths ask for the same ones, which
+        are answered cold once; what is warm each computes in a cache of its own."""
+        rng = random.Random(f"{self._seed} {count}")
+        return [rng.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
+
+    def next_turn(self, output: RequestOutput) -> list[int]:
+        """The prompt that continues an answer: half a chunk and a few tokens more."""
+        return output.prompt_token_ids + output.token_ids + self.ids(self.grid // 2 + 3)
 
     def warm(
         self,
@@ -110,7 +112,6 @@ class Judge:
 
     def attempt(self, scenario: Callable[..., Check], *given: object) -> Check:
         """The check of a scenario. It fails with the error in words where the scenario raises one of ours."""
-        self.begin()
         try:
             return scenario(self, *given)
         except HybridError as error:

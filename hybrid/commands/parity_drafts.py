@@ -14,6 +14,9 @@ from hybrid.speculation.drafter import Drafter, History
 
 SAMPLED = replace(ANSWER, temperature=1.2, top_p=0.9, seed=3)
 
+MODES = {"greedy": ANSWER, "sampled": SAMPLED}
+"""How answers with drafts are chosen."""
+
 
 class Known(Drafter):
     """Drafts the known answers to prompts, every n-th token of them replaced by another.
@@ -69,58 +72,62 @@ class Known(Drafter):
 
 def drafts(judge: Judge) -> list[Check]:
     """Drafts of every kind, greedy and sampled, each cold and as a hit, with retraction and aborts in between."""
-    judge.begin()
-    prompts = [judge.ids(2 * judge.grid + 9), judge.ids(judge.grid // 2)]
-    checks = []
-    for mode, params in (("greedy", ANSWER), ("sampled", SAMPLED)):
-        answers = {tuple(prompt): judge.cold(prompt, params).token_ids for prompt in prompts}
-        right = Known(answers)
-        drafters: dict[str, Drafter] = {
-            "right": right,
-            "half right": Known(answers, wrong_every=3),
-            "wrong": Known(answers, wrong_every=1),
-            "right ones in every third pass": Known(answers, stride=1),
-            "trees": Known(answers, as_tree=True),
-            "half right trees": Known(answers, wrong_every=3, as_tree=True),
-            "lies": Liar(0, judge.engine.model.config.vocab_size, right.following),
-        }
-        checks += [_check(judge, f"drafts, {mode}: {name}", own, prompts, params) for name, own in drafters.items()]
+    answers = _answers(judge)
+    right = Known(answers)
+    drafters: dict[str, Drafter] = {
+        "right": right,
+        "half right": Known(answers, wrong_every=3),
+        "wrong": Known(answers, wrong_every=1),
+        "right ones in every third pass": Known(answers, stride=1),
+        "trees": Known(answers, as_tree=True),
+        "half right trees": Known(answers, wrong_every=3, as_tree=True),
+        "lies": Liar(0, judge.engine.model.config.vocab_size, right.following),
+    }
+    checks = [check for name, drafter in drafters.items() for check in _checks(judge, f"drafts: {name}", drafter)]
     return [*checks, regenerated(judge), under_pressure(judge)]
 
 
 def predictor(judge: Judge) -> list[Check]:
     """Drafts of the checkpoint's own predictor, alone and with others, where the judge's engine was loaded with it."""
-    judge.begin()
-    prompts = [judge.ids(2 * judge.grid + 9), judge.ids(judge.grid // 2)]
-    checks = []
-    for mode, params in (("greedy", ANSWER), ("sampled", SAMPLED)):
-        answers = {tuple(prompt): judge.cold(prompt, params).token_ids for prompt in prompts}
-        tree = Known(answers, wrong_every=2, stride=2, as_tree=True)
-        checks += [
-            _check(judge, f"drafts of the predictor, {mode}", "mtp", prompts, params),
-            _check(judge, f"drafts of the predictor and trees, {mode}", tree, prompts, params, "mtp"),
-        ]
+    tree = Known(_answers(judge), wrong_every=2, stride=2, as_tree=True)
+    checks = _checks(judge, "drafts of the predictor", "mtp")
+    checks += _checks(judge, "drafts of the predictor and trees", tree, "mtp")
     return [*checks, _next_turns(judge), under_pressure(judge, "mtp")]
 
 
 def _next_turns(judge: Judge) -> Check:
     """Turns that continue answers, whose drafts are predicted from what a hit brings."""
     warm = judge.warm(speculation=SpeculationConfig(drafters=("cache", "mtp"), adaptive=False))
-    outputs = warm.generate([judge.ids(judge.grid + 7), judge.ids(2 * judge.grid)], ANSWER, progress=False)
+    prompts = [judge.ids(2 * judge.grid + judge.grid // 2), judge.ids(4 * judge.grid)]
+    outputs = warm.generate(prompts, ANSWER, progress=False)
     for _ in range(2):
-        turns = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2) for turn in outputs[-2:]]
-        outputs += warm.generate(turns, ANSWER, progress=False)
+        outputs += warm.generate([judge.next_turn(turn) for turn in outputs[-2:]], ANSWER, progress=False)
     is_hit = all(output.usage.cached_tokens > 0 for output in outputs[2:])
     return _judged(judge, "drafts of the predictor in later turns", outputs, ANSWER, ("a turn was no hit", is_hit))
 
 
-def _check(
-    judge: Judge, name: str, drafter: Drafter | str, prompts: list[list[int]], params: SamplingParams, *others: str
-) -> Check:
-    """The same prompts twice: the second time as hits."""
+def _requests(judge: Judge) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts, and how each is answered."""
+    lengths = 2 * judge.grid + 9, judge.grid // 2
+    return [(judge.ids(length + at), params) for at, params in enumerate(MODES.values()) for length in lengths]
+
+
+def _answers(judge: Judge) -> dict[tuple[int, ...], list[int]]:
+    """The answers to `_requests`, by their prompts."""
+    return {tuple(prompt): judge.cold(prompt, params).token_ids for prompt, params in _requests(judge)}
+
+
+def _checks(judge: Judge, name: str, drafter: Drafter | str, *others: str) -> list[Check]:
+    """The same requests twice, the second time as hits. Those of all modes run together; each mode has its check."""
     warm = judge.warm(speculation=SpeculationConfig(drafters=(drafter, *others), adaptive=False))
-    outputs = [output for _ in range(2) for output in warm.generate(prompts, params, progress=False)]
-    return _judged(judge, name, outputs, params)
+    requests = _requests(judge)
+    prompts, asked = [prompt for prompt, _ in requests], [params for _, params in requests]
+    outputs = [output for _ in range(2) for output in warm.generate(prompts, asked, progress=False)]
+    checks = []
+    for mode, params in MODES.items():
+        own = [output for output, given in zip(outputs, asked * 2, strict=True) if given is params]
+        checks.append(_judged(judge, f"{name}, {mode}", own, params))
+    return checks
 
 
 def _judged(
@@ -137,10 +144,10 @@ def _judged(
 
 
 def regenerated(judge: Judge) -> Check:
-    """Answers that are generated again, with drafts from the cache."""
+    """Answers that are generated again, with drafts from the cache. One answer crosses two multiples of the grid."""
     warm = judge.warm(speculation=SpeculationConfig(adaptive=False))
-    params = replace(ANSWER, max_new_tokens=2 * judge.grid)
-    prompts = [judge.ids(3 * judge.grid + 9), judge.ids(2 * judge.grid)]
+    params = replace(ANSWER, max_new_tokens=judge.grid + judge.grid // 2)
+    prompts = [judge.ids(4 * judge.grid - 9), judge.ids(2 * judge.grid)]
     warm.generate(prompts, params, progress=False)
     outputs = warm.generate(prompts, params, progress=False)
     share = sum(output.usage.accepted_tokens for output in outputs) > sum(len(o.token_ids) for o in outputs) / 2
@@ -153,7 +160,6 @@ def under_pressure(judge: Judge, *others: str) -> Check:
     Sizes are tried until one is retracted. The first, which holds little more than one request, suffices for all
     families.
     """
-    judge.begin()
     page_size = judge.engine.cache.config.page_size
     shared = judge.ids(4 * judge.grid)
     prompts = [shared + judge.ids(judge.grid - missing) for missing in (2, 5, 9, 14, 20)]

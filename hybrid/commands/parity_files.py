@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.stats import CacheStats
-from hybrid.commands.judge import ANSWER, Check, Judge
+from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
+from hybrid.models.loading import open_checkpoint
 from hybrid.tiers.transfer import Transfer
 
 
-def files(judge: Judge, model: str | Path) -> list[Check]:
-    """Prefixes go from one engine to another, by file and in memory, and to a second process."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:  # it makes an engine of its own for each
-        return [
-            judge.attempt(saved_and_loaded),
-            judge.attempt(prefilled_and_decoded),
-            judge.attempt(in_a_second_process, model, process),
-            judge.attempt(to_host_memory_and_back),
-            judge.attempt(to_disk_and_back),
-            judge.attempt(restarted, model, process),
-        ]
+@contextmanager
+def second_process(model: str | Path) -> Iterator[Executor]:
+    """A process that shares nothing with this one. It imports what an engine needs while this one works."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        process.submit(_import, str(model))
+        yield process
+
+
+def _import(model: str) -> None:
+    open_checkpoint(model)
+
+
+def files(judge: Judge, model: str | Path, process: Executor) -> list[Check]:
+    """Prefixes go from one engine to another, by file and in memory, and to a second process, which makes engines of
+    its own."""
+    return [
+        judge.attempt(saved_and_loaded),
+        judge.attempt(prefilled_and_decoded),
+        judge.attempt(in_a_second_process, model, process),
+        judge.attempt(to_host_memory_and_back),
+        judge.attempt(to_disk_and_back),
+        judge.attempt(restarted, model, process),
+    ]
 
 
 def saved_and_loaded(judge: Judge) -> Check:
@@ -56,9 +70,9 @@ def generate_from_file(
 def prefilled_and_decoded(judge: Judge) -> Check:
     """One engine computes prompts and hands over states, and the pages that the other one lacks, which decodes."""
     prefill, decode, shared = judge.warm(), judge.warm(), judge.ids(3 * judge.grid)
-    decode.generate([shared + judge.ids(judge.grid)], ANSWER, progress=False)
+    decode.generate([shared + judge.ids(judge.grid)], ONE_TOKEN, progress=False)
     prompts = [shared + judge.ids(2 * judge.grid + 5), judge.ids(2 * judge.grid + 1)]
-    prefill.generate(prompts, ANSWER, progress=False)
+    prefill.generate(prompts, ONE_TOKEN, progress=False)
     outputs: list[RequestOutput] = []
     saved, complete = 0, True
     for prompt in prompts:
@@ -125,19 +139,18 @@ def _few(judge: Judge) -> tuple[int, int]:
 
 
 def _conversations(judge: Judge, engine: Engine, count: int) -> list[list[int]]:
-    """Prompts that an engine has answered, and then the second turns that continue them."""
-    prompts, turns = [], []
-    for number in range(count):
-        prompts.append(judge.ids(4 * judge.grid + 9 + number))
-        turn = engine.generate([prompts[-1]], ANSWER, progress=False)[0]
-        turns.append(prompts[-1] + turn.token_ids + judge.ids(judge.grid // 2 + 3))
-    return prompts + turns
+    """Up to four prompts that an engine has answered, and then the second turns that continue them."""
+    grid = judge.grid
+    lengths = (4 * grid + 9, 2 * grid + grid // 2, 4 * grid + 10, 4 * grid + 11)[:count]
+    prompts = [judge.ids(length) for length in lengths]
+    turns = [engine.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
+    return prompts + [judge.next_turn(turn) for turn in turns]
 
 
 def _evicted(judge: Judge, name: str, warm: Engine) -> Check:
     """Prompts and their second turns in an engine that cannot hold all of them."""
     outputs = []
-    for prompt in _conversations(judge, warm, 5):
+    for prompt in _conversations(judge, warm, 4):
         if warm.cache.tiers is not None and warm.cache.tiers.disk is not None:
             warm.cache.tiers.disk.flush()  # what waits for the disk would be had from memory
         outputs += warm.generate([prompt], ANSWER, progress=False)
@@ -159,7 +172,7 @@ def _saved(judge: Judge, name: str, generate: Generate) -> Check:
     first = judge.warm()
     prompts = [judge.ids(4 * judge.grid + 9), judge.ids(2 * judge.grid + judge.grid // 2)]
     turns = first.generate(prompts, ANSWER, progress=False)
-    second = [turn.prompt_token_ids + turn.token_ids + judge.ids(judge.grid // 2 + 3) for turn in turns]
+    second = [judge.next_turn(turn) for turn in turns]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "prefixes.hybrid"
         saved = first.save(path)

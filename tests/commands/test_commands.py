@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ def only_repeated_prompts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
     for name in ("against_transformers", "drafts", "files", "predictor"):
         patch.setattr(parity, name, lambda *_: [])
+    patch.setattr(parity, "second_process", nullcontext)
 
 
 def test_parity_fails_where_a_hit_changes_a_result(
