@@ -59,6 +59,7 @@ class Candidates:
         failure: why the policy was dismissed; None while it is in use.
         now: number of requests so far.
         follows_changes: `changed` does something.
+        reports_entries: `entered` does something.
         reports_evictions: `evicting` does something.
     """
 
@@ -90,7 +91,9 @@ class Candidates:
         self._samples = order is None
         self._rises = order == "rising"
         self._weighs = isinstance(policy, AgingPolicy)
+        self._reorders = not self._weighs and not self._rises  # a use may change an order that was found before it
         self.follows_changes: bool = self._weighs or self._changed is not None
+        self.reports_entries: bool = self._weighs or self._entered is not None
         rank = recency if self._samples else self._rank_of(policy, is_evictable_tail)
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
@@ -196,7 +199,7 @@ class Candidates:
         usage.hits += 1
         if self.follows_changes:
             self.changed(node)  # its request has locked it and continues from it
-        if not self._weighs:
+        if self._reorders:
             self.renewed(node)
 
     def renewed(self, node: Node) -> None:
