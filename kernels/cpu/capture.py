@@ -13,6 +13,8 @@ the list might depend on values that the host has read, and is refused.
 
 from __future__ import annotations
 
+import statistics
+import time
 import timeit
 from array import array
 from collections.abc import Callable, Sequence
@@ -302,17 +304,19 @@ class Program:
                 part()
 
     @torch.inference_mode()
-    def seconds(self) -> dict[str, float]:
-        """What each operation of the pass costs if it is run by itself, those of equal names together. The pass has to
-        be idle: states are computed several times."""
-        found: dict[str, float] = {}
-        work: Callable[[], None]
+    def seconds(self, runs: int = 20) -> dict[str, float]:
+        """CPU time of each operation of the pass, the median of several passes; those of equal names together. The pass
+        has to be idle: states are computed several times."""
+        works: list[tuple[str, Callable[[], None]]] = []
         for step in self._steps:
             if isinstance(step, Task):
-                name, work = step.function.__name__.strip("_"), Tasks([step], step.kind, step.kind)
+                works.append((step.function.__name__.strip("_"), Tasks([step], step.kind, step.kind)))
             else:
-                name, work = "torch", step
-            found[name] = found.get(name, 0.0) + min(timeit.repeat(work, number=1, repeat=5))
+                works.append(("torch", step))
+        times = [[timeit.timeit(work, number=1, timer=time.process_time) for _, work in works] for _ in range(runs)]
+        found: dict[str, float] = {}
+        for (name, _), own in zip(works, zip(*times, strict=True), strict=True):
+            found[name] = found.get(name, 0.0) + statistics.median(own)
         return found
 
 

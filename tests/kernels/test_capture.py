@@ -65,6 +65,18 @@ def test_captures_share_their_memory() -> None:
     assert passes[0][1].untyped_storage().data_ptr() == passes[1][1].untyped_storage().data_ptr()
 
 
+def test_the_cost_of_every_operation_is_measured_and_changes_no_result() -> None:
+    run = pass_over(torch.randn(5, 640), torch.float32)
+    expected = run()
+    again, result = CpuCapture()(run)
+    found = again.seconds(runs=3)
+    assert set(found) == {"torch", "multiply", "rms_norm", "silu_and_mul"}
+    assert found["multiply"] == max(found.values())
+    result.fill_(float("nan"))
+    again()
+    assert same_bits(result, expected)
+
+
 @pytest.mark.parametrize(
     "operation",
     [
