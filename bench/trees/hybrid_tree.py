@@ -1,7 +1,7 @@
 """Our tree behind the interface of `operations.py`, whose docstring says what each call does.
 
-It evicts the least recently used, as its peers do. KV indices are page ids here: one entry of an index array stands for
-a page.
+It evicts the least recently used and has no ghosts, as its peers. KV indices are page ids here: one entry of an index
+array stands for a page.
 """
 
 from __future__ import annotations
@@ -33,22 +33,26 @@ class HybridTree:
     def __init__(self, page_size: int, kv_slots: int, state_slots: int) -> None:
         self.page = self.unit = page_size
         self.kv, self.st = Slots(kv_slots, page_size, first=0), Slots(state_slots)
-        self.tree = Tree(page_size, max(page_size, GRID), policy_of("lru"))
+        self.tree = Tree(page_size, max(page_size, GRID), policy_of("lru"), max_ghosts=0)
+        self._matched: tuple[Key | None, Node | None] = None, None  # what is locked while its key is inserted
 
     def key(self, tokens: array[int]) -> Key:
         return Key(np.frombuffer(tokens, dtype=np.int64).astype(np.int32).tobytes())
 
     def match(self, key: Key, num_tokens: int) -> tuple[int, Node | None, int | None]:
         found = self.tree.match(key, num_tokens)
+        self._matched = key, found.checkpoint
         return found.num_tokens, found.checkpoint, found.branching_len
 
     def indices(self, node: Node | None) -> np.ndarray:
         return np.frombuffer(self.tree.pages(node, 0 if node is None else node.end), dtype=np.int32)
 
     def insert(self, key: Key, num_tokens: int, kv: np.ndarray, state: Any, previous: int) -> tuple[int, Node, bool]:
-        pages = array("i", kv.tobytes())
-        done = self.tree.insert(key, num_tokens, pages, Checkpoint(state.item(), num_tokens))
-        self.kv.free(kv[previous // self.page : done.num_existing // self.page])
+        pages, checkpoint = array("i", kv.tobytes()), Checkpoint(state.item(), num_tokens)
+        below = self._matched[1] if self._matched[0] is key else None
+        done = self.tree.insert(key, num_tokens, pages, checkpoint, below)
+        if done.num_existing > previous:
+            self.kv.free(kv[previous // self.page : done.num_existing // self.page])
         return done.num_existing, done.node, done.adopted
 
     def lock(self, node: Node | None) -> Lock | None:
@@ -63,10 +67,14 @@ class HybridTree:
 
     def evict(self, num_tokens: int, num_states: int) -> tuple[int, int]:
         released = Released()
-        self.tree.evict_pages(-(-num_tokens // self.page), released)
-        self.tree.evict_checkpoints(num_states, released)
-        self.kv.free(released.pages)
-        self.st.free(released.slots)
+        if num_tokens:
+            self.tree.evict_pages(-(-num_tokens // self.page), released)
+        if num_states:
+            self.tree.evict_checkpoints(num_states, released)
+        if released.pages:
+            self.kv.free(released.pages)
+        if released.slots:
+            self.st.free(released.slots)
         return len(released.pages) * self.page, len(released.slots)
 
     evict_for_alloc = evict  # what is evicted can be allocated at once

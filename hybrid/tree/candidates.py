@@ -59,6 +59,7 @@ class Candidates:
         failure: why the policy was dismissed; None while it is in use.
         now: number of requests so far.
         follows_changes: `changed` does something.
+        reports_entries: `entered` does something.
         reports_evictions: `evicting` does something.
     """
 
@@ -90,7 +91,9 @@ class Candidates:
         self._samples = order is None
         self._rises = order == "rising"
         self._weighs = isinstance(policy, AgingPolicy)
+        self._reorders = not self._weighs and not self._rises  # a use may change an order that was found before it
         self.follows_changes: bool = self._weighs or self._changed is not None
+        self.reports_entries: bool = self._weighs or self._entered is not None
         rank = recency if self._samples else self._rank_of(policy, is_evictable_tail)
         self._tails = OrderedQueue(rank, is_evictable_tail, falls=order == "any")
 
@@ -196,7 +199,7 @@ class Candidates:
         usage.hits += 1
         if self.follows_changes:
             self.changed(node)  # its request has locked it and continues from it
-        if not self._weighs:
+        if self._reorders:
             self.renewed(node)
 
     def renewed(self, node: Node) -> None:
@@ -301,17 +304,20 @@ class Candidates:
             self._dismiss(reason)
         return 0, 0.0
 
-    def _ranks(self, policy: AgingPolicy, groups: Ints, weights: Floats, used: Ints) -> Floats:
+    def _ranks(self, policy: AgingPolicy, groups: Ints, weights: Floats, used: Ints) -> tuple[Floats, int]:
+        """The ranks of candidates, and the place of the lowest."""
         if self.failure is None:
             try:
                 ranks = policy.ranks(groups, weights, self.now - used)
-                if ranks.shape == used.shape and not math.isnan(ranks.item(ranks.argmin())):  # NaN counts as the lowest
-                    return ranks
+                if ranks.shape == used.shape:
+                    lowest = int(ranks.argmin())  # that of NaN, if there is one
+                    if not math.isnan(ranks.item(lowest)):
+                        return ranks, lowest
                 reason = "a rank is NaN, or there are not as many as candidates"
             except Exception as error:
                 reason = f"ranks raised {error!r}"
             self._dismiss(reason)
-        return used.astype(np.float64)  # dismissed during a search: the queues are rebuilt after it
+        return used.astype(np.float64), int(used.argmin())  # dismissed meanwhile: the queues are rebuilt after it
 
     def _report(self, name: str, hook: Hook, facts: Facts) -> None:
         if self.failure is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.forest import Forest
 from hybrid.tree.ghosts import Ghosts
-from hybrid.tree.node import EvictedCheckpoint, Kind, Node, Released, Root
+from hybrid.tree.node import EvictedCheckpoint, Kind, Node, Released
 from hybrid.tree.pools import INTEGERS, Pools
 
 MAX_RECENT = 2048
@@ -80,7 +80,8 @@ class Evictor:
             num_pages = node.num_pages
         try:
             if num_pages == 0:
-                self._drop_checkpoint(node, released)
+                if node.slot is not None:
+                    self._drop_checkpoint(node, released)
                 if node.children:
                     if self._candidates.follows_changes:
                         self._candidates.reweigh_below(node)
@@ -88,7 +89,8 @@ class Evictor:
                 else:
                     self._candidates.enter(node, renewed=True)  # its pages may still be evicted
             elif num_pages < (own_pages := node.num_pages):
-                self._drop_checkpoint(node, released)
+                if node.slot is not None:
+                    self._drop_checkpoint(node, released)
                 self._remember(node, own_pages - num_pages)
                 self._forest.cut(node, num_pages, released.pages)
                 self._candidates.enter(node, renewed=True)
@@ -101,7 +103,8 @@ class Evictor:
     def _remove(self, leaf: Node, released: Released) -> None:
         node = leaf
         while True:
-            self._drop_checkpoint(node, released)
+            if node.slot is not None:
+                self._drop_checkpoint(node, released)
             self._remember(node, 0)
             parent = self._forest.remove(node, released.pages)
             if self._whole_edges:
@@ -109,11 +112,13 @@ class Evictor:
                 usage.pages_used = max(usage.pages_used, gone.last_used, gone.pages_used)
             if parent.children:
                 if len(parent.children) == 1:
-                    self._candidates.reweigh_below(parent)
+                    if self._candidates.follows_changes:
+                        self._candidates.reweigh_below(parent)
                     self._forest.join(parent)
                 return
-            self._candidates.changed(parent)
-            if isinstance(parent, Root):
+            if self._candidates.follows_changes:
+                self._candidates.changed(parent)
+            if parent.parent is None:  # the root
                 return
             if parent.slot is not None or parent.page_locks or self._whole_edges:
                 self._candidates.enter(parent)
@@ -123,19 +128,21 @@ class Evictor:
     def _remember(self, node: Node, num_kept: int) -> None:
         if self._leaving is not None:
             self._leaving.pages(node, num_kept)
-        try:
-            self._ghosts.remember(node, num_kept * self._forest.page_size)
-        except Exception:
-            return  # eviction continues without this ghost
+        if self._ghosts.limit:
+            try:
+                self._ghosts.remember(node, num_kept * self._forest.page_size)
+            except Exception:
+                return  # eviction continues without this ghost
 
     def _drop_checkpoint(self, node: Node, released: Released) -> None:
-        if node.slot is not None:
-            assert not node.state_locks
-            if self._leaving is not None:
-                self._leaving.checkpoint(node)
-            if self._candidates.reports_evictions:
-                self._candidates.evicting(node)
-            released.slots.append(node.slot)
-            usage, now = node.usage, self._candidates.now
-            self._recent.append((node.start, node.end, usage.kind, usage.hits, usage.stored_at, usage.used_at, now))
-            self._forest.drop_checkpoint(node)
+        assert not node.state_locks
+        if self._leaving is not None:
+            self._leaving.checkpoint(node)
+        candidates, usage = self._candidates, node.usage
+        if candidates.reports_evictions:
+            candidates.evicting(node)
+        released.slots.append(node.slot)
+        self._recent.append(
+            (node.start, node.end, usage.kind, usage.hits, usage.stored_at, usage.used_at, candidates.now)
+        )
+        self._forest.drop_checkpoint(node)

@@ -145,21 +145,22 @@ class Forest:
     def remove(self, leaf: Node, into: PageValues) -> Node:
         """Remove a leaf, and append its pages to `into`. Returns its former parent; a root without children is removed
         from `roots`."""
-        parent, run = leaf.parent, leaf.run
+        parent, run, start = leaf.parent, leaf.run, leaf.start
         assert parent is not None and not leaf.children and not leaf.page_locks
         for cover in self.covers:
             if leaf in cover.reasons:
                 cover.leaving(leaf)
-        first, num_pages = self._page_at(run, leaf.start), leaf.num_pages
+        first, num_pages = self._page_at(run, start), (leaf.end - start) // self.page_size
         run.cut(num_pages, into)
         # Nothing can fail from here on.
         del parent.children[first]
         run.nodes.pop()
         if run.digests:
-            self._forget_digests(run, leaf.start)
+            self._forget_digests(run, start)
         self.num_pages -= num_pages
         leaf.parent = None
-        if not parent.children and isinstance(parent, Root):
+        if parent.parent is None and not parent.children:
+            assert isinstance(parent, Root)
             del self.roots[parent.namespace]
         return parent
 

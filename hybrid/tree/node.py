@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -122,7 +123,9 @@ class Run:
 
     def append(self, ids: bytes | bytearray, pages: PageValues) -> None:
         """Add ids and pages at the end: all of them, or none when it raises."""
-        mutable, num_pages = self._mutable_ids(), len(self.pages)
+        mutable, num_pages = self.ids, len(self.pages)
+        if type(mutable) is not bytearray:
+            mutable = self.ids = bytearray(mutable)
         try:
             self.pages.extend(pages)
             mutable += ids
@@ -154,21 +157,20 @@ class Run:
     def cut(self, num_pages: int, into: PageValues) -> None:
         """Remove the last `num_pages` pages with their ids, and append the pages to `into`: all of it, or nothing when
         it raises."""
-        del self.names[(len(self.pages) - num_pages) * NAME_BYTES :]  # also where this raises: they are made again
-        if num_pages == len(self.pages):
-            empty = self.pages[:0]
-            into.extend(self.pages)
+        pages, num_kept = self.pages, len(self.pages) - num_pages
+        if self.names:
+            del self.names[num_kept * NAME_BYTES :]  # also where this raises: they are made again
+        if not num_kept:
+            empty = pages[:0]
+            into.extend(pages)
             self.pages, self.ids = empty, b""
             return
-        mutable = self._mutable_ids()
-        move_end(self.pages, len(self.pages) - num_pages, into)
-        del mutable[-num_pages * self.page_size * TOKEN_BYTES :]
-
-    def _mutable_ids(self) -> bytearray:
-        ids = self.ids
-        if isinstance(ids, bytes):
-            self.ids = ids = bytearray(ids)
-        return ids
+        ids, end = self.ids, num_kept * self.page_size * TOKEN_BYTES
+        if type(ids) is not bytearray:
+            ids = bytearray(memoryview(ids)[:end])
+        move_end(pages, num_kept, into)
+        del ids[end:]
+        self.ids = ids
 
     @property
     def current(self) -> Run:
@@ -395,7 +397,7 @@ class Released:
         slots: slots of checkpoints.
     """
 
-    pages: PageValues = field(default_factory=lambda: array("i"))
+    pages: PageValues = field(default_factory=partial(array, "i"))
     slots: list[SlotValue] = field(default_factory=list)
 
 

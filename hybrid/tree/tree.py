@@ -350,7 +350,8 @@ class Tree:
         self.forest.put_checkpoint(node, checkpoint.slot)
         if node.state_locks:
             self.locks.checkpoint_came(node)
-        self.candidates.entered(node)
+        if self.candidates.reports_entries:
+            self.candidates.entered(node)
 
     def _note_lost(self, node: Node, past: NodeUsage, priorities: Priorities) -> None:
         """A node has lost a checkpoint, or one was not admitted there."""
