@@ -51,7 +51,7 @@ from hybrid.kernels.cpu.vectors import (
 MIN_SHARED = 1 << 18
 """Multiplications that are worth a thread."""
 
-MIN_COPIED = 1 << 16
+MIN_COPIED = 1 << 14
 """Elements of x that are worth a thread where they are copied."""
 
 ROWS, VECTORS = (12, 2) if HAS_WIDE_REGISTERS else (6, 1)
