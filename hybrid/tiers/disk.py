@@ -34,7 +34,7 @@ READ_LATENCY, READ = 5e-4, 1e-9
 """Seconds per restore, and per byte restored, that are assumed until they are measured."""
 
 MAX_SEGMENT_BYTES = 8 * 2**20
-"""A segment is written when its copies are as large, or a sixteenth of the disk. With a larger one more goes at once."""
+"""A segment is written when its copies are as large, or a sixteenth of the disk. Of a larger one more goes at once."""
 
 MAX_PENDING_BYTES = 256 * 2**20
 """As much as this, or a quarter of the disk, may wait for the writer; what comes then is not kept: it is too slow."""
