@@ -65,7 +65,7 @@ class BlockHash:
     def blocks(self, ids: bytes, start: int = 0) -> Hashes:
         """The hash of each block by itself, from byte `start` on; less than a block at the end is left out."""
         shape = (len(ids) - start) // self._block, len(self._factors)
-        hashes: Hashes = np.ndarray(shape, self._type, ids, start) @ self._factors
+        hashes: Hashes = np.ndarray(shape, self._type, ids, start).dot(self._factors)
         return hashes
 
     def chain(self, before: int, blocks: Hashes) -> array[int]:
