@@ -11,15 +11,18 @@ side runs alone. Medians of runs that alternate between the sides. Exit status 1
 """
 
 import json
+import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -28,12 +31,25 @@ from common import Line, Medians, alternate, arguments, finish, printed, ratio, 
 from model import decode_step, first_token, greedy, ids, random_model
 
 from hybrid import CacheConfig, Engine
+from hybrid.kernels import batch_invariant, ops
+from hybrid.models import causal_lm, layers
 
 LARGE = {"hidden_size": 1536, "intermediate_size": 4608, "num_hidden_layers": 16, "linear_num_value_heads": 32}
 """What makes a model of 0.5B parameters of that of 51M."""
 
 PROMPT, SHARED, OWN, STEPS = 1024, 4096, 64, 32
 CLIENTS, NEW, SERVER = 16, 16, "http://127.0.0.1:18113"
+
+PRODUCTS, REST, ALL = "products", "all else", "all"
+
+NAMES = {
+    "multiply": PRODUCTS,
+    "widen": PRODUCTS,
+    "step": "gated_delta_step",
+    "attend": "paged_attention",
+    "torch": REST,
+}
+"""Operations that compiled functions with other names are parts of."""
 
 CONVERT = """
 import sys
@@ -153,12 +169,60 @@ def of_threads(engine: Engine, runs: int) -> list[Line]:
     return lines
 
 
-def costs(engine: Engine) -> list[Line]:
-    decode_step(engine, 1, PROMPT, STEPS)
+@contextmanager
+def watched() -> Iterator[Counter[str]]:
+    """CPU time of the operations and products that are called from Python meanwhile."""
+    spent: Counter[str] = Counter()
+
+    def watch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            start = time.process_time()
+            result = function(*args)
+            spent[name] += time.process_time() - start
+            return result
+
+        return call
+
+    choose, product = ops.implementation, watch(PRODUCTS, batch_invariant.linear)
+    with (
+        patch.object(ops, "implementation", lambda name, device: watch(name, choose(name, device))),
+        patch.object(layers, "linear", product),
+        patch.object(causal_lm, "linear", product),
+    ):
+        yield spent
+
+
+def of_steps(engine: Engine, spent: Counter[str]) -> Counter[str]:
+    """CPU time of a decode step and of what is watched in it, medians of the later half of an answer."""
+    engine.add_request(ids(PROMPT), greedy(STEPS))
+    found = []
+    while engine.has_work:
+        spent.clear()
+        start = time.process_time()
+        engine.step()
+        found.append({**spent, ALL: time.process_time() - start})
+    last = found[-STEPS // 2 :]
+    return Counter({name: statistics.median(step[name] for step in last) for name in last[0]})
+
+
+def costs(engine: Engine, load: Callable[[], Engine], dtype: str) -> list[Line]:
+    """The operations of a decode step, in plain torch, as without Numba, and compiled."""
+    found = of_steps(engine, Counter())
     runner: Any = engine.runner
     captured = runner.graphs  # None where nothing is compiled
-    found = {} if captured is None else captured.graphs[-1].replay.seconds()
-    return [Line(f"decode step: {name}", t / sum(found.values()), medians={name: t}) for name, t in found.items()]
+    for name, t in ({} if captured is None else captured.graphs[-1].replay.seconds()).items():
+        found[NAMES.get(name, name)] += t
+    before: Counter[str] = Counter()
+    if dtype != "int8":  # torch alone does not multiply with bytes
+        with patch.dict("os.environ", HYBRID_KERNELS="reference"), watched() as spent:
+            ops.choose_again()
+            before = of_steps(load(), spent)
+        ops.choose_again()
+    for side in (before, found):
+        side[REST] += 2 * side[ALL] - side.total()
+    names = sorted(found | before, key=lambda name: -found[name])
+    sides: dict[str, Medians] = {name: {"torch": before[name] or None, "compiled": found[name]} for name in names}
+    return [ratio(f"decode step: {name}", t, "torch", "compiled") for name, t in sides.items()]
 
 
 def main() -> int:
@@ -170,12 +234,13 @@ def main() -> int:
     args = parser.parse_args()
     with random_model(args, **(LARGE if args.large else {})) as (path, _):
         how = {"load_dtype": "int8"} if args.dtype == "int8" else {"dtype": args.dtype}
-        engine = Engine.from_pretrained(path, cache=CacheConfig(memory="2GiB"), **how)
+        load = partial(Engine.from_pretrained, path, cache=CacheConfig(memory="2GiB"), **how)
+        engine = load()
         llama = Llama(args.llama, path, args.dtype, args.threads) if args.llama else None
         parts = {
             "llama": lambda: against_llama(engine, llama, args.runs, 2 * args.large + (args.dtype != "float32")),
             "server": lambda: against_server(engine, llama, args.runs),
-            "costs": lambda: costs(engine),
+            "costs": lambda: costs(engine, load, args.dtype),
             "threads": lambda: of_threads(engine, args.runs),
         }
         lines = [line for name, part in parts.items() if args.only in (None, name) for line in part()]

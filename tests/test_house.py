@@ -151,7 +151,7 @@ def test_a_function_takes_a_handful_of_parameters() -> None:
 
 
 def test_the_benchmarks_stay_small() -> None:
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 4686
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 4751
 
 
 # Private names

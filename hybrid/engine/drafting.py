@@ -15,10 +15,14 @@ from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
 from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.drafter import History
 from hybrid.speculation.drafts import Drafts
 from hybrid.speculation.pace import clock_of
 from hybrid.speculation.speculator import DrafterStats, Speculator, make_speculator
 from hybrid.units import ceil_div
+
+TIMED_EVERY = 4
+"""Of steps without drafts as many take the same time, and one of them is timed."""
 
 
 class Drafting:
@@ -44,6 +48,7 @@ class Drafting:
     ) -> None:
         self._clock = clock
         self._began = 0.0
+        self._num_plain = 0
         self._speculator = speculator
         self._mtp = mtp
         self._cache = cache
@@ -64,17 +69,22 @@ class Drafting:
         """
         if [part for part in decodes if part.num_unknown]:  # it is launched ahead
             return
-        asked: list[tuple[Part, int]] = []
+        parts: list[Part] = []
+        asked: list[tuple[History, int]] = []
         for part in decodes:
             if part.is_alive and part.end == len(part.request.ids):
                 part.num_pages = len(part.lease.block_table)
                 limit = min(self._limit(part), self._most)
-                asked += [(part, limit)] if limit > 0 else []
+                if limit > 0:
+                    parts.append(part)
+                    asked.append((part.request.history, limit))
         if self._mtp is not None:
-            self._mtp.begin(part for part, _ in asked)
-        proposed = self._speculator.propose_all([(part.request.history, limit) for part, limit in asked], len(decodes))
+            self._mtp.begin(parts)
+        proposed = self._speculator.propose_all(asked, len(decodes))
         left = self._most
-        for (part, _), drafts in zip(asked, proposed, strict=True):
+        for part, drafts in zip(parts, proposed, strict=True):
+            if drafts is None and self._mtp is None:
+                continue
             try:
                 self._add(part, drafts.first(left) if drafts is not None else None)
             except Exception as error:
@@ -160,10 +170,15 @@ class Drafting:
 
     def timed(self, step: Step) -> None:
         """A step was computed and delivered. What drafters have computed for it is counted by itself."""
+        if step.parts[0].is_prefill:  # those of prompts come first
+            return
+        drafts = [len(part.drafts) for part in step.parts if part.drafts is not None]
+        if not drafts:
+            self._num_plain += 1
+            if self._num_plain % TIMED_EVERY:
+                return
         seconds = self._clock() - self._began - self._speculator.spent
-        if not any(part.is_prefill for part in step.parts):
-            drafts = sum([part.num_drafts for part in step.parts])
-            self._speculator.timed(len(step.parts) + drafts, seconds, drafts)
+        self._speculator.timed(len(step.parts) + sum(drafts), seconds, sum(drafts))
 
     def end(self, request: Request) -> None:
         """A request has given its memory back."""

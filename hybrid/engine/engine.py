@@ -31,7 +31,7 @@ from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
-from hybrid.interrupts import deferred_interrupts
+from hybrid.interrupts import check_stack, deferred_interrupts
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.archive import read_archive
@@ -384,6 +384,7 @@ class Engine:
         """
         self._check_owner()
         if not self._is_closed:
+            check_stack()
             self._is_closed = True
             self._steps.close()
 

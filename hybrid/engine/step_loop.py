@@ -22,7 +22,7 @@ from hybrid.engine.stats import EngineStats
 from hybrid.engine.step import Part, Step
 from hybrid.engine.suspects import Suspects
 from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError, SamplingError
-from hybrid.interrupts import deferred_interrupts
+from hybrid.interrupts import check_stack, deferred_interrupts, has_stack
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -146,11 +146,15 @@ class StepLoop:
 
         Raises:
             QueueFullError: more than may wait.
+            ClosedError: a signal handler has closed the engine meanwhile.
         """
+        check_stack()
         limit, waiting = self._config.max_waiting, self._scheduler.waiting.num_requests
         if limit is not None and waiting + len(requests) > limit:
             raise QueueFullError(f"{waiting} requests wait, and {len(requests)} more are too many: max_waiting={limit}")
         with deferred_interrupts():
+            if isinstance(self.runner, ClosedRunner):
+                raise ClosedError("this engine was closed")
             for request in requests:
                 self.requests[request.request_id] = request
                 self._scheduler.add(request)
@@ -177,7 +181,8 @@ class StepLoop:
             request = self.requests.pop(request_id, None)
             if request is None:
                 raise RequestError(f"no request {request_id!r} is waiting or running")
-            if self._is_stepping:  # called by a signal handler, or when a stream is collected
+            # called by a signal handler, or when a stream is collected; or deep in a recursion: the next step does it
+            if self._is_stepping or not has_stack():
                 self._aborted.append(request)
             else:
                 self._end_aborted(request)
@@ -358,6 +363,7 @@ class StepLoop:
         """
         if self._is_stepping:
             raise RequestError("a step is under way: a signal handler cannot start another one")
+        check_stack()
         with deferred_interrupts() as interrupts:
             guard = StepGuard(interrupts)
             self._is_stepping = True

@@ -35,7 +35,7 @@ from hybrid.hf.memory import PageMemory
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
 from hybrid.hf.segments import MIN_SEGMENT
-from hybrid.interrupts import DeferredInterrupts, deferred_interrupts
+from hybrid.interrupts import DeferredInterrupts, check_stack, deferred_interrupts
 from hybrid.key import Key
 from hybrid.prompts.images import Media
 from hybrid.tree.node import Kind
@@ -141,7 +141,9 @@ class Prefiller:
 
         Raises:
             NonFiniteError: the model computed NaN or infinity. The pass was not committed; those before it may be.
+            RequestError: there is no room on the stack.
         """
+        check_stack()
         with self._lock, deferred_interrupts() as interrupts:
             self._cache.adopt()
             past = self._model.empty_cache()
@@ -260,6 +262,7 @@ class Prefiller:
         if self._end_of_own(key, end) < end:
             return
         cache.adopt()
+        check_stack()
         with deferred_interrupts():
             lease = cache.open_whole(key)
             if lease is None:

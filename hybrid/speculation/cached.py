@@ -44,6 +44,7 @@ REPEATED: tuple[float, ...] = (0.3, 0.3, 0.3, 0.4, 0.5, 0.5, 0.6, 0.6, 0.7, 0.8,
 Chain = tuple[Sequence[int], Sequence[int], Sequence[float]]
 
 NOTHING: Chain = ((), (), ())
+"""No draft."""
 
 
 class Source:
@@ -78,18 +79,19 @@ class Source:
         """How many tokens before `start` are those of the source."""
         return self.matched + self.followed
 
-    def follow(self, history: History) -> None:
-        """Pass the tokens of the history, from `start` on, that are those of the source, which it has not left."""
-        own = history[self.start :]
+    def follow(self, ids: array[int]) -> None:
+        """Pass the tokens of a history, from `start` on, that are those of the source, which it has not left."""
+        own = ids[self.start :]
         theirs = self.ids[self.at : self.at + len(own)]
-        count = common_length(own, theirs) if own[:1] == theirs[:1] else 0  # mostly the first one differs
+        count = len(own) if own == theirs else common_length(own, theirs)
         self.is_left = count < len(theirs)
         self.learned.observe(self.matched + self.followed, count, self.is_left)
-        self.at += count
-        self.start += count
-        self.followed += count
-        if self.followed >= PROVEN:
-            self.is_proven = True
+        if count:
+            self.at += count
+            self.start += count
+            self.followed += count
+            if self.followed >= PROVEN:
+                self.is_proven = True
 
     def skip(self) -> None:
         """The next token of the history replaces that of the source."""
@@ -133,14 +135,15 @@ class ContinuationDrafter(Drafter):
 
     def propose(self, history: History, limit: int) -> Chain:
         """What followed the whole history in its namespace."""
+        end = len(history.ids)
+        if end < self._next_look.get(history, 0):  # the usual case
+            return NOTHING
         source = self._sources.get(history)
         if source is not None:
             if not source.is_left:
-                source.follow(history)
-            if source.start == len(history) and source.at < len(source.ids):
+                source.follow(history.ids)
+            if source.start == end and source.at < len(source.ids):
                 return source.draft(limit)
-        elif len(history) < self._next_look.get(history, 0):
-            return NOTHING
         return self._look(history, limit)
 
     def _look(self, history: History, limit: int) -> Chain:
@@ -188,20 +191,16 @@ class _Reading:
         self._latest.clear()
         self._read = max(1, self.piece.end - MAX_BACK)
 
-    def repeated(self, history: History, end: int, tail: array[int]) -> int | None:
-        """Where the last two tokens of a history were before, among those that are not indexed yet and a few before
-        them: the place after them.
-
-        Args:
-            end: the place of the last token.
-            tail: at least three tokens, the last ones of the history.
-        """
-        if end == self._read + 1:  # the usual case
-            self._latest[tail[-3], tail[-2]] = end
-        elif end > self._read:
-            self._latest.update(zip(pairwise(history[self._read - 1 : end]), count(self._read + 1), strict=False))
+    def repeated(self, ids: array[int]) -> int | None:
+        """Where the last two tokens of a history of at least three were before, among those that are not indexed yet
+        and a few before them: the place after them."""
+        (third, second, last), end, read = ids[-3:], len(ids) - 1, self._read
+        if end == read + 1:  # the usual case
+            self._latest[third, second] = end
+        elif end > read:
+            self._latest.update(zip(pairwise(ids[read - 1 : end]), count(read + 1), strict=False))
         self._read = end
-        return self._latest.get((tail[-2], tail[-1]))
+        return self._latest.get((second, last))
 
 
 class GramDrafter(Drafter):
@@ -234,51 +233,49 @@ class GramDrafter(Drafter):
     def propose(self, history: History, limit: int) -> Chain:
         """What followed the last tokens of the history."""
         reading = self._readings.get(history) or self._open(history)
-        end, source = len(history), reading.source
+        ids, source = history.ids, reading.source
+        end = len(ids)
         if end - reading.piece.end >= BLOCK:
             self._learn(history, reading.piece)
             reading.indexed()
         if source is not None:
             if not source.is_left:
-                source.follow(history)
+                source.follow(ids)
             if source.start == end - 1 and source.followed >= PROVEN:
                 source.skip()
             if source.start == end and source.at < len(source.ids):
                 return source.draft(limit)
             if end - source.start > MAX_AHEAD:
-                source = reading.source = None
-        found = self._look(history, end, reading)
+                reading.source = None
+        found = self._look(ids, history.namespace, reading)
         if found is None:
             return NOTHING
-        ids, at, length = found
-        source = reading.source = Source(ids, at, end, length, reading.learned)
-        return source.draft(limit)
+        reading.source = Source(found[0], found[1], end, found[2], reading.learned)
+        return reading.source.draft(limit)
 
-    def _look(self, history: History, end: int, reading: _Reading) -> tuple[array[int], int, int] | None:
+    def _look(self, ids: array[int], namespace: str, reading: _Reading) -> tuple[array[int], int, int] | None:
         """Look for the last tokens of a history: in the source that was left, in those that are not indexed yet, and in
         the index.
 
         Returns:
             Of the longest match its tokens, the place after it, and its length.
         """
-        tail = history[-MAX_BACK:]
-        if len(tail) <= GRAMS[-1]:
+        if len(ids) <= GRAMS[-1]:
             return None
         best, source = None, reading.source
-        if source is not None and source.is_proven and (again := _again(source, tail)) is not None:
-            best = (*again, match_length(tail, *again))
-        place = reading.repeated(history, end - 1, tail)
+        if source is not None and source.is_proven and (again := _again(source, ids[-2:])) is not None:
+            best = (*again, match_length(ids, *again))
+        place = reading.repeated(ids)
         if place is not None:
-            before = history[max(0, place - MAX_BACK) : place]
-            length = match_length(tail, before, len(before))
+            length = match_length(ids, ids, place)
             if best is None or length > best[2]:
-                best = _cycle(history[place:]), 0, length
-        index = self._indices.get(history.namespace)
-        found = index.find(tail) if index is not None else None
+                best = _cycle(ids[place:]), 0, length
+        index = self._indices.get(namespace)
+        found = index.find(ids) if index is not None else None
         if found is not None:
-            length = match_length(tail, *found)
+            length = match_length(ids, found[0], found[1])
             if best is None or length > best[2]:
-                best = (*found, length)
+                best = found[0], found[1], length
         return best
 
     def end(self, history: History) -> None:
@@ -322,15 +319,15 @@ def _cycle(period: array[int]) -> array[int]:
     return (period * (CYCLE // len(period) + 1))[:CYCLE]
 
 
-def _again(source: Source, tail: array[int]) -> tuple[array[int], int] | None:
+def _again(source: Source, last: array[int]) -> tuple[array[int], int] | None:
     """Where a source that was left continues: after the next place that has the last two tokens."""
     ids, end = source.ids, min(source.at + WINDOW, len(source.ids))
     at = max(source.at - 2, 1)
     while at < end - 1:
         try:
-            at = ids.index(tail[-1], at, end - 1) + 1
+            at = ids.index(last[1], at, end - 1) + 1
         except ValueError:
             return None
-        if ids[at - 2 : at] == tail[-2:]:
+        if ids[at - 2 : at] == last:
             return ids, at
     return None

@@ -20,24 +20,24 @@ class History(Sequence[int]):
         key: makes the key of the tokens up to now, as the cache compares them.
 
     Attributes:
-        prompt_len, namespace, key: as given.
+        ids, prompt_len, namespace, key: as given. The tokens are to be read alone.
     """
 
     def __init__(self, ids: array[int], prompt_len: int, namespace: str, key: Callable[[], Key]) -> None:
         self.prompt_len: int = prompt_len
         self.namespace: str = namespace
         self.key: Callable[[], Key] = key
-        self._ids = ids
+        self.ids: array[int] = ids
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
     @overload
     def __getitem__(self, at: int) -> int: ...
     @overload
     def __getitem__(self, at: slice) -> array[int]: ...
     def __getitem__(self, at: int | slice) -> int | array[int]:
-        return self._ids[at]
+        return self.ids[at]
 
 
 class Drafter(ABC):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from operator import mul
 
 import numpy as np
 
 GRAMS = (6, 2)
 """Lengths of the n-grams, longest first."""
 
-FACTOR, MIXER = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+FACTOR, MIXER = 0x85EBCA77, 0x9E3779B1
+"""Of 32 bits: to multiply larger numbers takes Python longer than all else that a hash is made of."""
 
 
 def _powers(length: int) -> tuple[tuple[int, ...], int]:
-    powers = tuple(pow(FACTOR, exponent, 1 << 64) for exponent in reversed(range(length)))
+    powers = tuple(pow(FACTOR, exponent, 1 << 32) for exponent in reversed(range(length)))
     return powers, sum(powers)
 
 
@@ -23,10 +23,9 @@ POWERS: dict[int, tuple[tuple[int, ...], int]] = {length: _powers(length) for le
 """For each length the powers of the factor, falling, and their sum: a hash is the sum of (token + 1) times power."""
 
 _LONG, _SHORT = GRAMS
-(_, _LONG_CONSTANT), (_SHORT_POWERS, _SHORT_CONSTANT) = POWERS[_LONG], POWERS[_SHORT]
+_LONG_CONSTANT, _SHORT_CONSTANT = POWERS[_LONG][1], POWERS[_SHORT][1]
 _ARRAYS = {length: np.array(powers, np.uint64) for length, (powers, _) in POWERS.items()}
-_POWERS_BEFORE = POWERS[_LONG][0][:-_SHORT]
-"""Of the tokens of a long n-gram before those of the short one at its end: the hash of that is a part of its own."""
+_P5, _P4, _P3, _P2, _P1, _ = POWERS[_LONG][0]  # that of the last token is 1; the short n-gram at the end has the same
 
 FIRST_SLOTS = 1 << 12
 """Slots of the table when it is created. It is doubled until there are as many as tokens."""
@@ -115,24 +114,28 @@ class GramIndex:
         Returns:
             Tokens, and the position after the match in them. None: they are not known.
         """
-        last = ids[-_LONG:]
-        if len(last) < _SHORT:
+        gram, slots, pieces = ids[-_LONG:], self._slots, self._pieces
+        if len(gram) == _LONG:
+            a, b, c, d, e, last = gram
+            short = e * _P1 + last
+            value = a * _P5 + b * _P4 + c * _P3 + d * _P2 + short + _LONG_CONSTANT
+            entry = slots[(value * MIXER >> 20) & self._last_slot]
+            piece, at = pieces.get(entry >> 32), entry & 0xFFFFFFFF
+            if piece is not None:
+                known = piece.ids
+                if at < len(known) and known[at - 1] == last and known[at - _LONG : at] == gram:
+                    return known, at
+        elif len(gram) >= _SHORT:
+            e, last = gram[-_SHORT:]
+            short = e * _P1 + last
+        else:
             return None
-        value = last[-2] * _SHORT_POWERS[0] + last[-1] * _SHORT_POWERS[1]
-        if len(last) == _LONG:  # its hash has that of its last tokens as a part
-            found = self._place(sum(map(mul, last, _POWERS_BEFORE), value + _LONG_CONSTANT), last)
-            if found is not None:
-                return found
-        return self._place(value + _SHORT_CONSTANT, last[-_SHORT:])
-
-    def _place(self, value: int, gram: array[int]) -> tuple[array[int], int] | None:
-        """The place after an n-gram, if that has the slot of its hash."""
-        entry = self._slots[(value * MIXER >> 20) & self._last_slot]
-        piece, at = self._pieces.get(entry >> 32), entry & 0xFFFFFFFF
+        entry = slots[((short + _SHORT_CONSTANT) * MIXER >> 20) & self._last_slot]
+        piece, at = pieces.get(entry >> 32), entry & 0xFFFFFFFF
         if piece is None:
             return None
         known = piece.ids
-        if at < len(known) and known[at - 1] == gram[-1] and known[at - len(gram) : at] == gram:
+        if at < len(known) and known[at - 1] == last and known[at - 2] == e:
             return known, at
         return None
 
@@ -165,13 +168,13 @@ class GramIndex:
 
 
 def match_length(ids: array[int], source: array[int], at: int) -> int:
-    """Number of tokens before `at` of a source that are the last of `ids`, up to `MAX_BACK`."""
-    most = min(len(ids), at, MAX_BACK)
-    tail, before = ids[len(ids) - most :], source[at - most : at]
-    if tail == before:
+    """Number of tokens before `at` of a source that are the last of `ids`, up to `MAX_BACK`: a short n-gram at
+    least."""
+    length, end = _SHORT, len(ids)
+    most = min(end, at, MAX_BACK)
+    if ids[end - most :] == source[at - most : at]:
         return most
-    length = 0
-    while length < most and tail[-1 - length] == before[-1 - length]:
+    while length < most and ids[end - 1 - length] == source[at - 1 - length]:
         length += 1
     return length
 
@@ -179,7 +182,7 @@ def match_length(ids: array[int], source: array[int], at: int) -> int:
 def common_length(a: array[int], b: array[int]) -> int:
     """Length of the common prefix."""
     low, high = 0, min(len(a), len(b))
-    if high < 4:  # the usual case
+    if high <= 8:  # the usual case
         while low < high and a[low] == b[low]:
             low += 1
         return low

@@ -7,12 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, takewhile
 from operator import mul
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
-from hybrid.speculation.cached import CachedDrafter, ContinuationDrafter, GramDrafter
+from hybrid.speculation.cached import NOTHING, CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import Drafter, History
@@ -72,19 +72,16 @@ class _Asked:
 
     Attributes:
         computes: it has something to compute for several requests together.
-        is_cached: it learns itself how probable its drafts are, and computes nothing.
     """
 
     drafter: Drafter
     name: str
     computes: bool
-    is_cached: bool
 
     @classmethod
     def of(cls, drafter: Drafter) -> _Asked:
         """For a drafter."""
-        computes = type(drafter).prepare is not Drafter.prepare
-        return cls(drafter, drafter.name, computes, isinstance(drafter, CachedDrafter))
+        return cls(drafter, drafter.name, type(drafter).prepare is not Drafter.prepare)
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +128,10 @@ class Speculator:
     ) -> None:
         self._config = config
         self._clock = clock
-        self._drafters = tuple(map(_Asked.of, drafters))
+        self._cached = tuple([drafter for drafter in drafters if isinstance(drafter, CachedDrafter)])
+        first = [*takewhile(lambda drafter: isinstance(drafter, CachedDrafter), drafters)]
+        self._first = self._cached[: len(first)]
+        self._others = tuple(map(_Asked.of, drafters[len(first) :]))
         self._vocab_size = vocab_size
         self._stats = {drafter.name: DrafterStats() for drafter in drafters}
         self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in drafters}
@@ -171,16 +171,19 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        self._spent, trees = 0.0, list[_Joined]()
+        self._spent, trees, most = 0.0, list[_Joined](), self._config.max_drafts
         for history, limit in asked:
             known = self._known.get(history) or self._begin(history)
-            known.passes += 1
-            if not (known.is_left_out(known.passes) and self._config.adaptive):
-                known.asked = known.passes
-                trees.append(_Joined(history, min(limit, self._config.max_drafts), known))
-                if known.watched:
-                    self._compare(history, known)
-        for drafter in self._drafters:
+            known.passes = now = known.passes + 1
+            if known.is_left_out(now) and self._config.adaptive:
+                continue
+            known.asked = now
+            if known.watched:
+                self._compare(history, known)
+            joined = self._of_cached(history, min(limit, most), known, trees, rows)
+            if joined is not None:
+                trees.append(joined)
+        for drafter in self._others if trees else ():
             self._join(drafter, trees, rows)
         found = [joined for joined in trees if not joined.tree.is_empty]
         if not found:
@@ -205,13 +208,13 @@ class Speculator:
         for history in histories:
             known = self._known.get(history) or self._begin(history)
             is_asked = not (self._config.adaptive and known.is_left_out(known.passes + 1))
-            drafts = None
-            for asked in self._drafters if is_asked else ():
-                if self._config.adaptive and not known.measured[asked.name].is_due(known.passes + 1):
-                    continue
-                if not asked.is_cached:
+            for asked in self._others if is_asked else ():
+                is_due = not self._config.adaptive or known.measured[asked.name].is_due(known.passes + 1)
+                if is_due and not isinstance(asked.drafter, CachedDrafter):
                     return False
-                drafts = drafts or self._ask(asked, history, self._config.max_drafts, self._config.max_drafts)
+            drafts = None
+            for drafter in self._cached if is_asked else ():
+                drafts = drafts or self._ask_cached(drafter, history, self._config.max_drafts)
             own = [*accumulate(drafts.chances or (), mul)][1:] if drafts is not None else []
             chances += own  # of those after the token that is not known
             looked.append((known, is_asked, bool(own)))
@@ -284,32 +287,58 @@ class Speculator:
             name: first for name, first in joined.firsts.items() if first[1] is not None or not joined.count
         }
 
+    def _of_cached(
+        self, history: History, limit: int, known: _Known, trees: Sequence[_Joined], rows: int
+    ) -> _Joined | None:
+        """What those drafters propose that come first and know tokens that were computed before. None: nothing, and
+        there are no others."""
+        joined = _Joined(history, limit, known) if self._others else None
+        for drafter in self._first:
+            if joined is not None and not joined.tree.is_empty and self._config.adaptive:
+                worth = self._cost.worth(_rows_besides(joined, trees, rows))
+                if not _pays(joined, known.measured[drafter.name].rate, worth):
+                    continue
+            drafts = self._ask_cached(drafter, history, limit)
+            if drafts is not None:
+                joined = joined or _Joined(history, limit, known)
+                self._add(drafter.name, joined, drafts)
+        return joined
+
     def _join(self, asked: _Asked, trees: Sequence[_Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
-        wanted: list[tuple[_Joined, Acceptance, int]] = []
+        wanted: list[tuple[_Joined, int]] = []
         for joined in trees:
-            own, count = joined.known.measured[asked.name], joined.limit
+            count = joined.limit
             if self._config.adaptive:
+                own = joined.known.measured[asked.name]
                 if not own.is_due(joined.known.passes):
                     continue
                 if asked.computes or not joined.tree.is_empty:
                     count = self._worth_asking(asked, joined, own, trees, rows)
             if count > 0:
-                wanted.append((joined, own, count))
-        if asked.computes and not self._prepare(asked, [(joined.history, count) for joined, _, count in wanted]):
+                wanted.append((joined, count))
+        if asked.computes and not self._prepare(asked, [(joined.history, count) for joined, count in wanted]):
             return
-        for joined, own, count in wanted:
+        for joined, count in wanted:
+            if isinstance(asked.drafter, CachedDrafter):
+                drafts = self._ask_cached(asked.drafter, joined.history, count)
+                if drafts is not None:
+                    self._add(asked.name, joined, drafts)
+                continue
             drafts = self._ask(asked, joined.history, count, joined.limit)
             if drafts is not None:
                 claimed = drafts.chances[0] if drafts.chances is not None else None
-                if not asked.is_cached:
-                    joined.firsts[asked.name] = drafts.tokens[0], claimed
-                    drafts = drafts.scaled(own.trust)
-                joined.tree.add(drafts, own.rate)
-                joined.left *= 1 - (own.rate if drafts.chances is None else drafts.chances[0])
+                joined.firsts[asked.name] = drafts.tokens[0], claimed
                 if asked.computes or claimed is None:
                     joined.asked[asked.name] = asked.computes
-                joined.count = min(joined.limit, len(joined.tree))
+                self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
+
+    def _add(self, drafter: str, joined: _Joined, drafts: Drafts) -> None:
+        """Add drafts of a drafter to those of a request."""
+        rate = joined.known.measured[drafter].rate
+        joined.tree.add(drafts, rate)
+        joined.left *= 1 - (rate if drafts.chances is None else drafts.chances[0])
+        joined.count = min(joined.limit, len(joined.tree))
 
     def _worth_asking(
         self, asked: _Asked, joined: _Joined, own: Acceptance, trees: Sequence[_Joined], rows: int
@@ -334,7 +363,7 @@ class Speculator:
             asked.drafter.prepare(wanted)
         except Exception as error:
             for history, _ in wanted:
-                self._refuse(asked, history, error)
+                self._refuse(asked.name, history, error)
             return False
         seconds = self._clock() - started
         self._spent += seconds
@@ -363,11 +392,11 @@ class Speculator:
         """A request has ended."""
         if self._known.pop(history, None) is None:
             return
-        for asked in self._drafters:
+        for drafter in (*self._cached, *[asked.drafter for asked in self._others]):
             try:
-                asked.drafter.end(history)
+                drafter.end(history)
             except Exception as error:
-                self._count_refusal(asked.name, error)
+                self._count_refusal(drafter.name, error)
 
     def _ask(self, asked: _Asked, history: History, count: int, limit: int) -> Drafts | None:
         """What a drafter proposes. If that fails, it is as if it had proposed nothing.
@@ -381,22 +410,29 @@ class Speculator:
             if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
                 raise ArgumentError(f"drafter {name}: propose must return (tokens, parents), got {proposed!r}")
             tokens, parents, *chances = proposed
-            if tokens == parents == ():  # the usual case
-                return None
-            if asked.is_cached:  # tokens that were computed before
-                return Drafts.chain(tokens, name, *chances)
             drafts = checked(tokens, parents, name, limit if chances else count, self._vocab_size, *chances)
         except Exception as error:
-            self._refuse(asked, history, error)
+            self._refuse(asked.name, history, error)
             return None
         return drafts if len(drafts) else None
 
-    def _refuse(self, asked: _Asked, history: History, error: Exception) -> None:
+    def _ask_cached(self, drafter: CachedDrafter, history: History, limit: int) -> Drafts | None:
+        """The same for tokens that were computed before, which need no check. They may be none: an image follows."""
+        try:
+            proposed = drafter.propose(history, limit)
+        except Exception as error:
+            self._refuse(drafter.name, history, error)
+            return None
+        if proposed is NOTHING or not proposed[0]:  # the usual case
+            return None
+        return Drafts.chain(proposed[0], drafter.name, proposed[2])
+
+    def _refuse(self, name: str, history: History, error: Exception) -> None:
         """What a drafter did is as if its draft had been wrong."""
         known = self._known[history]
-        known.measured[asked.name].observe(1, 0)
-        known.measured[asked.name].paid(False, known.passes)
-        self._count_refusal(asked.name, error)
+        known.measured[name].observe(1, 0)
+        known.measured[name].paid(False, known.passes)
+        self._count_refusal(name, error)
 
     def _count_refusal(self, name: str, error: Exception) -> None:
         stats = self._stats[name]

@@ -55,6 +55,12 @@ class Cohorts:
         if len(self._noted) > 4 * MAX_NOTED:
             self._settle()
 
+    def move(self, group: int, last: int, to_group: int, to_last: int, now: int) -> None:
+        """A record that was counted by one group and last use is counted by others from request `now` on."""
+        self._noted.extend((group, last, now, -1, to_group, to_last, now, 1))
+        if len(self._noted) > 4 * MAX_NOTED:
+            self._settle()
+
     def exposure(self, num_groups: int, until: int) -> Array:
         """Requests since the last call, up to `until`, times records, by group and bin of age, `[num_groups, bins]`. Of
         a long interval only the end counts.

@@ -84,9 +84,8 @@ class BlockHash:
             return chained
         if count > len(self._powers):
             self._powers, self._inverses = powers(STEP, 2 * count), powers(pow(STEP, -1, 1 << 64), 2 * count)
-        sums = blocks * self._inverses[:count]
-        sums.cumsum(out=sums)
-        sums += np.uint64(before)
+        sums = np.add.accumulate(blocks * self._inverses[:count])
+        sums += before
         sums *= self._powers[:count]
         return array("Q", sums.tobytes())
 
@@ -202,7 +201,7 @@ class Ghosts:
                 stop = start + len(ids) // self._block
                 digests, start = self._hashes.chain(before, blocks[start:stop]), stop
             for first in range(0, len(digests), self._half):
-                self._young.update(dict.fromkeys(digests[first : first + self._half]))
+                self._young.update(dict.fromkeys(digests[first : first + self._half].tolist()))
                 if len(self._young) > self._half:
                     self._old, self._young = self._young, {}
             if lost is not None:

@@ -1,5 +1,8 @@
 """What weights take in memory: the bytes of their file, whatever the layout, and a byte each as int8."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import Linear
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.weights import quantize_rows
+from support.checkpoints import WEIGHTS, layers, random_model, text_config, write_checkpoint
 
 CPU = torch.device("cpu")
 FAMILIES = ["bamba, odd sizes", "qwen3_5_text, odd sizes", "qwen3_next, odd sizes"]
@@ -44,6 +48,53 @@ def test_weights_take_the_bytes_of_their_file(
     model.make_batch_invariant()
     on_disk = sum(file.stat().st_size for file in path.glob("*.safetensors")) * dtype.itemsize / 4
     assert num_bytes(model) <= 1.05 * on_disk
+
+
+RESIDENT = """
+import ctypes, gc, json, re, sys
+from pathlib import Path
+from hybrid import CacheConfig, Engine, SamplingParams
+
+def resident():  # without mapped files
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+def used(path, how):  # for a prompt, alone and in products of many rows, and for decoded tokens
+    engine = Engine.from_pretrained(path, device="cpu", cache=CacheConfig(memory="8MiB"), **how)
+    engine.generate([list(range(3, 203)), [3]], SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
+    engine.close()
+    return engine.loaded.model
+
+found = {}
+for name, how in json.loads(sys.argv[3]).items():
+    used(sys.argv[1], how)  # what is compiled and imported on the way is in memory now
+    before = resident()
+    model = used(sys.argv[2], how)
+    found[name] = resident() - before
+    del model
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells memory in another way elsewhere")
+def test_a_model_in_use_takes_the_bytes_of_its_weights_in_the_memory_of_the_process(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """No copy of a weight is kept, as of panels in which many rows are multiplied."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "layer_types": layers("LFLF")}
+    write_checkpoint(tmp_path, random_model(text_config(**sizes)))
+    elements = (tmp_path / WEIGHTS).stat().st_size / 4
+    types = {
+        "float32": ({"dtype": "float32"}, 4),
+        "bfloat16": ({"dtype": "bfloat16"}, 2),
+        "int8": ({"dtype": "bfloat16", "load_dtype": "int8"}, 1),
+    }
+    settings = json.dumps({name: how for name, (how, _) in types.items()})
+    command = [sys.executable, "-c", RESIDENT, checkpoint, tmp_path, settings]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    over = {name: found[name] / (elements * size) for name, (_, size) in types.items()}
+    assert all(0.95 < ratio < 1.05 for ratio in over.values()), over
 
 
 # int8

@@ -38,6 +38,12 @@ def test_an_image_has_placeholders_that_are_indexed_as_tokens() -> None:
     assert index.find(array("i", [8, 9, 10, 11])) == (ids, 27)
 
 
+def test_a_text_that_an_image_followed_elsewhere_is_not_drafted() -> None:
+    ids = array("i", [5, 6, 7, -1, -1, 8, 9, 5, 6, 7])
+    speculator = Speculator(SpeculationConfig(), [GramDrafter()], 100)
+    assert speculator.propose(history_of(ids), 7, 1) is None
+
+
 def test_each_token_of_an_answer_is_indexed_once_and_drafted_soon() -> None:
     rng, drafter = random.Random(1), GramDrafter()
     ids = array("i", [rng.randrange(1000)])
