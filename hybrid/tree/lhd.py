@@ -21,6 +21,7 @@ It descends from LHD (Beckmann et al., NSDI 2018); hazards with censored data, g
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from math import log2
 
 import numpy as np
@@ -93,6 +94,7 @@ FINE_HITS = [max(0, min(7, int(2 * log2((hits + 1) / (EXACT_HITS + 1))))) for hi
 """Half octaves of hits from `EXACT_HITS` on; 45 and more."""
 
 _BIN_OF = np.array(BIN_OF)
+_BINS = np.arange(BINS)
 _WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])
 _MIDDLES = np.array([(EDGES[at] + max(EDGES[at], EDGES[at + 1] - 1)) / 2 for at in range(BINS)])
 
@@ -303,26 +305,29 @@ class LearnedHitDensity(AgingPolicy):
         hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)
         levels = [np.array(level) for level in self._levels if level]
         for level in reversed(levels[1:]):
-            np.add.at(hits, parents[level], hits[level])
-            np.add.at(exposure, parents[level], exposure[level])
+            places = (parents[level, None] * BINS + _BINS).reshape(-1)
+            for counts in hits, exposure:
+                np.add.at(counts.reshape(-1), places, counts[level].reshape(-1))
         self._hits *= FADING
         self._exposure *= FADING
         hazards = np.empty_like(hits)
         hazards[[ANY, SPARE]] = 1 / (_MIDDLES + 10)
+        observed = [window(hits, reach) + PRIOR for reach in WINDOWS]
         for level in levels:
-            hazards[level] = refined(hazards[parents[level]], hits[level], exposure[level])
+            hazards[level] = refined(hazards[parents[level]], [counts[level] for counts in observed], exposure[level])
         self._densities = density(hazards)
         self._densities[SPARE] = 1.0
 
 
-def refined(hazards: Array, hits: Array, exposure: Array) -> Array:
-    """Expected hazards, corrected by what was observed, `[classes, bins]`.
+def refined(hazards: Array, observed: Sequence[Array], exposure: Array) -> Array:
+    """Expected hazards, corrected by what was observed: the hits in each of the windows and those of the prior, and the
+    exposure, `[classes, bins]`.
 
     The hits that were observed over those expected are a factor, for all ages first, then for windows of them that get
     narrower: as far as there are hits to tell, each age gets a hazard of its own, and otherwise the shape stays.
     """
-    for reach in WINDOWS:
-        hazards = hazards * (window(hits, reach) + PRIOR) / (window(exposure * hazards, reach) + PRIOR)
+    for reach, hits in zip(WINDOWS, observed, strict=True):
+        hazards = hazards * hits / (window(exposure * hazards, reach) + PRIOR)
     return hazards
 
 

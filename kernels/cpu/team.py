@@ -21,10 +21,10 @@ from itertools import product
 from queue import SimpleQueue
 from typing import Any
 
-from numba import njit, typeof, types
+from numba import typeof, types
 from numba.extending import intrinsic
 
-from hybrid.kernels.cpu.vectors import INDEX, INT, KINDS, LONG, at, numbers
+from hybrid.kernels.cpu.vectors import INDEX, INT, KINDS, LONG, at, compiled, numbers
 
 PATIENCE = 0.005
 """Seconds that a thread looks for the next program before it sleeps."""
@@ -127,7 +127,7 @@ def _changing(operation: str) -> Any:
 _add, _swap = _changing("add"), _changing("xchg")
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@compiled
 def _run(program, count, progress, threads):  # type: ignore[no-untyped-def]
     """Run `count` tasks together with other threads that do the same; returns whether one failed.
 
@@ -163,7 +163,7 @@ def _run(program, count, progress, threads):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@compiled
 def _lead(shared, program, count, progress, threads):  # type: ignore[no-untyped-def]
     """Run a program with the threads of a team that are awake, or alone where it has another caller. No thread is at
     work on it when this returns; returns whether a task failed."""
@@ -185,7 +185,7 @@ def _lead(shared, program, count, progress, threads):  # type: ignore[no-untyped
     return failed
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@compiled
 def _nanoseconds(place):  # type: ignore[no-untyped-def]
     """A clock that only goes forward, read by way of two numbers in memory."""
     _clock(_CLOCK, place)
@@ -193,7 +193,7 @@ def _nanoseconds(place):  # type: ignore[no-untyped-def]
     return read[0] * _BILLION + read[1]
 
 
-@njit(nogil=True, error_model="numpy", cache=True)
+@compiled
 def _help(address, number):  # type: ignore[no-untyped-def]
     """Take part in every program that has a thread of this number, until there was none for a while."""
     shared, clock = numbers(address, INDEX), address + 8 * (HELPERS + number * LINE + SECONDS)

@@ -108,12 +108,12 @@ def test_no_two_pairs_of_extra_key_and_salt_share_a_namespace() -> None:
 
 
 def test_a_small_part_of_indices_does_not_keep_the_memory_of_all() -> None:
-    pages = IndexPages(torch.arange(80), 4)
+    pages = IndexPages(torch.arange(320), 4)
     large = pages[5:15]
-    assert (len(pages), len(large)) == (20, 10)
+    assert (len(pages), len(large)) == (80, 10)
     assert large.view(0, 10).tolist() == [*range(20, 60)]
-    assert large.view(0, 10).untyped_storage().nbytes() == 80 * 8
-    small = large[7:]  # three of ten pages, and of twenty that are in memory
+    assert large.view(0, 10).untyped_storage().nbytes() == 320 * 8
+    small = large[7:]  # three of ten pages, and of eighty that are in memory
     assert small.view(0, 3).tolist() == [*range(48, 60)]
     assert small.view(0, 3).untyped_storage().nbytes() == 12 * 8
 
