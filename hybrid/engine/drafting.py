@@ -83,7 +83,7 @@ class Drafting:
         proposed = self._speculator.propose_all(asked, len(decodes))
         left = self._most
         for part, drafts in zip(parts, proposed, strict=True):
-            if drafts is None and self._mtp is None:
+            if drafts is None and len(part.lease.block_table) == part.num_pages:  # no pages were taken for drafts
                 continue
             try:
                 self._add(part, drafts.first(left) if drafts is not None else None)

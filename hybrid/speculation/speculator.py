@@ -291,8 +291,9 @@ class Speculator:
         self, history: History, limit: int, known: _Known, trees: Sequence[_Joined], rows: int
     ) -> _Joined | None:
         """What those drafters propose that come first and know tokens that were computed before. None: nothing, and
-        there are no others."""
-        joined = _Joined(history, limit, known) if self._others else None
+        no others are to be asked."""
+        others = [asked for asked in self._others if known.measured[asked.name].is_due(known.passes)]
+        joined = _Joined(history, limit, known) if others or (self._others and not self._config.adaptive) else None
         for drafter in self._first:
             if joined is not None and not joined.tree.is_empty and self._config.adaptive:
                 worth = self._cost.worth(_rows_besides(joined, trees, rows))
@@ -317,8 +318,12 @@ class Speculator:
                     count = self._worth_asking(asked, joined, own, trees, rows)
             if count > 0:
                 wanted.append((joined, count))
-        if asked.computes and not self._prepare(asked, [(joined.history, count) for joined, count in wanted]):
-            return
+        seconds: float | None = None
+        if asked.computes:
+            seconds = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
+            if seconds is None:
+                return
+        longest = 1
         for joined, count in wanted:
             if isinstance(asked.drafter, CachedDrafter):
                 drafts = self._ask_cached(asked.drafter, joined.history, count)
@@ -331,7 +336,10 @@ class Speculator:
                 joined.firsts[asked.name] = drafts.tokens[0], claimed
                 if asked.computes or claimed is None:
                     joined.asked[asked.name] = asked.computes
+                longest = max(longest, *drafts.depths)
                 self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
+        if seconds is not None:
+            self._cost.drafted(asked.name, longest, seconds)
 
     def _add(self, drafter: str, joined: _Joined, drafts: Drafts) -> None:
         """Add drafts of a drafter to those of a request."""
@@ -354,21 +362,21 @@ class Speculator:
         joined.count = max(joined.count, count)
         return count
 
-    def _prepare(self, asked: _Asked, wanted: Sequence[tuple[History, int]]) -> bool:
-        """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
+    def _prepare(self, asked: _Asked, wanted: Sequence[tuple[History, int]]) -> float | None:
+        """Let a drafter compute what it will be asked for, and return its seconds. None: it failed, and none of it is
+        there."""
         if not wanted:
-            return False
+            return None
         started = self._clock()
         try:
             asked.drafter.prepare(wanted)
         except Exception as error:
             for history, _ in wanted:
                 self._refuse(asked.name, history, error)
-            return False
+            return None
         seconds = self._clock() - started
         self._spent += seconds
-        self._cost.drafted(asked.name, max(count for _, count in wanted), seconds)
-        return True
+        return seconds
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""
