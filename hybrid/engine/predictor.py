@@ -22,12 +22,8 @@ from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.drafter import Drafter, History
 
 ALTERNATIVES = 2
-"""Tokens that are proposed for each position: the most probable ones. Where passes of the predictor are captured, those
-of the model are, but for trees: there the most probable one alone is proposed."""
-
-LEAST = 0.3
-"""Chance of a chain below which none of it is continued, where the host need not wait for a device to know that: a
-further token would take a pass of the predictor, and a row of the model's."""
+"""Tokens that are proposed for each position: the most probable ones. On a CPU the most probable one alone is: passes
+with trees are not captured, and take more than they yield."""
 
 
 class Proposed(NamedTuple):
@@ -50,12 +46,20 @@ class MtpDrafter(Drafter):
         cache: the memory that the model reads and writes.
         device: of the model.
         capture: captures passes of the predictor; None: each is launched kernel by kernel.
+        least: the chance of a chain below which it is not continued. Above 0 the host waits for each pass.
     """
 
-    def __init__(self, model: Any, cache: HybridCache, device: torch.device, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: HybridCache,
+        device: torch.device,
+        capture: Capture | None = None,
+        least: float = 0.0,
+    ) -> None:
         self._passes = PredictorPasses(model, cache.kv, cache.state_tensors[HIDDEN], device, capture)
-        self._is_captured = capture is not None
-        self._alternatives = 1 if self._is_captured else ALTERNATIVES
+        self._alternatives = 1 if device.type == "cpu" else ALTERNATIVES
+        self._least = least
         self._cache = cache
         self._parts: Sequence[Part] = ()
         self._proposed: dict[History, Proposed] = {}
@@ -98,7 +102,7 @@ class MtpDrafter(Drafter):
         width = self._passes.width(max(len(part.lease.block_table) for part, _ in asked))
         found: list[tuple[Tensor, Tensor]] = []
         before: tuple[Tensor, Tensor] | None = None
-        reached = torch.ones(len(asked)) if self._is_captured else None
+        reached = torch.ones(len(asked))
         for ahead in range(asked[0][1]):
             rows = [self._row(part, ahead) for part, wanted in asked if wanted > ahead]
             tables = [part.lease.block_table for part, _ in asked[: len(rows)]]
@@ -108,9 +112,9 @@ class MtpDrafter(Drafter):
             chances, likely = logits.softmax(-1).topk(self._alternatives)
             found.append((likely, chances))
             before = likely[:, 0], hidden
-            if reached is not None:
+            if self._least:
                 reached = reached[: len(rows)] * chances[:, 0]
-                if reached.max() < LEAST:
+                if reached.max() < self._least:
                     break
         lists = [(tokens.tolist(), chances.tolist()) for tokens, chances in found]
         return [

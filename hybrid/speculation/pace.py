@@ -132,8 +132,8 @@ class PassCost:
         return self._left_out > self._patience
 
     def is_paid(self) -> None:
-        """Drafts were computed because they pay."""
-        self._left_out, self._patience = 0, 1
+        """Drafts were computed because they pay, which measures what they cost."""
+        self._left_out = 0
 
     def _fit(self) -> None:
         """The lines. They have the same slope, which follows from passes with drafts if there are several numbers of

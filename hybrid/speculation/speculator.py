@@ -22,7 +22,7 @@ from hybrid.speculation.pace import Acceptance, PassCost, Worth
 log: logging.Logger = logging.getLogger(__name__)
 
 FRUITLESS, ASKED_EVERY = 16, 4
-"""After this many passes in which no drafter had anything for a request, they are asked in every fourth pass."""
+"""After this many passes in which no draft of a request was computed, drafters are asked in every fourth pass."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Known:
         position: where the tokens of `watched` would be.
         watched: by drafter a token that it proposed, and how probable it said that it is (None: it does not say).
         passes: number of the latest pass.
-        asked, found: of the latest one in which drafters were asked, and had something.
+        asked, found: of the latest one in which drafters were asked, and in which drafts of theirs were computed.
     """
 
     measured: dict[str, Acceptance]
@@ -62,7 +62,7 @@ class _Known:
     found: int = 0
 
     def is_left_out(self, now: int) -> bool:
-        """Whether no drafter is asked in this pass: of those in which none would have anything, most are left out."""
+        """Whether no drafter is asked in this pass: of those in which no draft would be computed, most are left out."""
         return now - self.found > FRUITLESS and now - self.asked < ASKED_EVERY
 
 
@@ -190,7 +190,9 @@ class Speculator:
             return [None] * len(asked)
         drafts: dict[History, Drafts] = {}
         for joined, count in zip(found, self._counts(found, rows), strict=True):
-            joined.known.found, joined.count = joined.known.passes, count
+            joined.count = count
+            if count:
+                joined.known.found = joined.known.passes
             self._judge(joined)
             if count:
                 drafts[joined.history] = joined.tree.best(count)
