@@ -1,13 +1,15 @@
-"""Signal handlers wait until the bookkeeping is whole.
+"""Signal handlers wait until the bookkeeping is whole, and it begins where there is stack for it.
 
 Python runs the handlers of signals in the main thread, between any two bytecodes. A handler that raises (Ctrl-C, a time
 limit by SIGALRM, SystemExit on SIGTERM) would leave a list half changed. Within `deferred_interrupts` handlers are not
-run but remembered, and run at its end.
+run but remembered, and run at its end. A `RecursionError` would do the same, and come again where the failure is
+undone: so there must be room on the stack before a piece of bookkeeping begins (`check_stack`).
 """
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal takes 1.5 us, and this 0.05
 from _signal import signal as set_handler  # signal.signal makes enums of both handlers
@@ -15,6 +17,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from hybrid.errors import RequestError
+
+STACK = 150
+"""Calls within calls that a step may need, or another piece of bookkeeping: over twice what was seen."""
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -130,3 +137,25 @@ def deferred_interrupts() -> Iterator[DeferredInterrupts]:
     finally:
         _current.clear()
         section.restore_handlers()
+
+
+def has_stack() -> bool:
+    """Whether there is room on Python's stack for a piece of bookkeeping."""
+    try:
+        sys._getframe(max(0, sys.getrecursionlimit() - STACK))
+    except ValueError:  # the stack is not as deep
+        return True
+    return False
+
+
+def check_stack() -> None:
+    """Check that there is room on Python's stack for a piece of bookkeeping that is about to begin.
+
+    Raises:
+        RequestError: there is not. Nothing was changed.
+    """
+    if not has_stack():
+        raise RequestError(
+            f"this call is too deep in a recursion: up to {STACK} calls more must be possible. Call it from less "
+            f"deep, or raise sys.setrecursionlimit, which is {sys.getrecursionlimit()}"
+        )

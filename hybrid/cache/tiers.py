@@ -17,6 +17,7 @@ from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory, UnitSizes
+from hybrid.tiers.arithmetic import arithmetic
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.fingerprint import Fingerprint, fingerprint_of_json
 from hybrid.tiers.host import HostTier
@@ -167,8 +168,15 @@ def make_tiers(memory: CacheMemory, config: CacheConfig, model: str | Fingerprin
 
 
 def _origin(here: Fingerprint) -> Origin:
-    """Copies with this fingerprint, or one that differs in what does not matter, can be used."""
-    return Origin(
-        json.dumps(here.as_json(), sort_keys=True),
-        lambda text: here.differences(fingerprint_of_json(json.loads(text))),
-    )
+    """Copies with this fingerprint, or one that differs in what does not matter, can be used. Those that must be
+    bitwise what is computed here must be of the same arithmetic, too."""
+    own = arithmetic() if here.deterministic else {}
+
+    def differences(text: str) -> list[str]:
+        content = json.loads(text)
+        there = content.pop("arithmetic")
+        found = here.differences(fingerprint_of_json(content))
+        others = [name for name, value in own.items() if there.get(name) != value]
+        return found + [f"{name} is {there.get(name)!r:.100} there and {own[name]!r:.100} here" for name in others]
+
+    return Origin(json.dumps({**here.as_json(), "arithmetic": own}, sort_keys=True), differences)

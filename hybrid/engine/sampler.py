@@ -30,6 +30,9 @@ GREEDY = SamplingParams()
 PRESELECTED = 1024
 """Number of the most likely tokens of a row that are looked at first."""
 
+MAX_SORTED = 2048
+"""Elements of all rows up to which sorting them is faster than to look for the most likely ones first."""
+
 WHOLE = 2**52
 """A probability of 1 as a whole number; a token with less than 1 of it is never chosen."""
 
@@ -161,11 +164,17 @@ def _place(summed: Tensor, number: Tensor, weights: Tensor) -> Tensor:
 def _most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of every row, falling, and their tokens, which rise among equal values. Which of those
     that are equal to the last one are among them is open: that depends on the count."""
+    if count == values.shape[-1]:
+        few, tokens = values.sort(dim=-1, descending=True, stable=True)
+        return few, tokens
     return _falling(values, values.topk(count).indices)
 
 
 def _first_most_likely(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """As `_most_likely`; of those that are equal to the last one the first tokens."""
+    if values.numel() <= MAX_SORTED:
+        few, tokens = values.sort(dim=-1, descending=True, stable=True)
+        return few[:, :count], tokens[:, :count]
     few, tokens = values.topk(count)
     if not count:
         return few, tokens

@@ -16,7 +16,8 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
+from hybrid.cache.mending import mend
 from hybrid.errors import NonFiniteError, RequestError
 from hybrid.hf.follow import finite_logits
 from hybrid.hf.keys import KeySpace, last_image_end
@@ -35,7 +37,7 @@ from hybrid.hf.memory import PageMemory
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Past
 from hybrid.hf.segments import MIN_SEGMENT
-from hybrid.interrupts import DeferredInterrupts, deferred_interrupts
+from hybrid.interrupts import DeferredInterrupts, check_stack, deferred_interrupts
 from hybrid.key import Key
 from hybrid.prompts.images import Media
 from hybrid.tree.node import Kind
@@ -141,8 +143,10 @@ class Prefiller:
 
         Raises:
             NonFiniteError: the model computed NaN or infinity. The pass was not committed; those before it may be.
+            RequestError: there is no room on the stack.
         """
-        with self._lock, deferred_interrupts() as interrupts:
+        check_stack()
+        with self._lock, self._mended(), deferred_interrupts() as interrupts:
             self._cache.adopt()
             past = self._model.empty_cache()
             position, explanation = self._prefill_committed(past, work, interrupts)
@@ -260,7 +264,8 @@ class Prefiller:
         if self._end_of_own(key, end) < end:
             return
         cache.adopt()
-        with deferred_interrupts():
+        check_stack()
+        with self._mended(), deferred_interrupts():
             lease = cache.open_whole(key)
             if lease is None:
                 return
@@ -276,6 +281,15 @@ class Prefiller:
                 cache.commit(lease, key, end)
             finally:
                 cache.close(lease)
+
+    @contextmanager
+    def _mended(self) -> Iterator[None]:
+        """Around what holds a lease: an exception leaves the cache consistent, or empty."""
+        try:
+            yield
+        except Exception as error:
+            mend(self._cache, error)
+            raise
 
     # The passes of a prefill
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictResult
 from sglang.srt.mem_cache.unified_cache.cache_action import FreeComponentDeviceSlot
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -103,14 +104,14 @@ class HybridRadixCache(UnifiedRadixCache):
 
     def _take(self, evicted: Evicted, result: Any) -> bool:
         """Free what was evicted, and count it. Returns whether it is anything."""
-        if evicted.indices is not None:
+        if evicted.indices:
             self._free(FULL, evicted.indices)
-            result.num_tokens_evicted += len(evicted.indices)
-        if evicted.slots is not None:
+            result.num_tokens_evicted += evicted.num_tokens
+        if evicted.slots:
             self._free(STATE, evicted.slots)
             result.mamba_num_evicted += len(evicted.slots)
-        return evicted.indices is not None or evicted.slots is not None
+        return bool(evicted.indices or evicted.slots)
 
-    def _free(self, component_type: Any, indices: Any) -> None:
-        action = FreeComponentDeviceSlot([indices], component_type=component_type)
+    def _free(self, component_type: Any, indices: list[torch.Tensor]) -> None:
+        action = FreeComponentDeviceSlot(indices, component_type=component_type)
         self.components[component_type].apply_component_action(action)

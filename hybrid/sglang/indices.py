@@ -7,8 +7,9 @@ import torch
 from hybrid.tree.node import Node
 from hybrid.tree.pools import PageParts
 
-SMALL = 4
-"""A slice is copied when what it is a part of is more than this many times as long."""
+SMALL = 16
+"""A slice is copied when what it is a part of is more than this many times as long: 128 bytes of indices per token at
+most, where a token has tens of thousands of bytes of KV."""
 
 
 class IndexPages:

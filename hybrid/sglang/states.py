@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.mem_cache.unified_cache.components.mamba import MambaComponent
 
 from hybrid.sglang.keys import WORDS, key_of_ids
-from hybrid.sglang.visits import Arrival
+from hybrid.sglang.visits import Arrival, Expected
 from hybrid.tree.node import Kind
 
 
@@ -25,9 +25,11 @@ class StateComponent(MambaComponent):
         kept."""
         position = self._position(req, token_ids_len, is_finished)
         if position:
+            core = self.tree_core
             arrival, is_admitted = self.admit(req, position, self._kind(req, position, is_finished), is_finished)
-            below = self.tree_core.node_by_id(req.last_node) if req.lock is not None else None
-            self.tree_core.visits.expect(insert_params, arrival, below)
+            below = core.node_by_id(req.last_node) if req.lock is not None else None
+            key = core.visits.key(req.rid, req.full_untruncated_fill_ids)
+            core.visits.expect(Expected(insert_params, arrival, below, key))
             if not is_admitted:
                 return position
         length: int | None = super().prepare_for_caching_req(req, insert_params, token_ids_len, is_finished)
@@ -68,7 +70,10 @@ class StateComponent(MambaComponent):
         arrival = core.visits.describe(req.rid, end, kind)
         if is_finished or not core.is_choosy or pool.mamba_allocator.schedulable_available_size() > 0:
             return arrival, True
-        key = key_of_ids(req.full_untruncated_fill_ids, position, core.page_size, req.extra_key, req.cache_salt)
+        ids = req.full_untruncated_fill_ids
+        key = core.visits.key(req.rid, ids)
+        if key is None or len(key) < end:
+            key = key_of_ids(ids, position, core.page_size, req.extra_key, req.cache_salt)
         tree = core.tree
         found = tree.peek(key, end)
         usage = arrival.past or tree.new_usage(kind, arrival.turn, key.namespace)

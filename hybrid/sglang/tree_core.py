@@ -55,12 +55,14 @@ class Evicted(NamedTuple):
     """What was evicted: the caller frees it.
 
     Attributes:
-        indices: of KV, `[tokens]`; None: none.
-        slots: of states, `[states]`; None: none.
+        indices: of KV, each `[tokens]`.
+        num_tokens: of all of them.
+        slots: of states, each `[1]`.
     """
 
-    indices: torch.Tensor | None
-    slots: torch.Tensor | None
+    indices: list[torch.Tensor]
+    num_tokens: int
+    slots: list[torch.Tensor]
 
 
 class HybridTreeCore(UnifiedTreeCoreInterface):
@@ -145,6 +147,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         if params.req is None:
             found, branching_len = self.tree.match(key, limit), None
         elif params.cow_mamba:
+            self.visits.keep_key(params.req.rid, params.key.token_ids, key)
             found, known = self.visits.match(params.req.rid, key, limit)
             branching_len = known if self.options.ghost_branches else None
         else:
@@ -190,26 +193,31 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
 
     def begin_insert(self, params: Any) -> Any:
         """Enter the pages and the state of a request; returns what the caller frees of what the tree has already."""
-        key = key_of(params.key, self.page_size)
-        length = len(key) // WORDS
+        length = len(params.key) // self.page_size * self.page_size
+        num_tokens = length * WORDS
         if not length:
             root = self._handles.root
             return InsertStepResult(
                 actions=[], result=InsertResult(prefix_len=0, mamba_exist=True, last_device_node=root)
             )
+        expected = self.visits.expected(params)
+        key = expected.key if expected is not None else None
+        if key is None or len(key) < num_tokens:
+            key = key_of(params.key, self.page_size)
+        below = expected.below if expected is not None else None
+        arrival = expected.arrival if expected is not None else self.visits.arrival(key)
         value = params.value
         if value is None:
             value = torch.arange(length, dtype=torch.int64, device=self.device)
-        arrival = self.visits.arrival(params, key)
         slot, past = params.mamba_value, arrival.past
         checkpoint = None
         if slot is not None:
-            checkpoint = Checkpoint(slot, len(key), arrival.kind, params.priority or 0, arrival.turn)
+            checkpoint = Checkpoint(slot, num_tokens, arrival.kind, params.priority or 0, arrival.turn)
         elif past is None:
             past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
         value = value if value.numel() == length else value[:length]
         pages = IndexPages(value, self.page_size)
-        inserted = self.tree.insert(key, len(key), pages, checkpoint, arrival.below, past, arrival.hashes)
+        inserted = self.tree.insert(key, num_tokens, pages, checkpoint, below, past, arrival.hashes)
         if not inserted.adopted and inserted.node.slot is not None:
             self.tree.renew(inserted.node)
         existing = inserted.num_existing // WORDS
@@ -217,7 +225,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         handle = self._handles.of(inserted.node)
         self._inserted = params.key, handle, length
         # What is before `prev_prefix_len` is the tree's already: if nothing after it is, these are all its indices.
-        self._path = (handle, value) if not duplicated and inserted.node.end == len(key) else None
+        self._path = (handle, value) if not duplicated and inserted.node.end == num_tokens else None
         result = InsertResult(
             prefix_len=existing,
             last_device_node=handle,
@@ -282,8 +290,8 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         return Released(FreedIndices())
 
     def _evicted(self, released: Released) -> Evicted:
-        indices, slots = released.pages.tensors, released.slots
-        return Evicted(joined(indices, self.device) if indices else None, joined(slots, self.device) if slots else None)
+        pages = released.pages
+        return Evicted(pages.tensors, self._tokens(len(pages)), released.slots)
 
     # Sizes, in tokens of KV and in states
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hybrid.key import Key
@@ -10,6 +11,9 @@ from hybrid.tree.tree import Tree
 
 MAX_VISITS = 8192
 """Requests that are remembered; of more the one that came first is forgotten, as if it came again."""
+
+MAX_KEYS = 32
+"""Requests whose keys are kept, so that they are not made again: about as many as one batch of prefills."""
 
 
 class Arrival(NamedTuple):
@@ -20,14 +24,28 @@ class Arrival(NamedTuple):
         turn: number of turn ends before it on its path.
         past: usage of a state that was there before, or of this one if it is not kept; None: there is none.
         hashes: of its key, as far as they were computed.
-        below: a node on its path that its request keeps locked; None: it has none, or none is known.
     """
 
     kind: Kind
     turn: int
     past: NodeUsage | None
     hashes: KeyHashes | None = None
+
+
+class Expected(NamedTuple):
+    """An insert that was announced.
+
+    Attributes:
+        params: its parameters.
+        arrival: what the state is.
+        below: a node on its path that its request keeps locked; None: it has none, or none is known.
+        key: of its request, as far as it was kept: what is inserted is its beginning, or longer.
+    """
+
+    params: Any
+    arrival: Arrival
     below: Node | None = None
+    key: Key | None = None
 
 
 PLAIN = Arrival(Kind.TURN_END, 0, None)
@@ -46,7 +64,8 @@ class Visits:
         self._tree = tree
         self._learns = learns
         self._histories: dict[str, History] = {}
-        self._expected: tuple[Any, Arrival] | None = None
+        self._keys: dict[str, tuple[Sequence[int], Key]] = {}
+        self._expected: Expected | None = None
 
     def match(self, rid: str, key: Key, limit: int) -> tuple[Match, int]:
         """The longest cached prefix of a request, and how much of it the tree has had. Counts when it is the request's
@@ -60,9 +79,23 @@ class Visits:
             del self._histories[next(iter(self._histories))]
         return found, history.num_tokens
 
+    def keep_key(self, rid: str, ids: Sequence[int], key: Key) -> None:
+        """Keep the key that was made of a request's ids."""
+        self._keys.pop(rid, None)
+        self._keys[rid] = ids, key
+        if len(self._keys) > MAX_KEYS:
+            del self._keys[next(iter(self._keys))]
+
+    def key(self, rid: str, ids: Sequence[int]) -> Key | None:
+        """The key that was kept of a request's ids. Where these are the object of then, it is their beginning: SGLang
+        only ever adds to them."""
+        kept = self._keys.get(rid)
+        return kept[1] if kept is not None and kept[0] is ids else None
+
     def leave(self, rid: str) -> None:
         """A request has ended."""
         self._histories.pop(rid, None)
+        self._keys.pop(rid, None)
 
     def describe(self, rid: str, num_tokens: int, kind: Kind) -> Arrival:
         """A state of a request at a position."""
@@ -73,15 +106,17 @@ class Visits:
             return Arrival(kind, 0, None)
         return Arrival(kind, history.turn, history.gone.get(num_tokens), history.hashes)
 
-    def expect(self, params: Any, arrival: Arrival, below: Node | None = None) -> None:
-        """The next insert, with these parameters, is of this state, and below this node."""
-        self._expected = params, arrival if below is None else arrival._replace(below=below)
+    def expect(self, coming: Expected) -> None:
+        """This is the next insert."""
+        self._expected = coming
 
-    def arrival(self, params: Any, key: Key) -> Arrival:
-        """What is inserted with these parameters: what was expected, or else what the tree itself can tell."""
+    def expected(self, params: Any) -> Expected | None:
+        """What was announced of an insert with these parameters."""
         expected, self._expected = self._expected, None
-        if expected is not None and expected[0] is params:
-            return expected[1]
+        return expected if expected is not None and expected.params is params else None
+
+    def arrival(self, key: Key) -> Arrival:
+        """What is inserted that was not announced, as far as the tree itself can tell."""
         if not self._learns:
             return PLAIN
         found = self._tree.peek(key, len(key))

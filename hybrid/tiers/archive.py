@@ -177,6 +177,8 @@ class Archive:
         path = Path(path)
         tensors, metadata = self._content()
         try:
+            if _is_other_kind(path):
+                raise ValueError("it is a folder, a device or a pipe")
             with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
                 part = Path(file.name)  # its permissions are 0600
             try:
@@ -186,7 +188,7 @@ class Archive:
             finally:
                 part.unlink(missing_ok=True)
             sync_directory(path.parent)
-        except (OSError, ValueError, safetensors.SafetensorError) as error:  # a ValueError: no file can have this name
+        except (OSError, ValueError, safetensors.SafetensorError) as error:  # a ValueError: it can be no file
             raise CacheFileError(f"{path} cannot be written: {error}") from error
 
     def _content(self) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -275,9 +277,16 @@ def _read(source: str | Path | bytes | bytearray | memoryview) -> tuple[dict[str
         tensors = safetensors.torch.load(data)
         return dict(json.loads(data[8 : 8 + length]).get("__metadata__", {})), tensors
     if not Path(source).is_file():
-        raise ValueError("it is a folder or a device" if Path(source).exists() else "there is no such file")
+        raise ValueError(
+            "it is a folder, a device or a pipe" if _is_other_kind(Path(source)) else "there is no such file"
+        )
     with safetensors.safe_open(os.fspath(source), framework="pt") as file:
         return dict(file.metadata() or {}), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def _is_other_kind(path: Path) -> bool:
+    """Whether there is something at a path that is not a file."""
+    return path.exists() and not path.is_file()
 
 
 def _check_tensors(tensors: Mapping[str, Tensor]) -> None:

@@ -120,8 +120,8 @@ class CacheDirectory:
                 dead.add(path)
             except OSError:
                 living.add(token)
-        rows = self.manifest.segments()
-        self._drop_rows([row for row in rows if not self._is_whole(row)])
+        rows, known = self.manifest.segments(), self.manifest.segments_of_copies()
+        self._drop_rows([row for row in rows if row.id not in known or not self._is_whole(row)])
         named, orphans = {row.file for row in rows}, []
         for entry in os.scandir(self._path):
             match = FILE.fullmatch(entry.name)
@@ -152,8 +152,8 @@ class CacheDirectory:
         self.manifest.remove(row.id for row in rows)
         if rows:
             self.report.append(
-                f"{len(rows)} files that are missing, cut off, or of another user: what the manifest says of them is "
-                "dropped"
+                f"{len(rows)} files that are missing, cut off, of another user, or without a copy that is known: what "
+                "the manifest says of them is dropped"
             )
         for row in rows:
             self.unlink(str(row.file))

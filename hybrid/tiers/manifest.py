@@ -191,6 +191,10 @@ class Manifest:
         rows = self._db.execute("SELECT id, file, bytes, fingerprint FROM segments ORDER BY id")
         return [SegmentRow(*row) for row in rows]
 
+    def segments_of_copies(self) -> set[int]:
+        """Numbers of the segments that have copies."""
+        return {row[0] for row in self._db.execute("SELECT DISTINCT segment FROM copies")}
+
     def copies(self, segment: int) -> list[CopyRow]:
         """The copies of a segment, those that are not sound too."""
         rows = self._db.execute(f"SELECT {COLUMNS} FROM copies WHERE segment = ?", (segment,))

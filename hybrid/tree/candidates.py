@@ -304,17 +304,20 @@ class Candidates:
             self._dismiss(reason)
         return 0, 0.0
 
-    def _ranks(self, policy: AgingPolicy, groups: Ints, weights: Floats, used: Ints) -> Floats:
+    def _ranks(self, policy: AgingPolicy, groups: Ints, weights: Floats, used: Ints) -> tuple[Floats, int]:
+        """The ranks of candidates, and the place of the lowest."""
         if self.failure is None:
             try:
                 ranks = policy.ranks(groups, weights, self.now - used)
-                if ranks.shape == used.shape and not math.isnan(ranks.item(ranks.argmin())):  # NaN counts as the lowest
-                    return ranks
+                if ranks.shape == used.shape:
+                    lowest = int(ranks.argmin())  # that of NaN, if there is one
+                    if not math.isnan(ranks.item(lowest)):
+                        return ranks, lowest
                 reason = "a rank is NaN, or there are not as many as candidates"
             except Exception as error:
                 reason = f"ranks raised {error!r}"
             self._dismiss(reason)
-        return used.astype(np.float64)  # dismissed during a search: the queues are rebuilt after it
+        return used.astype(np.float64), int(used.argmin())  # dismissed meanwhile: the queues are rebuilt after it
 
     def _report(self, name: str, hook: Hook, facts: Facts) -> None:
         if self.failure is not None:

@@ -7,7 +7,6 @@ before, so that nothing is done per record while it ages.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,7 +39,7 @@ class Cohorts:
         self._aged = np.zeros(
             (len(edges), 8), np.int32
         )  # those that had reached a bin before `_since`, by bin and group
-        self._noted = array("q")  # group, request of the last use, present request, and 1 or -1
+        self._noted: list[int] = []  # group, request of the last use, present request, and 1 or -1, of each
         self._spent = np.zeros((8, len(edges)))  # what records spent since `_since` before they came, less after
 
     def join(self, group: int, last: int, now: int) -> None:
@@ -52,6 +51,12 @@ class Cohorts:
     def leave(self, group: int, last: int, now: int) -> None:
         """A record that was counted is not counted from request `now` on."""
         self._noted.extend((group, last, now, -1))
+        if len(self._noted) > 4 * MAX_NOTED:
+            self._settle()
+
+    def move(self, group: int, last: int, to_group: int, to_last: int, now: int) -> None:
+        """A record that was counted by one group and last use is counted by others from request `now` on."""
+        self._noted.extend((group, last, now, -1, to_group, to_last, now, 1))
         if len(self._noted) > 4 * MAX_NOTED:
             self._settle()
 
@@ -92,7 +97,7 @@ class Cohorts:
         if not self._noted:
             return
         groups, last, now, number = np.array(self._noted).reshape(-1, 4).T.copy()
-        self._noted = array("q")
+        self._noted = []
         self._have(int(groups.max()) + 1)
         self._reach(int(last.max()))
         row = last - self._first

@@ -64,9 +64,8 @@ class BlockHash:
 
     def blocks(self, ids: bytes, start: int = 0) -> Hashes:
         """The hash of each block by itself, from byte `start` on; less than a block at the end is left out."""
-        count, width = (len(ids) - start) // self._block, len(self._factors)
-        lanes = np.frombuffer(ids, self._type, count * width, start).reshape(count, width)
-        hashes: Hashes = lanes.astype(np.uint64, copy=False) @ self._factors
+        shape = (len(ids) - start) // self._block, len(self._factors)
+        hashes: Hashes = np.ndarray(shape, self._type, ids, start).dot(self._factors)
         return hashes
 
     def chain(self, before: int, blocks: Hashes) -> array[int]:
@@ -84,9 +83,8 @@ class BlockHash:
             return chained
         if count > len(self._powers):
             self._powers, self._inverses = powers(STEP, 2 * count), powers(pow(STEP, -1, 1 << 64), 2 * count)
-        sums = blocks * self._inverses[:count]
-        sums.cumsum(out=sums)
-        sums += np.uint64(before)
+        sums = np.add.accumulate(blocks * self._inverses[:count])
+        sums += before
         sums *= self._powers[:count]
         return array("Q", sums.tobytes())
 
@@ -133,11 +131,11 @@ class Ghosts:
         hashed = run.digests[block - run.start // grid :]
         before = hashed[-1] if hashed else self._digest(run, block * grid)
         block += len(hashed)
-        is_hashed = leaf.end // grid == block
+        is_hashed = leaf.end // grid == block  # all blocks are
         if hashed:
             self._evicted.append((0, hashed, lost if is_hashed else None))
         if not is_hashed:
-            ids = ids_between(run, block * grid, leaf.end)
+            ids = ids_between(run, block * grid, leaf.end - leaf.end % grid)
             self._evicted.append((before, ids, lost))
             self._num_unhashed += len(ids)
         if self._num_unhashed > MAX_UNHASHED or len(self._evicted) > self.limit:
@@ -193,8 +191,9 @@ class Ghosts:
         if not self._evicted:
             return
         evicted, self._evicted, self._num_unhashed = self._evicted, [], 0
-        whole = [ids[: len(ids) - len(ids) % self._block] for _, ids, _ in evicted if not isinstance(ids, array)]
-        blocks, start = self._hashes.blocks(b"".join(whole)), 0
+        unhashed, start = [ids for _, ids, _ in evicted if not isinstance(ids, array)], 0
+        if unhashed:
+            blocks = self._hashes.blocks(b"".join(unhashed))
         for before, ids, lost in evicted:
             if isinstance(ids, array):
                 digests = ids
@@ -202,7 +201,7 @@ class Ghosts:
                 stop = start + len(ids) // self._block
                 digests, start = self._hashes.chain(before, blocks[start:stop]), stop
             for first in range(0, len(digests), self._half):
-                self._young.update(dict.fromkeys(digests[first : first + self._half]))
+                self._young.update(dict.fromkeys(digests[first : first + self._half].tolist()))
                 if len(self._young) > self._half:
                     self._old, self._young = self._young, {}
             if lost is not None:
@@ -242,7 +241,7 @@ def ids_between(run: Run, start: int, end: int) -> bytes:
     """The bytes of the token ids of positions `[start, end)` on the path to a run and in it."""
     first = run.start
     if start >= first:
-        return bytes(run.ids[(start - first) * TOKEN_BYTES : (end - first) * TOKEN_BYTES])
+        return bytes(memoryview(run.ids)[(start - first) * TOKEN_BYTES : (end - first) * TOKEN_BYTES])
     parts = [bytes(run.ids[: max(0, end - first) * TOKEN_BYTES])]
     while start < first:
         above, end = run.nodes[0].parent, min(end, first)

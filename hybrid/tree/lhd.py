@@ -21,6 +21,7 @@ It descends from LHD (Beckmann et al., NSDI 2018); hazards with censored data, g
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from math import log2
 
 import numpy as np
@@ -86,7 +87,14 @@ EDGES = first_ages()
 BIN_OF = [age_bin(age) for age in range(EDGES[BINS] + 1)]
 LAST_AGE = len(BIN_OF) - 1
 
+FINE_TURNS = [min(3, (turn + 1).bit_length() - 1) for turn in range(8)]
+"""Octaves of turns: 0, 1 to 2, 3 to 6, 7 and more."""
+
+FINE_HITS = [max(0, min(7, int(2 * log2((hits + 1) / (EXACT_HITS + 1))))) for hits in range(46)]
+"""Half octaves of hits from `EXACT_HITS` on; 45 and more."""
+
 _BIN_OF = np.array(BIN_OF)
+_BINS = np.arange(BINS)
 _WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])
 _MIDDLES = np.array([(EDGES[at] + max(EDGES[at], EDGES[at + 1] - 1)) / 2 for at in range(BINS)])
 
@@ -117,15 +125,17 @@ class Record:
 
     def classify(self, context: int) -> Class:
         """Its class, where prompts have up to `context` tokens."""
-        if self.hits < EXACT_HITS:
-            fine = min(3, (self.turn + 1).bit_length() - 1)  # 0, 1 to 2, 3 to 6, 7 and more turns
+        hits, turn = self.hits, self.turn
+        if hits < EXACT_HITS:
+            fine = FINE_TURNS[turn if turn < len(FINE_TURNS) else -1]
         else:
-            fine = min(7, int(2 * log2((self.hits + 1) / (EXACT_HITS + 1))))
+            fine = FINE_HITS[hits if hits < len(FINE_HITS) else -1]
+            hits = EXACT_HITS
         near = 0  # a conversation ends at the latest where its next prompt does not fit into the context
         if self.num_tokens > 0.75 * context and self.kind in ENDS:
             left = (context - self.num_tokens) / context
             near = min(NEAR_THE_END, int(-log2(left)) - 1) if left > 0 else NEAR_THE_END
-        return (self.kind, self.below, min(self.hits, EXACT_HITS), fine, near)
+        return (self.kind, self.below, hits, fine, near)
 
 
 class LearnedHitDensity(AgingPolicy):
@@ -142,6 +152,7 @@ class LearnedHitDensity(AgingPolicy):
         self._parents = [ANY, ANY]
         self._levels: list[list[int]] = [[] for _ in CLASS_SIZES]
         self._hits = np.zeros((2, BINS))
+        self._noted: list[int] = []  # hits since the last fit, by their place in `_hits`
         self._exposure = np.zeros((2, BINS))
         self._densities = np.ones((2, BINS))
         self._fit()
@@ -152,18 +163,22 @@ class LearnedHitDensity(AgingPolicy):
         return self._num_watched
 
     def weigh(self, facts: Facts) -> tuple[int, float]:
+        """Where the densities of its class begin in their table, and what they count for."""
         if facts.last_used == 0:  # spare and not used yet: evicted before all others, the least useful first
-            return SPARE, -1.0 / (1 + facts.tokens_saved)
+            return SPARE * BINS, -1.0 / (1 + facts.tokens_saved)
         record = facts.notes or self._record(facts)
-        return record.group, facts.tokens_saved / facts.bytes_freed * facts.priority_weight
+        return record.group * BINS, facts.tokens_saved / facts.bytes_freed * facts.priority_weight
 
     def rank(self, facts: Facts) -> float:
-        group, weight = self.weigh(facts)
-        return float(self._densities[group, BIN_OF[min(facts.age, LAST_AGE)]]) * weight
+        row, weight = self.weigh(facts)
+        density: float = self._densities.item(row + BIN_OF[min(facts.age, LAST_AGE)])
+        return density * weight
 
     def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
         bins = _BIN_OF.take(ages, mode="clip")  # older ones have the bin of the last age
-        ranks: Floats = self._densities.take(groups * BINS + bins) * weights
+        bins += groups
+        ranks: Floats = self._densities.take(bins)
+        ranks *= weights
         return ranks
 
     # What happens
@@ -177,10 +192,7 @@ class LearnedHitDensity(AgingPolicy):
         if record is None:
             record = self._record(facts)
         else:
-            self._leave(record)
-            record.last = facts.now
-            self._change(record, facts)
-            self._join(record)
+            self._move(record, facts, facts.now)
         if facts.is_live:
             record.live = True
         else:
@@ -190,9 +202,7 @@ class LearnedHitDensity(AgingPolicy):
         """Whether it has descendants, or its kind, has changed."""
         record = facts.notes
         if record is not None and (record.below is not facts.has_below or record.kind is not facts.kind):
-            self._leave(record)
-            self._change(record, facts)
-            self._join(record)
+            self._move(record, facts, record.last)
 
     def hit(self, facts: Facts) -> None:
         """A request resumes from it."""
@@ -219,18 +229,16 @@ class LearnedHitDensity(AgingPolicy):
 
     def _count(self, facts: Facts) -> None:
         record = facts.notes or self._record(facts)
-        self._leave(record)
         age = max(0, self._now - 1 - record.last)
-        self._hits[record.group, BIN_OF[min(age, LAST_AGE)]] += 1
+        self._noted.append(record.group * BINS + BIN_OF[min(age, LAST_AGE)])
         record.hits += 1
-        record.last = self._now
-        record.group = self._group(record.classify(self._context))
-        self._join(record)
+        self._regroup(record, self._now)
 
-    def _change(self, record: Record, facts: Facts) -> None:
+    def _move(self, record: Record, facts: Facts, last: int) -> None:
+        """What it is, or when it was last used, has changed."""
         record.below = facts.has_below
         record.kind = facts.kind
-        record.group = self._group(record.classify(self._context))
+        self._regroup(record, last)
 
     def _let_go(self, record: Record) -> None:
         """Forget what has gone longest if too many have."""
@@ -249,6 +257,16 @@ class LearnedHitDensity(AgingPolicy):
         record.watched = True
         self._num_watched += 1
         self._cohorts.join(record.group, record.last, self._now)
+
+    def _regroup(self, record: Record, last: int) -> None:
+        """Count its exposure by the class and the last use that it has from now on."""
+        group = self._group(record.classify(self._context))
+        if not record.watched:
+            record.group, record.last = group, last
+            self._join(record)
+        elif group != record.group or last != record.last:
+            self._cohorts.move(record.group, record.last, group, last, self._now)
+            record.group, record.last = group, last
 
     def _leave(self, record: Record) -> None:
         """Count its exposure until now, and not from now on."""
@@ -281,30 +299,35 @@ class LearnedHitDensity(AgingPolicy):
         """Make the table of densities anew. Coarse classes first: each is the prior of the finer ones."""
         self._exposure += self._cohorts.exposure(len(self._groups), self._now)
         self._fitted_at = self._now
+        np.add.at(self._hits.reshape(-1), self._noted, 1.0)
+        self._noted = []
         np.maximum(self._exposure, 0, out=self._exposure)  # sums and differences, which round
         hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)
         levels = [np.array(level) for level in self._levels if level]
         for level in reversed(levels[1:]):
-            np.add.at(hits, parents[level], hits[level])
-            np.add.at(exposure, parents[level], exposure[level])
+            places = (parents[level, None] * BINS + _BINS).reshape(-1)
+            for counts in hits, exposure:
+                np.add.at(counts.reshape(-1), places, counts[level].reshape(-1))
         self._hits *= FADING
         self._exposure *= FADING
         hazards = np.empty_like(hits)
         hazards[[ANY, SPARE]] = 1 / (_MIDDLES + 10)
+        observed = [window(hits, reach) + PRIOR for reach in WINDOWS]
         for level in levels:
-            hazards[level] = refined(hazards[parents[level]], hits[level], exposure[level])
+            hazards[level] = refined(hazards[parents[level]], [counts[level] for counts in observed], exposure[level])
         self._densities = density(hazards)
         self._densities[SPARE] = 1.0
 
 
-def refined(hazards: Array, hits: Array, exposure: Array) -> Array:
-    """Expected hazards, corrected by what was observed, `[classes, bins]`.
+def refined(hazards: Array, observed: Sequence[Array], exposure: Array) -> Array:
+    """Expected hazards, corrected by what was observed: the hits in each of the windows and those of the prior, and the
+    exposure, `[classes, bins]`.
 
     The hits that were observed over those expected are a factor, for all ages first, then for windows of them that get
     narrower: as far as there are hits to tell, each age gets a hazard of its own, and otherwise the shape stays.
     """
-    for reach in WINDOWS:
-        hazards = hazards * (window(hits, reach) + PRIOR) / (window(exposure * hazards, reach) + PRIOR)
+    for reach, hits in zip(WINDOWS, observed, strict=True):
+        hazards = hazards * hits / (window(exposure * hazards, reach) + PRIOR)
     return hazards
 
 
@@ -331,11 +354,8 @@ def density(hazards: Array) -> Array:
     rates = by_bin + DISCOUNT
     stays = np.exp(-rates * _WIDTHS[:, None])
     spent = (1 - stays) / rates
-    gained = spent * by_bin
-    densities = np.empty_like(by_bin)
-    hits = time = np.zeros(len(hazards))
-    for at in range(BINS - 1, -1, -1):
-        hits = gained[at] + stays[at] * hits
-        time = spent[at] + stays[at] * time
-        np.divide(hits, time, out=densities[at])
-    return np.ascontiguousarray(densities.T)
+    ahead = np.stack([spent * by_bin, spent], axis=1)  # hits and time, of each bin alone at first
+    bins = [*zip(ahead, stays, strict=True)]
+    for (own, stay), (later, _) in zip(bins[-2::-1], bins[:0:-1], strict=True):
+        own += stay * later
+    return np.ascontiguousarray((ahead[:, 0] / ahead[:, 1]).T)

@@ -165,11 +165,12 @@ class Run:
             into.extend(pages)
             self.pages, self.ids = empty, b""
             return
-        mutable = self.ids
-        if type(mutable) is not bytearray:
-            mutable = self.ids = bytearray(mutable)
+        ids, end = self.ids, num_kept * self.page_size * TOKEN_BYTES
+        if type(ids) is not bytearray:
+            ids = bytearray(memoryview(ids)[:end])
         move_end(pages, num_kept, into)
-        del mutable[num_kept * self.page_size * TOKEN_BYTES :]
+        del ids[end:]
+        self.ids = ids
 
     @property
     def current(self) -> Run:

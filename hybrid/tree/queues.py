@@ -215,7 +215,8 @@ class AgingQueue:
 
     Args:
         weigh: returns the group and the weight of a candidate.
-        ranks: returns the ranks of candidates of some groups, weights and requests of their last use.
+        ranks: returns the ranks of candidates of some groups, weights and requests of their last use, and the place of
+            the lowest.
         is_candidate: returns whether a node may be evicted at present.
         rng: with an equal seed the same calls find the same victims.
     """
@@ -223,7 +224,7 @@ class AgingQueue:
     def __init__(
         self,
         weigh: Callable[[Node], tuple[int, float]],
-        ranks: Callable[[Ints, Floats, Ints], Floats],
+        ranks: Callable[[Ints, Floats, Ints], tuple[Floats, int]],
         is_candidate: Callable[[Node], bool],
         rng: Random,
     ) -> None:
@@ -241,7 +242,8 @@ class AgingQueue:
         self._groups = np.zeros(self._compact_at + 1, np.int64)
         self._weights = np.zeros(self._compact_at + 1)
         self._used = np.zeros(self._compact_at + 1, np.int64)
-        self._stale = np.zeros(self._compact_at + 1, np.bool_)
+        self._stale = bytearray(self._compact_at + 1)  # 1 for those to weigh again: written one by one here,
+        self._is_stale = np.frombuffer(self._stale, np.bool_)  # and read all at once here
 
     @property
     def settled(self) -> Container[int]:
@@ -255,13 +257,13 @@ class AgingQueue:
             place = self._places[id(node)] = len(self._nodes)
             self._nodes.append(node)
             self._weighed.append(NOT_WEIGHED)
-        self._stale[place] = True
+        self._stale[place] = 1
         self._found = None
 
     def used(self, node: Node) -> None:
         place = self._places.get(id(node))
         if place is not None:
-            self._stale[place] = True
+            self._stale[place] = 1
             self._found = None
 
     changed = used
@@ -285,11 +287,11 @@ class AgingQueue:
         place = self._places.pop(id(node))
         last, weighed = self._nodes.pop(), self._weighed.pop()
         if last is not node:
-            end = len(self._nodes)
             self._nodes[place], self._weighed[place] = last, weighed
             self._places[id(last)] = place
-            for column in (self._groups, self._weights, self._used, self._stale):
-                column[place] = column[end]
+            self._stale[place] = self._stale[len(self._nodes)]
+            if weighed is not NOT_WEIGHED:
+                self._groups[place], self._weights[place], self._used[place] = weighed
 
     def _sample(self, size: int) -> Ints:
         """Places of a sample."""
@@ -303,7 +305,7 @@ class AgingQueue:
         the queue."""
         size = len(self._nodes)
         places = self._sample(size) if size > LARGE_SAMPLE else None
-        stale = self._stale[:size].nonzero()[0] if places is None else places[self._stale.take(places)]
+        stale = self._is_stale[:size].nonzero()[0] if places is None else places[self._is_stale.take(places)]
         self._turn = (self._turn + 1) % size
         weighed = set(stale.tolist() or [self._turn])
         gone: dict[int, Node] = {}
@@ -315,12 +317,11 @@ class AgingQueue:
                 gone[place] = node
         groups, weights, used = self._groups, self._weights, self._used
         if places is None:
-            ranks = self._ranks(groups[:size], weights[:size], used[:size])
+            ranks, at = self._ranks(groups[:size], weights[:size], used[:size])
         else:
-            ranks = self._ranks(groups.take(places), weights.take(places), used.take(places))
+            ranks, at = self._ranks(groups.take(places), weights.take(places), used.take(places))
         found: tuple[float, Node] | None = None
         while True:
-            at = int(ranks.argmin())
             rank, place = ranks.item(at), at if places is None else places.item(at)
             if rank == math.inf:
                 break
@@ -331,11 +332,12 @@ class AgingQueue:
             elif place not in weighed and self._renew(place, node):
                 weighed.add(place)
                 one = slice(place, place + 1)
-                rank = self._ranks(groups[one], weights[one], used[one]).item()
+                rank = self._ranks(groups[one], weights[one], used[one])[0].item()
             else:
                 found = rank, node
                 break
             ranks[at if places is None else places == place] = rank
+            at = int(ranks.argmin())
         for node in gone.values():
             self.pop(node)
         return found
@@ -343,7 +345,7 @@ class AgingQueue:
     def _renew(self, place: int, node: Node) -> bool:
         """Weigh a candidate again. Returns whether something has changed."""
         weighed = *self._weigh(node), node.usage.used_at
-        self._stale[place] = False
+        self._stale[place] = 0
         if weighed == self._weighed[place]:
             return False
         self._weighed[place] = weighed
@@ -364,5 +366,6 @@ class AgingQueue:
             grown[: len(kept)] = column[kept]
             return grown
 
-        self._groups, self._weights = room(self._groups), room(self._weights)
-        self._used, self._stale = room(self._used), room(self._stale)
+        self._groups, self._weights, self._used = room(self._groups), room(self._weights), room(self._used)
+        self._stale = bytearray(room(self._is_stale))
+        self._is_stale = np.frombuffer(self._stale, np.bool_)

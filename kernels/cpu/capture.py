@@ -1,9 +1,9 @@
 """Passes that are captured once and run again: on a CPU, what CUDA graphs are on a GPU.
 
 A step that decodes a few tokens consists of a hundred small operations, and to call each of them from Python takes as
-long as many of them. A capture runs the pass once and keeps its compiled operations as a program; one compiled loop
-then runs them on all threads, each of which takes the next share of an operation. They are the same machine code with
-the same arguments, so the bits are those of a pass that is not captured.
+long as many of them. A capture runs the pass once and keeps its compiled operations as a program
+(`hybrid.kernels.cpu.team`). They are the same machine code with the same arguments, so the bits are those of a pass
+that is not captured.
 
 Like a CUDA graph a program reads and writes memory at fixed addresses. What the pass allocates is taken from one piece
 of memory, which all programs of a capture share: one of them runs at a time. The few operations of torch in a pass
@@ -16,34 +16,23 @@ from __future__ import annotations
 import statistics
 import time
 import timeit
-from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import torch
-from numba import njit, typeof, types
-from numba.extending import intrinsic
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid.kernels.cpu.tasks import SHARES, Task, recorder, together
-from hybrid.kernels.cpu.threads import num_threads, torch_on_one_thread
-from hybrid.kernels.cpu.vectors import INDEX, at, numbers
+from hybrid.kernels.cpu.tasks import Task, Tasks, recorder
+from hybrid.kernels.cpu.threads import torch_on_one_thread
 
 BLOCK = 4 << 20
 """Bytes of memory that are allocated together for the tensors of passes."""
 
 ALIGNMENT = 64
 """Bytes; tensors of a pass begin at multiples of it."""
-
-WIDTH = 6
-"""Numbers of a task in a program: address of its code, whether it is a product, `count`, `multiple`, `most`, address of
-its arguments."""
-
-SPINS = 4096
-"""Looks at a task that others compute before a thread lets others run."""
 
 aten = torch.ops.aten
 
@@ -67,149 +56,6 @@ CALLED_AGAIN = (
 
 class NotCapturedError(RuntimeError):
     """A pass that cannot be run again as a program."""
-
-
-@intrinsic
-def _call(context, address, args, kind, first, last):  # type: ignore[no-untyped-def]
-    """Call a compiled operation by the address of its code."""
-    kinds = (types.int64, kind, types.int64, types.int64)
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        convention = context.call_conv
-        code = builder.inttoptr(values[0], convention.get_function_type(types.none, kinds).as_pointer())
-        status, _ = convention.call_function(builder, code, types.none, kinds, values[1:])
-        with builder.if_then(status.is_error, likely=False):  # as where memory is short
-            convention.return_status_propagate(builder, status)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, *kinds), generate
-
-
-@intrinsic
-def _load(context, pointer, index):  # type: ignore[no-untyped-def]
-    """A number that other threads write."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        return builder.load_atomic(builder.gep(values[0], [values[1]]), "acquire", 8)
-
-    return types.int64(pointer, types.int64), generate
-
-
-@intrinsic
-def _add(context, pointer, index, value):  # type: ignore[no-untyped-def]
-    """Add to a number that other threads add to; returns what it was before."""
-
-    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        return builder.atomic_rmw("add", builder.gep(values[0], [values[1]]), values[2], "acq_rel")
-
-    return types.int64(pointer, types.int64, types.int64), generate
-
-
-_yield = types.ExternalFunction("sched_yield", types.int32())
-
-STOPPED, TASKS = 0, 8
-"""Places in the memory that the threads of a run share: whether one of them has failed, and where the tasks begin."""
-
-TAKEN, DONE, PROGRESS = 0, 1, 8
-"""Places in the memory of a task: shares that a thread has taken, and that are computed; numbers from a task to the
-next: they are in cache lines of their own."""
-
-
-@njit(nogil=True, error_model="numpy", cache=True)
-def _run(program, count, kind, kinds, progress, threads):  # type: ignore[no-untyped-def]
-    """Run `count` tasks together with other threads that do the same; those of the second type are products: `kinds`
-    are of weight and output.
-
-    A thread takes shares of a task until none is left, and turns to the next task when all are computed. It waits for
-    a share that another one computes, and never for a thread: one that the system lets wait holds up nothing, and
-    catches up.
-    """
-    program, progress = numbers(program, INDEX), numbers(progress, INDEX)
-    for index in range(count):
-        task = at(program, index * WIDTH)
-        code, is_product, elements, multiple = task[0], task[1], task[2], task[3]
-        blocks = (elements + multiple - 1) // multiple
-        shares = min(threads * SHARES, blocks, max(task[4], 1)) if threads > 1 else 1
-        own = TASKS + index * PROGRESS
-        share = _add(progress, own + TAKEN, 1) if threads > 1 else 0
-        while share < shares:
-            first = min(elements, blocks * share // shares * multiple)
-            last = min(elements, blocks * (share + 1) // shares * multiple)
-            if is_product:
-                _call(code, task[5], kinds, first, last)
-            else:
-                _call(code, task[5], kind, first, last)
-            if threads == 1:
-                break
-            _add(progress, own + DONE, 1)
-            share = _add(progress, own + TAKEN, 1)
-        spins = 0
-        while threads > 1 and _load(progress, own + DONE) < shares:
-            if _load(progress, STOPPED):
-                return
-            spins += 1
-            if spins > SPINS:
-                _yield()
-
-
-class Tasks:
-    """Tasks of equal types, one after another, as a program.
-
-    Args:
-        tasks: at least one.
-        kind: their types, and `kinds` those of the products among them.
-    """
-
-    def __init__(self, tasks: list[Task], kind: Any, kinds: Any) -> None:
-        self._args = [array("q", task.numbers) for task in tasks]  # the program has their addresses
-        rows: list[int] = []
-        for task, args in zip(tasks, self._args, strict=True):
-            code, is_product = _code(task.function, _types(task.kind)), isinstance(task.kind, tuple)
-            rows += [code, is_product, task.elements, task.multiple, task.most, args.buffer_info()[0]]
-        self._program = array("q", rows)
-        self._arguments = self._program.buffer_info()[0], len(tasks), kind, kinds
-        self._most = max(min(-(-task.elements // task.multiple), task.most) for task in tasks)
-
-    def __call__(self) -> None:
-        """Run them, on as many threads as torch uses."""
-        threads = min(num_threads(), self._most)
-        if threads <= 1:
-            _run(*self._arguments, 0, 1)
-            return
-        progress = array("q", bytes(8 * (TASKS + PROGRESS * self._arguments[1])))
-        arguments = *self._arguments, progress.buffer_info()[0], threads
-
-        def work() -> None:
-            try:
-                _run(*arguments)
-            except BaseException:
-                progress[STOPPED] = 1  # the others would wait for ever
-                raise
-
-        together(work, threads)
-
-
-_known_types: dict[Any, Any] = {}
-
-
-def _types(kind: Any) -> Any:
-    """The Numba type of a kind, which follows from its classes: numbers of two classes may be equal. To find it takes
-    longer than most operations."""
-    classes = tuple(map(type, kind)) if isinstance(kind, tuple) else type(kind)
-    if classes not in _known_types:
-        _known_types[classes] = typeof(kind)
-    return _known_types[classes]
-
-
-@lru_cache
-def _code(function: Any, kind: Any) -> int:
-    """The address of the machine code of an operation for memory of a Numba type."""
-    types_of_arguments = (types.int64, kind, types.int64, types.int64)
-    if types_of_arguments not in function.overloads:
-        function.compile(types_of_arguments)
-    compiled = function.overloads[types_of_arguments]
-    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-    return address
 
 
 def _is_view(result: Any, args: Any) -> bool:
@@ -275,26 +121,9 @@ class Program:
     def __init__(self, steps: Sequence[Task | Callable[[], None]]) -> None:
         self._steps = steps
         self._parts: list[Callable[[], None]] = []
-        tasks: list[Task] = []
-        kinds: dict[bool, Any] = {}
-        for step in steps:
-            if not isinstance(step, Task):
-                self._close(tasks, kinds)
-                self._parts.append(step)
-                continue
-            is_product = isinstance(step.kind, tuple)
-            if _types(kinds.get(is_product, step.kind)) != _types(step.kind):
-                self._close(tasks, kinds)
-            kinds[is_product] = step.kind
-            tasks.append(step)
-        self._close(tasks, kinds)
-
-    def _close(self, tasks: list[Task], kinds: dict[bool, Any]) -> None:
-        if tasks:
-            plain = kinds.get(False, INDEX)
-            self._parts.append(Tasks(tasks.copy(), plain, kinds.get(True, (plain, plain))))
-        tasks.clear()
-        kinds.clear()
+        for is_task, group in groupby(steps, lambda step: isinstance(step, Task)):
+            found: list[Any] = list(group)
+            self._parts += [Tasks(found)] if is_task else found
 
     @torch.inference_mode()
     def __call__(self) -> None:
@@ -310,7 +139,7 @@ class Program:
         works: list[tuple[str, Callable[[], None]]] = []
         for step in self._steps:
             if isinstance(step, Task):
-                works.append((step.function.__name__.strip("_"), Tasks([step], step.kind, step.kind)))
+                works.append((step.function.__name__.strip("_"), Tasks([step])))
             else:
                 works.append(("torch", step))
         times = [[timeit.timeit(work, number=1, timer=time.process_time) for _, work in works] for _ in range(runs)]

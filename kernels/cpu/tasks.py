@@ -8,21 +8,17 @@ bit.
 
 from __future__ import annotations
 
-import os
 import struct
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hybrid.kernels.cpu.threads import num_threads
+from numba import typeof, types
 
-SHARES = 2
-"""Shares of an operation for each thread, where it is worth that many: the others compute more where one is slower."""
+from hybrid.kernels.cpu.team import SIGNATURES, team
+from hybrid.kernels.cpu.threads import num_threads
 
 
 class Task(NamedTuple):
@@ -44,64 +40,66 @@ class Task(NamedTuple):
     multiple: int
     most: int
 
+    @property
+    def worth(self) -> int:
+        """Threads that the task is worth, at least one."""
+        return max(min(-(-self.elements // self.multiple), self.most), 1)
+
 
 recorder: ContextVar[Callable[[Task], None] | None] = ContextVar("recorder", default=None)
 """Is called with every task that is run in its context."""
 
 
-def run(function: Any, kind: Any, numbers: Sequence[int], count: int, multiple: int, most: int) -> None:
+def run(function: Any, kind: Any, numbers: Sequence[int], elements: int, multiple: int, most: int) -> None:
     """Run a task; the arguments are those of `Task`."""
+    task = Task(function, kind, tuple(numbers), elements, multiple, most)
     tell = recorder.get()
     if tell is not None:
-        tell(Task(function, kind, tuple(numbers), count, multiple, most))
-    args = array("q", numbers)
-    address = args.buffer_info()[0]
-    threads = min(num_threads(), -(-count // multiple), most)
-    if threads <= 1:
-        function(address, kind, 0, count)
+        tell(task)
+    if min(num_threads(), task.worth) > 1:
+        Tasks([task])()
         return
-    blocks = -(-count // multiple)
-    shares = min(threads * SHARES, blocks, most)
-    bounds = [min(count, blocks * at // shares * multiple) for at in range(shares + 1)]
-    left = deque(pairwise(bounds))
-
-    def work() -> None:
-        try:
-            while True:
-                first, last = left.popleft()
-                function(address, kind, first, last)
-        except IndexError:
-            return
-        except BaseException:
-            left.clear()
-            raise
-
-    together(work, threads)
+    args = array("q", task.numbers)
+    function(args.buffer_info()[0], kind, 0, elements)
 
 
-def together(work: Callable[[], None], threads: int) -> None:
-    """Call `work` in this thread and in others. It takes shares of something until none is left; threads that have not
-    begun when this one finds none are not waited for.
+class Tasks:
+    """Tasks, one after another, as a program.
 
-    Raises:
-        BaseException: that of a call.
+    Args:
+        tasks: at least one.
     """
-    others: list[Future[None]] = []
-    try:
-        for _ in range(threads - 1):
-            others.append(_others().submit(work))
-        work()
-    finally:  # a signal handler may raise; the memory must not be freed before all threads are done
-        wait([other for other in others if not other.cancel()])
-    for other in others:
-        if not other.cancelled():
-            other.result()
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._args = [array("q", task.numbers) for task in tasks]  # the program has their addresses
+        rows: list[int] = []
+        for task, args in zip(tasks, self._args, strict=True):
+            rows += _code(task.function, _classes(task.kind))
+            rows += task.elements, task.multiple, task.most, args.buffer_info()[0]
+        self._program = array("q", rows)
+        self._worth = max(task.worth for task in tasks)
+
+    def __call__(self) -> None:
+        """Run them, on as many threads as torch uses."""
+        team().run(self._program.buffer_info()[0], len(self._args), min(num_threads(), self._worth))
+
+
+def _classes(kind: Any) -> Any:
+    """What the Numba type of a kind follows from: numbers of two classes may be equal, and to find the type takes
+    longer than most operations."""
+    return tuple(map(type, kind)) if isinstance(kind, tuple) else type(kind)
 
 
 @lru_cache
-def _others() -> ThreadPoolExecutor:
-    """The threads besides the callers', started when they are needed."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="hybrid-cpu")
+def _code(function: Any, classes: Any) -> tuple[int, int]:
+    """The address of the machine code of an operation for memory of a kind of these classes, and its signature."""
+    kind = typeof(tuple(of() for of in classes) if isinstance(classes, tuple) else classes())
+    types_of_arguments = (types.int64, kind, types.int64, types.int64)
+    if types_of_arguments not in function.overloads:
+        function.compile(types_of_arguments)
+    compiled = function.overloads[types_of_arguments]
+    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    return address, SIGNATURES.index(kind)
 
 
 @lru_cache

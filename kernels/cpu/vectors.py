@@ -9,6 +9,7 @@ bfloat16 numbers are 16 bits of memory (`uint16`); arithmetic is fp32.
 """
 
 from collections.abc import Callable
+from pickle import UnpicklingError
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -17,14 +18,34 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.core.caching import FunctionCache
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 LANES = 16
 """Partial sums of a sum along a row: element i is added to sum i % LANES."""
 
-compiled: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True)
-"""Compile at the first call, and keep the code on disk. Numba knows the code by the time at which the function's own
-file was changed: after a change here or in `tiles`, delete `__pycache__` in this folder."""
+
+class _CodeOnDisk(FunctionCache):  # type: ignore[misc]
+    """Compiled code on disk, loaded without what it takes to compile: Numba would import and register its functions
+    first, for 0.3 s of CPU time in every process, and does so when it compiles."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The code for a signature; None: it is not there, or torn."""
+        rtsys.initialize(target_context)  # the code allocates memory
+        try:
+            return self._load_overload(sig, target_context)
+        except (OSError, EOFError, UnpicklingError):
+            return None  # it is compiled, and written again
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile at the first call, and keep the code on disk. Numba knows the code by the time at which the function's
+    own file was changed: after a change here or in `tiles`, delete `__pycache__` in this folder."""
+    dispatcher = njit(nogil=True, error_model="numpy")(function)
+    dispatcher._cache = _CodeOnDisk(function)
+    return dispatcher
+
 
 compiled_inline: Callable[..., Any] = njit(nogil=True, error_model="numpy")
 """Compile as a part of the functions that call it."""

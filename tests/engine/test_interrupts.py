@@ -3,6 +3,7 @@ whole wherever they come."""
 
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hybrid import ClosedError, Engine, OwnershipError, RequestOutput
+from hybrid import ClosedError, Engine, OwnershipError, RequestError, RequestOutput
 from hybrid.interrupts import deferred_interrupts
 from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 
@@ -299,4 +300,79 @@ def test_memory_is_freed_where_closing_fails(tiny: Engine, monkeypatch: pytest.M
     monkeypatch.setattr(engine.cache, "shutdown", failing)
     with pytest.raises(OSError, match="planted"):
         engine.close()
+    assert engine.cache.memory.tensors is None
+
+
+def test_an_engine_that_a_handler_closes_while_a_request_comes_takes_no_request(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler runs after the call has seen that the engine is open."""
+    engine = engine_on(tiny)
+    claim = engine.cache.claim
+
+    def closing() -> None:
+        claim()
+        engine.close()
+
+    monkeypatch.setattr(engine.cache, "claim", closing)
+    with pytest.raises(ClosedError):
+        engine.add_request(ids(40), greedy(4))
+    assert not engine.has_work
+
+
+# The stack
+
+
+@contextmanager
+def stack_for(calls: int) -> Iterator[None]:
+    """Calls within calls, from here on."""
+    depth, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        depth, frame = depth + 1, frame.f_back
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(depth + calls)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_call_from_deep_in_a_recursion_is_refused_and_nothing_changed(tiny: Engine, deterministic: bool) -> None:
+    """A `RecursionError` in the bookkeeping would leave pages with two owners, or none."""
+    engine = engine_on(tiny, deterministic=deterministic, pages=40, states=8)
+    prompts = [ids(30 + 17 * n, seed=n) for n in range(4)]
+    names = {engine.add_request(prompt, greedy(12)): prompt for prompt in prompts}
+    outputs: dict[str, RequestOutput] = {}
+    refused, calls = 0, 8
+    while engine.has_work:
+        try:
+            with stack_for(calls):
+                moved = engine.step()
+        except (RequestError, RecursionError):
+            refused, moved = refused + 1, []
+        engine.cache.audit()
+        outputs.update({output.request_id: output for output in moved})
+        calls = calls + 13 if calls < 300 else 8
+    assert refused > 5
+    assert set(outputs) == set(names)
+    for name, prompt in names.items():
+        assert outputs[name].finish_reason == "length"
+        if deterministic:
+            assert outputs[name].token_ids == cold(tiny, prompt, greedy(12)).token_ids
+    assert_nothing_held(engine)
+
+
+def test_a_stream_that_is_closed_deep_in_a_recursion_is_aborted_by_the_next_step(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    streamed = engine.stream("def", greedy(40))
+    next(streamed)
+    with stack_for(60):
+        streamed.close()
+        with pytest.raises(RequestError, match="too deep"):
+            engine.close()
+    engine.add_request(ids(20), greedy(2))
+    run_to_end(engine)
+    assert_nothing_held(engine)
+    engine.close()
     assert engine.cache.memory.tensors is None

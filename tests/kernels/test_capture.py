@@ -1,8 +1,9 @@
 """Passes that are captured on a CPU: run again they have the bits of the pass itself, whatever its inputs hold."""
 
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels.cpu import elementwise, matmul, tasks
 from hybrid.kernels.cpu.capture import CpuCapture, NotCapturedError
+from hybrid.kernels.cpu.team import Team
 from hybrid.kernels.cpu.vectors import INDEX, ZERO, numbers
 from support.engines import ids
 from support.tensors import same_bits
@@ -95,51 +97,105 @@ def test_what_cannot_be_run_again_is_refused(operation: Callable[[Tensor], Tenso
     assert tasks.recorder.get() is None
 
 
-def test_a_thread_that_cannot_be_started_stops_the_others(
-    threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
+    """A new team, whose threads have not been started."""
+    new = Team(2)
+    monkeypatch.setattr(tasks, "team", lambda: new)
+    yield new
+    new.close()
+
+
+def of_team() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "hybrid-cpu"}
+
+
+def test_threads_that_cannot_be_started_are_done_without(
+    threads: Callable[[int], None], team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = torch.randn(5, 640)
-    run = pass_over(x, torch.float32)
+    run, before = pass_over(torch.randn(5, 640), torch.float32), of_team()
+    threads(1)
     again, result = CpuCapture()(run)
+    expected = run()
     threads(3)
-    submit = ThreadPoolExecutor.submit
-    calls: list[int] = []
+    start = threading.Thread.start
+    for count in (0, 1):
 
-    def fails(pool: ThreadPoolExecutor, *args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("can't start new thread")
-        return submit(pool, *args)
+        def fails(thread: threading.Thread, count: int = count) -> None:
+            if len(of_team() - before) == count:
+                raise RuntimeError("can't start new thread")
+            start(thread)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(ThreadPoolExecutor, "submit", fails)
-        with pytest.raises(RuntimeError, match="can't start"):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fails)
+            result.fill_(float("nan"))
             again()
-    again()
-    assert same_bits(result, run())
+        assert same_bits(result, expected)
+        assert len(of_team() - before) == count
+    assert same_bits(run(), expected)
+    assert len(of_team() - before) == 2
 
 
 def test_threads_that_do_not_begin_are_not_waited_for(
-    threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    threads: Callable[[int], None], team: Team, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine may be busy: what one thread can do is done."""
     threads(1)
     run = pass_over(torch.randn(5, 640), torch.float32)
     again, result = CpuCapture()(run)
     expected = run()
-    futures: list[Future[None]] = []
+    started: list[threading.Thread] = []
 
-    def waits(pool: ThreadPoolExecutor, *args: Any) -> Future[None]:
-        futures.append(Future())
-        return futures[-1]
+    def waits(thread: threading.Thread) -> None:
+        started.append(thread)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", waits)
+    monkeypatch.setattr(threading.Thread, "start", waits)
     threads(3)
     result.fill_(float("nan"))
     again()
     assert same_bits(result, expected)
     assert same_bits(run(), expected)
-    assert len(futures) > 4 and all(future.cancelled() for future in futures)
+    assert started
+
+
+def test_threads_sleep_where_nothing_follows_and_are_woken(threads: Callable[[int], None], team: Team) -> None:
+    run = pass_over(torch.randn(5, 640), torch.float32)
+    threads(1)
+    expected = run()
+    threads(3)
+    for _ in range(3):
+        assert same_bits(run(), expected)
+        deadline = time.monotonic() + 20
+        while True:
+            before = time.process_time()
+            time.sleep(0.05)
+            if time.process_time() - before < 0.02:  # nobody looks for anything
+                break
+            assert time.monotonic() < deadline
+
+
+def test_a_team_that_was_closed_has_no_threads_and_its_callers_compute_alone(
+    threads: Callable[[int], None], team: Team
+) -> None:
+    run, before = pass_over(torch.randn(5, 640), torch.float32), of_team()
+    threads(3)
+    expected = run()
+    assert len(of_team() - before) == 2
+    team.close()
+    assert of_team() == before
+    assert same_bits(run(), expected)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_fork_has_threads_of_its_own(threads: Callable[[int], None]) -> None:
+    run = pass_over(torch.randn(5, 640), torch.float32)
+    threads(3)
+    expected, before = run(), tasks.team()
+    child = os.fork()
+    if not child:
+        os._exit(0 if same_bits(run(), expected) and tasks.team() is not before else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert tasks.team() is before
 
 
 @njit(nogil=True, error_model="numpy")

@@ -195,7 +195,10 @@ requests, unified = json.load(sys.stdin)
 served = Served(Setting(tokens=16_000, states=30, unified=unified))
 log = []
 free = served.cache._free
-served.cache._free = lambda kind, indices: (log.append([int(kind), *indices.tolist()]), free(kind, indices))
+def noted(kind, indices):
+    log.append([int(kind), *(at for part in indices for at in part.tolist())])
+    free(kind, indices)
+served.cache._free = noted
 for ids, length in requests:
     log.append(served.serve(ids, length))
 print(json.dumps(log))

@@ -28,7 +28,7 @@ from hybrid.sglang.order import dfs_weight_order
 from hybrid.sglang.policies import CLASSIC, DEFAULT, NAMES, Options, policy_named
 from hybrid.sglang.prices import prices_of
 from hybrid.sglang.refusals import refusals, refuse
-from hybrid.sglang.visits import MAX_VISITS, PLAIN, Arrival, Visits
+from hybrid.sglang.visits import MAX_KEYS, MAX_VISITS, PLAIN, Arrival, Expected, Visits
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Node, NodeUsage, Released
 from hybrid.tree.policies import LeastRecentlyUsed
@@ -108,12 +108,12 @@ def test_no_two_pairs_of_extra_key_and_salt_share_a_namespace() -> None:
 
 
 def test_a_small_part_of_indices_does_not_keep_the_memory_of_all() -> None:
-    pages = IndexPages(torch.arange(80), 4)
+    pages = IndexPages(torch.arange(320), 4)
     large = pages[5:15]
-    assert (len(pages), len(large)) == (20, 10)
+    assert (len(pages), len(large)) == (80, 10)
     assert large.view(0, 10).tolist() == [*range(20, 60)]
-    assert large.view(0, 10).untyped_storage().nbytes() == 80 * 8
-    small = large[7:]  # three of ten pages, and of twenty that are in memory
+    assert large.view(0, 10).untyped_storage().nbytes() == 320 * 8
+    small = large[7:]  # three of ten pages, and of eighty that are in memory
     assert small.view(0, 3).tolist() == [*range(48, 60)]
     assert small.view(0, 3).untyped_storage().nbytes() == 12 * 8
 
@@ -308,24 +308,39 @@ def test_a_state_that_was_evicted_is_known_again_by_the_request_that_comes_for_i
 
 def test_what_is_inserted_is_what_was_announced_for_these_parameters_and_else_what_the_tree_can_tell() -> None:
     seen, params = Seen(), SimpleNamespace()
-    announced = seen.visits.describe("a", 8, Kind.INTERVAL)
-    seen.visits.expect(params, announced)
-    assert seen.visits.arrival(params, seen.key) is announced
-    assert seen.visits.arrival(params, seen.key).kind is Kind.TURN_END  # once; nothing of it is there
-    seen.visits.expect(params, announced)
-    assert seen.visits.arrival(SimpleNamespace(), seen.key) is not announced
+    coming = Expected(params, seen.visits.describe("a", 8, Kind.INTERVAL))
+    seen.visits.expect(coming)
+    assert seen.visits.expected(params) is coming
+    assert seen.visits.expected(params) is None  # once
+    seen.visits.expect(coming)
+    assert seen.visits.expected(SimpleNamespace()) is None
+    assert seen.visits.arrival(seen.key).kind is Kind.TURN_END  # nothing of it is there
     seen.put(8)
-    node = seen.tree.peek(seen.key, 8).deepest
-    seen.visits.expect(params, announced, node)
-    assert seen.visits.arrival(params, seen.key) == announced._replace(below=node)
-    inside = Key.of([1, 1, 2, 2])
-    assert seen.visits.arrival(params, inside).kind is Kind.BRANCH  # all of its pages are there
+    assert seen.visits.arrival(Key.of([1, 1, 2, 2])).kind is Kind.BRANCH  # all of its pages are there
+
+
+def test_a_key_is_kept_for_the_ids_that_it_was_made_of_until_the_request_ends_or_others_have_come() -> None:
+    visits, key = Seen().visits, Key.of([1, 2])
+    ids, equal = array("q", [1]), array("q", [1])
+    visits.keep_key("a", ids, key)
+    ids.append(2)
+    assert visits.key("a", ids) is key
+    assert visits.key("a", equal) is None
+    assert visits.key("b", ids) is None
+    for number in range(MAX_KEYS - 1):
+        visits.keep_key(str(number), ids, key)
+    visits.keep_key("a", equal, key)  # the latest now
+    visits.keep_key("last", ids, key)
+    assert visits.key("0", ids) is None
+    assert visits.key("a", equal) is key
+    visits.leave("a")
+    assert visits.key("a", equal) is None
 
 
 def test_where_nothing_learns_all_states_are_of_one_kind() -> None:
     seen = Seen(learns=False)
     assert seen.visits.describe("a", 4, Kind.BRANCH) is PLAIN
-    assert seen.visits.arrival(SimpleNamespace(), seen.key) is PLAIN
+    assert seen.visits.arrival(seen.key) is PLAIN
 
 
 @pytest.mark.parametrize("kv_bytes", [6400, (3200, 3200)])

@@ -106,8 +106,17 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
         archive().write(tmp_path / "missing" / "a")
     with pytest.raises(CacheFileError, match="there is no such file"):
         read_archive(tmp_path / "b")
-    with pytest.raises(CacheFileError, match="it is a folder or a device"):
+    with pytest.raises(CacheFileError, match="it is a folder, a device or a pipe"):
         read_archive(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_not_a_file_is_not_replaced(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "there")
+    before = (tmp_path / "there").lstat()
+    with pytest.raises(CacheFileError, match="it is a folder, a device or a pipe"):
+        archive().write(tmp_path / "there")
+    assert (tmp_path / "there").lstat() == before and len([*tmp_path.iterdir()]) == 1
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_file_that_was_cut_off_is_dropped_with_a_report(tmp_path: Path, length
     written(tmp_path)
     os.truncate(segments(tmp_path)[0], length)
     tier = tier_at(tmp_path)
-    assert "1 files that are missing, cut off, or of another user" in tier.report[0]
+    assert "1 files that are missing, cut off, of another user" in tier.report[0]
     assert 0 < count_right(tier, NUMBERS) < len(NUMBERS)
     assert sum(file.stat().st_size for file in segments(tmp_path)) == tier.bytes_used
     works(tier)
@@ -132,6 +132,19 @@ def test_a_file_that_is_cut_off_or_removed_under_a_running_process_is_a_miss(tmp
     assert 0 < right < len(NUMBERS)
     assert tier.counts.num_failures > 0
     assert count_right(tier, NUMBERS) == right
+    works(tier)
+
+
+def test_files_of_which_no_copy_is_known_are_removed(tmp_path: Path) -> None:
+    written(tmp_path)
+    (first, *rest), manifest = segments(tmp_path), sqlite3.connect(tmp_path / "manifest.sqlite")
+    manifest.execute("DELETE FROM copies WHERE segment = (SELECT id FROM segments WHERE file = ?)", (first.name,))
+    manifest.commit()
+    manifest.close()
+    tier = tier_at(tmp_path)
+    assert "1 files that are missing, cut off, of another user, or without a copy that is known" in tier.report[0]
+    assert segments(tmp_path) == rest
+    assert 0 < count_right(tier, NUMBERS) < len(NUMBERS)
     works(tier)
 
 

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 
 from hybrid.tree.node import Node, NodeUsage
+from hybrid.tree.policy import Floats, Ints
 from hybrid.tree.queues import LARGE_SAMPLE, AgingQueue
 
 
@@ -17,13 +18,16 @@ class Case:
         self.weights = {id(node): float(tick * 7919 % 1009) for tick, node in enumerate(self.nodes)}
         self.locked: set[Node] = set()
         self.num_weighed = 0
-        self.queue = AgingQueue(self.weigh, lambda _, weights, __: weights.copy(), self.is_candidate, Random(3))
+        self.queue = AgingQueue(self.weigh, self.ranks, self.is_candidate, Random(3))
         for node in self.nodes:
             self.queue.push(node, renewed=False)
 
     def weigh(self, node: Node) -> tuple[int, float]:
         self.num_weighed += 1
         return 0, self.weights[id(node)]
+
+    def ranks(self, groups: Ints, weights: Floats, used: Ints) -> tuple[Floats, int]:
+        return weights.copy(), int(weights.argmin())
 
     def is_candidate(self, node: Node) -> bool:
         return node not in self.locked

@@ -1,0 +1,42 @@
+"""Compiled code is kept on disk, and a process that finds it there runs it without preparing to compile."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROGRAM = """
+import json, sys, torch
+from hybrid.kernels.cpu import elementwise
+x = torch.linspace(-3, 5, 60).view(3, 20)
+norms = elementwise.rms_norm(x, torch.ones(20), 1e-6).tolist()
+prepared = "numba.np.arraymath" in sys.modules
+gated = elementwise.gated_rms_norm(x, x + 1, torch.ones(20), 1e-6).tolist() if "gated" in sys.argv else None
+print(json.dumps([prepared, norms, gated]))
+"""
+
+
+def run(folder: Path, *more: str) -> Any:
+    """Whether a new process prepared to compile for a norm; the norm, and that of another function."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *more], capture_output=True, text=True, env=environment, check=True
+    )
+    return json.loads(found.stdout)
+
+
+def test_code_on_disk_is_loaded_alone_and_what_is_not_there_is_compiled(tmp_path: Path) -> None:
+    compiled, expected, _ = run(tmp_path)
+    assert compiled
+    files = sorted(tmp_path.rglob("*.nbc"))
+    assert len(files) == 1
+    prepared, norms, gated = run(tmp_path, "gated")
+    assert not prepared
+    assert norms == expected
+    assert len(sorted(tmp_path.rglob("*.nbc"))) == 2
+    files[0].write_bytes(files[0].read_bytes()[:100])
+    again, norms, from_disk = run(tmp_path, "gated")
+    assert again
+    assert (norms, from_disk) == (expected, gated)
