@@ -320,12 +320,12 @@ class Speculator:
                     count = self._worth_asking(asked, joined, own, trees, rows)
             if count > 0:
                 wanted.append((joined, count))
-        seconds: float | None = None
-        if asked.computes:
-            seconds = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
-            if seconds is None:
+        longest, seconds = 1, 0.0
+        if asked.computes and wanted:
+            found = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
+            if found is None:
                 return
-        longest = 1
+            seconds = found
         for joined, count in wanted:
             if isinstance(asked.drafter, CachedDrafter):
                 drafts = self._ask_cached(asked.drafter, joined.history, count)
@@ -340,7 +340,7 @@ class Speculator:
                     joined.asked[asked.name] = asked.computes
                 longest = max(longest, *drafts.depths)
                 self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
-        if seconds is not None:
+        if asked.computes and wanted:
             self._cost.drafted(asked.name, longest, seconds)
 
     def _add(self, drafter: str, joined: _Joined, drafts: Drafts) -> None:
@@ -367,8 +367,6 @@ class Speculator:
     def _prepare(self, asked: _Asked, wanted: Sequence[tuple[History, int]]) -> float | None:
         """Let a drafter compute what it will be asked for, and return its seconds. None: it failed, and none of it is
         there."""
-        if not wanted:
-            return None
         started = self._clock()
         try:
             asked.drafter.prepare(wanted)
