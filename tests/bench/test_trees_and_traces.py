@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
 from support.calls import calls_of
 
 BENCH = Path(__file__).parents[2] / "bench"
