@@ -125,6 +125,8 @@ def _locks(tree: Tree, leases: Collection[Lease], pins: Pins) -> list[str]:
     held = _held_pages(tree)
     if held != tree.locks.num_pages:
         wrong.append(f"the tree counts {tree.locks.num_pages} locked pages and has {held}")
+    elif not tree.locks.is_right(node for _, node in tree.nodes()):
+        wrong.append("the nodes that are counted as locked, or as above a lock, are others")
     checkpoints = sum(node.state_locks > 0 for _, node in tree.nodes())
     if checkpoints != tree.locks.num_checkpoints:
         wrong.append(f"the tree counts {tree.locks.num_checkpoints} locked checkpoints and has {checkpoints}")

@@ -32,6 +32,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.counting import current
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
+from hybrid.cache.mending import abandon
 from hybrid.cache.new_tree import new_tree
 from hybrid.cache.opener import Opener
 from hybrid.cache.owner import Owner
@@ -99,9 +100,18 @@ class HybridCache:
         self.config: CacheConfig = config
         self.memory: CacheMemory = memory
         self.tiers: Tiers | None = make_tiers(memory, config, model)
+        self._on_evict = on_evict
+        sizes = memory.sizes
+        self._stats = CacheStats(page_bytes=sizes.page, checkpoint_bytes=sizes.checkpoint) if sizes else CacheStats()
+        self._owner = Owner()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the bookkeeping of a memory of which nothing is in use."""
+        memory, config = self.memory, self.config
         self.tree: Tree = new_tree(memory, config, self.tiers)
         self._digests = memory.digests() if config.verify_contents else None
-        self.allocator: Allocator = Allocator(self.tree, memory, self._digests, on_evict)
+        self.allocator: Allocator = Allocator(self.tree, memory, self._digests, self._on_evict)
         self._opener = Opener(self.tree, memory, self.allocator)
         self.leases: set[Lease] = self._opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
@@ -110,10 +120,6 @@ class HybridCache:
         self.restores: Restores | None = None
         if self.tiers is not None and memory.sizes is not None:
             self.restores = Restores(self.tiers, self.tree, self._opener, self._restorer(), memory.sizes, config)
-        self._stats = CacheStats()
-        if memory.sizes is not None:
-            self._stats.page_bytes, self._stats.checkpoint_bytes = memory.sizes.page, memory.sizes.checkpoint
-        self._owner = Owner()
 
     # The memory
 
@@ -187,12 +193,7 @@ class HybridCache:
         return waited_for(self.begin(key, limit, num_tokens, priority), self.restores)
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
-        """As `open`, for a caller that needs states and no logits: all of the key may be cached.
-
-        Args:
-            num_tokens: tokens to allocate pages for at once.
-            priority: how much its checkpoints matter, for policies that ask.
-        """
+        """As `open`, for a caller that needs states and no logits: all of the key may be cached."""
         return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
@@ -254,11 +255,7 @@ class HybridCache:
         return self._capturer.capture(lease, num_tokens, kind)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
-        """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free.
-
-        Raises:
-            ArgumentError: the position is not on the grid, not beyond the front, or captured already.
-        """
+        """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free."""
         self._refuse_closed(lease)
         return self._capturer.capture_spare(lease, num_tokens)
 
@@ -305,8 +302,7 @@ class HybridCache:
     def discard(self, lease: Lease) -> None:
         """Void a lease whose pass failed, or yielded numbers that are not finite: the slots that were captured and not
         committed are freed, and nothing else of it can be committed, captured or advanced. What was committed before
-        stays. Close the lease when its request has ended.
-        """
+        stays. Close the lease when its request has ended."""
         self._refuse_closed(lease)
         lease.is_void = True
         slots = [checkpoint.slot for checkpoint in lease.captured]
@@ -326,16 +322,13 @@ class HybridCache:
         self._committer.commit(lease, key, num_tokens)
 
     def donate_states(self, lease: Lease, limit: int) -> None:
-        """Offer the deepest of the lease's own states that is on the grid, up to `limit`, for the next commit.
-
-        It is the end of a request's life: the front or the back becomes the tree's without a copy.
-        """
+        """At the end of a request's life: offer the deepest of the lease's own states that is on the grid, up to
+        `limit`, for the next commit. The front or the back becomes the tree's without a copy."""
         self._refuse_closed(lease)
         self._capturer.donate(lease, limit)
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
-        """A request's turn ends after `num_tokens` tokens, which have been committed: a checkpoint of its prompt at the
-        last boundary of the turn becomes one of the turn's end."""
+        """A request's turn ends after `num_tokens` tokens, all committed: a checkpoint there becomes a turn's end."""
         self._refuse_closed(lease)
         self._committer.end_turn(lease, num_tokens)
 
@@ -364,11 +357,8 @@ class HybridCache:
         return self.pins.add(key, ttl)
 
     def extend_pin(self, pin: Pin, key: Key) -> None:
-        """Have a pin protect what is usable of a key by now. A pin that has ended stays so.
-
-        Raises:
-            MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
-        """
+        """Have a pin protect what is usable of a key by now, if that is not too much (`pin`): else it is as it was. A
+        pin that has ended stays so."""
         self._owner.claim()
         self.pins.extend(pin, key)
 
@@ -452,6 +442,16 @@ class HybridCache:
         self._owner.claim()
         with deferred_interrupts(), self.tiers.discarding() if self.tiers is not None else nullcontext():
             self.allocator.evict(self.tree.evict_all)
+
+    def reset(self) -> None:
+        """Forget all that is cached, for a cache that an exception has left inconsistent. Its leases and pins have
+        ended then, and are not to be closed. Copies in tiers stay, but those of a tier that is inconsistent too."""
+        self._owner.claim()
+        with deferred_interrupts():
+            self._stats.note_reset(self.stats())
+            abandon(self.leases, self.tiers)
+            self.memory.reset()
+            self._begin()
 
     def shutdown(self) -> None:
         """Clear the cache for good: what is worth it is written to disk before. Waits for it for a minute at most."""

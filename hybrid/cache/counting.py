@@ -28,8 +28,9 @@ def current(
         stats: what it counts itself.
     """
     now = replace(stats)
-    now.evicted_pages, now.evicted_checkpoints = allocator.evicted_pages, allocator.evicted_checkpoints
-    now.moved_pages = allocator.num_moved
+    now.evicted_pages += allocator.evicted_pages
+    now.evicted_checkpoints += allocator.evicted_checkpoints
+    now.moved_pages += allocator.num_moved
     now.pages_total, now.pages_free = memory.pages.capacity, memory.pages.num_free
     now.states_total, now.states_free = memory.checkpoints.capacity, memory.checkpoints.num_free
     now.pages_cached, now.checkpoints = tree.num_pages, tree.num_checkpoints

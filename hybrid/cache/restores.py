@@ -68,8 +68,9 @@ class Restores:
 
     def count(self, stats: CacheStats) -> None:
         """Fill in what came back."""
-        stats.restored_checkpoints, stats.restored_tokens = self.num_checkpoints, self.num_tokens
-        stats.restored_bytes = self.num_bytes
+        stats.restored_checkpoints += self.num_checkpoints
+        stats.restored_tokens += self.num_tokens
+        stats.restored_bytes += self.num_bytes
         stats.tier_failures += self.num_failures
         if self._tiers.disk is not None:
             reader = self._tiers.disk.reader

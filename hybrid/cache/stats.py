@@ -36,6 +36,8 @@ class CacheStats:
         read_ahead_bytes, read_in_vain_bytes: read from disk for requests that were queued; read, and not used.
         tier_failures: copies and restores that failed; requests computed instead.
         policy_failure: why the eviction policy was dismissed; None while it is in use.
+        resets: how often an exception left the bookkeeping inconsistent, and the cache was emptied
+            (`HybridCache.reset`).
     """
 
     requests: int = 0
@@ -77,6 +79,14 @@ class CacheStats:
     read_in_vain_bytes: int = 0
     tier_failures: int = 0
     policy_failure: str | None = None
+    resets: int = 0
+
+    def note_reset(self, before: CacheStats) -> None:
+        """All that was counted stays, and what counts it begins anew."""
+        self.resets += 1
+        self.evicted_pages, self.evicted_checkpoints = before.evicted_pages, before.evicted_checkpoints
+        self.moved_pages, self.restored_checkpoints = before.moved_pages, before.restored_checkpoints
+        self.restored_tokens, self.restored_bytes = before.restored_tokens, before.restored_bytes
 
     def count(self, explanation: Explanation) -> None:
         """Count a request and its hit."""

@@ -31,7 +31,7 @@ from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import StepLoop
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
-from hybrid.interrupts import check_stack, deferred_interrupts
+from hybrid.interrupts import check_stack
 from hybrid.prompts.encode import Prompt, as_prompts
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.archive import read_archive
@@ -426,7 +426,7 @@ class Engine:
         """
         self._claim()
         key = self._intake.key(prompt, namespace, adapter)
-        with deferred_interrupts():
+        with self._steps.whole():
             pin = self.cache.pin(key, ttl)
         if pin is None:
             raise PromptError("nothing of this prompt is cached; generate with it first, or give pin_for with it")
@@ -434,7 +434,7 @@ class Engine:
 
     def unpin(self, pin: Pin) -> None:
         """Release a pin. One that was released before stays so."""
-        with deferred_interrupts():
+        with self._steps.whole():
             self.cache.unpin(pin)
 
     # Files
@@ -495,4 +495,6 @@ class Engine:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
         """
         self._claim()
-        return self.cache.load(read_archive(source, store), model=self._files.fingerprint())
+        archive, model = read_archive(source, store), self._files.fingerprint()
+        with self._steps.whole():
+            return self.cache.load(archive, model=model)

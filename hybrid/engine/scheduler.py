@@ -15,18 +15,19 @@ budget of tokens. A share ends at a multiple of the chunk, or at the end of its 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.fork import fork as fork_lease
 from hybrid.cache.lease import Lease
+from hybrid.cache.mending import is_unexpected
 from hybrid.cache.retreat import retreat
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.request import Request, Status
 from hybrid.engine.restoring import RestoringRequests
-from hybrid.engine.step import Part, Step
+from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
 from hybrid.key import TOKEN_BYTES, Key, common_prefix
@@ -87,6 +88,9 @@ class Scheduler:
         Args:
             only: compute no other requests; None: all.
             expected: requests whose next token is chosen by a pass under way.
+
+        Raises:
+            BrokenOffError: an unexpected exception came out of the cache.
         """
         self._expected = expected
         if self.cache.restores is not None:
@@ -169,6 +173,22 @@ class Scheduler:
                 if part.is_alive:
                     self._retract(part.request)
 
+    def retract_all(self) -> None:
+        """Scheduling was broken off: all requests start again from what was committed."""
+        for request in self.running[::-1]:
+            self._retract(request)
+
+    def start_again(self, requests: Iterable[Request]) -> None:
+        """The cache has forgotten what leases held: of these requests, those that have not ended start again."""
+        for request in {*self.running, *requests}:
+            request.lease = None  # it has ended
+        for replay in [request for request in self.running if request.is_replay]:
+            self.discard(replay)
+        for request in sorted(requests, key=lambda request: request.arrived, reverse=True):
+            if request.finish_reason is None and request.status is not Status.WAITING and not request.is_fork:
+                self.discard(request)
+                self._wait_again(request)
+
     def discard(self, request: Request) -> None:
         """Forget a request, whether it waits, runs, or failed in between; its memory comes back."""
         self.waiting.remove(request)
@@ -203,8 +223,10 @@ class Scheduler:
     # The part of one request
 
     def _fail(self, request: Request, error: Exception) -> None:
-        self.discard(request)
         self._failures.append((request, error))
+        if is_unexpected(error):
+            raise BrokenOffError from error
+        self.discard(request)
 
     def _decode_parts(self, only: Set[Request] | None) -> list[Part]:
         """A token of every request whose prompt has been computed."""
@@ -467,8 +489,12 @@ class Scheduler:
         """Take a running request off its memory, to be resumed first. A replay is given up."""
         assert request.lease is not None
         self.discard(request)
-        request.num_computed = request.num_committed = 0
         if not request.is_replay:
             self.num_retractions += 1
-            request.status = Status.WAITING
-            self.waiting.return_first(request)
+            self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
+        """A request that has run, and has no memory any more, is resumed first."""
+        request.num_computed = request.num_committed = 0
+        request.status = Status.WAITING
+        self.waiting.return_first(request)

@@ -13,6 +13,10 @@ from hybrid.speculation.drafts import Drafts
 from hybrid.tree.node import Checkpoint
 
 
+class BrokenOffError(Exception):
+    """Scheduling has ended: an exception, its cause, came out of the bookkeeping, and others would follow from it."""
+
+
 @dataclass(slots=True)
 class Part:
     """A request's part in a step: tokens `[start, end)`.

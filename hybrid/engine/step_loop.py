@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid.cache.cache import HybridCache
+from hybrid.cache.mending import is_unexpected, mend
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.guard import StepGuard
 from hybrid.engine.meter import Meter
@@ -19,9 +20,17 @@ from hybrid.engine.results import Result
 from hybrid.engine.sampler import NO_TOKEN
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
-from hybrid.engine.step import Part, Step
+from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.suspects import Suspects
-from hybrid.errors import ClosedError, HybridError, NonFiniteError, QueueFullError, RequestError, SamplingError
+from hybrid.errors import (
+    AuditError,
+    ClosedError,
+    HybridError,
+    NonFiniteError,
+    QueueFullError,
+    RequestError,
+    SamplingError,
+)
 from hybrid.interrupts import check_stack, deferred_interrupts, has_stack
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -117,6 +126,7 @@ class StepLoop:
         self._is_stepping = False
         self._aborted: list[Request] = []
         self._is_closing = False
+        self._was_emptied = False  # the latest step failed, and left the cache inconsistent
 
     def stats(self) -> EngineStats:
         """See `Engine.stats`."""
@@ -255,6 +265,8 @@ class StepLoop:
                     self._deliver(part, results[id(part)])
                 except BaseException as error:
                     guard.failed(part.request, error)
+                    self._mend(error)
+            self._was_emptied = False
             self.meter.stepped()
             if drafting is not None:
                 drafting.timed(launched.step)
@@ -273,7 +285,12 @@ class StepLoop:
     def _launch(self, guard: StepGuard, before: Launched | None = None) -> Launched | None:
         """Schedule a step, and launch it after the one that is under way. None: there is nothing to compute now."""
         expected = frozenset(part.request for part in before.parts if part.samples) if before is not None else NO_ONE
-        step = self._scheduler.schedule(self._suspects.group, expected)
+        try:
+            step = self._scheduler.schedule(self._suspects.group, expected)
+        except BrokenOffError as broken:
+            if broken.__cause__ is None or not self._mend(broken.__cause__):
+                self._scheduler.retract_all()
+            return None
         if not step.parts:
             return None
         guard.undo_on_failure(step)
@@ -388,10 +405,16 @@ class StepLoop:
 
     def _undo(self, guard: StepGuard, error: BaseException) -> bool:
         """Undo steps that failed. Returns whether the failure is that of one request, which ends with it."""
+        was_emptied, self._was_emptied = self._was_emptied, self._mend(error)
+        self.is_retrying = self._was_emptied and not was_emptied and not isinstance(error, AuditError)
         if not guard.steps:
             return False
         self._next = None
-        self._scheduler.roll_back(*guard.steps)
+        try:
+            self._scheduler.roll_back(*guard.steps)
+        except Exception as failure:
+            log.warning("a step that failed could not be undone", exc_info=True)
+            self._mend(failure)
         if isinstance(error, Exception) and not guard.was_interrupted:
             self.is_retrying = True
             culprit = self._suspects.failed(guard.steps[0].parts)
@@ -405,22 +428,54 @@ class StepLoop:
         """End a request with an error."""
         if request.error is not None:
             return
+        self._mend(error)
         request.finish_reason = "error"
         request.error = str(error) if isinstance(error, HybridError) else f"{type(error).__name__}: {error}"
         log.warning("%s ends with an error: %s", request.request_id, request.error)
-        self._scheduler.discard(request)
+        self._discard(request)
         for fork in request.forks:  # their prompt was not computed
             fork.is_fork, fork.finish_reason, fork.error = False, "error", request.error
             fork.status = Status.FINISHED
         self._end(request)
         request.outputs.put(request.source)
 
+    def _discard(self, request: Request) -> None:
+        """Take its memory from a request that has ended."""
+        try:
+            self._scheduler.discard(request)
+        except Exception as error:
+            log.exception("the memory of %s could not be given back", request.request_id)
+            self._mend(error)
+
+    def _mend(self, error: BaseException) -> bool:
+        """Where an exception has left the cache inconsistent, empty it, and have all requests start again. Returns
+        whether that was so."""
+        if not is_unexpected(error):
+            return False
+        requests = [answer for request in self.requests.values() for answer in request.answers]
+        if not mend(self._cache, error, {request.lease for request in (*self._scheduler.running, *requests)}):
+            return False
+        self._next = None
+        self._scheduler.start_again(requests)
+        return True
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around what changes the cache between steps: signal handlers wait, and an exception leaves it consistent."""
+        check_stack()
+        with deferred_interrupts():
+            try:
+                yield
+            except Exception as error:
+                self._mend(error)
+                raise
+
     def _end_aborted(self, request: Request) -> None:
         running = [answer for answer in request.answers if answer.status is not Status.FINISHED]
         for answer in running:
             answer.finish_reason = "abort"
             answer.is_fork = False
-            self._scheduler.discard(answer)
+            self._discard(answer)
         if running:
             self._end(request)
             request.outputs.put(request.source)

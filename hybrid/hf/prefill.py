@@ -16,7 +16,8 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
+from hybrid.cache.mending import mend
 from hybrid.errors import NonFiniteError, RequestError
 from hybrid.hf.follow import finite_logits
 from hybrid.hf.keys import KeySpace, last_image_end
@@ -144,7 +146,7 @@ class Prefiller:
             RequestError: there is no room on the stack.
         """
         check_stack()
-        with self._lock, deferred_interrupts() as interrupts:
+        with self._lock, self._mended(), deferred_interrupts() as interrupts:
             self._cache.adopt()
             past = self._model.empty_cache()
             position, explanation = self._prefill_committed(past, work, interrupts)
@@ -263,7 +265,7 @@ class Prefiller:
             return
         cache.adopt()
         check_stack()
-        with deferred_interrupts():
+        with self._mended(), deferred_interrupts():
             lease = cache.open_whole(key)
             if lease is None:
                 return
@@ -279,6 +281,15 @@ class Prefiller:
                 cache.commit(lease, key, end)
             finally:
                 cache.close(lease)
+
+    @contextmanager
+    def _mended(self) -> Iterator[None]:
+        """Around what holds a lease: an exception leaves the cache consistent, or empty."""
+        try:
+            yield
+        except Exception as error:
+            mend(self._cache, error)
+            raise
 
     # The passes of a prefill
 

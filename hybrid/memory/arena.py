@@ -82,8 +82,14 @@ class Arena:
 
     def __init__(self, num_pieces: int) -> None:
         self.num_pieces = num_pieces
-        self._free = list(range(num_pieces - 1, -1, -1))  # taken from the lowest
         self.pools: list[ArenaPool] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """All units of all kinds are free, whatever they were."""
+        self._free = list(range(self.num_pieces - 1, -1, -1))  # taken from the lowest
+        for pool in self.pools:
+            pool.reset()
 
     @property
     def num_free(self) -> int:
@@ -133,17 +139,23 @@ class ArenaPool:
         self.reserved = reserved
         self.size: int = arena.num_pieces * per_piece
         self.name = name
+        self.reset()
+        # Units there would be if every piece that other kinds have not reserved were of this kind.
+        self.capacity: int = self.num_free
+
+    def reset(self) -> None:
+        """No unit is in use, of an arena whose pieces are all free but those that other kinds have reserved."""
         self._is_free = bytearray(self.size)
         self._free_in: dict[int, list[int]] = {}  # piece of this kind -> its free units
         self._open: dict[int, None] = {}  # pieces with a free unit, in the order in which they are filled
-        self._with_free: list[dict[int, None]] = [{} for _ in range(per_piece + 1)]  # the same, by how many are free
+        self._with_free: list[dict[int, None]] = [
+            {} for _ in range(self.per_piece + 1)
+        ]  # the same, by how many are free
         self._num_free = 0
-        for piece in range(-(-reserved // per_piece)):
-            arena.reserve(piece)
-            first = piece * per_piece
-            self._add(piece, [unit for unit in range(first, first + per_piece) if unit >= reserved])
-        # Units there would be if every piece that other kinds have not reserved were of this kind.
-        self.capacity: int = self.num_free
+        for piece in range(-(-self.reserved // self.per_piece)):
+            self.arena.reserve(piece)
+            first = piece * self.per_piece
+            self._add(piece, [unit for unit in range(first, first + self.per_piece) if unit >= self.reserved])
 
     @property
     def num_free(self) -> int:

@@ -255,6 +255,15 @@ class CacheMemory:
         self.arrivals.settle()
         self.tensors = self.mover = self.store = None
 
+    def reset(self) -> None:
+        """Nothing is in use any more, whatever was. Contents stay until they are overwritten."""
+        self.arrivals.settle()
+        if self.arena is not None:
+            self.arena.reset()
+        else:
+            self.pages.reset()
+            self.states.reset()
+
     def write(self, pages: Sequence[int], contents: Sequence[Contents], place: int, checkpoint: Contents) -> None:
         """Write all of a boundary, as this memory's mover has read it, or one like it. In tensors on a GPU it is on its
         way afterwards (`arrivals`). When this raises, the pages and the place hold anything.

@@ -21,8 +21,12 @@ class IndexPool:
         self.size = size
         self.reserved = reserved
         self._name = name
-        self._free = list(range(size - 1, reserved - 1, -1))  # allocated from the lowest
-        self._is_free = bytearray(reserved) + bytearray(b"\x01") * (size - reserved)
+        self.reset()
+
+    def reset(self) -> None:
+        """All indices are free, whatever they were."""
+        self._free = list(range(self.size - 1, self.reserved - 1, -1))  # allocated from the lowest
+        self._is_free = bytearray(self.reserved) + bytearray(b"\x01") * (self.size - self.reserved)
 
     @property
     def num_free(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count, pairwise
 
 from hybrid.speculation.chances import Chances
@@ -113,10 +113,10 @@ class ContinuationDrafter(Drafter):
     """Continues a history as the tree does: an answer that is generated again, a retry, the second of several answers.
 
     Args:
-        tree: of the cache.
+        tree: returns that of the cache, which may get another one.
     """
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Callable[[], Tree]) -> None:
         self._tree = tree
         self._learned = Chances(CONTINUED)
         self._own: dict[History, Chances] = {}
@@ -148,10 +148,10 @@ class ContinuationDrafter(Drafter):
 
     def _look(self, history: History, limit: int) -> Chain:
         """Look the history up in the tree. When it is not there, it is looked up again with its next page."""
-        ids = following(self._tree, history.key(), AHEAD)
+        ids = following(self._tree(), history.key(), AHEAD)
         if not ids:
             self._sources.pop(history, None)
-            page_size = self._tree.page_size
+            page_size = self._tree().page_size
             self._next_look[history] = (len(history) // page_size + 1) * page_size
             return NOTHING
         before = self._sources.get(history)

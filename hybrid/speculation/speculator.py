@@ -477,7 +477,7 @@ def make_speculator(
         if isinstance(drafter, Drafter):
             drafters.append(drafter)
         elif drafter == "cache":
-            drafters += (ContinuationDrafter(cache.tree), GramDrafter())
+            drafters += (ContinuationDrafter(lambda: cache.tree), GramDrafter())
         elif mtp is None:
             raise ArgumentError(
                 "speculation 'mtp' needs the predictor of a checkpoint: this one has none (tensors mtp.*), or it was "

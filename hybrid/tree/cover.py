@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from hybrid.tree.node import Node
 
@@ -69,6 +69,15 @@ class Cover:
                 return
             self._num_pages -= above.num_pages
             above = above.parent
+
+    def is_right(self, nodes: Iterable[Node]) -> bool:
+        """Whether the counts are those of these nodes, all that there are: for the audit."""
+        self.settle()
+        other = Cover(self._is_end)
+        other.changed.update(node for node in nodes if self._is_end(node))
+        other.settle()
+        counted = {node for node in self._counted if node.parent is not None}  # no page is on the path to a root
+        return (counted, self.reasons, self._num_pages) == (other._counted, other.reasons, other._num_pages)
 
     # What the forest does to nodes
 

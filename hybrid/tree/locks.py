@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hybrid.errors import LockError
 from hybrid.tree.candidates import Candidates
 from hybrid.tree.cover import MAX_CHANGED, Cover
@@ -54,6 +56,15 @@ class Locks:
     def num_pinned_checkpoints(self) -> int:
         """Checkpoints that locks of pins protect."""
         return len(self._pinned)
+
+    def is_right(self, nodes: Iterable[Node]) -> bool:
+        """Whether what locks protect is counted as it is: for the audit.
+
+        Args:
+            nodes: all that there are.
+        """
+        many = list(nodes)
+        return self._pages.is_right(many) and self._pinned_pages.is_right(many)
 
     def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
         """Protect the pages from the root to the node's end.

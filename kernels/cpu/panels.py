@@ -8,7 +8,8 @@ order, and they are added to each other in the same pairs. So the bits are those
 
 What a step takes lies together in a *panel*: the elements of a lane, one after another, of ROWS rows of x or of
 COLUMNS rows of the weight. The weight's panels are made by the thread that uses them and stay in the CPU's second
-cache; the panels of x are made once. (Goto, van de Geijn, "Anatomy of high-performance matrix multiplication", 2008.)
+cache, and while one is used the rows of the next one are asked for. The panels of x are made once. (Goto, van de
+Geijn, "Anatomy of high-performance matrix multiplication", 2008.)
 """
 
 from typing import Any
@@ -41,6 +42,7 @@ from hybrid.kernels.cpu.vectors import (
     load_lanes,
     looped,
     numbers,
+    prefetch,
     put,
     repeated,
     store_lanes,
@@ -49,7 +51,7 @@ from hybrid.kernels.cpu.vectors import (
 MIN_SHARED = 1 << 18
 """Multiplications that are worth a thread."""
 
-MIN_COPIED = 1 << 16
+MIN_COPIED = 1 << 14
 """Elements of x that are worth a thread where they are copied."""
 
 ROWS, VECTORS = (12, 2) if HAS_WIDE_REGISTERS else (6, 1)
@@ -58,8 +60,12 @@ ROWS, VECTORS = (12, 2) if HAS_WIDE_REGISTERS else (6, 1)
 COLUMNS = VECTORS * LANES
 """Rows of the weight in a panel."""
 
-PANELS = 4
-"""Panels of the weight, at most, that are made at once and used for all rows of x."""
+MAX_NEAR = 1 << 21
+"""Elements of x whose panels stay in the CPU's last cache, while all rows of the weight are multiplied with them."""
+
+MAX_PANELS, MAX_NEAREST = 4, 3 << 14
+"""Panels of the weight, at most, that are made at once, and their elements, which stay in the second cache with panels
+of x: more panels read x less often."""
 
 TILES = 2
 """Panels of x that are multiplied with the same lane of a panel of the weight while it is in the first cache."""
@@ -76,6 +82,11 @@ _SQUARE = 8
 
 _ROWS_AT_ONCE = 6
 """Rows of x that are turned at once."""
+
+_LINE = 64
+"""Bytes of memory that the CPU reads at once."""
+
+_BYTE = np.int8(0)
 
 _SIZE = ROWS * COLUMNS
 _SPREAD = 16
@@ -190,6 +201,17 @@ def _add_lane(context, x, w, steps, sums, finished):  # type: ignore[no-untyped-
     return types.void(FLOATS, FLOATS, types.int64, FLOATS, types.int64), generate
 
 
+@intrinsic
+def _ask(context, memory, index):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of a byte."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        prefetch(builder, *args)
+        return context.get_dummy_value()
+
+    return types.void(memory, types.int64), generate
+
+
 @compiled
 def _make_panels(args, kind, first, last):  # type: ignore[no-untyped-def]
     """The panels `[first, last)` of x."""
@@ -206,9 +228,9 @@ def _make_panels(args, kind, first, last):  # type: ignore[no-untyped-def]
 @compiled_inline
 def _make_panel_of_weight(w, w_stride, rows, length, steps, panel, of_lane):  # type: ignore[no-untyped-def]
     """A panel of up to COLUMNS rows of the weight."""
-    for row in range(0, rows, _SQUARE):
-        own, count = at(w, row * w_stride), min(_SQUARE, rows - row)
-        for step in range(steps):
+    for step in range(steps):  # of all rows before the next step: what they write lies side by side
+        for row in range(0, rows, _SQUARE):
+            own, count = at(w, row * w_stride), min(_SQUARE, rows - row)
             place = at(panel, step * COLUMNS + row)
             _turn_w(at(own, step * LANES), w_stride, count, length - step * LANES, place, of_lane)
 
@@ -228,8 +250,9 @@ def _write(out, sums, scale, width, is_scaled):  # type: ignore[no-untyped-def]
 
 
 @compiled_inline
-def _multiply_tiles(x, w, of_lane, count, steps, sums):  # type: ignore[no-untyped-def]
-    """The products of `count` panels of x with one of the weight: the last of the LEVELS sums of each output."""
+def _multiply_tiles(x, w, of_lane, count, steps, sums, ahead, lines):  # type: ignore[no-untyped-def]
+    """The products of `count` panels of x with one of the weight: the last of the LEVELS sums of each output. Meanwhile
+    some lines of memory from `ahead` on are asked for."""
     for lane in range(LANES):
         finished = 0
         while lane >> finished & 1:
@@ -237,6 +260,8 @@ def _multiply_tiles(x, w, of_lane, count, steps, sums):  # type: ignore[no-untyp
         for tile in range(count):
             own = at(x, (tile * LANES + lane) * steps * ROWS)
             _add_lane(own, at(w, lane * of_lane), steps, at(sums, tile * LEVELS * _SIZE), finished)
+        for line in range(lines * lane // LANES, lines * (lane + 1) // LANES):
+            _ask(ahead, line * _LINE)
 
 
 @compiled
@@ -244,30 +269,36 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
     """Columns `[first, last)`; the kinds are those of the weight and of the output."""
     a = numbers(args, INDEX)
     x, w, scale, out = numbers(a[0], ZERO), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
-    w_stride, out_stride, rows, length, steps, is_scaled = a[4], a[5], a[6], a[7], a[8], a[2] != 0
-    of_lane = steps * COLUMNS + _SPREAD
+    w_stride, out_stride, rows, length, steps, of_row, is_scaled = a[4], a[5], a[6], a[7], a[8], a[9], a[2] != 0
+    of_lane, at_once = steps * COLUMNS + _SPREAD, TILES * ROWS
     of_panel = LANES * of_lane
-    memory = np.empty(TILES * LEVELS * _SIZE + PANELS * of_panel + LANES, np.float32)
+    most = max(min(MAX_NEAREST // of_panel, MAX_PANELS), 1) * COLUMNS
+    near = max(MAX_NEAR // max(length, 1) // at_once, 1) * at_once
+    memory = np.empty(TILES * LEVELS * _SIZE + most // COLUMNS * of_panel + LANES, np.float32)
     sums = numbers((memory.ctypes.data + 63) // 64 * 64, ZERO)
     panels = at(sums, TILES * LEVELS * _SIZE)
-    wanted = (last - first + COLUMNS - 1) // COLUMNS
-    blocks = max((wanted + PANELS - 1) // PANELS, 1)  # of about the same width
-    for number in range(blocks):
-        block = first + wanted * number // blocks * COLUMNS
-        end = min(first + wanted * (number + 1) // blocks * COLUMNS, last)
-        for column in range(block, end, COLUMNS):
-            own, panel = at(w, column * w_stride), at(panels, (column - block) // COLUMNS * of_panel)
-            _make_panel_of_weight(own, w_stride, min(COLUMNS, end - column), length, steps, panel, of_lane)
-        for row in range(0, rows, TILES * ROWS):
-            count = min(TILES * ROWS, rows - row)
-            tiles = (count + ROWS - 1) // ROWS
-            for column in range(block, end, COLUMNS):
-                panel = at(panels, (column - block) // COLUMNS * of_panel)
-                _multiply_tiles(at(x, row * LANES * steps), panel, of_lane, tiles, steps, sums)
-                for i in range(count):
-                    place = (i // ROWS * LEVELS + LEVELS - 1) * _SIZE + i % ROWS * COLUMNS
-                    o, s = at(out, (row + i) * out_stride + column), at(scale, column)
-                    _write(o, at(sums, place), s, min(COLUMNS, end - column), is_scaled)
+    for begin in range(0, rows, near):
+        end = min(begin + near, rows)
+        for block in range(first, last, most):
+            following = min(block + most, last)
+            for column in range(block, following, COLUMNS):
+                own, panel = at(w, column * w_stride), at(panels, (column - block) // COLUMNS * of_panel)
+                _make_panel_of_weight(own, w_stride, min(COLUMNS, last - column), length, steps, panel, of_lane)
+            ahead, lines = numbers(a[1] + following * of_row, _BYTE), min(most, last - following) * of_row // _LINE
+            parts = (end - begin + at_once - 1) // at_once * ((following - block + COLUMNS - 1) // COLUMNS)
+            part = 0
+            for row in range(begin, end, at_once):
+                own, count = at(x, row * LANES * steps), min(at_once, end - row)
+                tiles = (count + ROWS - 1) // ROWS
+                for column in range(block, following, COLUMNS):
+                    panel, asked = at(panels, (column - block) // COLUMNS * of_panel), lines * part // parts
+                    part += 1
+                    more = lines * part // parts - asked
+                    _multiply_tiles(own, panel, of_lane, tiles, steps, sums, at(ahead, asked * _LINE), more)
+                    for i in range(count):
+                        place = (i // ROWS * LEVELS + LEVELS - 1) * _SIZE + i % ROWS * COLUMNS
+                        o, s = at(out, (row + i) * out_stride + column), at(scale, column)
+                        _write(o, at(sums, place), s, min(COLUMNS, last - column), is_scaled)
     keep(memory)
 
 
@@ -279,6 +310,7 @@ def multiply_panels(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | N
     args = x.data_ptr(), panels.data_ptr(), x.stride(0), rows, inner, steps
     run(_make_panels, KINDS[x.dtype], args, tiles, 1, x.numel() // MIN_COPIED)
     addresses = panels.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
-    numbers_of_product = (*addresses, weight.stride(0), output.stride(0), rows, inner, steps)
+    of_row = weight.stride(0) * weight.element_size()
+    numbers_of_product = (*addresses, weight.stride(0), output.stride(0), rows, inner, steps, of_row)
     kinds, most = (KINDS[weight.dtype], KINDS[x.dtype]), rows * inner * outputs // MIN_SHARED
     run(_multiply_panels, kinds, numbers_of_product, outputs, COLUMNS, most)

@@ -193,3 +193,30 @@ def test_a_model_that_cannot_run_is_told_from_a_device_that_is_full(error: Any, 
         cache_on(model)
     hook.remove()
     assert_nothing_held(cache_on(model))
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_unexpected_exception_leaves_no_page_with_two_owners(
+    model: Any, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_on(model, deterministic=True)
+    insert, calls = cache.cache.tree.insert, []
+
+    def raising(*arguments: Any) -> Any:
+        calls.append(insert(*arguments))
+        if len(calls) == call:
+            raise RuntimeError("planted")
+        return calls[-1]
+
+    monkeypatch.setattr(cache.cache.tree, "insert", raising)
+    with pytest.raises(RuntimeError, match="planted"):
+        cache.generate(ids(70), **greedy(6))
+    monkeypatch.undo()
+    assert_nothing_held(cache)
+    assert cache.cache.stats().resets == 1
+    for length in (70, 50, 70):
+        assert_same(
+            cache.generate(ids(length), **greedy(6)),
+            cache_on(model, deterministic=True).generate(ids(length), **greedy(6)),
+        )
+    assert_nothing_held(cache)
