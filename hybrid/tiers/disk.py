@@ -33,11 +33,11 @@ from hybrid.tiers.worker import Worker, ended_within
 READ_LATENCY, READ = 5e-4, 1e-9
 """Seconds per restore, and per byte restored, that are assumed until they are measured."""
 
-MAX_SEGMENT_BYTES = 64 * 2**20
-"""A segment is written when its copies are as large as this, or as a sixteenth of what the disk may hold."""
+MAX_SEGMENT_BYTES = 8 * 2**20
+"""A segment is written when its copies are as large, or a sixteenth of the disk. Of a larger one more goes at once."""
 
-MAX_PENDING_SEGMENTS = 4
-"""As much as this many segments may wait for the writer; what comes then is not kept: the disk is too slow."""
+MAX_PENDING_BYTES = 256 * 2**20
+"""As much as this, or a quarter of the disk, may wait for the writer; what comes then is not kept: it is too slow."""
 
 WRITTEN_AFTER = 2.0
 """Seconds after which copies are written that do not fill a segment."""
@@ -92,6 +92,7 @@ class DiskTier:
         self._savings = savings
         self._open_store = open_store
         self._segment_bytes = max(1, min(MAX_SEGMENT_BYTES, num_bytes // 16))
+        self._max_pending_bytes = max(4, min(MAX_PENDING_BYTES, num_bytes // 4))
         self._lock = ProcessLock()  # of all that follows
         self._index = Index(num_bytes, savings, self.cost)
         self._pending: dict[Name, Pending] = {}
@@ -220,7 +221,7 @@ class DiskTier:
         return True
 
     def _is_behind(self, num_bytes: int) -> bool:
-        return self._pending_bytes > max(0, MAX_PENDING_SEGMENTS * self._segment_bytes - num_bytes)
+        return self._pending_bytes > max(0, self._max_pending_bytes - num_bytes)
 
     def _wait_for_writer(self, num_bytes: int) -> None:
         """Within `be_patient`: let the writer catch up before something is refused."""
@@ -409,7 +410,7 @@ class DiskTier:
         """A disk that was full may have more by now: it is used little by little."""
         if self.num_bytes < self._max_bytes and time.monotonic() >= self._grows_at:
             with self._lock:
-                more = 2 * self.num_bytes + MAX_PENDING_SEGMENTS * (self._segment_bytes + DATA_ALIGNMENT)
+                more = 2 * self.num_bytes + self._max_pending_bytes + 4 * DATA_ALIGNMENT
                 self._index.ranking.limit(min(self._max_bytes, more))
                 self._grows_at = time.monotonic() + GROWN_AFTER
 
