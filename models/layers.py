@@ -110,13 +110,19 @@ class Projections(nn.Module):
         self._linears: tuple[Linear, ...] = linears  # a tuple: they are not submodules of this one
         self._weight: Tensor | None = None
 
-    def forward(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        """Multiply rows `[T, inputs]`; returns `[T, outputs]` of each layer, parts of one tensor if they are fused."""
+    def forward(self, x: Tensor, batch: Batch, first: int = 0) -> tuple[Tensor, ...]:
+        """Multiply rows `[T, inputs]`; returns `[T, outputs]` of each layer, parts of one tensor if they are fused.
+
+        Args:
+            first: layers before this one are left out.
+        """
+        linears = self._linears[first:]
         if self._weight is None:
-            return tuple(each(x, batch) for each in self._linears)
-        y = linear(x, self._weight, batch.blocks, self._linears[0].products)
-        parts = y.split([len(each.weight) for each in self._linears], dim=-1)
-        return tuple(each.complete(part, x, batch) for each, part in zip(self._linears, parts, strict=True))
+            return tuple(each(x, batch) for each in linears)
+        weight = self._weight[sum(len(each.weight) for each in self._linears[:first]) :]
+        y = linear(x, weight, batch.blocks, linears[0].products)
+        parts = y.split([len(each.weight) for each in linears], dim=-1)
+        return tuple(each.complete(part, x, batch) for each, part in zip(linears, parts, strict=True))
 
     def fuse(self) -> None:
         """Compute all of them by one product. Not for weights that are int8, or multiplied in ways that differ."""

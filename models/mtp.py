@@ -91,7 +91,7 @@ class MultiTokenPredictor(nn.Module):
         x = self._joined(embedded, self.last_hidden(hidden, batch, state), batch)
         layer: Any = self.layers[0]
         norm, attention, _, _ = layer.parts
-        attention.store(norm(x), batch, rotary, kv)
+        attention.keep(norm(x), batch, rotary, kv)
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int

@@ -127,7 +127,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor, chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; writes its keys and values to the slots of the batch."""
-        q, gate = self.store(x, batch, rotary, kv)
+        q, k, v = self.inputs(x, batch)
+        q, gate = q.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
+        q = self._store(q, k, v, batch, rotary, kv)
         # prompts and decoded tokens have different kernels: a tile of queries, or splits of the keys in parallel
         parts = [
             kernels.paged_attention(
@@ -147,15 +149,19 @@ class Attention(nn.Module):
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(kernels.sigmoid_and_mul(y, gate).flatten(1), batch)
 
-    def store(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of `[T, hidden_size]`. Returns the queries, which are rotated, and the gates."""
-        q, k, v = self.inputs(x, batch)
-        q, gate = q.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
+    def keep(self, x: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> None:
+        """Write the keys and values of `[T, hidden_size]`, and compute nothing else."""
+        k, v = self.inputs(x, batch, first=1)
+        no_queries = k.unflatten(-1, (self.kv_heads, self.head_dim))[:, :0]
+        self._store(no_queries, k, v, batch, rotary, kv)
+
+    def _store(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, rotary: Rotary, kv: Tensor) -> Tensor:
+        """Write keys and values. Returns the queries, rotated."""
         k, v = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in (k, v))
         pages, norms = kv[:, self.layer], (self.q_norm.factor(), self.k_norm.factor(), self.q_norm.eps)
         q = kernels.norm_rotate_store(q, k, v, *norms, rotary.cos, rotary.sin, pages, batch.slot_mapping)
         copy_keys_and_values(pages, batch.copies)
-        return q, gate
+        return q
 
 
 class DecoderLayer(ResidualLayer):

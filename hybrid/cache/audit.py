@@ -193,6 +193,8 @@ def _pieces(memory: CacheMemory) -> list[str]:
         num_free = len(pool.free_indices())
         if pool.num_loose != num_free:
             wrong.append(f"the arena counts {pool.num_loose} free units of {pool.name} and has {num_free}")
+        elif not pool.is_right:
+            wrong.append(f"what the arena knows of the free units of {pool.name} is not so")
         for piece in pool.pieces:
             if pool.is_unused(piece):
                 wrong.append(f"piece {piece} belongs to {pool.name}, although nothing in it is in use")

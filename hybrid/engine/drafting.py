@@ -24,6 +24,10 @@ from hybrid.units import ceil_div
 TIMED_EVERY = 4
 """Of steps without drafts as many take the same time, and one of them is timed."""
 
+LEAST_CHAIN = 0.3
+"""Chance of a predictor's chain below which it is not continued, on a CPU, where the host knows it without waiting: a
+further token would take a pass of the predictor, and a row of the model's."""
+
 
 class Drafting:
     """Drafts for the parts of one engine's steps.
@@ -83,7 +87,7 @@ class Drafting:
         proposed = self._speculator.propose_all(asked, len(decodes))
         left = self._most
         for part, drafts in zip(parts, proposed, strict=True):
-            if drafts is None and self._mtp is None:
+            if drafts is None and len(part.lease.block_table) == part.num_pages:  # no pages were taken for drafts
                 continue
             try:
                 self._add(part, drafts.first(left) if drafts is not None else None)
@@ -202,7 +206,8 @@ def make_drafting(
     if has_predictor:
         on_cpu = loaded.device.type == "cpu"
         capture = capture_for(loaded.device) if on_cpu and is_captured(loaded, config) else None
-        mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
+        least = LEAST_CHAIN if on_cpu and speculation is not None and speculation.adaptive else 0.0
+        mtp = MtpDrafter(loaded.model, cache, loaded.device, capture, least)
     clock = clock_of(loaded.device.type)
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock)
     return Drafting(speculator, cache, config, deterministic, mtp, clock) if speculator is not None else None

@@ -8,7 +8,7 @@ the accepted ones is never read, and never shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.pieces import ALIGNMENT
-from hybrid.engine.predictor_passes import PredictorInputs, PredictorPasses
+from hybrid.engine.predictor_passes import PredictorNumbers, PredictorPasses
 from hybrid.engine.step import Part
-from hybrid.memory.device import on_device
 from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.drafter import Drafter, History
 
-WIDTH = 2
-"""Tokens that are proposed for each position: the most probable ones."""
+ALTERNATIVES = 2
+"""Tokens that are proposed for each position: the most probable ones. On a CPU the most probable one alone is: passes
+with trees are not captured, and take more than they yield."""
 
 
 class Proposed(NamedTuple):
@@ -39,46 +38,30 @@ class Proposed(NamedTuple):
     chances: list[list[float]]
 
 
-class _Rows(NamedTuple):
-    """One row for each request: its last known token.
-
-    Attributes:
-        tokens, states: `[R]` the tokens, and the slots with the hidden states before them.
-        lengths: `[R]` tokens of the sequences up to there.
-        positions: `[R]` rotary positions.
-        slots: `[depth, R]` of each token and of those after it.
-        block_table: `[R, max_pages]`.
-    """
-
-    tokens: Tensor
-    states: Tensor
-    lengths: Tensor
-    positions: Tensor
-    slots: Tensor
-    block_table: Tensor
-
-    def ahead(self, tokens: Tensor, hidden: Tensor, ahead: int) -> PredictorInputs:
-        """The tokens `[N]` of the first rows that are `ahead` of the last known ones."""
-        rows = slice(0, len(tokens))
-        positions, lengths = self.positions[rows] + ahead, self.lengths[rows] + ahead
-        return PredictorInputs(tokens, positions, self.slots[ahead, rows], lengths, self.block_table[rows], hidden)
-
-
 class MtpDrafter(Drafter):
-    """Drafts what the predictor says: a chain of its most probable tokens, each with an alternative.
+    """Drafts what the predictor says: a chain of its most probable tokens, each with alternatives.
 
     Args:
         model: has a predictor.
         cache: the memory that the model reads and writes.
         device: of the model.
         capture: captures passes of the predictor; None: each is launched kernel by kernel.
+        least: the chance of a chain below which it is not continued. Above 0 the host waits for each pass.
     """
 
-    def __init__(self, model: Any, cache: HybridCache, device: torch.device, capture: Capture | None = None) -> None:
-        self._passes = PredictorPasses(model, cache.kv, capture)
+    def __init__(
+        self,
+        model: Any,
+        cache: HybridCache,
+        device: torch.device,
+        capture: Capture | None = None,
+        least: float = 0.0,
+    ) -> None:
+        self._passes = PredictorPasses(model, cache.kv, cache.state_tensors[HIDDEN], device, capture)
+        self._alternatives = 1 if device.type == "cpu" else ALTERNATIVES
+        self._least = least
         self._cache = cache
-        self._device = device
-        self._parts: dict[History, Part] = {}
+        self._parts: Sequence[Part] = ()
         self._proposed: dict[History, Proposed] = {}
 
     @property
@@ -86,16 +69,17 @@ class MtpDrafter(Drafter):
         """Of the drafter."""
         return "mtp"
 
-    def begin(self, parts: Iterable[Part]) -> None:
+    def begin(self, parts: Sequence[Part]) -> None:
         """The parts of the next step whose requests may have drafts."""
-        self._parts = {part.request.history: part for part in parts}
+        self._parts = parts
         self._proposed.clear()
 
     def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:
         """Predict up to this many tokens after each of these histories, as far as there is memory for them."""
         asked = []
+        parts = {part.request.history: part for part in self._parts}
         for history, count in wanted:
-            part = self._parts[history]
+            part = parts[history]
             if not self._cache.reserve(part.lease, part.end + count - 1):
                 count = len(part.lease.block_table) * self._cache.config.page_size - part.start
             asked.append((part, count))
@@ -108,44 +92,43 @@ class MtpDrafter(Drafter):
         proposed = self._proposed.get(history)
         if proposed is None:
             return (), (), ()
-        depth = len(proposed.tokens)
-        tokens = [own[rank] for rank in range(WIDTH) for own in proposed.tokens]  # the chain is first
-        chances = [own[rank] for rank in range(WIDTH) for own in proposed.chances]
-        return tokens, [*range(-1, depth - 1)] * WIDTH, chances
+        depth, ranks = len(proposed.tokens), range(self._alternatives)
+        tokens = [own[rank] for rank in ranks for own in proposed.tokens]  # the chain is first
+        chances = [own[rank] for rank in ranks for own in proposed.chances]
+        return tokens, [*range(-1, depth - 1)] * self._alternatives, chances
 
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
         """What follows the last known token of each part, for each as many tokens as are asked for."""
-        rows = self._rows([part for part, _ in asked], asked[0][1])
-        tokens, hidden = rows.tokens, self._cache.state_tensors[HIDDEN][rows.states]
+        width = self._passes.width(max(len(part.lease.block_table) for part, _ in asked))
         found: list[tuple[Tensor, Tensor]] = []
+        before: tuple[Tensor, Tensor] | None = None
+        reached = torch.ones(len(asked))
         for ahead in range(asked[0][1]):
-            count = sum(wanted > ahead for _, wanted in asked)
-            logits, hidden = self._passes.run(rows.ahead(tokens[:count], hidden[:count], ahead))
-            chances, likely = logits.softmax(-1).topk(WIDTH)
+            rows = [self._row(part, ahead) for part, wanted in asked if wanted > ahead]
+            tables = [part.lease.block_table for part, _ in asked[: len(rows)]]
+            if before is not None:
+                before = before[0][: len(rows)], before[1][: len(rows)]
+            logits, hidden = self._passes.run(PredictorNumbers.of(rows, tables, width), before)
+            chances, likely = logits.softmax(-1).topk(self._alternatives)
             found.append((likely, chances))
-            tokens = likely[:, 0]
+            before = likely[:, 0], hidden
+            if self._least:
+                reached = reached[: len(rows)] * chances[:, 0]
+                if reached.max() < self._least:
+                    break
         lists = [(tokens.tolist(), chances.tolist()) for tokens, chances in found]
         return [
             Proposed([tokens[row] for tokens, _ in lists[:count]], [chances[row] for _, chances in lists[:count]])
             for row, (_, count) in enumerate(asked)
         ]
 
-    def _rows(self, parts: Sequence[Part], depth: int) -> _Rows:
-        """The numbers of the last known token of each part, and of up to `depth - 1` after it."""
-        page_size = self._cache.config.page_size
-        width = self._passes.width(max(len(part.lease.block_table) for part in parts))
-        numbers: list[list[int]] = []
-        for part in parts:
-            table, media = part.lease.block_table, part.request.media
-            shift = media.shift if media is not None else 0  # what is generated after images has text positions
-            slots = [-1] * depth  # the tree's pages have what is kept of the last known token
-            for ahead in range(depth):
-                page, offset = divmod(part.start + ahead, page_size)
-                if part.lease.num_shared <= page < len(table):
-                    slots[ahead] = table[page] * page_size + offset
-            own = [part.request.ids[-1], part.lease.read_slot, part.end, part.start + shift]
-            numbers.append([*own, *slots, *table, *[0] * (width - len(table))])
-        numbers += numbers[-1:] * (len(parts) % ALIGNMENT)  # so that every column is aligned
-        columns = on_device(torch.tensor(numbers), self._device).t().contiguous()[:, : len(parts)]
-        tokens, states, lengths, positions = columns[:4]
-        return _Rows(tokens, states, lengths, positions, columns[4 : 4 + depth], columns[4 + depth :].t().contiguous())
+    def _row(self, part: Part, ahead: int) -> tuple[int, ...]:
+        """The numbers of the token that is `ahead` of the last known one of a part, without its page ids."""
+        lease, media, page_size = part.lease, part.request.media, self._cache.config.page_size
+        page, offset = divmod(part.start + ahead, page_size)
+        # the tree's pages have what is kept of the last known token
+        is_own = lease.num_shared <= page < len(lease.block_table)
+        slot = lease.block_table[page] * page_size + offset if is_own else -1
+        shift = media.shift if media is not None else 0  # what is generated after images has text positions
+        token = 0 if ahead else part.request.ids[-1]
+        return token, part.start + shift + ahead, slot, part.end + ahead, lease.read_slot

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +15,42 @@ from hybrid.batch import Batch, Group
 from hybrid.engine.capture import Capture
 from hybrid.engine.cuda_graphs import CapturedModel
 from hybrid.engine.padding import Padding
+from hybrid.engine.pieces import ALIGNMENT
+from hybrid.memory.device import on_device
 
 log: logging.Logger = logging.getLogger(__name__)
 
 MAX_PASSES = 64
 """Captured passes that are kept, at most; the one that was not used for longest goes."""
+
+COLUMNS = 5
+"""Integers of a request, besides its page ids: token, rotary position, slot, length, state slot."""
+
+
+class PredictorNumbers(NamedTuple):
+    """The integers of a pass over one token of each of some requests.
+
+    Attributes:
+        count: number of requests.
+        values: the columns `COLUMNS` with a number of each request, filled up to whole `ALIGNMENT`s, and then the page
+            ids of each request, in rows of equal length.
+    """
+
+    count: int  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
+    values: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, ...]], tables: Sequence[Sequence[int]], width: int) -> PredictorNumbers:
+        """Of requests: the numbers of each, its page ids, and how many of these a row has."""
+        values: list[int] = []
+        idle = [0] * (-len(rows) % ALIGNMENT)
+        for column in zip(*rows, strict=True):
+            values += column
+            values += idle
+        for table in tables:
+            values += table
+            values += [0] * (width - len(table))
+        return cls(len(rows), values)
 
 
 class PredictorInputs(NamedTuple):
@@ -29,6 +61,7 @@ class PredictorInputs(NamedTuple):
         positions: `[N]` their rotary positions.
         slots: `[N]` where their keys and values are written; -1: nowhere.
         lengths: `[N]` of the sequences up to there.
+        states: `[N]` the state slots with the hidden states before them, if these are those of the model.
         block_table: `[N, max_pages]`.
         hidden: `[N, hidden_size]` the hidden states before them.
     """
@@ -37,8 +70,18 @@ class PredictorInputs(NamedTuple):
     positions: Tensor
     slots: Tensor
     lengths: Tensor
+    states: Tensor
     block_table: Tensor
     hidden: Tensor
+
+    @classmethod
+    def of(cls, numbers: Tensor, count: int, hidden: Tensor) -> PredictorInputs:
+        """Views of the `values` of `PredictorNumbers`, and what is read besides."""
+        length = count + -count % ALIGNMENT
+        columns = [numbers[length * column :][:count] for column in range(COLUMNS)]
+        tokens, positions, slots, lengths, states = columns
+        block_table = numbers[length * COLUMNS :].view(count, -1)
+        return cls(tokens, positions, slots, lengths, states, block_table, hidden)
 
     def batch(self) -> Batch:
         """The tokens, as ones that are decoded."""
@@ -59,8 +102,10 @@ class PredictorInputs(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A captured pass: what it reads, what runs it, and what it writes."""
+    """A captured pass: its integers as the host writes them, what it reads, what runs it, and what it writes. All that
+    it reads must stay where it is."""
 
+    values: np.ndarray
     inputs: PredictorInputs
     batch: Batch
     run: Callable[[], None]
@@ -74,14 +119,20 @@ class PredictorPasses:
     Args:
         model: has a predictor.
         kv: the pages.
-        capture: captures passes; None: each is launched kernel by kernel.
+        states: `[slots, hidden_size]` the last hidden state of each sequence.
+        device: of the model.
+        capture: captures passes, on a CPU; None: each is launched kernel by kernel.
     """
 
-    def __init__(self, model: Any, kv: Tensor, capture: Capture | None = None) -> None:
+    def __init__(
+        self, model: Any, kv: Tensor, states: Tensor, device: torch.device, capture: Capture | None = None
+    ) -> None:
         self._model = model
         self._kv = kv
+        self._states = states
+        self._device = device
         self._capture = capture
-        self._captured: OrderedDict[tuple[int, ...], _Captured] = OrderedDict()  # in the order in which they were used
+        self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()  # in the order in which they were used
         self._captured_model = CapturedModel(model)
 
     @property
@@ -93,37 +144,51 @@ class PredictorPasses:
         """Columns of a block table of this many pages, such that few widths occur where passes are captured."""
         return num_pages if self._capture is None else Padding.of(1, num_pages).width
 
-    def run(self, inputs: PredictorInputs) -> tuple[Tensor, Tensor]:
+    def run(self, numbers: PredictorNumbers, before: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """`[N, vocab]` fp32 logits of the token after each, and the predictor's hidden states `[N, hidden_size]`, both
-        valid until the next pass, which may read them."""
-        captured = self._of(inputs) if self._capture is not None and not self._captured_model.is_hooked else None
+        valid until the next pass, which may read them.
+
+        Args:
+            before: the tokens, and the predictor's hidden states before them; None: those of the numbers.
+        """
+        count, values = numbers
+        captured = None
+        if self._capture is not None and not self._captured_model.is_hooked:
+            captured = self._captured.get((count, len(values))) or self._record(self._capture, numbers)
         if captured is None:
+            inputs = self._inputs(numbers)
+            self._fill(inputs, before)
             logits, hidden = self._model.draft(inputs.batch(), inputs.hidden, self._kv)
             return logits, hidden
-        for own, given in zip(captured.inputs, inputs, strict=True):
-            own.copy_(given)
+        self._captured.move_to_end((count, len(values)))
+        captured.values[:] = values
+        self._fill(captured.inputs, before)
         captured.run()
         return captured.logits, captured.hidden
 
-    def _of(self, inputs: PredictorInputs) -> _Captured | None:
-        """The captured pass of this shape."""
-        shape = tuple(inputs.block_table.shape)
-        captured = self._captured.get(shape)
-        if captured is not None:
-            self._captured.move_to_end(shape)
-        elif self._capture is not None:
-            captured = self._record(self._capture, shape, inputs)
-        return captured
+    def _inputs(self, numbers: PredictorNumbers) -> PredictorInputs:
+        """What a pass reads, without hidden states."""
+        hidden = self._states.new_empty(numbers.count, self._states.shape[1])
+        return PredictorInputs.of(on_device(torch.tensor(numbers.values), self._device), numbers.count, hidden)
 
-    def _record(self, capture: Capture, shape: tuple[int, ...], inputs: PredictorInputs) -> _Captured | None:
-        """Capture a pass of this shape, which is run for that with these inputs. If it fails, no other is tried."""
-        own = PredictorInputs(*(given.clone() for given in inputs))
-        batch, hidden = own.batch(), own.hidden
+    def _fill(self, inputs: PredictorInputs, before: tuple[Tensor, Tensor] | None) -> None:
+        """Write the hidden states that a pass reads, and tokens that are not known to the host."""
+        if before is None:
+            torch.index_select(self._states, 0, inputs.states, out=inputs.hidden)
+        else:
+            inputs.tokens.copy_(before[0])
+            inputs.hidden.copy_(before[1])
+
+    def _record(self, capture: Capture, numbers: PredictorNumbers) -> _Captured | None:
+        """Capture a pass of this shape, which is run for that with these numbers. If it fails, no other is tried."""
+        inputs = self._inputs(numbers)
+        self._fill(inputs, None)
+        batch, hidden = inputs.batch(), inputs.hidden
 
         def run() -> Tensor:
             nonlocal hidden
             logits: Tensor
-            logits, hidden = self._model.draft(batch, own.hidden, self._kv)
+            logits, hidden = self._model.draft(batch, inputs.hidden, self._kv)
             return logits
 
         try:
@@ -134,5 +199,7 @@ class PredictorPasses:
             return None
         if len(self._captured) == MAX_PASSES:
             self._captured.popitem(last=False)
-        captured = self._captured[shape] = _Captured(own, batch, again, logits, hidden)
+        shape = numbers.count, len(numbers.values)
+        values = inputs.tokens.as_strided((shape[1],), (1,)).numpy()  # of all integers, which begin with the tokens
+        captured = self._captured[shape] = _Captured(values, inputs, batch, again, logits, hidden)
         return captured

@@ -195,6 +195,14 @@ class ArenaPool:
         """All free units in pieces of this kind, for the audit."""
         return tuple(unit for units in self._free_in.values() for unit in units)
 
+    @property
+    def is_right(self) -> bool:
+        """Whether what is known of free units besides the units themselves agrees with them, for the audit."""
+        num_free = {piece: len(units) for piece, units in self._free_in.items() if units}
+        by_number = {piece: number for number, pieces in enumerate(self._with_free) for piece in pieces}
+        marked = [unit for unit, is_free in enumerate(self._is_free) if is_free]
+        return num_free == by_number and num_free.keys() == self._open.keys() and marked == sorted(self.free_indices())
+
     def is_unused(self, piece: int) -> bool:
         """Whether nothing in a piece of this kind is in use, nor reserved: it should be free then."""
         return len(self._free_in[piece]) == self.per_piece

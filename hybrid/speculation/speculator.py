@@ -22,7 +22,7 @@ from hybrid.speculation.pace import Acceptance, PassCost, Worth
 log: logging.Logger = logging.getLogger(__name__)
 
 FRUITLESS, ASKED_EVERY = 16, 4
-"""After this many passes in which no drafter had anything for a request, they are asked in every fourth pass."""
+"""After this many passes in which no draft of a request was computed, drafters are asked in every fourth pass."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Known:
         position: where the tokens of `watched` would be.
         watched: by drafter a token that it proposed, and how probable it said that it is (None: it does not say).
         passes: number of the latest pass.
-        asked, found: of the latest one in which drafters were asked, and had something.
+        asked, found: of the latest one in which drafters were asked, and in which drafts of theirs were computed.
     """
 
     measured: dict[str, Acceptance]
@@ -62,7 +62,7 @@ class _Known:
     found: int = 0
 
     def is_left_out(self, now: int) -> bool:
-        """Whether no drafter is asked in this pass: of those in which none would have anything, most are left out."""
+        """Whether no drafter is asked in this pass: of those in which no draft would be computed, most are left out."""
         return now - self.found > FRUITLESS and now - self.asked < ASKED_EVERY
 
 
@@ -190,7 +190,9 @@ class Speculator:
             return [None] * len(asked)
         drafts: dict[History, Drafts] = {}
         for joined, count in zip(found, self._counts(found, rows), strict=True):
-            joined.known.found, joined.count = joined.known.passes, count
+            joined.count = count
+            if count:
+                joined.known.found = joined.known.passes
             self._judge(joined)
             if count:
                 drafts[joined.history] = joined.tree.best(count)
@@ -291,8 +293,9 @@ class Speculator:
         self, history: History, limit: int, known: _Known, trees: Sequence[_Joined], rows: int
     ) -> _Joined | None:
         """What those drafters propose that come first and know tokens that were computed before. None: nothing, and
-        there are no others."""
-        joined = _Joined(history, limit, known) if self._others else None
+        no others are to be asked."""
+        others = [asked for asked in self._others if known.measured[asked.name].is_due(known.passes)]
+        joined = _Joined(history, limit, known) if others or (self._others and not self._config.adaptive) else None
         for drafter in self._first:
             if joined is not None and not joined.tree.is_empty and self._config.adaptive:
                 worth = self._cost.worth(_rows_besides(joined, trees, rows))
@@ -317,8 +320,12 @@ class Speculator:
                     count = self._worth_asking(asked, joined, own, trees, rows)
             if count > 0:
                 wanted.append((joined, count))
-        if asked.computes and not self._prepare(asked, [(joined.history, count) for joined, count in wanted]):
-            return
+        longest, seconds = 1, 0.0
+        if asked.computes and wanted:
+            found = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
+            if found is None:
+                return
+            seconds = found
         for joined, count in wanted:
             if isinstance(asked.drafter, CachedDrafter):
                 drafts = self._ask_cached(asked.drafter, joined.history, count)
@@ -331,7 +338,10 @@ class Speculator:
                 joined.firsts[asked.name] = drafts.tokens[0], claimed
                 if asked.computes or claimed is None:
                     joined.asked[asked.name] = asked.computes
+                longest = max(longest, *drafts.depths)
                 self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
+        if asked.computes and wanted:
+            self._cost.drafted(asked.name, longest, seconds)
 
     def _add(self, drafter: str, joined: _Joined, drafts: Drafts) -> None:
         """Add drafts of a drafter to those of a request."""
@@ -354,21 +364,19 @@ class Speculator:
         joined.count = max(joined.count, count)
         return count
 
-    def _prepare(self, asked: _Asked, wanted: Sequence[tuple[History, int]]) -> bool:
-        """Let a drafter compute what it will be asked for. False: it failed, and none of it is there."""
-        if not wanted:
-            return False
+    def _prepare(self, asked: _Asked, wanted: Sequence[tuple[History, int]]) -> float | None:
+        """Let a drafter compute what it will be asked for, and return its seconds. None: it failed, and none of it is
+        there."""
         started = self._clock()
         try:
             asked.drafter.prepare(wanted)
         except Exception as error:
             for history, _ in wanted:
                 self._refuse(asked.name, history, error)
-            return False
+            return None
         seconds = self._clock() - started
         self._spent += seconds
-        self._cost.drafted(asked.name, max(count for _, count in wanted), seconds)
-        return True
+        return seconds
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""

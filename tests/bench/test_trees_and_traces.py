@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from support.calls import calls_of
+
 BENCH = Path(__file__).parents[2] / "bench"
 
 
@@ -46,6 +48,18 @@ def test_our_tree_serves_the_trace_of_mixed_operations(monkeypatch: pytest.Monke
         run.tree.check()
     assert run.hit_tokens > run.num_tokens // 4
     assert run.evicted_tokens > 0
+
+
+def test_a_request_of_the_mixed_trace_costs_a_bounded_number_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It matches, locks and unlocks twice, inserts, and evicts a checkpoint and half a leaf: 160, with the benchmark's
+    own."""
+    operations = operations_of(monkeypatch)
+    run = operations.Mixed(importlib.import_module("hybrid_tree").HybridTree(64, 30 * 1024, 64))
+    first, *rest = operations.make_trace(requests=300, prompts=10)
+    run.request(first)
+    calls = calls_of(lambda: [run.request(ids) for ids in rest])
+    assert run.evicted_tokens > 0
+    assert calls < 175 * len(rest)
 
 
 def test_a_trace_of_mixed_operations_has_conversations_of_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:

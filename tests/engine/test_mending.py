@@ -174,3 +174,19 @@ def test_an_audit_that_fails_in_a_step_is_raised(tiny: Engine, monkeypatch: pyte
     with pytest.raises(AuditError, match="leaked"):
         engine.step()
     assert_one_failed_at_most(tiny, engine, [name], steps(engine))
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_an_arena_that_lost_count_of_its_free_units_is_noticed(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    engine = tiny.with_cache(hybrid.CacheConfig(page_size=16, chunk_size=16, memory="2MiB"))
+    arena = engine.cache.memory.arena
+    assert arena is not None
+    answer(engine, PROMPTS[1], greedy(4))
+    monkeypatch.setattr(arena, "give_back", after(arena.give_back, call))
+    names = [engine.add_request(prompt, greedy(9)) for prompt in PROMPTS]
+    outputs = steps(engine)
+    monkeypatch.undo()
+    assert engine.cache.stats().resets <= 1
+    assert_one_failed_at_most(tiny, engine, names, outputs)

@@ -201,6 +201,9 @@ def test_what_comes_before_attention_agrees_with_its_twin(dtype: torch.dtype) ->
         q[3:4], k[3:4], v[3:4], *scales, EPS, *(a[3:4] for a in rest[1:]), ours, slots[3:4]
     )
     assert same_bits(alone, y[3:4])
+    without = poisoned_pages(4, 8, kv_heads, size, dtype)
+    elementwise.norm_rotate_store(q[:, :0], k, v, *scales, *rest, without, slots)  # no queries
+    assert same_bits(without, ours)
 
 
 # Decode steps

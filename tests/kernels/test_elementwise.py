@@ -171,7 +171,7 @@ class Heads:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "rotary_dim"),
-    [(4, 2, 16, 4), (6, 1, 24, 6), (3, 3, 24, 24), (16, 4, 256, 64), (8, 8, 32, 2)],
+    [(4, 2, 16, 4), (6, 1, 24, 6), (3, 3, 24, 24), (16, 4, 256, 64), (8, 8, 32, 2), (0, 2, 16, 4)],
 )
 def test_heads_are_normed_turned_and_stored_as_by_the_twin(
     heads: int, kv_heads: int, head_dim: int, rotary_dim: int, dtype: torch.dtype

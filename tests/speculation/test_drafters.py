@@ -97,9 +97,12 @@ def test_a_pass_costs_what_the_fastest_ones_took() -> None:
 
 
 def test_a_pass_that_was_captured_says_nothing() -> None:
+    """Nor does one whose replay was."""
     cost = PassCost()
-    for rows, seconds in ((1, 1.0), (1, 1.0), (2, 50.0), (2, 1.1), (4, 50.0), (4, 1.3), (8, 50.0)):
-        cost.observe(rows, seconds, rows - 1)
+    for rows, seconds in ((1, 1.0), (2, 1.1), (4, 1.3), (8, None)):
+        for each in (50.0, 20.0, seconds):
+            if each is not None:
+                cost.observe(rows, each, rows - 1)
     assert cost.row == pytest.approx(0.1) and cost.extra == pytest.approx(0)
 
 
