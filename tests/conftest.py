@@ -23,13 +23,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with_address = [item.nodeid for item in items if re.search("0x[0-9a-f]{6}", item.nodeid)]
     if with_address:
         raise pytest.UsageError(f"an address is in the name of a test; give it an id: {with_address[0]}")
-    # Coverage makes Python up to twice as slow: of a test with many parameters the first set is traced.
-    traced: set[str] = set()
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        if name in traced:
-            item.add_marker("no_cover")
-        traced.add(name)
 
 
 # What the tests of the tensor half share: a tokenizer and a random checkpoint, made once per session. transformers
