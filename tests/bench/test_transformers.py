@@ -3,6 +3,7 @@
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,12 +70,16 @@ def test_the_cache_inside_transformers(load: Callable[..., ModuleType], tmp_path
 def test_the_engine_against_llama_cpp_without_it(load: Callable[..., ModuleType], tmp_path: Path) -> None:
     cpu = load("cpu", PROMPT=64, SHARED=128, OWN=8, STEPS=6, CLIENTS=3, NEW=2)
     load("model").save_random_model(tmp_path)
-    engine = Engine.from_pretrained(tmp_path, cache=CacheConfig(memory="64MiB"))
+    load_engine = partial(Engine.from_pretrained, tmp_path, cache=CacheConfig(memory="64MiB"))
+    engine = load_engine()
     lines = cpu.against_llama(engine, None, 1, 0)
     assert [line.medians["ours"] > 0 and not line.reached for line in lines] == [True] * 4
     (line,) = cpu.against_server(engine, None, 1)
     assert line.medians["ours"] > 0 and not line.reached
     assert_every_line_is_measured(cpu.of_threads(engine, 1), 4)
-    parts = cpu.costs(engine)
-    assert {"decode step: multiply", "decode step: step", "decode step: torch"} <= {line.name for line in parts}
-    assert sum(line.value for line in parts) == pytest.approx(1)
+    lines = cpu.costs(engine, load_engine, "float32")
+    parts = {line.name.removeprefix("decode step: "): line.medians for line in lines}
+    assert {cpu.PRODUCTS, cpu.REST, cpu.ALL} < set(parts)
+    whole = parts.pop(cpu.ALL)
+    for side in ("torch", "compiled"):
+        assert sum(medians[side] or 0 for medians in parts.values()) == pytest.approx(whole[side])
