@@ -299,6 +299,18 @@ def bytes_of(value: int) -> Tensor:
     return torch.full((4,), value, dtype=torch.uint8)
 
 
+TWO_COPIES = [
+    "own waits for current",
+    "event 0 on own",
+    "on own",
+    "copy",
+    "copy",
+    "off own",
+    "event 1 on own",
+]
+"""What a GPU is given for two copies in a stream of their own."""
+
+
 def test_a_gpu_copies_in_a_stream_of_its_own_after_its_work_and_before_what_waits(gpu: Gpu) -> None:
     copier = StreamCopier(torch.device("cuda"))
     source = copier.prepare(bytes_of(1))
@@ -307,13 +319,7 @@ def test_a_gpu_copies_in_a_stream_of_its_own_after_its_work_and_before_what_wait
     copier.wait()
     assert gpu.said == [
         "pin",
-        "own waits for current",
-        "event 0 on own",
-        "on own",
-        "copy",
-        "copy",
-        "off own",
-        "event 1 on own",
+        *TWO_COPIES,
         "current waits for event 1",
         "current waits for own",
     ]
@@ -368,13 +374,7 @@ def test_what_leaves_a_gpu_is_copied_between_what_wrote_it_and_what_may_overwrit
     outgoing = Outgoing(outward_copier_for(torch.device("cuda")))
     contents = outgoing.begin([bytes_of(1), bytes_of(2)])
     assert gpu.said == [
-        "own waits for current",
-        "event 0 on own",
-        "on own",
-        "copy",
-        "copy",
-        "off own",
-        "event 1 on own",
+        *TWO_COPIES,
         "current waits for own",
     ]
     assert pinned == [True]
