@@ -64,7 +64,7 @@ def fingerprint_named(memory: CacheMemory, config: CacheConfig, model: str | Fin
     """The fingerprint of a caller who names the model, or knows all of it.
 
     Raises:
-        ArgumentError: the name is no text, or the memory has no contents that can be read.
+        ArgumentError: the name is not a text, or the memory has no contents that can be read.
     """
     if isinstance(model, Fingerprint):
         return model
@@ -89,7 +89,7 @@ def collect(
 
     Raises:
         PromptError: nothing is cached of one of the prompts.
-        ArgumentError: `after` is no number of tokens.
+        ArgumentError: `after` is not a number of tokens.
     """
     after = integer("after", after, 0)
     after -= after % tree.page_size
@@ -225,7 +225,7 @@ def _check_nodes(archive: Archive) -> None:
     """Refuse what no cache has written.
 
     Raises:
-        CacheFileError: a kind of checkpoint is unknown, or a namespace is no text.
+        CacheFileError: a kind of checkpoint is unknown, or a namespace is not a text.
     """
     for index, node in enumerate(archive.nodes):
         try:

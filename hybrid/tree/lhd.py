@@ -65,7 +65,7 @@ CLASS_SIZES = (2, 3, 4, 5)
 """Lengths of the prefixes that are classes."""
 
 ANY, SPARE = 0, 1
-"""The groups that are no class: all checkpoints; those that are spare and not used yet."""
+"""The groups that are not classes: all checkpoints; those that are spare and not used yet."""
 
 
 def age_bin(age: int) -> int:
