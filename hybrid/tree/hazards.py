@@ -110,7 +110,8 @@ def window(values: Array, reach: int) -> Array:
     if reach == 0:
         return values
     if reach >= BINS:
-        return np.add.reduce(values, axis=1, keepdims=True)
+        total: Array = np.add.reduce(values, axis=1, keepdims=True)
+        return total
     sums = np.zeros((len(values), BINS + 2 * reach + 1))
     sums[:, reach + 1 : reach + 1 + BINS] = values
     np.add.accumulate(sums, axis=1, out=sums)
