@@ -85,7 +85,7 @@ class Hierarchy:
         hazards[: self._num_roots] = _FIRST_HAZARDS
         for rows, above in self._levels:
             hazards[rows] = refined(hazards[above], [found[rows] for found in observed], exposure[rows])
-        found = np.empty_like(hits)
+        found: Array = np.empty_like(hits)
         found[self._order] = density(hazards)
         return found
 
