@@ -18,6 +18,7 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -40,20 +41,27 @@ aten = torch.ops.aten
 
 EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
 
-CALLED_AGAIN = (
-    aten._to_copy.default,
-    aten.add.Tensor,
-    aten.cat.default,
-    aten.cos.default,
-    aten.embedding.default,
-    aten.fill_.Scalar,
-    aten.index.Tensor,
-    aten.mul.Scalar,
-    aten.mul.Tensor,
-    aten.sin.default,
-    aten.to.dtype,
-)
-"""Operations of torch that a program may hold: each is a function of its arguments' contents alone."""
+
+def _copied(x: Tensor, *of_type: Any, out: Tensor, **options: Any) -> None:
+    """Write a copy of another type: that of `out`."""
+    out.copy_(x)
+
+
+CALLED_AGAIN: dict[Any, Callable[..., Any]] = {
+    aten._to_copy.default: _copied,
+    aten.add.Tensor: aten.add.out,
+    aten.cat.default: aten.cat.out,
+    aten.cos.default: aten.cos.out,
+    aten.embedding.default: aten.embedding.out,
+    aten.fill_.Scalar: lambda x, value, out: out.fill_(value),
+    aten.index.Tensor: aten.index.Tensor_out,
+    aten.mul.Scalar: lambda x, value, out: torch.mul(x, value, out=out),
+    aten.mul.Tensor: aten.mul.out,
+    aten.sin.default: aten.sin.out,
+    aten.to.dtype: _copied,
+}
+"""Operations of torch that a program may hold, each with what writes its result again: functions of their arguments'
+contents alone."""
 
 
 class NotCapturedError(RuntimeError):
@@ -99,11 +107,7 @@ class _Pass(TorchDispatchMode):
             return result
         if func not in CALLED_AGAIN:
             raise NotCapturedError(f"{func} cannot be a part of a captured pass")
-
-        def again() -> None:
-            result.copy_(func(*args, **kwargs))
-
-        self.steps.append(again)
+        self.steps.append(partial(CALLED_AGAIN[func], *args, **kwargs, out=result))
         return result
 
     def _allocate(self, like: Tensor) -> Tensor:

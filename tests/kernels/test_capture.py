@@ -11,6 +11,7 @@ import pytest
 import torch
 from numba import njit
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
@@ -59,6 +60,36 @@ def test_a_pass_run_again_has_the_bits_of_the_pass(dtype: torch.dtype, threads: 
         result.fill_(float("nan"))
         again()
         assert same_bits(result, expected)
+
+
+class Called(TorchDispatchMode):
+    """Counts the operations of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operation_of_torch_is_one_call_that_writes_its_result() -> None:
+    x, table, rows = torch.randn(4, 6), torch.randn(9, 6), torch.tensor([3, 0, 8, 5])
+
+    def run() -> Tensor:
+        angles = rows.unsqueeze(1).float() * x[0]
+        parts = [angles.cos(), angles.sin(), torch.nn.functional.embedding(rows, table) + 1, (table * 2)[rows]]
+        return torch.cat([part.double() for part in parts], 1)
+
+    again, result = CpuCapture()(run)
+    with Called() as called:
+        again()
+    assert called.count == 13
+    x.copy_(torch.randn(4, 6))
+    rows.copy_(torch.tensor([1, 7, 7, 2]))
+    again()
+    assert same_bits(result, run())
 
 
 def test_captures_share_their_memory() -> None:
