@@ -71,11 +71,11 @@ def side_by_side(calls: Iterable[Callable[[], Tensor]]) -> list[Tensor]:
     before another one is computed."""
     results: list[Tensor] = []
     for call in calls:
-        tell = recorder.get()
-        if tell is None or not results:
+        record = recorder.get()
+        if record is None or not results:
             results.append(call())
             continue
-        before = recorder.set(_joining(tell))
+        before = recorder.set(_joining(record))
         try:
             results.append(call())
         finally:
@@ -83,15 +83,15 @@ def side_by_side(calls: Iterable[Callable[[], Tensor]]) -> list[Tensor]:
     return results
 
 
-def _joining(tell: Callable[[Task], None]) -> Callable[[Task], None]:
-    """Is told of tasks in the place of `tell`, for which the first one joins the task before."""
+def _joining(record: Callable[[Task], None]) -> Callable[[Task], None]:
+    """Records tasks, of which the first one joins the task before."""
     first = [True]
 
-    def told(task: Task) -> None:
-        tell(task._replace(joins=bool(first)))
+    def joining(task: Task) -> None:
+        record(task._replace(joins=bool(first)))
         first.clear()
 
-    return told
+    return joining
 
 
 class Tasks:
