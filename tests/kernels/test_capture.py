@@ -79,7 +79,7 @@ def test_an_operation_of_torch_is_one_call_that_writes_its_result() -> None:
 
     def run() -> Tensor:
         angles = rows.unsqueeze(1).float() * x[0]
-        parts = [angles.cos(), angles.sin(), torch.nn.functional.embedding(rows, table) + 1, (table * 2)[rows]]
+        parts = [angles.cos(), angles.sin(), torch.nn.functional.embedding(rows, table) + 1, (table.double() * 2)[rows]]
         return torch.cat([part.double() for part in parts], 1)
 
     again, result = CpuCapture()(run)
