@@ -7,8 +7,9 @@ that is not captured.
 
 Like a CUDA graph a program reads and writes memory at fixed addresses. What the pass allocates is taken from one piece
 of memory, which all programs of a capture share: one of them runs at a time. The few operations of torch in a pass
-(the embedding, rotary angles, the rows to sample) are called again between compiled ones; an operation that is not on
-the list might depend on values that the host has read, and is refused.
+(the embedding, rotary angles) are called again between compiled ones, but rows with given numbers (those to sample) are
+copied by a compiled one: so all that follows the angles is one program. An operation that is not on the list might
+depend on values that the host has read, and is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybrid.kernels.cpu.memory import can_take_rows, take_rows
 from hybrid.kernels.cpu.tasks import Task, Tasks, recorder
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 
@@ -95,6 +97,9 @@ class _Pass(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable and func not in CALLED_AGAIN:
             raise NotCapturedError(f"{func} cannot be a part of a captured pass: it writes its arguments")
+        if func is aten.index.Tensor and len(args[1]) == 1 and can_take_rows(args[0], *args[1]):
+            x, (rows,) = args
+            return take_rows(x, rows, self._allocate(x.new_empty(len(rows), x.shape[1])))
         result = func(*args, **kwargs)
         if func in EMPTY:
             return self._allocate(result)

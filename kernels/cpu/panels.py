@@ -51,7 +51,7 @@ from hybrid.kernels.cpu.vectors import (
     store_lanes,
 )
 
-MIN_SHARED = 1 << 18
+MIN_SHARED = 1 << 16
 """Multiplications that are worth a thread."""
 
 MIN_COPIED = 1 << 14
