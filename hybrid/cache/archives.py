@@ -67,6 +67,7 @@ def fingerprint_named(memory: CacheMemory, config: CacheConfig, model: str | Fin
         ArgumentError: the name is no text, or the memory has no contents that can be read.
     """
     if isinstance(model, Fingerprint):
+        writer_of(memory)
         return model
     if not isinstance(model, str) or not model:
         raise ArgumentError(f"model must be a name for the model and its weights; got {model!r:.100}")
@@ -88,7 +89,7 @@ def collect(
         after: leave out the pages of the first `after` tokens, rounded down to whole pages.
 
     Raises:
-        PromptError: nothing is cached of one of the prompts.
+        PromptError: nothing is cached of one of the prompts, or in the namespace.
         ArgumentError: `after` is no number of tokens.
     """
     after = integer("after", after, 0)
@@ -119,6 +120,8 @@ def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> se
     """Nodes with a checkpoint, and those above them."""
     if keys is None:
         ends = [node for name, node in tree.nodes() if node.slot is not None and namespace in (None, name)]
+        if namespace is not None and not ends:
+            raise PromptError(f"there is no checkpoint in the cache in namespace {namespace!r:.100}")
     else:
         ends = []
         for number, key in enumerate(keys):

@@ -19,7 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import NoReturn, SupportsIndex
 
 import torch
 
@@ -35,7 +37,7 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.mending import abandon
 from hybrid.cache.new_tree import new_tree
 from hybrid.cache.opener import Opener
-from hybrid.cache.owner import Owner
+from hybrid.cache.owner import Owner, refuse_copy
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.restorer import Restorer
 from hybrid.cache.restores import Restores, waited_for
@@ -88,6 +90,9 @@ class HybridCache:
         restores: brings back what they have; None: there are none.
     """
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
+
     def __init__(
         self,
         memory: CacheMemory,
@@ -108,18 +113,20 @@ class HybridCache:
 
     def _begin(self) -> None:
         """Make the bookkeeping of a memory of which nothing is in use."""
-        memory, config = self.memory, self.config
-        self.tree: Tree = new_tree(memory, config, self.tiers)
+        memory, config, tiers = self.memory, self.config, self.tiers
+        self.tree: Tree = new_tree(memory, config, tiers)
         self._digests = memory.digests() if config.verify_contents else None
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, self._on_evict)
-        self._opener = Opener(self.tree, memory, self.allocator)
-        self.leases: set[Lease] = self._opener.leases
+        opener = self._opener = Opener(self.tree, memory, self.allocator)
+        self.leases: set[Lease] = opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
-        self._capturer = Capturer(self.tree, memory, self.allocator, self.tiers)
+        self._capturer = Capturer(self.tree, memory, self.allocator, tiers)
         self._committer = Committer(self.tree, memory, self.allocator)
         self.restores: Restores | None = None
-        if self.tiers is not None and memory.sizes is not None:
-            self.restores = Restores(self.tiers, self.tree, self._opener, self._restorer(), memory.sizes, config)
+        self._restorer = Restorer(opener, self._committer, self.allocator, memory)
+        self._audit = partial(audit, self.tree, memory, self.leases, self.pins, tiers=tiers)
+        if tiers is not None and memory.sizes is not None:
+            self.restores = Restores(tiers, self.tree, opener, self._restorer, memory.sizes, config, self._audit)
 
     # The memory
 
@@ -150,11 +157,6 @@ class HybridCache:
     def largest_request(self) -> int:
         """Pages that a request could have if it were alone."""
         return self.memory.largest_request
-
-    @property
-    def spare_share(self) -> float:
-        """The part of the memory for states that is free."""
-        return self.memory.free_state_share
 
     def adopt(self) -> None:
         """Make the calling thread the owner of the cache. The former owner must not use it any more."""
@@ -429,11 +431,7 @@ class HybridCache:
         archive = source if isinstance(source, Archive) else read_archive(source)
         keep = self.tiers.departures.keep if self.tiers is not None else keep_nothing
         with deferred_interrupts():
-            return load(archive, here, self.tree, self._restorer(), self.allocator, keep)
-
-    def _restorer(self) -> Restorer:
-        writer_of(self.memory)  # refuses a memory without contents
-        return Restorer(self._opener, self._committer, self.allocator, self.memory)
+            return load(archive, here, self.tree, self._restorer, self.allocator, keep)
 
     # The whole
 
@@ -488,7 +486,7 @@ class HybridCache:
         """
         if contents and self._digests is None:
             raise ArgumentError("audit: contents need CacheConfig(verify_contents=True), or verify_contents()")
-        audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None, self.tiers)
+        self._audit(self._digests if contents else None)
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._owner.claim()
