@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid.kernels.cpu.panels import BYTE, LINE, MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.tiles import SHORT, tile
+from hybrid.kernels.cpu.tiles import SHORT, is_read_by_rows, tile
 from hybrid.kernels.cpu.vectors import (
     HAS_FMA,
     HAS_PAIRS,
@@ -26,6 +26,7 @@ from hybrid.kernels.cpu.vectors import (
     INDEX,
     KINDS,
     LANES,
+    NEAR,
     ZERO,
     at,
     compiled,
@@ -83,7 +84,7 @@ def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, column
                 column += 1
             row += 2
         else:
-            while column + 4 <= columns:
+            while column + 4 <= columns and not is_read_by_rows(w):
                 b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
                 _tile_1_4(a, x_stride, b, w_stride, s, o, out_stride, length)
                 column += 4
@@ -99,7 +100,7 @@ def _ask(context, memory, index):  # type: ignore[no-untyped-def]
     """Ask for the cache line of a byte in the second cache: the first one is full of what is multiplied."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        prefetch(builder, *args, cache=2)
+        prefetch(builder, *args, NEAR)
         return context.get_dummy_value()
 
     return types.void(memory, types.int64), generate
@@ -130,7 +131,7 @@ def _multiply(args, kinds, first, last):  # type: ignore[no-untyped-def]
     for column in range(first, last, COLUMNS):
         width = min(COLUMNS, last - column)
         b, s, o = at(w, column * w_stride), at(scale, column), at(out, column)
-        if rows > 1 and of_row < SHORT:  # while all rows are multiplied the next columns arrive
+        if rows > 1 and of_row:  # while all rows are multiplied the next columns arrive
             following, sizes = column + width, (rows, width, length)
             ahead, lines = numbers(a[1] + following * of_row, BYTE), min(COLUMNS, last - following) * of_row // LINE
             _multiply_and_ask(x, x_stride, b, w_stride, s, o, out_stride, sizes, ahead, lines)
@@ -210,7 +211,8 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
         x = _widened(x, _widen_pairs, -(-inner // (2 * LANES)) * 2 * LANES)
     addresses = x.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
     strides, of_row = (x.stride(0), weight.stride(0), output.stride(0)), weight.stride(0) * weight.element_size()
-    args = (*addresses, *strides, rows, inner, of_row)
+    asks = of_row < SHORT and x.dtype == torch.float32  # tiles of pairs of bfloat16 numbers ask by themselves
+    args = (*addresses, *strides, rows, inner, of_row if asks else 0)
     run(_multiply, kinds, args, outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)
 
 
