@@ -72,6 +72,8 @@ class EngineThread:
         self._door = Door()
         self._inboxes: dict[str, Inbox] = {}  # of the engine's requests, by their ids
         self._names: dict[Inbox, str] = {}  # the reverse
+        self._unanswered: set[Inbox] = set()  # wherever they are: whatever raises, their readers get an error
+        self._calls: set[Callable[[Any, BaseException | None], None]] = set()  # settle those that were not answered
         self._ending: set[str] = set()  # ids of requests that were aborted, and whose last output the engine has
         self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run, name="hybrid-engine", daemon=True)
@@ -96,7 +98,13 @@ class EngineThread:
         Raises:
             ClosedError: the thread has ended.
         """
-        self._post(partial(self._take_in, asked))
+        inboxes = {inbox for inbox, _ in asked}
+        self._unanswered.update(inboxes)
+        try:
+            self._post(partial(self._take_in, asked))
+        except ClosedError:
+            self._unanswered.difference_update(inboxes)
+            raise
 
     def forget(self, inbox: Inbox) -> None:
         """Abort the request of an inbox, which is not read any more."""
@@ -121,6 +129,10 @@ class EngineThread:
             else:
                 future.set_result(result)
 
+        def settle_there(result: Any, error: BaseException | None) -> None:
+            with suppress(RuntimeError):  # the loop was closed
+                loop.call_soon_threadsafe(settle, result, error)
+
         def run() -> None:
             result: Any = None
             error: BaseException | None = None
@@ -133,11 +145,14 @@ class EngineThread:
                 error.__cause__ = failure
             except BaseException as failure:
                 error = failure
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(settle, result, error)
+            settle_there(result, error)
 
-        self._post(run)
-        return await future
+        self._calls.add(settle_there)
+        try:
+            self._post(run)
+            return await future
+        finally:
+            self._calls.discard(settle_there)
 
     def close(self) -> None:
         """End the thread after the step that is under way. Does not wait for it. From any thread, at any time."""
@@ -208,6 +223,8 @@ class EngineThread:
         if inbox is not None and (output.finish_reason is not None or not inbox.only_ends):
             inbox.put(output)
             self._notify(inbox)
+        if inbox is not None and output.finish_reason is not None:
+            self._unanswered.discard(inbox)
 
     def _notify(self, inbox: Inbox) -> None:
         courier = self._couriers.get(inbox.loop)
@@ -218,6 +235,7 @@ class EngineThread:
     def _fail(self, inbox: Inbox, error: BaseException) -> None:
         inbox.fail(error)
         self._notify(inbox)
+        self._unanswered.discard(inbox)
 
     def _take_in(self, asked: list[tuple[Inbox, Asked]]) -> None:
         limit = self.engine.config.max_waiting
@@ -275,6 +293,7 @@ class EngineThread:
     def _drop(self, inbox: Inbox) -> None:
         """Abort the request of an inbox, wherever it is."""
         self._door.remove(inbox)
+        self._unanswered.discard(inbox)
         name = self._names.pop(inbox, None)
         if name is not None:
             del self._inboxes[name]
@@ -301,8 +320,10 @@ class EngineThread:
             self._end = end
         while not self._commands.empty():  # nothing is added any more
             self._commands.get()()
-        for inbox in [*self._names, *(inbox for inbox, _ in self._door)]:
+        for inbox in [*self._unanswered]:
             self._fail(inbox, end())
+        for settle in [*self._calls]:
+            settle(None, end())
         self._inboxes.clear()
         self._names.clear()
 

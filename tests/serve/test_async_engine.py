@@ -3,12 +3,14 @@
 import asyncio
 import gc
 import random
+import sys
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from hybrid import (
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
 from support.engines import answer, engine_on, greedy, ids
+from support.planted import Planted, PlantedError
 from support.scheduling import VOCAB, Counting, Known, engine_without_model
 
 
@@ -414,6 +417,21 @@ def test_a_thread_that_dies_ends_all_with_an_error() -> None:
         await engine.close()
 
     run(test)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_whatever_line_of_the_thread_raises_no_reader_waits_for_ever() -> None:
+    async def test(planted: Planted) -> None:
+        engine = AsyncEngine(engine_without_model(400, 40, runner=Echo()))
+        with suppress(ClosedError):
+            await engine.call(lambda own: sys.settrace(planted))
+        asked = (read(engine, ids(20, seed), 3) for seed in range(4))
+        for found in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(found, RequestOutput | ClosedError | PlantedError), repr(found)
+        await engine.close()
+
+    for line in range(1, 200, 3):
+        run(partial(test, Planted(line, "serve/engine_thread.py")))
 
 
 def test_an_engine_that_is_dropped_ends_its_thread(tiny: Engine) -> None:
