@@ -100,7 +100,7 @@ def _ask(context, memory, index):  # type: ignore[no-untyped-def]
     """Ask for the cache line of a byte in the second cache: the first one is full of what is multiplied."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        prefetch(builder, *args, NEAR)
+        prefetch(builder, args[0], args[1], NEAR)
         return context.get_dummy_value()
 
     return types.void(memory, types.int64), generate
