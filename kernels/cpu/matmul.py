@@ -11,22 +11,11 @@ loaded is used several times. Many rows of x are left to `hybrid.kernels.cpu.pan
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.panels import MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import tile
-from hybrid.kernels.cpu.vectors import (
-    HAS_FMA,
-    HAS_WIDE_REGISTERS,
-    INDEX,
-    KINDS,
-    ZERO,
-    at,
-    compiled,
-    compiled_inline,
-    get,
-    numbers,
-    put,
-)
+from hybrid.kernels.cpu.vectors import HAS_FMA, HAS_WIDE_REGISTERS, INDEX, KINDS, ZERO, at, get, numbers, put
 
 COLUMNS = 12
 """Rows of the weight that few rows of x are multiplied with before the next ones; tiles divide it."""

@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from hybrid.kernels.cpu.machine_code import compiled_inline
 from hybrid.kernels.cpu.vectors import (
     FLOATS,
     INT,
@@ -18,7 +19,6 @@ from hybrid.kernels.cpu.vectors import (
     LONG,
     ZEROS,
     at,
-    compiled_inline,
     first_lanes,
     fma_of,
     load_lanes,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from numba import njit
 from torch import Tensor
 
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels.cpu import elementwise, matmul, tasks
 from hybrid.kernels.cpu.capture import CpuCapture, NotCapturedError
+from hybrid.kernels.cpu.machine_code import compiled
 from hybrid.kernels.cpu.team import Team
 from hybrid.kernels.cpu.vectors import INDEX, ZERO, numbers
 from support.engines import ids
@@ -198,7 +198,7 @@ def test_a_fork_has_threads_of_its_own(threads: Callable[[int], None]) -> None:
     assert tasks.team() is before
 
 
-@njit(nogil=True, error_model="numpy")
+@compiled
 def _fails(args: Any, kind: Any, first: int, last: int) -> None:
     place = numbers(numbers(args, INDEX)[0], INDEX)
     for element in range(first, last):
