@@ -138,8 +138,13 @@ def _digest(*parts: bytes) -> bytes:
 
 @lru_cache
 def _origin(path: Path) -> bytes:
-    """What the code of a function in a file follows from, beside the CPU: the sources, and what compiles them."""
-    sources = sorted({*SOURCES.glob("*.py"), *SOURCES.parent.glob("*.py"), path})
+    """What the code of a function in a file follows from: the sources, the file, what compiles them, and the CPU."""
+    return _of_sources() if path.parent == SOURCES else _digest(_of_sources(), path.read_bytes())
+
+
+@lru_cache
+def _of_sources() -> bytes:
+    sources = sorted([*SOURCES.glob("*.py"), *SOURCES.parent.glob("*.py")])
     versions = repr((numba.__version__, llvmlite.__version__, sys.version_info[:2], _cpu()))
     return _digest(versions.encode(), *(source.read_bytes() for source in sources))
 
