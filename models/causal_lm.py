@@ -236,13 +236,15 @@ class CausalLM(nn.Module, ABC):
         if arriving is not None:
             arriving.settle()
         rows = batch.sample_rows
-        if self.mtp is None:
-            x = self.model.norm.of_sum(x[rows], residual[rows])[1]
-        else:
+        # of decoded tokens, in their order, all logits are computed; padding comes after them
+        takes_all = batch.prefills is None and len(rows) == len(x)
+        if self.mtp is not None:
             hidden = self.model.norm.of_sum(x, residual)[1]
             self.mtp.keep(embedded, hidden, batch, rotary, kv, state)
-            x = hidden[rows]
-        return self._logits(x, batch)
+            return self._logits(hidden if takes_all else hidden[rows], batch)
+        if not takes_all:
+            x, residual = x[rows], residual[rows]
+        return self._logits(self.model.norm.of_sum(x, residual)[1], batch)
 
     def _logits(self, x: Tensor, batch: Batch) -> Tensor:
         """`[S, vocab]` fp32 of final hidden states, which are single rows."""

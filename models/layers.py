@@ -5,7 +5,8 @@ Parameters have the names of the checkpoint. A layer works on the rows of a pack
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -96,7 +97,8 @@ class Linear(nn.Module):
 
 
 class Projections(nn.Module):
-    """Linear layers that multiply the same rows. They can be fused: one product computes all of them.
+    """Linear layers that multiply the same rows. They can be fused: one product computes all of them. Compiled products
+    that are not are computed side by side: in a captured pass threads do not wait between them.
 
     Fused weights are views of one matrix, in the order of the layers, so that every layer keeps its name, its rows and
     its values. To replace a weight afterwards, fuse again; writing to one is fine.
@@ -118,7 +120,11 @@ class Projections(nn.Module):
         """
         linears = self._linears[first:]
         if self._weight is None:
-            return tuple(each(x, batch) for each in linears)
+            calls = [partial(each, x, batch) for each in linears]
+            if not all(each.products.is_compiled for each in linears):
+                return tuple(call() for call in calls)
+            tasks: Any = kernels.compiled_module("tasks")
+            return tuple(tasks.side_by_side(calls))
         weight = self._weight[sum(len(each.weight) for each in self._linears[:first]) :]
         y = linear(x, weight, batch.blocks, linears[0].products)
         parts = y.split([len(each.weight) for each in linears], dim=-1)

@@ -31,6 +31,52 @@ def test_the_documents_point_at_files_that_exist() -> None:
             assert (ROOT / target).exists(), f"{path.name} names {target}"
 
 
+def headings(path: Path) -> list[str]:
+    """The anchors of a page, as GitHub derives them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return [re.sub(r"[^\w\- ]", "", found.lower()).replace(" ", "-") for found in re.findall(r"^#+ (.*)$", text, re.M)]
+
+
+def test_links_to_a_heading_find_one() -> None:
+    for path in DOCUMENTS:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            page = path.parent / target if target else path
+            assert headings(page).count(anchor) == 1, f"{path.name} points at {target}#{anchor}"
+
+
+def commands_of(path: Path) -> list[str]:
+    """What a page shows to be typed: spans and lines of code that begin with a program of ours or `make`."""
+    text = path.read_text(encoding="utf-8")
+    blocks = re.findall(r"```(?:sh)?\n(.*?)```", text, re.DOTALL)
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    lines = [line.split("#")[0] for block in blocks for line in block.splitlines()]
+    return [
+        " ".join(each.split()) for each in (*lines, *spans) if re.match(r"(hybrid|make) |(python )?bench/\S+\.py", each)
+    ]
+
+
+def test_commands_that_the_documents_show_have_these_options() -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    of_hybrid = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("hybrid/commands/*.py"))
+    for path in DOCUMENTS:
+        for command in commands_of(path):
+            program, *rest = command.removeprefix("python ").split()
+            if program == "make":
+                assert rest[0] in targets, f"{path.name}: {command}"
+            else:
+                source = of_hybrid if program == "hybrid" else (ROOT / program).read_text(encoding="utf-8")
+                source += (ROOT / "bench" / "common.py").read_text(encoding="utf-8")
+                for option in re.findall(r"--[a-z][a-z-]*", command):
+                    assert f'"{option}"' in source or option == "--help", f"{path.name}: {command}"
+
+
+def test_the_map_names_modules_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = "|".join(path.parent.name for path in ROOT.glob("hybrid/*/__init__.py"))
+    for room, name in re.findall(rf"\b({rooms})/(\w+)", text):
+        assert (ROOT / "hybrid" / room / f"{name}.py").exists(), f"{room}/{name}"
+
+
 def test_every_command_in_the_readme_is_one() -> None:
     from hybrid.commands.main import COMMANDS
 

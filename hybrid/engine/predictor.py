@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.predictor_passes import PredictorNumbers, PredictorPasses
+from hybrid.engine.predictor_passes import Predicted, PredictorNumbers, PredictorPasses
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.drafter import Drafter, History
@@ -46,7 +46,7 @@ class MtpDrafter(Drafter):
         cache: the memory that the model reads and writes.
         device: of the model.
         capture: captures passes of the predictor; None: each is launched kernel by kernel.
-        least: the chance of a chain below which it is not continued. Above 0 the host waits for each pass.
+        least: on a CPU, where the host waits for each pass, the chance of a chain below which it is not continued.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class MtpDrafter(Drafter):
         capture: Capture | None = None,
         least: float = 0.0,
     ) -> None:
-        self._passes = PredictorPasses(model, cache.kv, cache.state_tensors[HIDDEN], device, capture)
-        self._alternatives = 1 if device.type == "cpu" else ALTERNATIVES
+        self._waits = device.type == "cpu"
+        self._alternatives = 1 if self._waits else ALTERNATIVES
+        hidden = cache.state_tensors[HIDDEN]
+        self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, capture)
         self._least = least
         self._cache = cache
         self._parts: Sequence[Part] = ()
@@ -101,22 +103,22 @@ class MtpDrafter(Drafter):
         """What follows the last known token of each part, for each as many tokens as are asked for."""
         width = self._passes.width(max(len(part.lease.block_table) for part, _ in asked))
         found: list[tuple[Tensor, Tensor]] = []
-        before: tuple[Tensor, Tensor] | None = None
-        reached = torch.ones(len(asked))
+        lists: list[tuple[list[list[int]], list[list[float]]]] = []
+        before: Predicted | None = None
+        reached = [1.0] * len(asked)
         for ahead in range(asked[0][1]):
             rows = [self._row(part, ahead) for part, wanted in asked if wanted > ahead]
             tables = [part.lease.block_table for part, _ in asked[: len(rows)]]
-            if before is not None:
-                before = before[0][: len(rows)], before[1][: len(rows)]
-            logits, hidden = self._passes.run(PredictorNumbers.of(rows, tables, width), before)
-            chances, likely = logits.softmax(-1).topk(self._alternatives)
-            found.append((likely, chances))
-            before = likely[:, 0], hidden
-            if self._least:
-                reached = reached[: len(rows)] * chances[:, 0]
-                if reached.max() < self._least:
-                    break
-        lists = [(tokens.tolist(), chances.tolist()) for tokens, chances in found]
+            numbers = PredictorNumbers.of(rows, tables, width)
+            before = self._passes.run(numbers, before.first(len(rows)) if before is not None else None)
+            if not self._waits:
+                found.append((before.tokens, before.chances))
+                continue
+            lists.append((before.tokens.tolist(), before.chances.tolist()))
+            reached = [chance * own[0] for chance, own in zip(reached, lists[-1][1], strict=False)]
+            if max(reached) < self._least:
+                break
+        lists += [(tokens.tolist(), chances.tolist()) for tokens, chances in found]
         return [
             Proposed([tokens[row] for tokens, _ in lists[:count]], [chances[row] for _, chances in lists[:count]])
             for row, (_, count) in enumerate(asked)
@@ -131,4 +133,4 @@ class MtpDrafter(Drafter):
         slot = lease.block_table[page] * page_size + offset if is_own else -1
         shift = media.shift if media is not None else 0  # what is generated after images has text positions
         token = 0 if ahead else part.request.ids[-1]
-        return token, part.start + shift + ahead, slot, part.end + ahead, lease.read_slot
+        return token, part.start + shift + ahead, slot, part.end + ahead, -1 if ahead else lease.read_slot

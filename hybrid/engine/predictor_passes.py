@@ -16,6 +16,7 @@ from hybrid.engine.capture import Capture
 from hybrid.engine.cuda_graphs import CapturedModel
 from hybrid.engine.padding import Padding
 from hybrid.engine.pieces import ALIGNMENT
+from hybrid.kernels.ops import compiled_module
 from hybrid.memory.device import on_device
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class PredictorInputs(NamedTuple):
         positions: `[N]` their rotary positions.
         slots: `[N]` where their keys and values are written; -1: nowhere.
         lengths: `[N]` of the sequences up to there.
-        states: `[N]` the state slots with the hidden states before them, if these are those of the model.
+        states: `[N]` the state slots with the hidden states before them; -1: those of the predictor are taken.
         block_table: `[N, max_pages]`.
         hidden: `[N, hidden_size]` the hidden states before them.
     """
@@ -101,16 +102,33 @@ class PredictorInputs(NamedTuple):
         )
 
 
+class Predicted(NamedTuple):
+    """What a pass has computed for N requests: valid until the next one, which may begin with it.
+
+    Attributes:
+        tokens: `[N, K]` the most probable tokens of each, falling.
+        chances: `[N, K]` fp32, their probabilities.
+        hidden: `[N, hidden_size]` the hidden states that they follow from.
+    """
+
+    tokens: Tensor
+    chances: Tensor
+    hidden: Tensor
+
+    def first(self, count: int) -> Predicted:
+        """Of the first requests."""
+        return self if len(self.tokens) == count else Predicted(*(part[:count] for part in self))
+
+
 class _Captured(NamedTuple):
-    """A captured pass: its integers as the host writes them, what it reads, what runs it, and what it writes. All that
-    it reads must stay where it is."""
+    """A captured pass: its integers as the host writes them, what it reads, what runs it, and what it writes: tokens
+    and hidden states where the pass after it reads them. All that it reads must stay where it is."""
 
     values: np.ndarray
     inputs: PredictorInputs
     batch: Batch
     run: Callable[[], None]
-    logits: Tensor
-    hidden: Tensor
+    predicted: Predicted
 
 
 class PredictorPasses:
@@ -121,16 +139,24 @@ class PredictorPasses:
         kv: the pages.
         states: `[slots, hidden_size]` the last hidden state of each sequence.
         device: of the model.
-        capture: captures passes, on a CPU; None: each is launched kernel by kernel.
+        alternatives: tokens that are found for each position.
+        capture: captures passes, on a CPU, where there are no alternatives; None: each is launched kernel by kernel.
     """
 
     def __init__(
-        self, model: Any, kv: Tensor, states: Tensor, device: torch.device, capture: Capture | None = None
+        self,
+        model: Any,
+        kv: Tensor,
+        states: Tensor,
+        device: torch.device,
+        alternatives: int,
+        capture: Capture | None = None,
     ) -> None:
         self._model = model
         self._kv = kv
         self._states = states
         self._device = device
+        self._alternatives = alternatives
         self._capture = capture
         self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()  # in the order in which they were used
         self._captured_model = CapturedModel(model)
@@ -144,12 +170,12 @@ class PredictorPasses:
         """Columns of a block table of this many pages, such that few widths occur where passes are captured."""
         return num_pages if self._capture is None else Padding.of(1, num_pages).width
 
-    def run(self, numbers: PredictorNumbers, before: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """`[N, vocab]` fp32 logits of the token after each, and the predictor's hidden states `[N, hidden_size]`, both
-        valid until the next pass, which may read them.
+    def run(self, numbers: PredictorNumbers, before: Predicted | None) -> Predicted:
+        """The tokens after each.
 
         Args:
-            before: the tokens, and the predictor's hidden states before them; None: those of the numbers.
+            before: of the pass over the tokens before, which are those that it found most probable; None: the tokens
+                and the state slots of the numbers are taken.
         """
         count, values = numbers
         captured = None
@@ -159,40 +185,48 @@ class PredictorPasses:
             inputs = self._inputs(numbers)
             self._fill(inputs, before)
             logits, hidden = self._model.draft(inputs.batch(), inputs.hidden, self._kv)
-            return logits, hidden
+            chances, tokens = logits.softmax(-1).topk(self._alternatives)
+            return Predicted(tokens, chances, hidden)
         self._captured.move_to_end((count, len(values)))
-        captured.values[:] = values
-        self._fill(captured.inputs, before)
+        if before is captured.predicted:  # its tokens and hidden states are there
+            known = count + -count % ALIGNMENT
+            captured.values[known:] = values[known:]
+        else:
+            captured.values[:] = values
+            if before is not None:
+                self._fill(captured.inputs, before)
         captured.run()
-        return captured.logits, captured.hidden
+        return captured.predicted
 
     def _inputs(self, numbers: PredictorNumbers) -> PredictorInputs:
         """What a pass reads, without hidden states."""
         hidden = self._states.new_empty(numbers.count, self._states.shape[1])
         return PredictorInputs.of(on_device(torch.tensor(numbers.values), self._device), numbers.count, hidden)
 
-    def _fill(self, inputs: PredictorInputs, before: tuple[Tensor, Tensor] | None) -> None:
+    def _fill(self, inputs: PredictorInputs, before: Predicted | None) -> None:
         """Write the hidden states that a pass reads, and tokens that are not known to the host."""
         if before is None:
             torch.index_select(self._states, 0, inputs.states, out=inputs.hidden)
         else:
-            inputs.tokens.copy_(before[0])
-            inputs.hidden.copy_(before[1])
+            inputs.tokens.copy_(before.tokens[:, 0])
+            inputs.hidden.copy_(before.hidden)
 
     def _record(self, capture: Capture, numbers: PredictorNumbers) -> _Captured | None:
         """Capture a pass of this shape, which is run for that with these numbers. If it fails, no other is tried."""
         inputs = self._inputs(numbers)
-        self._fill(inputs, None)
-        batch, hidden = inputs.batch(), inputs.hidden
+        batch = inputs.batch()
+        drafts: Any = compiled_module("drafts")
+        predicted = Predicted(inputs.tokens.unsqueeze(1), torch.empty(numbers.count, 1), inputs.hidden)
 
         def run() -> Tensor:
-            nonlocal hidden
-            logits: Tensor
+            drafts.take_hidden(self._states, inputs.states, inputs.hidden)
             logits, hidden = self._model.draft(batch, inputs.hidden, self._kv)
-            return logits
+            drafts.choose_drafts(logits, hidden, inputs.tokens, inputs.hidden, predicted.chances)
+            return predicted.chances
 
         try:
-            again, logits = capture(run)
+            run()  # what a model computes once is no part of the program
+            again, _ = capture(run)
         except Exception as error:
             self._capture = None
             log.warning("capturing the predictor failed (%s: %s); it is launched", type(error).__name__, error)
@@ -201,5 +235,5 @@ class PredictorPasses:
             self._captured.popitem(last=False)
         shape = numbers.count, len(numbers.values)
         values = inputs.tokens.as_strided((shape[1],), (1,)).numpy()  # of all integers, which begin with the tokens
-        captured = self._captured[shape] = _Captured(values, inputs, batch, again, logits, hidden)
+        captured = self._captured[shape] = _Captured(values, inputs, batch, again, predicted)
         return captured

@@ -7,8 +7,9 @@ that is not captured.
 
 Like a CUDA graph a program reads and writes memory at fixed addresses. What the pass allocates is taken from one piece
 of memory, which all programs of a capture share: one of them runs at a time. The few operations of torch in a pass
-(the embedding, rotary angles, the rows to sample) are called again between compiled ones; an operation that is not on
-the list might depend on values that the host has read, and is refused.
+(the embedding, rotary angles) are called again between compiled ones, but rows with given numbers (those to sample) are
+copied by a compiled one: so all that follows the angles is one program. An operation that is not on the list might
+depend on values that the host has read, and is refused.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybrid.kernels.cpu.memory import can_take_rows, take_rows
 from hybrid.kernels.cpu.tasks import Task, Tasks, recorder
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 
@@ -38,20 +41,27 @@ aten = torch.ops.aten
 
 EMPTY = (aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default)
 
-CALLED_AGAIN = (
-    aten._to_copy.default,
-    aten.add.Tensor,
-    aten.cat.default,
-    aten.cos.default,
-    aten.embedding.default,
-    aten.fill_.Scalar,
-    aten.index.Tensor,
-    aten.mul.Scalar,
-    aten.mul.Tensor,
-    aten.sin.default,
-    aten.to.dtype,
-)
-"""Operations of torch that a program may hold: each is a function of its arguments' contents alone."""
+
+def _copied(x: Tensor, *of_type: Any, out: Tensor, **options: Any) -> None:
+    """Write a copy of another type: that of `out`."""
+    out.copy_(x)
+
+
+CALLED_AGAIN: dict[Any, Callable[..., Any]] = {
+    aten._to_copy.default: _copied,
+    aten.add.Tensor: aten.add.out,
+    aten.cat.default: aten.cat.out,
+    aten.cos.default: aten.cos.out,
+    aten.embedding.default: aten.embedding.out,
+    aten.fill_.Scalar: lambda x, value, out: out.fill_(value),
+    aten.index.Tensor: aten.index.Tensor_out,
+    aten.mul.Scalar: lambda x, value, out: torch.mul(x, value, out=out),
+    aten.mul.Tensor: aten.mul.out,
+    aten.sin.default: aten.sin.out,
+    aten.to.dtype: _copied,
+}
+"""Operations of torch that a program may hold, each with what writes its result again: functions of their arguments'
+contents alone."""
 
 
 class NotCapturedError(RuntimeError):
@@ -87,6 +97,9 @@ class _Pass(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable and func not in CALLED_AGAIN:
             raise NotCapturedError(f"{func} cannot be a part of a captured pass: it writes its arguments")
+        if func is aten.index.Tensor and len(args[1]) == 1 and can_take_rows(args[0], *args[1]):
+            x, (rows,) = args
+            return take_rows(x, rows, self._allocate(x.new_empty(len(rows), x.shape[1])))
         result = func(*args, **kwargs)
         if func in EMPTY:
             return self._allocate(result)
@@ -94,11 +107,7 @@ class _Pass(TorchDispatchMode):
             return result
         if func not in CALLED_AGAIN:
             raise NotCapturedError(f"{func} cannot be a part of a captured pass")
-
-        def again() -> None:
-            result.copy_(func(*args, **kwargs))
-
-        self.steps.append(again)
+        self.steps.append(partial(CALLED_AGAIN[func], *args, **kwargs, out=result))
         return result
 
     def _allocate(self, like: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from hybrid.kernels.cpu.vectors import (
 )
 from hybrid.kernels.reference import elementwise as twins
 
-MIN_SHARED = 1 << 15
+MIN_SHARED = 1 << 12
 """Elements that are worth a thread."""
 
 DTYPES = (torch.float32, torch.bfloat16)

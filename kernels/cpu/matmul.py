@@ -8,6 +8,8 @@ Several outputs are computed together, in tiles of up to 3 rows of x and some ro
 loaded is used several times. Many rows of x are left to `hybrid.kernels.cpu.panels`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,20 @@ from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.panels import MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import tile
-from hybrid.kernels.cpu.vectors import HAS_FMA, HAS_WIDE_REGISTERS, INDEX, KINDS, ZERO, at, get, numbers, put
+from hybrid.kernels.cpu.vectors import (
+    HAS_FMA,
+    HAS_PAIRS,
+    HAS_WIDE_REGISTERS,
+    INDEX,
+    KINDS,
+    LANES,
+    ZERO,
+    at,
+    get,
+    numbers,
+    put,
+    rows_of_x,
+)
 
 COLUMNS = 12
 """Rows of the weight that few rows of x are multiplied with before the next ones; tiles divide it."""
@@ -74,12 +89,30 @@ def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, column
 def _multiply(args, kinds, first, last):  # type: ignore[no-untyped-def]
     """Columns `[first, last)`; the kinds are those of the weight and of the output."""
     a = numbers(args, INDEX)
-    x, w, scale, out = numbers(a[0], ZERO), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
+    x, w, scale, out = rows_of_x(a[0], kinds[0]), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
     x_stride, w_stride, out_stride, rows, length = a[4], a[5], a[6], a[7], a[8]
     for column in range(first, last, COLUMNS):
         width = min(COLUMNS, last - column)
         b, s, o = at(w, column * w_stride), at(scale, column), at(out, column)
         multiply_rows(x, x_stride, b, w_stride, s, o, out_stride, rows, width, length)
+
+
+@compiled
+def _widen_pairs(args, kind, first, last):  # type: ignore[no-untyped-def]
+    """Rows as fp32: of each 2 * LANES numbers those at odd places, then those at even ones; zeros follow."""
+    a = numbers(args, INDEX)
+    x, y, stride, size, width = numbers(a[0], kind), numbers(a[1], ZERO), a[2], a[3], a[4]
+    for row in range(first, last):
+        for start in range(0, width, 2 * LANES):
+            own, out = at(x, row * stride + start), at(y, row * width + start)
+            if start + 2 * LANES <= size:
+                for i in range(LANES):
+                    put(out, i, get(own, 2 * i + 1))
+                    put(out, LANES + i, get(own, 2 * i))
+            else:
+                for i in range(LANES):
+                    put(out, i, get(own, 2 * i + 1) if start + 2 * i + 1 < size else ZERO)
+                    put(out, LANES + i, get(own, 2 * i) if start + 2 * i < size else ZERO)
 
 
 @compiled
@@ -127,14 +160,21 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
     kinds = KINDS[weight.dtype], KINDS[x.dtype]
     if x.stride(1) != 1:
         x = x.contiguous()
+    if x.dtype not in (weight.dtype, torch.float32):
+        x = _widened(x, _widen, inner)
     if rows >= MANY_ROWS:
         multiply_panels(output, x, weight, scale)
         return
-    if x.dtype != torch.float32:
-        wide = torch.empty(x.shape)
-        args = x.data_ptr(), wide.data_ptr(), x.stride(0), inner
-        run(_widen, kinds[1], args, rows, 1, x.numel() // MIN_SHARED)
-        x = wide
+    if x.dtype != torch.float32 and not HAS_PAIRS:
+        x = _widened(x, _widen_pairs, -(-inner // (2 * LANES)) * 2 * LANES)
     addresses = x.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
     strides = x.stride(0), weight.stride(0), output.stride(0)
     run(_multiply, kinds, (*addresses, *strides, rows, inner), outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)
+
+
+def _widened(x: Tensor, widen: Any, width: int) -> Tensor:
+    """Rows of x as fp32, `[rows, width]`, by one of the functions above."""
+    wide = torch.empty(len(x), width)
+    args = x.data_ptr(), wide.data_ptr(), x.stride(0), x.shape[1], width
+    run(widen, KINDS[x.dtype], args, len(x), 1, x.numel() // MIN_SHARED)
+    return wide

@@ -1,4 +1,4 @@
-"""The row before each decoded token, over state slots."""
+"""Rows that are copied: the one before each decoded token, over state slots, and those that an index names."""
 
 import torch
 from torch import Tensor
@@ -45,4 +45,34 @@ def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor,
     addresses = tuple(tensor.data_ptr() for tensor in (x, state, output, state_read, state_write))
     args = (*addresses, x.stride(0), state.stride(0), tokens, size)
     run(_shift, KINDS[x.dtype], args, size, 16, x.numel() // MIN_SHARED)
+    return output
+
+
+@compiled
+def _take(args, kind, first, last):  # type: ignore[no-untyped-def]
+    """Rows `[first, last)` of the output."""
+    a = numbers(args, INDEX)
+    x, output, rows, of_row, size = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], INDEX), a[3], a[4]
+    for row in range(first, last):
+        source, target = at(x, rows[row] * of_row), at(output, row * size)
+        for column in range(size):
+            target[column] = source[column]
+
+
+def can_take_rows(x: Tensor, rows: Tensor) -> bool:
+    """Whether `take_rows` knows the types and shapes of its arguments."""
+    is_index = rows.dtype == torch.int64 and rows.dim() == 1 and rows.is_contiguous()
+    return is_index and x.dtype in DTYPES and x.dim() == 2 and x.stride(1) == 1
+
+
+def take_rows(x: Tensor, rows: Tensor, output: Tensor) -> Tensor:
+    """Write the rows of x with these numbers, which are not checked, to `output`, and return it.
+
+    Args:
+        x: `[N, size]` fp32 or bfloat16.
+        rows: `[S]` int64, from 0 to N - 1.
+        output: `[S, size]` in the type of `x`, contiguous.
+    """
+    args = x.data_ptr(), output.data_ptr(), rows.data_ptr(), x.stride(0), x.shape[1]
+    run(_take, KINDS[x.dtype], args, len(rows), 1, output.numel() // MIN_SHARED)
     return output

@@ -7,9 +7,10 @@ within a vector. All products of partial sum 0 come first, then those of another
 order, and they are added to each other in the same pairs. So the bits are those of `tiles.tile`.
 
 What a step takes lies together in a *panel*: the elements of a lane, one after another, of ROWS rows of x or of
-COLUMNS rows of the weight. The weight's panels are made by the thread that uses them and stay in the CPU's second
-cache, and while one is used the rows of the next one are asked for. The panels of x are made once. (Goto, van de
-Geijn, "Anatomy of high-performance matrix multiplication", 2008.)
+COLUMNS rows of the weight; of bfloat16 numbers pairs, where the CPU multiplies them (`vectors.HAS_PAIRS`): each is as
+wide as a number of fp32. The weight's panels are made by the thread that uses them and stay in the CPU's second cache,
+and while one is used the rows of the next one are asked for. The panels of x are made once. (Goto, van de Geijn,
+"Anatomy of high-performance matrix multiplication", 2008.)
 """
 
 from typing import Any
@@ -25,6 +26,7 @@ from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.vectors import (
     FLOATS,
+    HAS_PAIRS,
     HAS_WIDE_REGISTERS,
     INDEX,
     INT,
@@ -33,12 +35,13 @@ from hybrid.kernels.cpu.vectors import (
     LONG,
     ZERO,
     ZEROS,
+    add_product_of,
     allocate,
     at,
     first_lanes,
-    fma_of,
     get,
     load_lanes,
+    load_pairs,
     looped,
     numbers,
     prefetch,
@@ -48,7 +51,7 @@ from hybrid.kernels.cpu.vectors import (
     store_lanes,
 )
 
-MIN_SHARED = 1 << 18
+MIN_SHARED = 1 << 16
 """Multiplications that are worth a thread."""
 
 MIN_COPIED = 1 << 14
@@ -110,12 +113,22 @@ def _turned(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-def _turning(rows: int) -> Any:
-    """An intrinsic that copies LANES numbers of each of `rows` rows, so that those of a lane follow each other:
-    `(x, x_stride, count, width, panel, of_lane)`.
+def _copy_turned(builder: Any, rows: list[Any], panel: Any, of_lane: Any) -> None:
+    """Write the columns of up to _SQUARE vectors to the lanes of a panel."""
+    filled = rows + rows[:1] * (_SQUARE - len(rows))
+    for first in range(0, LANES, _SQUARE):
+        square = [_shuffled(builder, row, row, [*range(first, first + _SQUARE)]) for row in filled]
+        for lane, column in enumerate(_turned(builder, square), start=first):
+            to = builder.gep(panel, [builder.mul(of_lane, LONG(ORDER.index(lane)))])
+            _store(builder, column, to, len(rows))
+
+
+def _turning(rows: int, of_step: int) -> Any:
+    """An intrinsic that copies LANES numbers, or pairs of bfloat16 numbers, of each of `rows` rows, so that those of a
+    lane follow each other: `(x, x_stride, count, width, panel, of_lane)`.
 
     There are `count` rows, the last one is repeated, and `width` numbers, zeros follow. x is a pointer to numbers of
-    any type, the panel to fp32; its lanes are in the order `ORDER`, `of_lane` apart.
+    any type, the panel to fp32; its lanes are in the order `ORDER`, `of_lane` apart, and its steps `of_step`.
     """
 
     @intrinsic
@@ -124,25 +137,26 @@ def _turning(rows: int) -> Any:
 
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
             x, x_stride, count, width, panel, of_lane = args
-            last = builder.sub(count, LONG(1))
+            last, is_paired = builder.sub(count, LONG(1)), x.type.pointee == ir.IntType(16)
+            taken = 2 * LANES if is_paired else LANES
+
+            def load(row: int, mask: Any | None) -> list[Any]:
+                at_row = builder.select(builder.icmp_signed("<", LONG(row), count), LONG(row), last)
+                place = builder.mul(x_stride, at_row)
+                if is_paired:
+                    return load_pairs(builder, x, place, mask)
+                return [load_lanes(builder, x, place, mask)]
 
             def copy(mask: Any | None) -> None:
-                found = []
-                for row in range(rows):
-                    at_row = builder.select(builder.icmp_signed("<", LONG(row), count), LONG(row), last)
-                    found.append(load_lanes(builder, x, builder.mul(x_stride, at_row), mask))
-                found += found[:1] * (_SQUARE - rows)
-                for first in range(0, LANES, _SQUARE):
-                    square = [_shuffled(builder, row, row, [*range(first, first + _SQUARE)]) for row in found]
-                    for lane, column in enumerate(_turned(builder, square), start=first):
-                        to = builder.gep(panel, [builder.mul(of_lane, LONG(ORDER.index(lane)))])
-                        _store(builder, column, to, rows)
+                for step, found in enumerate(zip(*(load(row, mask) for row in range(rows)), strict=True)):
+                    own = builder.gep(panel, [LONG(step * of_step)])
+                    _copy_turned(builder, [*found], own, of_lane)
 
-            with builder.if_else(builder.icmp_signed(">=", width, LONG(LANES))) as (whole, part):
+            with builder.if_else(builder.icmp_signed(">=", width, LONG(taken))) as (whole, part):
                 with whole:
                     copy(None)
                 with part:
-                    copy(first_lanes(builder, width))
+                    copy(first_lanes(builder, width, taken))
             return context.get_dummy_value()
 
         return types.void(x, long, long, long, FLOATS, long), generate
@@ -161,19 +175,19 @@ def _store(builder: Any, vector: Any, pointer: Any, count: int) -> None:
         first += size
 
 
-_turn_x, _turn_w = _turning(_ROWS_AT_ONCE), _turning(_SQUARE)
+_turn_x, _turn_w = _turning(_ROWS_AT_ONCE, ROWS), _turning(_SQUARE, COLUMNS)
 
 
 @intrinsic
-def _add_lane(context, x, w, steps, sums, finished):  # type: ignore[no-untyped-def]
-    """Compute a lane of the products of a panel of x and one of the weight.
+def _add_lane(context, x, w, kind, steps, sums, finished):  # type: ignore[no-untyped-def]
+    """Compute a lane of the products of a panel of x and one of the weight, whose kind is `kind`.
 
     `sums`: LEVELS sums of each output. The first `finished` of them are added to the lane, and the next one becomes the
     result.
     """
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        x, w, steps, sums, finished = args
+        x, w, _, steps, sums, finished = args
         places = [LONG(number * LANES) for number in range(ROWS * VECTORS)]
 
         def multiply(index: Any, before: list[Any]) -> list[Any]:
@@ -183,7 +197,8 @@ def _add_lane(context, x, w, steps, sums, finished):  # type: ignore[no-untyped-
             found = []
             for row in range(ROWS):
                 own = repeated(builder, builder.load(builder.gep(own_x, [LONG(row)])))
-                found += [fma_of(builder, own, w, before[row * VECTORS + i]) for i, w in enumerate(others)]
+                for total, other in zip(before[row * VECTORS : (row + 1) * VECTORS], others, strict=True):
+                    found.append(add_product_of(builder, own, other, total, kind == types.uint16))
             return found
 
         def add(level: Any, before: list[Any]) -> list[Any]:
@@ -198,7 +213,7 @@ def _add_lane(context, x, w, steps, sums, finished):  # type: ignore[no-untyped-
             store_lanes(builder, total, result, place)
         return context.get_dummy_value()
 
-    return types.void(FLOATS, FLOATS, types.int64, FLOATS, types.int64), generate
+    return types.void(FLOATS, FLOATS, kind, types.int64, FLOATS, types.int64), generate
 
 
 @intrinsic
@@ -217,22 +232,25 @@ def _make_panels(args, kind, first, last):  # type: ignore[no-untyped-def]
     """The panels `[first, last)` of x."""
     a = numbers(args, INDEX)
     x, panels, x_stride, rows, length, steps = numbers(a[0], kind), numbers(a[1], ZERO), a[2], a[3], a[4], a[5]
+    taken, made = a[6], a[7]
     for row in range(first * ROWS, min(last * ROWS, rows), _ROWS_AT_ONCE):
         own, count = at(x, row * x_stride), min(_ROWS_AT_ONCE, rows - row)
         panel = at(panels, row // ROWS * ROWS * LANES * steps + row % ROWS)
-        for step in range(steps):
-            width = length - step * LANES
-            _turn_x(at(own, step * LANES), x_stride, count, width, at(panel, step * ROWS), steps * ROWS)
+        for step in range(steps // made):
+            place = at(panel, step * made * ROWS)
+            _turn_x(at(own, step * taken), x_stride, count, length - step * taken, place, steps * ROWS)
 
 
 @compiled_inline
 def _make_panel_of_weight(w, w_stride, rows, length, steps, panel, of_lane):  # type: ignore[no-untyped-def]
-    """A panel of up to COLUMNS rows of the weight."""
-    for step in range(steps):  # of all rows before the next step: what they write lies side by side
+    """A panel of up to COLUMNS rows of the weight. `steps`: of the panel, numbers taken of a row for some of them, and
+    how many are made of these."""
+    count_of_steps, taken, made = steps
+    for step in range(count_of_steps // made):  # of all rows before the next step: what they write lies side by side
         for row in range(0, rows, _SQUARE):
             own, count = at(w, row * w_stride), min(_SQUARE, rows - row)
-            place = at(panel, step * COLUMNS + row)
-            _turn_w(at(own, step * LANES), w_stride, count, length - step * LANES, place, of_lane)
+            place = at(panel, step * made * COLUMNS + row)
+            _turn_w(at(own, step * taken), w_stride, count, length - step * taken, place, of_lane)
 
 
 @compiled_inline
@@ -250,16 +268,16 @@ def _write(out, sums, scale, width, is_scaled):  # type: ignore[no-untyped-def]
 
 
 @compiled_inline
-def _multiply_tiles(x, w, of_lane, count, steps, sums, ahead, lines):  # type: ignore[no-untyped-def]
-    """The products of `count` panels of x with one of the weight: the last of the LEVELS sums of each output. Meanwhile
-    some lines of memory from `ahead` on are asked for."""
+def _multiply_tiles(x, w, kind, of_lane, count, steps, sums, ahead, lines):  # type: ignore[no-untyped-def]
+    """The products of `count` panels of x with one of the weight of a kind: the last of the LEVELS sums of each output.
+    Meanwhile some lines of memory from `ahead` on are asked for."""
     for lane in range(LANES):
         finished = 0
         while lane >> finished & 1:
             finished += 1
         for tile in range(count):
             own = at(x, (tile * LANES + lane) * steps * ROWS)
-            _add_lane(own, at(w, lane * of_lane), steps, at(sums, tile * LEVELS * _SIZE), finished)
+            _add_lane(own, at(w, lane * of_lane), kind, steps, at(sums, tile * LEVELS * _SIZE), finished)
         for line in range(lines * lane // LANES, lines * (lane + 1) // LANES):
             _ask(ahead, line * _LINE)
 
@@ -270,6 +288,7 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
     a = numbers(args, INDEX)
     x, w, scale, out = numbers(a[0], ZERO), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
     w_stride, out_stride, rows, length, steps, of_row, is_scaled = a[4], a[5], a[6], a[7], a[8], a[9], a[2] != 0
+    steps_of_panel = steps, a[10], a[11]
     of_lane, at_once = steps * COLUMNS + _SPREAD, TILES * ROWS
     of_panel = LANES * of_lane
     most = max(min(MAX_NEAREST // of_panel, MAX_PANELS), 1) * COLUMNS
@@ -283,7 +302,9 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
             following = min(block + most, last)
             for column in range(block, following, COLUMNS):
                 own, panel = at(w, column * w_stride), at(panels, (column - block) // COLUMNS * of_panel)
-                _make_panel_of_weight(own, w_stride, min(COLUMNS, last - column), length, steps, panel, of_lane)
+                _make_panel_of_weight(
+                    own, w_stride, min(COLUMNS, last - column), length, steps_of_panel, panel, of_lane
+                )
             ahead, lines = numbers(a[1] + following * of_row, _BYTE), min(most, last - following) * of_row // _LINE
             parts = (end - begin + at_once - 1) // at_once * ((following - block + COLUMNS - 1) // COLUMNS)
             part = 0
@@ -294,7 +315,7 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
                     panel, asked = at(panels, (column - block) // COLUMNS * of_panel), lines * part // parts
                     part += 1
                     more = lines * part // parts - asked
-                    _multiply_tiles(own, panel, of_lane, tiles, steps, sums, at(ahead, asked * _LINE), more)
+                    _multiply_tiles(own, panel, kinds[0], of_lane, tiles, steps, sums, at(ahead, asked * _LINE), more)
                     for i in range(count):
                         place = (i // ROWS * LEVELS + LEVELS - 1) * _SIZE + i % ROWS * COLUMNS
                         o, s = at(out, (row + i) * out_stride + column), at(scale, column)
@@ -303,14 +324,16 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
 
 
 def multiply_panels(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None) -> None:
-    """`hybrid.kernels.cpu.matmul.multiply_into` for many rows."""
+    """`hybrid.kernels.cpu.matmul.multiply_into` for many rows; x is fp32, or bfloat16 where the weight is."""
     (rows, inner), outputs = x.shape, weight.shape[0]
-    steps, tiles = -(-inner // LANES), -(-rows // ROWS)
+    taken = 2 * LANES if x.dtype == torch.bfloat16 else LANES  # numbers of a row at once, and steps that they make
+    made = taken // LANES if not HAS_PAIRS else 1
+    steps, tiles = -(-inner // taken) * made, -(-rows // ROWS)
     panels = torch.empty(tiles * ROWS * steps * LANES)
-    args = x.data_ptr(), panels.data_ptr(), x.stride(0), rows, inner, steps
+    args = x.data_ptr(), panels.data_ptr(), x.stride(0), rows, inner, steps, taken, made
     run(_make_panels, KINDS[x.dtype], args, tiles, 1, x.numel() // MIN_COPIED)
     addresses = panels.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
     of_row = weight.stride(0) * weight.element_size()
-    numbers_of_product = (*addresses, weight.stride(0), output.stride(0), rows, inner, steps, of_row)
-    kinds, most = (KINDS[weight.dtype], KINDS[x.dtype]), rows * inner * outputs // MIN_SHARED
+    numbers_of_product = (*addresses, weight.stride(0), output.stride(0), rows, inner, steps, of_row, taken, made)
+    kinds, most = (KINDS[weight.dtype], KINDS[output.dtype]), rows * inner * outputs // MIN_SHARED
     run(_multiply_panels, kinds, numbers_of_product, outputs, COLUMNS, most)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from numba import typeof, types
+from torch import Tensor
 
 from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.team import SIGNATURES, compute, team
@@ -32,6 +33,7 @@ class Task(NamedTuple):
         elements: their number; how they are shared among threads is up to who runs it.
         multiple: ranges begin at multiples of it.
         most: ranges that the work is worth.
+        joins: it may be computed while the task before it is: neither reads what the other one writes.
     """
 
     function: Compiled
@@ -40,6 +42,7 @@ class Task(NamedTuple):
     elements: int
     multiple: int
     most: int
+    joins: bool = False
 
     @property
     def worth(self) -> int:
@@ -64,6 +67,34 @@ def run(function: Compiled, kind: Any, numbers: Sequence[int], elements: int, mu
     compute(*_code(function, _classes(kind)), args.buffer_info()[0], elements)
 
 
+def side_by_side(calls: Iterable[Callable[[], Tensor]]) -> list[Tensor]:
+    """The results of calls of which none reads what another one writes: where they are recorded, threads begin with one
+    before another one is computed."""
+    results: list[Tensor] = []
+    for call in calls:
+        record = recorder.get()
+        if record is None or not results:
+            results.append(call())
+            continue
+        before = recorder.set(_joining(record))
+        try:
+            results.append(call())
+        finally:
+            recorder.reset(before)
+    return results
+
+
+def _joining(record: Callable[[Task], None]) -> Callable[[Task], None]:
+    """Records tasks, of which the first one joins the task before."""
+    first = [True]
+
+    def joining(task: Task) -> None:
+        record(task._replace(joins=bool(first)))
+        first.clear()
+
+    return joining
+
+
 class Tasks:
     """Tasks, one after another, as a program.
 
@@ -74,9 +105,10 @@ class Tasks:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self._args = [array("q", task.numbers) for task in tasks]  # the program has their addresses
         rows: list[int] = []
-        for task, args in zip(tasks, self._args, strict=True):
+        is_joined = [task.joins for task in tasks[1:]] + [False]
+        for task, args, followed in zip(tasks, self._args, is_joined, strict=True):
             rows += _code(task.function, _classes(task.kind))
-            rows += task.elements, task.multiple, task.most, args.buffer_info()[0]
+            rows += task.elements, task.multiple, task.most, args.buffer_info()[0], followed
         self._program = array("q", rows)
         self._worth = max(task.worth for task in tasks)
 

@@ -1,8 +1,9 @@
 """Threads that run programs of compiled operations together.
 
 A program is a list of operations (`TASK` numbers each). Every thread takes shares of the first one until none is left,
-and turns to the next one when all are computed: a thread waits for a share that another one computes, and never for a
-thread, so that one that the system lets wait holds up nothing, and catches up.
+and turns to the next one when all are computed, or at once where the next one does not need it: a thread waits for a
+share that another one computes, and never for a thread, so that one that the system lets wait holds up nothing, and
+catches up.
 
 To wake a thread takes the system longer than most operations take (up to two milliseconds, where it puts the thread
 behind the one that woke it). So those that help keep looking for the next program for `PATIENCE` seconds, while they
@@ -36,9 +37,9 @@ SHARES = 4
 SPINS = 4096
 """Looks at what another thread changes before a thread lets others run."""
 
-TASK = 6
-"""Numbers of a task in a program: address of its code, its signature, `elements`, `multiple`, `most` and the address of
-its arguments (`hybrid.kernels.cpu.tasks.Task`)."""
+TASK = 7
+"""Numbers of a task in a program: address of its code, its signature, `elements`, `multiple`, `most`, the address of
+its arguments, and whether the next one `joins` it (`hybrid.kernels.cpu.tasks.Task`)."""
 
 SIGNATURES: tuple[Any, ...] = tuple(map(typeof, (*KINDS.values(), *product(KINDS.values(), repeat=2))))
 """Numba's types of the kinds that operations are compiled for: of one type of numbers, or of a weight and an output."""
@@ -131,13 +132,30 @@ _add, _swap = _changing("add"), _changing("xchg")
 
 
 @compiled_inline
+def _cut(blocks, share, shares):  # type: ignore[no-untyped-def]
+    """The block that a share begins with. Shares grow from the first one, a block or two in most operations, to the
+    last: as the small ones are taken last, threads end an operation at nearly the same time."""
+    if blocks < 2 * shares:
+        return blocks * share // shares
+    return blocks * share * (share + 1) // (shares * (shares + 1))
+
+
+@compiled_inline
+def _shares(program, index, threads):  # type: ignore[no-untyped-def]
+    """The number of shares of a task, and of blocks that they consist of."""
+    task = at(program, index * TASK)
+    blocks = (task[2] + task[3] - 1) // task[3]
+    return min(threads * SHARES, blocks, max(task[4], 1)), blocks
+
+
+@compiled_inline
 def _run(program, count, progress, threads):  # type: ignore[no-untyped-def]
     """Run `count` tasks together with other threads that do the same; returns whether one failed.
 
-    Shares are taken from the last one on: of attention to a prompt the last tokens take longest, and what takes longest
-    is best begun first.
+    Shares are taken from the last one on: the largest first, and of attention to a prompt the last tokens, which take
+    longest.
     """
-    program, progress = numbers(program, INDEX), numbers(progress, INDEX)
+    program, progress, begun = numbers(program, INDEX), numbers(progress, INDEX), 0
     for index in range(count):
         task = at(program, index * TASK)
         elements, multiple = task[2], task[3]
@@ -145,22 +163,25 @@ def _run(program, count, progress, threads):  # type: ignore[no-untyped-def]
             if _call(task[0], task[1], task[5], 0, elements):
                 return True
             continue
-        blocks = (elements + multiple - 1) // multiple
-        shares = min(threads * SHARES, blocks, max(task[4], 1))
+        shares, blocks = _shares(program, index, threads)
         own = TASKS + index * LINE
         share = shares - 1 - _add(progress, own + TAKEN, 1)
         while share >= 0:
-            first = min(elements, blocks * share // shares * multiple)
-            last = min(elements, blocks * (share + 1) // shares * multiple)
-            if _call(task[0], task[1], task[5], first, last):
+            first = min(elements, _cut(blocks, share, shares) * multiple)
+            last = min(elements, _cut(blocks, share + 1, shares) * multiple)
+            if first < last and _call(task[0], task[1], task[5], first, last):
                 _swap(progress, STOPPED, 1)  # the others would wait for ever
             _add(progress, own + DONE, 1)
             share = shares - 1 - _add(progress, own + TAKEN, 1)
+        if task[6]:
+            continue
         spins = 0
-        while _load(progress, own + DONE) < shares:
-            spins += 1
-            if spins > SPINS:
-                _yield()
+        for each in range(begun, index + 1):
+            while _load(progress, TASKS + each * LINE + DONE) < _shares(program, each, threads)[0]:
+                spins += 1
+                if spins > SPINS:
+                    _yield()
+        begun = index + 1
         if _load(progress, STOPPED):
             return True
     return False

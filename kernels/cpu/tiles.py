@@ -18,10 +18,12 @@ from hybrid.kernels.cpu.vectors import (
     LANES,
     LONG,
     ZEROS,
+    add_product_of,
     at,
     first_lanes,
     fma_of,
     load_lanes,
+    load_pairs,
     looped,
     narrowed,
     phis,
@@ -56,6 +58,16 @@ def _sum(builder: Any, vector: Any) -> Any:
     return _folded(builder, vector, _added)
 
 
+def _is_paired(x: Any) -> bool:
+    """Whether rows of x are multiplied in pairs."""
+    return not isinstance(x.type.pointee, ir.FloatType)
+
+
+def _taken(x: Any) -> int:
+    """Numbers of a row of x in a step."""
+    return 2 * LANES if _is_paired(x) else LANES
+
+
 def _sums_of_products(
     builder: Any, xs: list[Any], ws: list[Any], length: Any, fetch: Callable[[Any], None] | None = None
 ) -> list[Any]:
@@ -63,27 +75,40 @@ def _sums_of_products(
     them in registers.
 
     Args:
-        xs, ws: pointers to rows of `length` numbers.
+        xs, ws: pointers to rows of `length` numbers, which are multiplied in pairs where x is not fp32.
         fetch: is called with the index of each step of the loop, to ask for what is read later; None: nothing is asked
             for.
     """
 
+    is_paired, taken = _is_paired(xs[0]), _taken(xs[0])
+
+    def load(pointer: Any, index: Any, mask: Any) -> list[Any]:
+        if not is_paired:
+            return [load_lanes(builder, pointer, index, mask)]
+        if pointer.type.pointee == ir.IntType(16):
+            return load_pairs(builder, pointer, index, mask)
+        own = builder.bitcast(pointer, ir.FloatType().as_pointer())
+        return [load_lanes(builder, own, builder.add(index, LONG(place))) for place in (0, LANES)]
+
     def step(index: Any, sums: list[Any], mask: Any | None = None) -> list[Any]:
         if fetch is not None and mask is None:
             fetch(index)
-        others = [load_lanes(builder, w, index, mask) for w in ws]
-        found = []
+        others, found = [load(w, index, mask) for w in ws], []
         for number, x in enumerate(xs):
-            own = load_lanes(builder, x, index, mask)
-            found += [fma_of(builder, own, w, sums[number * len(ws) + i]) for i, w in enumerate(others)]
+            own = load(x, index, mask)
+            for i, parts in enumerate(others):
+                total = sums[number * len(ws) + i]
+                for a, b in zip(own, parts, strict=True):
+                    total = add_product_of(builder, a, b, total, is_paired)
+                found.append(total)
         return found
 
-    whole, start = builder.and_(length, LONG(-LANES)), [ZEROS] * (len(xs) * len(ws))
-    sums = looped(builder, LONG(0), whole, start, step, LANES)
+    whole, start = builder.and_(length, LONG(-taken)), [ZEROS] * (len(xs) * len(ws))
+    sums = looped(builder, LONG(0), whole, start, step, taken)
     rest, tail, end = builder.basic_block, builder.append_basic_block("tail"), builder.append_basic_block("end")
     builder.cbranch(builder.icmp_signed("<", whole, length), tail, end)
     builder.position_at_end(tail)
-    last = step(whole, sums, first_lanes(builder, builder.sub(length, whole)))
+    last = step(whole, sums, first_lanes(builder, builder.sub(length, whole), taken))
     builder.branch(end)
     builder.position_at_end(end)
     return phis(builder, (rest, sums), (tail, last))
@@ -123,15 +148,16 @@ def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
 row_sum, row_max = _of_row(_added), _of_row(_larger)
 
 
-def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, length: Any) -> Callable[[Any], None]:
-    """Asks for the tile of narrow numbers after the one that begins at w, as fast as this one is read.
+def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, length: Any, taken: int) -> Callable[[Any], None]:
+    """Asks for the tile of narrow numbers after the one that begins at w, as fast as this one is read: `taken` numbers
+    of each row in a step.
 
     Of long rows for what will be read in the same step: hardware follows each of them too. A short row ends before
     hardware has found it: all of them in the order of memory, as one long row.
     """
     is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width))
     of_index = builder.select(is_short, LONG(columns), LONG(1))
-    of_column = builder.select(is_short, LONG(LANES), stride)
+    of_column = builder.select(is_short, LONG(taken), stride)
     following = builder.gep(w, [builder.mul(stride, LONG(columns))])
 
     def fetch(index: Any) -> None:
@@ -146,8 +172,8 @@ def tile(rows: int, columns: int) -> Any:
     """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
     out_stride, length)`.
 
-    x is a pointer to fp32; w and out are pointers of any types, strides are in elements. Where w is int8, results are
-    multiplied by the scale of w's row.
+    x is a pointer to fp32, or, where w is bfloat16, what `vectors.rows_of_x` returns; w and out are pointers of any
+    types, strides are in elements. Where w is int8, results are multiplied by the scale of w's row.
     """
 
     @intrinsic
@@ -159,7 +185,7 @@ def tile(rows: int, columns: int) -> Any:
             xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
             ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
             is_read_once = rows == 1 and not isinstance(w.type.pointee, ir.FloatType)
-            fetch = _of_next_tile(builder, w, w_stride, columns, length) if is_read_once else None
+            fetch = _of_next_tile(builder, w, w_stride, columns, length, _taken(x)) if is_read_once else None
             sums = _sums_of_products(builder, xs, ws, length, fetch)
             for number, total in enumerate(sums):
                 value, (row, column) = _sum(builder, total), divmod(number, columns)

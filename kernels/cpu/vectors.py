@@ -5,7 +5,9 @@ Nothing here is left to the compiler's rounding: a product that is added is writ
 partial sums that are added up as a tree. So bits do not depend on the width of the CPU's vectors, on a row's address
 or on its neighbours.
 
-bfloat16 numbers are 16 bits of memory (`uint16`); arithmetic is fp32.
+bfloat16 numbers are 16 bits of memory (`uint16`); arithmetic is fp32. Two rows of them are multiplied in *pairs*, in
+the order of the instruction that some CPUs have for it: elements 2i and 2i + 1 are added to sum i % LANES, the second
+one first. On other CPUs two `fma` do the same. (Numbers below the normal ones are zeros to that instruction alone.)
 """
 
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from hybrid.kernels.cpu.machine_code import compiled_inline
@@ -25,13 +27,23 @@ LANES = 16
 """Partial sums of a sum along a row: element i is added to sum i % LANES."""
 
 
-FEATURES: dict[str, bool] = dict(llvm.get_host_cpu_features())
+def _features() -> dict[str, bool]:
+    """What is compiled for: the CPU at hand, or what Numba was asked for by `NUMBA_CPU_FEATURES`."""
+    if config.CPU_FEATURES is None:
+        return dict(llvm.get_host_cpu_features())
+    return {name[1:]: name[0] == "+" for name in config.CPU_FEATURES.split(",") if name}
+
+
+FEATURES: dict[str, bool] = _features()
 
 HAS_FMA: bool = FEATURES.get("fma", False) or FEATURES.get("neon", False)
 """Whether the CPU multiplies and adds with one rounding; otherwise `fma` would be a slow function."""
 
 HAS_WIDE_REGISTERS: bool = FEATURES.get("avx512f", False)
 """Whether a register holds `LANES` numbers, and there are 32 of them."""
+
+HAS_PAIRS: bool = HAS_WIDE_REGISTERS and FEATURES.get("avx512bf16", False)
+"""Whether the CPU multiplies pairs of bfloat16 numbers and adds both products, as `add_product_of` does."""
 
 _FLOAT, _HALF = ir.FloatType(), ir.IntType(16)
 INT, LONG = ir.IntType(32), ir.IntType(64)
@@ -55,6 +67,18 @@ def numbers(context, address, kind):  # type: ignore[no-untyped-def]
         return builder.inttoptr(args[0], args[1].type.as_pointer())
 
     return types.CPointer(kind)(types.int64, kind), generate
+
+
+@intrinsic
+def rows_of_x(context, address, kind):  # type: ignore[no-untyped-def]
+    """A pointer to x at an address, as it is multiplied with a weight of a kind: fp32, but bfloat16 with bfloat16, or,
+    where the CPU does not multiply these, the bits of the fp32 numbers of pairs (`hybrid.kernels.cpu.matmul`)."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    in_pairs = types.uint16 if HAS_PAIRS else types.int32
+    return types.CPointer(in_pairs if kind == types.uint16 else types.float32)(types.int64, kind), generate
 
 
 def _widened(builder: Any, value: Any, count: int | None = None) -> Any:
@@ -210,6 +234,37 @@ def fma_of(builder: Any, x: Any, y: Any, z: Any) -> Any:
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [x, y, z])
 
 
+def add_product_of(builder: Any, x: Any, y: Any, total: Any, is_paired: bool) -> Any:
+    """`total` and the products of vectors, which are numbers or, where `is_paired`, what `load_pairs` returns."""
+    if not (is_paired and HAS_PAIRS):
+        return fma_of(builder, x, y, total)
+    bits = ir.VectorType(INT, LANES)
+    kind, name = ir.FunctionType(VECTOR, [VECTOR, bits, bits]), "llvm.x86.avx512bf16.dpbf16ps.512"
+    add = cgutils.get_or_insert_function(builder.module, kind, name)
+    return builder.call(add, [total, builder.bitcast(x, bits), builder.bitcast(y, bits)])
+
+
+def load_pairs(builder: Any, pointer: Any, index: Any, mask: Any | None = None) -> list[Any]:
+    """Vectors of `LANES` pairs of bfloat16 numbers from an index on, zeros where a mask has no bit: as they are, for a
+    CPU that multiplies them, otherwise the second number of each and the first, as fp32."""
+    vector = ir.VectorType(_HALF, 2 * LANES)
+    at = builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
+    if mask is None:
+        value = builder.load(at)
+        value.align = 2
+    else:
+        kind = ir.FunctionType(vector, [at.type, INT, mask.type, vector])
+        load = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{2 * LANES}i16.p0")
+        value = builder.call(load, [at, INT(2), mask, ir.Constant(vector, [0] * (2 * LANES))])
+    bits = ir.VectorType(INT, LANES)
+    if HAS_PAIRS:
+        return [builder.bitcast(value, VECTOR)]
+    pairs = builder.bitcast(value, bits)
+    second = builder.and_(pairs, ir.Constant(bits, [-65536] * LANES))
+    first = builder.shl(pairs, ir.Constant(bits, [16] * LANES))
+    return [builder.bitcast(second, VECTOR), builder.bitcast(first, VECTOR)]
+
+
 def load_lanes(builder: Any, pointer: Any, index: Any, mask: Any | None = None) -> Any:
     """`LANES` numbers from an index on as fp32; zeros where a mask has no bit."""
     element = pointer.type.pointee
@@ -238,18 +293,18 @@ def store_lanes(builder: Any, value: Any, pointer: Any, index: Any, mask: Any | 
     builder.call(store, [value, at, INT(4), mask])
 
 
-def first_lanes(builder: Any, count: Any) -> Any:
-    """A mask of the first `count` lanes."""
-    vector = ir.VectorType(INT, LANES)
-    each = repeated(builder, builder.trunc(count, INT))
-    return builder.icmp_signed("<", ir.Constant(vector, list(range(LANES))), each)
+def first_lanes(builder: Any, count: Any, lanes: int = LANES) -> Any:
+    """A mask of the first `count` of `lanes` lanes."""
+    vector = ir.VectorType(INT, lanes)
+    each = repeated(builder, builder.trunc(count, INT), lanes)
+    return builder.icmp_signed("<", ir.Constant(vector, list(range(lanes))), each)
 
 
-def repeated(builder: Any, value: Any) -> Any:
+def repeated(builder: Any, value: Any, lanes: int = LANES) -> Any:
     """A vector of which every lane is a number."""
-    nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    nothing = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     one = builder.insert_element(nothing, value, INT(0))
-    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(INT, LANES), [0] * LANES))
+    return builder.shuffle_vector(one, nothing, ir.Constant(ir.VectorType(INT, lanes), [0] * lanes))
 
 
 def phis(builder: Any, *incoming: tuple[Any, list[Any]]) -> list[Any]:

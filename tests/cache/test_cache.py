@@ -243,7 +243,7 @@ def test_too_little_memory_is_refused_and_the_error_names_an_amount_that_suffice
 
 def test_the_amount_named_suffices_where_states_are_large_and_pages_small() -> None:
     for num_bytes in range(1_000_000, 1_400_000, 31_000):
-        state = StateTensor("recurrent", (num_bytes,), torch.uint8)
+        state = StateTensor("recurrent", (1, num_bytes), torch.uint8)
         spec = HybridSpec((TokenTensor.kv(1, 1, 1024, torch.float16),), (state,))
         with pytest.raises(MemoryBudgetError) as refused:
             of_spec(spec, CacheConfig(page_size=4, memory=1000, state_share=0.5), free=10**9)

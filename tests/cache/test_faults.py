@@ -68,7 +68,7 @@ def busy_cache(memory: str = "fixed") -> tuple[AuditedCache, RandomWorkload]:
 MEMORIES = pytest.mark.parametrize("memory", ["fixed", "one budget", "stored smaller"])
 
 # hundreds of runs over the same lines, which cost three times as much where lines are counted
-UNCOUNTED = pytest.mark.no_cover
+UNCOUNTED = pytest.mark.usefixtures("untraced")
 
 
 def count_allocations(memory: str) -> int:

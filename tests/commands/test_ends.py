@@ -4,13 +4,16 @@ import argparse
 import os
 import signal
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from hybrid import HybridError
 from hybrid.commands import stress
 from hybrid.commands.command import Outcome
 from hybrid.commands.main import main
@@ -46,8 +49,39 @@ def test_what_is_wrong_is_not_printed_among_results(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.fixture
+def handled() -> Iterator[Callable[[int, signal.Handlers], None]]:
+    """Sets how a signal is handled, for a test: who started pytest may have had it ignored, as `nohup` does."""
+    before: dict[int, Any] = {}
+
+    def handle(number: int, how: signal.Handlers) -> None:
+        before[number] = signal.signal(number, how)
+
+    yield handle
+    for number, how in before.items():
+        signal.signal(number, how)
+
+
+def test_a_signal_that_is_ignored_ends_no_command(
+    handled: Callable[[int, signal.Handlers], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under `nohup`, when the terminal is closed."""
+    handled(signal.SIGHUP, signal.SIG_IGN)
+
+    def run(args: argparse.Namespace, console: Console) -> Outcome:
+        signal.raise_signal(signal.SIGHUP)
+        raise HybridError("it went on")
+
+    monkeypatch.setattr("hybrid.commands.main.COMMANDS", (replace(stress.COMMAND, run=run),))
+    assert main(["stress"]) == 2
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_is_ended_leaves_nothing_behind(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_ended_leaves_nothing_behind(
+    number: int, handled: Callable[[int, signal.Handlers], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled(number, signal.SIG_DFL)
     made: list[Path] = []
 
     def run(args: argparse.Namespace, console: Console) -> Outcome:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
@@ -59,6 +60,36 @@ def test_a_pass_run_again_has_the_bits_of_the_pass(dtype: torch.dtype, threads: 
         result.fill_(float("nan"))
         again()
         assert same_bits(result, expected)
+
+
+class Called(TorchDispatchMode):
+    """Counts the operations of torch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_operation_of_torch_is_one_call_that_writes_its_result() -> None:
+    x, table, rows = torch.randn(4, 6), torch.randn(9, 6), torch.tensor([3, 0, 8, 5])
+
+    def run() -> Tensor:
+        angles = rows.unsqueeze(1).float() * x[0]
+        parts = [angles.cos(), angles.sin(), torch.nn.functional.embedding(rows, table) + 1, (table.double() * 2)[rows]]
+        return torch.cat([part.double() for part in parts], 1)
+
+    again, result = CpuCapture()(run)
+    with Called() as called:
+        again()
+    assert called.count == 13
+    x.copy_(torch.randn(4, 6))
+    rows.copy_(torch.tensor([1, 7, 7, 2]))
+    again()
+    assert same_bits(result, run())
 
 
 def test_captures_share_their_memory() -> None:
@@ -196,6 +227,68 @@ def test_a_fork_has_threads_of_its_own(threads: Callable[[int], None]) -> None:
         os._exit(0 if same_bits(run(), expected) and tasks.team() is not before else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert tasks.team() is before
+
+
+def test_rows_with_given_numbers_are_copied_by_the_program() -> None:
+    x, rows, norm = torch.randn(6, 40), torch.tensor([5, 0]), torch.rand(40)
+    again, result = CpuCapture()(lambda: elementwise.rms_norm(x[rows], norm, 1e-6))
+    assert "take" in again.seconds(runs=1)
+    rows.copy_(torch.tensor([3, 3]))
+    again()
+    assert same_bits(result, elementwise.rms_norm(x[rows], norm, 1e-6))
+
+
+@compiled
+def _count(args: Any, kind: Any, first: int, last: int) -> None:
+    counts = numbers(numbers(args, INDEX)[0], INDEX)
+    for element in range(first, last):
+        counts[element] += 1
+
+
+@pytest.mark.parametrize("elements", [1, 2, 15, 16, 31, 32, 33, 200, 1000])
+def test_every_element_is_computed_once(elements: int, threads: Callable[[int], None]) -> None:
+    for count, multiple, most in ((2, 1, 99), (3, 1, 5), (4, 12, 99), (4, 1, 99)):
+        threads(count)
+        counts = torch.zeros(elements, dtype=torch.int64)
+        tasks.run(_count, ZERO, (counts.data_ptr(),), elements, multiple, most)
+        assert (counts == 1).all()
+
+
+@compiled
+def _count_late(args: Any, kind: Any, first: int, last: int) -> None:
+    """Element 0 takes long."""
+    counts = numbers(numbers(args, INDEX)[0], INDEX)
+    for element in range(first, last):
+        for spins in range(1_000_000 if element == 0 else 1):
+            counts[element] += spins % 2 if element == 0 else 1
+
+
+@compiled
+def _copy(args: Any, kind: Any, first: int, last: int) -> None:
+    a = numbers(args, INDEX)
+    source, target = numbers(a[0], INDEX), numbers(a[1], INDEX)
+    for element in range(first, last):
+        target[element] = source[element]
+
+
+def test_an_operation_waits_for_all_that_were_computed_side_by_side(threads: Callable[[int], None]) -> None:
+    late, soon, copied = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
+
+    def counted(function: Any, counts: Tensor) -> Tensor:
+        tasks.run(function, ZERO, (counts.data_ptr(),), 8, 1, 8)
+        return counts
+
+    def run() -> Tensor:
+        both = tasks.side_by_side([lambda: counted(_count_late, late), lambda: counted(_count, soon)])
+        tasks.run(_copy, ZERO, (both[0].data_ptr(), copied.data_ptr()), 8, 1, 8)
+        return copied
+
+    again, _ = CpuCapture()(run)
+    for count in (1, 2, 3):
+        threads(count)
+        again()
+        assert torch.equal(copied, late)
+    assert soon.tolist() == [4] * 8
 
 
 @compiled

@@ -80,6 +80,38 @@ def test_a_product_is_right_and_its_rows_are_by_themselves(
         assert same_bits(matmul.multiply(alone, weight, scale), together[order])
 
 
+def added_up(x: Tensor, weight: Tensor) -> Tensor:
+    """The products of rows of x and of a weight, `[rows, out]` fp32, as every CPU adds them up: element i to sum i % 16,
+    of bfloat16 numbers pairs 2i and 2i + 1, the second one first, rounded each time; then halves of the sums."""
+    of_sum = 2 if x.dtype == weight.dtype == torch.bfloat16 else 1
+    steps = -(-x.shape[1] // (16 * of_sum))
+    pad = torch.nn.functional.pad
+    a, b = (pad(y.double(), (0, steps * 16 * of_sum - y.shape[1])).view(len(y), steps, 16, of_sum) for y in (x, weight))
+    sums = torch.zeros(len(x), len(weight), 16)
+    for step in range(steps):
+        for place in reversed(range(of_sum)):  # in fp64 a product is exact, and so is what it is added to
+            sums = (sums.double() + a[:, None, step, :, place] * b[None, :, step, :, place]).float()
+    while sums.shape[-1] > 1:
+        first, second = sums.chunk(2, dim=-1)
+        sums = first + second
+    return sums[..., 0]
+
+
+@pytest.mark.parametrize(("weight_dtype", "dtype"), PAIRS)
+@pytest.mark.parametrize("inner", [1, 31, 33, 160, 300])
+def test_products_are_added_up_in_one_order_on_every_cpu(
+    inner: int, weight_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    weight, scale = weight_of(37, inner, weight_dtype)
+    few_digits = torch.randn(matmul.MANY_ROWS + 1, inner).bfloat16()  # a sum has a digit for each of theirs in fp64
+    weight = weight if scale is not None else weight.bfloat16().to(weight_dtype)
+    x = few_digits.to(dtype)
+    expected = added_up(x, weight)
+    expected = expected if scale is None else expected * scale
+    assert same_bits(matmul.multiply(x, weight, scale), expected.to(dtype))
+    assert same_bits(matmul.multiply(x[:5], weight, scale), expected[:5].to(dtype))
+
+
 @pytest.mark.parametrize(("rows", "inner"), [(5, 700), (100, 2048)])
 def test_large_products_have_the_same_bits_on_any_number_of_threads(
     rows: int, inner: int, threads: Callable[[int], None]
@@ -99,12 +131,14 @@ def test_rows_have_the_bits_of_few_rows_where_x_and_the_weight_are_taken_in_part
     assert same_bits(matmul.multiply(x, weight), torch.cat(few))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", [1, 15, 16, 40])
-def test_rows_have_the_bits_of_few_rows_among_many_whatever_the_numbers_are(inner: int) -> None:
+def test_rows_have_the_bits_of_few_rows_among_many_whatever_the_numbers_are(inner: int, dtype: torch.dtype) -> None:
     """Zeros of both signs, numbers below the normal ones, sums that lose all digits, infinity and NaN."""
     magnitudes = 10 ** torch.tensor([-38.0, -30.0, 0.0, 30.0]).repeat(40)
     x, weight = magnitudes[:, None] * torch.randn(160, inner), 1e-8 * torch.randn(90, inner)
     x[1], x[2, :1], x[3, :1], weight[5], weight[6] = -0.0, float("inf"), float("nan"), -0.0, 1e-42
+    x, weight = x.to(dtype), weight.to(dtype)
     together = matmul.multiply(x, weight)
     assert together[1:3].isnan().any()
     assert together[3].isnan().all()

@@ -17,6 +17,12 @@ from support.engines import greedy, ids
 from support.tensors import CPU, ints, rows_of
 
 
+def engine_batch(rows: int) -> Batch:
+    """A batch of single rows, for layers that look at nothing else."""
+    group = Group(slice(0, rows), ints([0]), ints([1]), ints([[0]]), ints([0]), ints([1]), None)
+    return Batch(ints([5] * rows), ints([0] * rows), ints([0] * rows), rows_of([]), ints([0]), None, group, None)
+
+
 def load(path: Path, **cache: Any) -> Engine:
     config = CacheConfig(page_size=64, chunk_size=64, memory="16MiB", **cache)
     return Engine.from_pretrained(path, device="cpu", dtype="float32", cache=config)
@@ -51,6 +57,21 @@ def test_writing_to_a_fused_weight_is_seen(tmp_path: Path) -> None:
     with torch.no_grad():
         engine.model.get_parameter("model.layers.0.mlp.up_proj.weight").mul_(2)
     assert engine.generate([prompt], greedy(3, logprobs=2), progress=False)[0].logprobs != before[0].logprobs
+
+
+def test_compiled_products_of_the_same_rows_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    tasks = pytest.importorskip("hybrid.kernels.cpu.tasks", reason="nothing is compiled")
+    engine = load(write_random_checkpoint(tmp_path, "qwen3_5_text"), enabled=False)
+    module = engine.model.model.layers[0].mlp
+    x, batch, found = torch.randn(8, module.gate_proj.weight.shape[1]), engine_batch(8), []
+    before = tasks.recorder.set(found.append)
+    try:
+        gate, up = module.inputs(x, batch)
+    finally:
+        tasks.recorder.reset(before)
+    assert [task.joins for task in found] == [False, True]
+    assert torch.equal(gate, module.gate_proj(x, batch))
+    assert torch.equal(up, module.up_proj(x, batch))
 
 
 class Products(TorchFunctionMode):
