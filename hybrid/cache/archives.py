@@ -2,117 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.config import CacheConfig
+from hybrid.cache.fingerprints import fingerprint_named, writer_of
 from hybrid.cache.restorer import Boundary, Outcome, Restorer
+from hybrid.cache.tiers import Tiers
 from hybrid.checks import integer
 from hybrid.errors import ArgumentError, CacheFileError, PromptError
+from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
-from hybrid.memory.digests import ContentReader, Contents, ContentWriter
+from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
-from hybrid.tiers.archive import Archive, ArchivedNode
+from hybrid.tiers.archive import Archive, ArchivedNode, read_archive
 from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Kind, Node, StateLock
 from hybrid.tree.tree import Tree
-from hybrid.version import __version__
 
 
-def writer_of(memory: CacheMemory) -> ContentWriter:
-    """Who reads and writes the contents of a memory.
-
-    Raises:
-        ArgumentError: no one does.
-    """
-    if not isinstance(memory.mover, ContentWriter):
-        raise ArgumentError(
-            "this memory has no contents that can be saved or loaded: it needs tensors, or a mover that has read_page, "
-            "write_page, read_checkpoint, write_checkpoint, page_layout and checkpoint_layout too"
-        )
-    return memory.mover
-
-
-def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, deterministic: bool) -> Fingerprint:
-    """The fingerprint of what a cache holds.
+class Archives:
+    """Copies prefixes of a cache into archives, and brings those of archives into the cache.
 
     Args:
-        model: the digest of the model, or a name for it.
-        deterministic: contents are bitwise those of cold runs.
-
-    Raises:
-        ArgumentError: the memory has no contents that can be read.
+        tree: what is cached.
+        memory: the contents. Without a mover that reads and writes them both methods raise ArgumentError.
+        config: of the cache: a part of the fingerprint of what it holds.
+        allocator: locks what was loaded until the rest is.
+        restorer: writes contents into the memory, and inserts them.
+        tiers: keep what the device has no memory for; None: there are none.
     """
-    writer = writer_of(memory)
-    return Fingerprint(
-        model=model,
-        page_size=config.page_size,
-        chunk_size=config.chunk_size,
-        page=writer.page_layout(),
-        checkpoint=writer.checkpoint_layout(),
-        deterministic=deterministic,
-        version=__version__,
-    )
 
+    def __init__(
+        self,
+        tree: Tree,
+        memory: CacheMemory,
+        config: CacheConfig,
+        allocator: Allocator,
+        restorer: Restorer,
+        tiers: Tiers | None,
+    ) -> None:
+        self._tree = tree
+        self._memory = memory
+        self._config = config
+        self._allocator = allocator
+        self._restorer = restorer
+        self._tiers = tiers
 
-def fingerprint_named(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint) -> Fingerprint:
-    """The fingerprint of a caller who names the model, or knows all of it.
+    def collect(
+        self, keys: Iterable[Key] | None, namespace: str | None, model: str | Fingerprint, after: int = 0
+    ) -> Archive:
+        """Copy prefixes up to their last checkpoints. Changes nothing.
 
-    Raises:
-        ArgumentError: the name is no text, or the memory has no contents that can be read.
-    """
-    if isinstance(model, Fingerprint):
-        return model
-    if not isinstance(model, str) or not model:
-        raise ArgumentError(f"model must be a name for the model and its weights; got {model!r:.100}")
-    return fingerprint_of(memory, config, model, config.deterministic is True)
+        Args:
+            keys: prompts; None: everything, or everything of `namespace`.
+            model: a name for the model and its weights, or a whole fingerprint.
+            after: leave out the pages of the first `after` tokens, rounded down to whole pages.
 
+        Raises:
+            PromptError: nothing is cached of one of the prompts.
+            ArgumentError: `after` is no number of tokens, or there are no contents that can be read.
+        """
+        fingerprint = fingerprint_named(self._memory, self._config, model)
+        tree, reader = self._tree, writer_of(self._memory)
+        after = integer("after", after, 0)
+        after -= after % tree.page_size
+        wanted = _wanted(tree, keys, namespace)
+        places: dict[Node, int] = {}
+        nodes, ids = [], []
+        pages: list[Contents] = []
+        checkpoints: list[Contents] = []
+        for name, node in tree.nodes():  # parents first
+            if node not in wanted:
+                continue
+            assert node.parent is not None
+            usage = node.usage
+            kind = usage.kind.value if node.slot is not None else None
+            parent = places.get(node.parent, -1)
+            nodes.append(ArchivedNode(parent, name, node.start, node.end, kind, usage.turn, usage.priority))
+            places[node] = len(places)
+            ids.append(node.edge)
+            skipped = max(0, after - node.start) // tree.page_size
+            pages += [reader.read_page(page) for page in node.pages[skipped:]]
+            if node.slot is not None:
+                checkpoints.append(reader.read_checkpoint(node.slot))
+        return Archive(fingerprint, (*nodes,), b"".join(ids), _rows(pages), _rows(checkpoints), after)
 
-def collect(
-    tree: Tree,
-    reader: ContentReader,
-    fingerprint: Fingerprint,
-    keys: Iterable[Key] | None,
-    namespace: str | None,
-    after: int = 0,
-) -> Archive:
-    """Copy prefixes up to their last checkpoints. Changes nothing.
+    def load(self, source: str | Path | Contents | Archive, model: str | Fingerprint) -> Transfer:
+        """Bring the prefixes of an archive into the cache, each boundary whole or not at all.
 
-    Args:
-        keys: prompts; None: everything, or everything of `namespace`.
-        after: leave out the pages of the first `after` tokens, rounded down to whole pages.
+        What is loaded is not evicted for what is loaded after it: when the memory is full, the rest goes to the tiers,
+        or is skipped.
 
-    Raises:
-        PromptError: nothing is cached of one of the prompts.
-        ArgumentError: `after` is no number of tokens.
-    """
-    after = integer("after", after, 0)
-    after -= after % tree.page_size
-    wanted = _wanted(tree, keys, namespace)
-    places: dict[Node, int] = {}
-    nodes, ids = [], []
-    pages: list[Contents] = []
-    checkpoints: list[Contents] = []
-    for name, node in tree.nodes():  # parents first
-        if node not in wanted:
-            continue
-        assert node.parent is not None
-        usage = node.usage
-        kind = usage.kind.value if node.slot is not None else None
-        parent = places.get(node.parent, -1)
-        nodes.append(ArchivedNode(parent, name, node.start, node.end, kind, usage.turn, usage.priority))
-        places[node] = len(places)
-        ids.append(node.edge)
-        skipped = max(0, after - node.start) // tree.page_size
-        pages += [reader.read_page(page) for page in node.pages[skipped:]]
-        if node.slot is not None:
-            checkpoints.append(reader.read_checkpoint(node.slot))
-    return Archive(fingerprint, (*nodes,), b"".join(ids), _rows(pages), _rows(checkpoints), after)
+        Args:
+            source: an archive, its bytes, or the path of its file.
+            model: a name for the model and its weights, or a whole fingerprint.
+
+        Raises:
+            CacheFileError: it is damaged, or was made by another model, or with other settings. Nothing was changed.
+            ArgumentError: there are no contents that can be written.
+        """
+        writer_of(self._memory)
+        here = fingerprint_named(self._memory, self._config, model)
+        archive = source if isinstance(source, Archive) else read_archive(source)
+        differences = here.differences(archive.fingerprint)
+        if differences:
+            raise CacheFileError("these prefixes cannot be used here: " + "; ".join(differences))
+        _check_nodes(archive)
+        with deferred_interrupts():
+            return self._bring_in(archive)
+
+    def _bring_in(self, archive: Archive) -> Transfer:
+        tree, done, locks = self._tree, Transfer(), list[StateLock]()
+        try:
+            for index, node in enumerate(archive.nodes):
+                if node.kind is None:
+                    continue
+                boundary = _boundary(archive, index)
+                if node.end % tree.grid or boundary.key.whole(node.end, 1) != node.end:
+                    done.skipped[f"it is not at a multiple of {tree.grid} tokens"] += 1
+                    continue
+                outcome, num_pages = self._restorer.restore(boundary)
+                if outcome in (Outcome.RESTORED, Outcome.PRESENT):
+                    owner = tree.peek(boundary.key, node.end).checkpoint
+                    if owner is not None and owner.end == node.end:
+                        locks.append(self._allocator.lock_state(owner))
+                if outcome is Outcome.RESTORED:
+                    done.checkpoints += 1
+                    done.pages += num_pages
+                    done.num_bytes += len(boundary.checkpoint) + num_pages * archive.pages.shape[1]
+                elif outcome is Outcome.PRESENT:
+                    done.present += 1
+                elif outcome is Outcome.NO_MEMORY and self._keep(archive, index, boundary):
+                    done.copies += 1
+                else:
+                    done.skipped[outcome.value] += 1
+        finally:
+            for lock in locks:
+                self._allocator.unlock(lock)
+        return done
+
+    def _keep(self, archive: Archive, index: int, boundary: Boundary) -> bool:
+        """Have the tiers keep copies of a boundary: of the pages that the device lacks, and of the checkpoint. False:
+        there are no tiers, or the pages are not all there."""
+        if self._tiers is None:
+            return False
+        tree, page_size = self._tree, self._tree.page_size
+        num_known = min(tree.peek(boundary.key, boundary.num_tokens).num_page_tokens, boundary.num_tokens) // page_size
+        num_missing = boundary.num_tokens // page_size - num_known
+        if num_missing > len(boundary.pages):
+            return False
+        above = [archive.nodes[at].end for at in archive.path(index)[:-1] if archive.nodes[at].kind is not None]
+        pages = boundary.pages[len(boundary.pages) - num_missing :] if num_missing else []
+        return self._tiers.departures.keep(replace(boundary, pages=pages), boundary.num_tokens - max(above, default=0))
 
 
 def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> set[Node]:
@@ -144,81 +192,6 @@ def _rows(contents: list[Contents]) -> Tensor:
     if not num_bytes:  # also of a model without states
         return torch.empty(len(contents), 0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).view(-1, num_bytes)
-
-
-Keep = Callable[[Boundary, int], bool]
-"""Keeps copies of a boundary that the device has no memory for; the number is of the tokens that a hit saves."""
-
-
-def keep_nothing(boundary: Boundary, num_tokens: int) -> bool:
-    """Where there are no tiers."""
-    return False
-
-
-def load(
-    archive: Archive,
-    here: Fingerprint,
-    tree: Tree,
-    restorer: Restorer,
-    allocator: Allocator,
-    keep: Keep,
-) -> Transfer:
-    """Bring the prefixes of an archive into the cache, each boundary whole or not at all.
-
-    What is loaded is not evicted for what is loaded after it: when the memory is full, the rest goes to the tiers, or
-    is skipped.
-
-    Args:
-        keep: see `Keep`.
-
-    Raises:
-        CacheFileError: it was made by another model, or with other settings. Nothing was changed.
-    """
-    differences = here.differences(archive.fingerprint)
-    if differences:
-        raise CacheFileError("these prefixes cannot be used here: " + "; ".join(differences))
-    _check_nodes(archive)
-    done, locks = Transfer(), list[StateLock]()
-    try:
-        for index, node in enumerate(archive.nodes):
-            if node.kind is None:
-                continue
-            boundary = _boundary(archive, index)
-            if node.end % tree.grid or boundary.key.whole(node.end, 1) != node.end:
-                done.skipped[f"it is not at a multiple of {tree.grid} tokens"] += 1
-                continue
-            outcome, num_pages = restorer.restore(boundary)
-            if outcome in (Outcome.RESTORED, Outcome.PRESENT):
-                owner = tree.peek(boundary.key, node.end).checkpoint
-                if owner is not None and owner.end == node.end:
-                    locks.append(allocator.lock_state(owner))
-            if outcome is Outcome.RESTORED:
-                done.checkpoints += 1
-                done.pages += num_pages
-                done.num_bytes += len(boundary.checkpoint) + num_pages * archive.pages.shape[1]
-            elif outcome is Outcome.PRESENT:
-                done.present += 1
-            elif outcome is Outcome.NO_MEMORY and _keep(archive, index, boundary, tree, keep):
-                done.copies += 1
-            else:
-                done.skipped[outcome.value] += 1
-    finally:
-        for lock in locks:
-            allocator.unlock(lock)
-    return done
-
-
-def _keep(archive: Archive, index: int, boundary: Boundary, tree: Tree, keep: Keep) -> bool:
-    """Have copies of a boundary kept: of the pages that the device lacks, and of the checkpoint. False: they are not
-    all there."""
-    page_size = tree.page_size
-    num_known = min(tree.peek(boundary.key, boundary.num_tokens).num_page_tokens, boundary.num_tokens) // page_size
-    num_missing = boundary.num_tokens // page_size - num_known
-    if num_missing > len(boundary.pages):
-        return False
-    above = [archive.nodes[at].end for at in archive.path(index)[:-1] if archive.nodes[at].kind is not None]
-    pages = boundary.pages[len(boundary.pages) - num_missing :] if num_missing else []
-    return keep(replace(boundary, pages=pages), boundary.num_tokens - max(above, default=0))
 
 
 def _check_nodes(archive: Archive) -> None:

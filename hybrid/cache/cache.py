@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from hybrid.cache.allocator import Allocator
-from hybrid.cache.archives import collect, fingerprint_named, keep_nothing, load, writer_of
+from hybrid.cache.archives import Archives
 from hybrid.cache.audit import audit
 from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
@@ -36,35 +36,37 @@ from hybrid.cache.mending import abandon
 from hybrid.cache.new_tree import new_tree
 from hybrid.cache.opener import Opener
 from hybrid.cache.owner import Owner
+from hybrid.cache.passes import Passes
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.restorer import Restorer
 from hybrid.cache.restores import Restores, waited_for
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers, make_tiers
-from hybrid.errors import ArgumentError, OwnershipError
+from hybrid.errors import ArgumentError
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
-from hybrid.memory.pool import EMPTY_STATE
 from hybrid.observe import notebook
 from hybrid.observe.draw import draw
 from hybrid.observe.snapshot import Decode
-from hybrid.tiers.archive import Archive, read_archive
+from hybrid.tiers.archive import Archive
 from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.tree import Tree
-from hybrid.units import ceil_div
 
 
 class HybridCache:
     """A prefix cache for models that keep pages of KV and states.
 
     One thread owns a cache: the first that changes something, until another calls `adopt`. Every call that changes
-    something raises in any other thread, and has changed nothing. `stats()` may be called from any thread at any time:
-    each of its figures was right at some moment during the call.
+    something raises OwnershipError in any other thread, and has changed nothing. `stats()` may be called from any
+    thread at any time: each of its figures was right at some moment during the call.
+
+    Every call with a lease raises OwnershipError, and has changed nothing, where the lease was closed or belongs to
+    another cache; and, but for `proceed` and `close`, where a pass of it was discarded or it waits for a disk.
 
     Args:
         memory: the pages and state slots to manage; see `CacheMemory`. A memory belongs to one cache.
@@ -115,11 +117,14 @@ class HybridCache:
         self._opener = Opener(self.tree, memory, self.allocator)
         self.leases: set[Lease] = self._opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
+        self._passes = Passes(self.allocator, config.page_size)
         self._capturer = Capturer(self.tree, memory, self.allocator, self.tiers)
         self._committer = Committer(self.tree, memory, self.allocator)
+        restorer = Restorer(self._opener, self._committer, self.allocator, memory)
+        self._archives = Archives(self.tree, memory, config, self.allocator, restorer, self.tiers)
         self.restores: Restores | None = None
         if self.tiers is not None and memory.sizes is not None:
-            self.restores = Restores(self.tiers, self.tree, self._opener, self._restorer(), memory.sizes, config)
+            self.restores = Restores(self.tiers, self.tree, self._opener, restorer, memory.sizes, config)
 
     # The memory
 
@@ -193,12 +198,18 @@ class HybridCache:
         return waited_for(self.begin(key, limit, num_tokens, priority), self.restores)
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
-        """As `open`, for a caller that needs states and no logits: all of the key may be cached."""
+        """As `open`, for a caller that needs states and no logits: all of the key may be cached.
+
+        Args:
+            num_tokens: tokens to allocate pages for at once.
+            priority: how much its checkpoints matter, for policies that ask.
+        """
         return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
         """As `open`, without waiting for a disk: while `lease.restoring` is not None, call `proceed`. On a GPU what was
-        restored may be on its way: before it is used, wait for `memory.arrivals`."""
+        restored may be on its way: before it is used, wait for `memory.arrivals`. Arguments are those of `open`;
+        `limit` may be all of the key."""
         self._owner.claim()
         self.pins.expire()
         lease = self._opener.open(key, limit, num_tokens, priority)
@@ -212,7 +223,7 @@ class HybridCache:
         return self.restores is None or self.restores.proceed(lease)
 
     def note_pass(self, num_tokens: int, seconds: float) -> None:
-        """A pass computed `num_tokens` tokens of prompts: what restoring them must beat."""
+        """A pass computed `num_tokens` tokens of prompts in `seconds`: what restoring them must beat."""
         if self.tiers is not None:
             self.tiers.savings.compute.note(num_tokens, seconds)
 
@@ -222,21 +233,15 @@ class HybridCache:
         self._stats.count(explanation)
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
-        """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when it
-        cannot."""
+        """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when there
+        is no memory for them."""
         self._refuse_closed(lease)
-        missing = ceil_div(num_tokens, self.config.page_size) - len(lease.block_table)
-        if missing > 0:
-            pages = self.allocator.allocate_pages(missing)
-            if pages is None:
-                return False
-            self.allocator.give_pages(lease, pages)
-        return True
+        return self._passes.reserve(lease, num_tokens)
 
     def trim(self, lease: Lease, num_pages: int) -> None:
-        """Free the lease's private pages after its first `num_pages`."""
+        """Free the lease's private pages after its first `num_pages`. Those that the tree owns stay."""
         self._refuse_closed(lease)
-        self.allocator.free_pages(lease.cut(num_pages))
+        self._passes.trim(lease, num_pages)
 
     def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         """Allocate a slot for the state after `num_tokens` tokens, which the next pass writes.
@@ -255,16 +260,16 @@ class HybridCache:
         return self._capturer.capture(lease, num_tokens, kind)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
-        """As `capture`, from memory that is free: nothing is evicted, and a quarter stays free."""
+        """As `capture` (arguments and errors too), of the kind "interval" and from free memory: None unless more than a
+        quarter is free. Nothing is evicted, and the policy is not asked."""
         self._refuse_closed(lease)
         return self._capturer.capture_spare(lease, num_tokens)
 
     def take_back(self, lease: Lease) -> bool:
-        """Make sure that the lease has its back slot, the second of the ping-pong pair. False when there is none."""
+        """Make sure that the lease has its back slot, the second of the ping-pong pair. False, and nothing changed,
+        when there is no memory for one."""
         self._refuse_closed(lease)
-        if lease.back is None:
-            lease.back = self.allocator.allocate_state()
-        return lease.back is not None
+        return self._passes.take_back(lease)
 
     def swap(self, lease: Lease) -> None:
         """The pass has read the front and written the back: they change places, and the old state stays in the back.
@@ -274,11 +279,7 @@ class HybridCache:
                 checkpoint, or the empty state. Nothing was changed.
         """
         self._refuse_closed(lease)
-        if lease.back is None:
-            raise OwnershipError("swap: the lease has no back slot; call take_back before the pass")
-        if lease.read_slot != lease.front:
-            raise OwnershipError("swap: the first pass of a lease does not read its front, and must write the front")
-        lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
+        self._passes.swap(lease)
 
     def advance(self, lease: Lease, num_tokens: int) -> None:
         """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is unlocked.
@@ -288,31 +289,23 @@ class HybridCache:
             OwnershipError: the front was donated.
         """
         self._refuse_closed(lease)
-        end = len(lease.block_table) * self.config.page_size
-        if not lease.front_tokens <= num_tokens <= end:
-            raise ArgumentError(f"advance: to {num_tokens} tokens, from {lease.front_tokens} on, with pages for {end}")
-        if lease.front == EMPTY_STATE:
-            raise OwnershipError("advance: the front of the lease was donated")
-        if lease.state_lock is not None:
-            self.allocator.unlock(lease.state_lock)
-            lease.state_lock = None
-        lease.read_slot = lease.front
-        lease.front_tokens = num_tokens
+        self._passes.advance(lease, num_tokens)
 
     def discard(self, lease: Lease) -> None:
         """Void a lease whose pass failed, or yielded numbers that are not finite: the slots that were captured and not
         committed are freed, and nothing else of it can be committed, captured or advanced. What was committed before
         stays. Close the lease when its request has ended."""
         self._refuse_closed(lease)
-        lease.is_void = True
-        slots = [checkpoint.slot for checkpoint in lease.captured]
-        lease.captured = []
-        self.allocator.free_states(slots)
+        self._passes.discard(lease)
 
     def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
         """Hand the pages of `[0, num_tokens)`, and the checkpoints captured there, to the tree.
 
         What the tree has already is freed, and the block table points at the tree's pages afterwards.
+
+        Args:
+            key: the lease's, or one that continues it by what was generated.
+            num_tokens: a multiple of the page size, up to where the lease was advanced to.
 
         Raises:
             OwnershipError: `num_tokens` is not a multiple of the page size, or beyond what was advanced, or the key
@@ -322,8 +315,12 @@ class HybridCache:
         self._committer.commit(lease, key, num_tokens)
 
     def donate_states(self, lease: Lease, limit: int) -> None:
-        """At the end of a request's life: offer the deepest of the lease's own states that is on the grid, up to
-        `limit`, for the next commit. The front or the back becomes the tree's without a copy."""
+        """At the end of a request's life: offer the front, or else the back, for the next commit, where it is on the
+        grid. It becomes the tree's without a copy. A lease whose front was donated cannot be advanced any more.
+
+        Args:
+            limit: tokens of the key up to which a checkpoint may be put.
+        """
         self._refuse_closed(lease)
         self._capturer.donate(lease, limit)
 
@@ -351,14 +348,21 @@ class HybridCache:
 
         Raises:
             ArgumentError: `ttl` is not a positive number.
-            MemoryBudgetError: more than half of the memory would be pinned.
+            MemoryBudgetError: more than half of the memory would be pinned. Nothing was changed.
         """
         self._owner.claim()
         return self.pins.add(key, ttl)
 
     def extend_pin(self, pin: Pin, key: Key) -> None:
-        """Have a pin protect what is usable of a key by now, if that is not too much (`pin`): else it is as it was. A
-        pin that has ended stays so."""
+        """Have a pin protect what is usable of a key by now. A pin that has ended stays so, and so does one of whose
+        key nothing is usable.
+
+        Args:
+            key: continues the pin's.
+
+        Raises:
+            MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
+        """
         self._owner.claim()
         self.pins.extend(pin, key)
 
@@ -413,27 +417,21 @@ class HybridCache:
             after: leave out the pages of the first `after` tokens: who loads it has them.
         """
         self._owner.claim()
-        here = fingerprint_named(self.memory, self.config, model)
-        return collect(self.tree, writer_of(self.memory), here, keys, namespace, after)
+        return self._archives.collect(keys, namespace, model, after)
 
     def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
         """Bring prefixes of a file, an archive, or its `to_bytes`, into the cache: each checkpoint with all pages
         before it, or not at all. Evicts for them as a request does; what there is no memory for goes to the tiers.
+
+        Args:
+            model: the name, or the fingerprint, under which it was saved.
 
         Raises:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
             ArgumentError: the memory has no contents that can be written.
         """
         self._owner.claim()
-        here = fingerprint_named(self.memory, self.config, model)
-        archive = source if isinstance(source, Archive) else read_archive(source)
-        keep = self.tiers.departures.keep if self.tiers is not None else keep_nothing
-        with deferred_interrupts():
-            return load(archive, here, self.tree, self._restorer(), self.allocator, keep)
-
-    def _restorer(self) -> Restorer:
-        writer_of(self.memory)  # refuses a memory without contents
-        return Restorer(self._opener, self._committer, self.allocator, self.memory)
+        return self._archives.load(source, model)
 
     # The whole
 
@@ -492,9 +490,4 @@ class HybridCache:
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._owner.claim()
-        if lease not in self.leases:
-            raise OwnershipError("this lease was closed before, or belongs to another cache")
-        if lease.is_void and not even_void:
-            raise OwnershipError("a pass of this lease was discarded: it can only be closed")
-        if lease.restoring is not None and not even_void:
-            raise OwnershipError("this lease waits for copies from disk: call proceed until it returns True, or close")
+        self._opener.refuse_closed(lease, even_void)

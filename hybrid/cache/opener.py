@@ -7,6 +7,7 @@ from array import array
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.explain import explain
 from hybrid.cache.lease import Lease
+from hybrid.errors import OwnershipError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
@@ -90,6 +91,22 @@ class Opener:
             lease.branching_len = None
         if self._memory.stores_smaller:
             self._restore(lease)
+
+    def refuse_closed(self, lease: Lease, even_void: bool) -> None:
+        """Refuse a lease that is not one of the open ones, or that can only be closed.
+
+        Args:
+            even_void: accept one of which a pass was discarded, or that waits for a disk.
+
+        Raises:
+            OwnershipError: it is refused.
+        """
+        if lease not in self.leases:
+            raise OwnershipError("this lease was closed before, or belongs to another cache")
+        if lease.is_void and not even_void:
+            raise OwnershipError("a pass of this lease was discarded: it can only be closed")
+        if lease.restoring is not None and not even_void:
+            raise OwnershipError("this lease waits for copies from disk: call proceed until it returns True, or close")
 
     def close(self, lease: Lease) -> None:
         """Give back everything that a lease holds, which must be open."""

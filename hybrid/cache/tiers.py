@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from hybrid.cache.archives import fingerprint_named, writer_of
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.departures import Departures
+from hybrid.cache.fingerprints import fingerprint_named, writer_of
 from hybrid.cache.names import name_at
 from hybrid.cache.stats import CacheStats
 from hybrid.errors import ArgumentError, MemoryBudgetError

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hybrid.cache.archives import fingerprint_of
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
+from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.checks import integer, shown
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import CapturedPasses

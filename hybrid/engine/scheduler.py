@@ -25,12 +25,12 @@ from hybrid.cache.mending import is_unexpected
 from hybrid.cache.retreat import retreat
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
+from hybrid.engine.leaders import Leaders
 from hybrid.engine.request import Request, Status
 from hybrid.engine.restoring import RestoringRequests
 from hybrid.engine.step import BrokenOffError, Part, Step
 from hybrid.engine.waiting import WaitingQueue
 from hybrid.errors import MemoryBudgetError
-from hybrid.key import TOKEN_BYTES, Key, common_prefix
 from hybrid.tree.node import Kind
 
 MAX_LOGIT_ROWS = 128
@@ -64,6 +64,7 @@ class Scheduler:
         self.waiting: WaitingQueue = WaitingQueue()
         self.running: list[Request] = []
         self._grid = cache.config.grid
+        self._leaders = Leaders(cache)
         self._failures: list[tuple[Request, Exception]] = []
         self._expected: Set[Request] = frozenset()
         self.restoring: RestoringRequests = RestoringRequests(cache)
@@ -347,7 +348,9 @@ class Scheduler:
                 return
             if budget <= 0 and (request.is_replay or request.namespace in busy):
                 return
-            if (only is not None and request not in only) or self._is_held(request):
+            if only is not None and request not in only:
+                continue
+            if self._leaders.hold(request, self._prompt_end(request), self.running):
                 continue
             try:
                 if not self._start_at_any_cost(request):
@@ -431,38 +434,6 @@ class Scheduler:
             if self._start(request):
                 return True
         return False
-
-    def _is_held(self, request: Request) -> bool:
-        """Whether a running request is about to commit more of this one's prefix than is usable now."""
-        if request.leader is not None:
-            leader, position = request.leader
-            if leader.status is Status.RUNNING and leader.num_committed < position:
-                return True
-            request.leader = None
-        end = self._prompt_end(request)
-        key: Key | None = None
-        usable, grid = 0, self._grid
-        for leader in self.running:
-            if leader.num_committed >= leader.prefill_end or leader.namespace != request.namespace:
-                continue
-            if leader.ids[:grid] != request.ids[:grid]:
-                continue  # most have nothing in common: no key is made for them
-            if key is None:
-                key = request.key()
-                usable = self.cache.tree.peek(key, end - 1).num_tokens
-            position = self._shared_len(key, leader, end - 1)
-            if position > usable and leader.num_computed < position:
-                leader.wanted.add(position)
-                request.leader = (leader, position)
-                return True
-        return False
-
-    def _shared_len(self, key: Key, leader: Request, limit: int) -> int:
-        """Number of tokens, on the grid, that the key shares with what the leader computes as prompt."""
-        grid = self._grid
-        most = min(limit, leader.prefill_end) * TOKEN_BYTES
-        shared = common_prefix(key.ids, leader.key().ids, 0, 0, grid * TOKEN_BYTES, most) // TOKEN_BYTES
-        return key.whole(shared, grid)
 
     # Giving way
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from hybrid.cache.archives import fingerprint_of
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import PLACEMENTS, CacheConfig
 from hybrid.cache.explain import Explanation, explain
+from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
 from hybrid.checks import refuse_unknown

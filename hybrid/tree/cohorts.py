@@ -29,7 +29,7 @@ class Cohorts:
 
     def __init__(self, edges: Sequence[int]) -> None:
         self._edges = np.array(edges)
-        self._widths = np.array([*np.diff(edges), 1 << 40])
+        self._widths = np.diff(self._edges)  # of all bins but the last
         self._span = edges[-1] + 1
         self._first = -self._span  # the request of the first row
         self._slack = max(64, self._span // 8)
@@ -108,16 +108,18 @@ class Cohorts:
         np.add.at(self._counts.reshape(-1), places, number[~older].astype(np.int16))
         num_bins = len(self._edges)
         reached = np.zeros((num_bins + 1, width), np.int32)  # by how many bins
-        places = np.searchsorted(self._edges, self._since - last) * width + groups
+        before = self._since - last
+        places = np.searchsorted(self._edges, before) * width + groups
         np.add.at(reached.reshape(-1), places, number.astype(np.int32))
         self._aged += reached[:0:-1].cumsum(axis=0, dtype=np.int32)[::-1]
-        late = now > np.maximum(self._since, last)  # the others have spent nothing since the last call
-        groups, last, now, number = groups[late], last[late], now[late], number[late]
-        before = np.clip(np.maximum(self._since - last, 0)[:, None] - self._edges, 0, self._widths)
-        spent = np.clip((now - last)[:, None] - self._edges, 0, self._widths) - before
-        bins = groups[:, None] * num_bins + np.arange(num_bins)
-        sums = np.bincount(bins.reshape(-1), (spent * number[:, None]).reshape(-1), self._spent.size)
-        self._spent += sums.reshape(self._spent.shape)
+        # Between two ages all of each bin in between is spent, and a part of the first and of the last.
+        ages = np.maximum(np.concatenate([now - last, before]), 0)
+        bins = np.searchsorted(self._edges, ages, "right") - 1
+        places, weights = np.concatenate([groups, groups]) * num_bins + bins, np.concatenate([number, -number])
+        size, shape = self._spent.size, self._spent.shape
+        self._spent += np.bincount(places, weights * (ages - self._edges[bins]), size).reshape(shape)
+        beyond = np.bincount(places, weights, size).reshape(shape)
+        self._spent[:, :-1] += beyond[:, :0:-1].cumsum(axis=1)[:, ::-1] * self._widths
 
     def _have(self, num_groups: int) -> None:
         while num_groups > len(self._older):

@@ -21,29 +21,17 @@ It descends from LHD (Beckmann et al., NSDI 2018); hazards with censored data, g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from math import log2
 
 import numpy as np
 
-from hybrid.tree.cohorts import Array, Cohorts
+from hybrid.tree.cohorts import Cohorts
+from hybrid.tree.hazards import BIN_OF, BINS, EDGES, LAST_AGE, Hierarchy
 from hybrid.tree.node import Kind
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints
 
-BINS = 27
-"""Half octaves of age + 1: the last begins at about 8000 requests."""
-
 EXACT_HITS = 3
 """Numbers of hits up to this one are distinguished exactly; larger ones in half octaves."""
-
-DISCOUNT = 0.01
-"""Per request: what happens more than about a hundred requests from now counts little."""
-
-PRIOR = 2.0
-"""Hits with which what is expected, from coarser classes and wider windows of age, speaks against what is observed."""
-
-WINDOWS = (BINS, 3, 1, 0)
-"""Bins on both sides of an age whose hits count as one observation, in turn."""
 
 FADING, REFIT = 0.9, 50
 """Counts fade by this factor each time the tables are rebuilt."""
@@ -68,25 +56,6 @@ ANY, SPARE = 0, 1
 """The groups that are no class: all checkpoints; those that are spare and not used yet."""
 
 
-def age_bin(age: int) -> int:
-    return min(BINS - 1, int(2 * log2(age + 1) + 1e-9))
-
-
-def first_ages() -> list[int]:
-    """The first age of each bin, and of the one after the last. An empty bin has the first age of the next."""
-    edges = []
-    age = 0
-    for wanted in range(BINS + 1):
-        while int(2 * log2(age + 1) + 1e-9) < wanted:
-            age += 1
-        edges.append(age)
-    return edges
-
-
-EDGES = first_ages()
-BIN_OF = [age_bin(age) for age in range(EDGES[BINS] + 1)]
-LAST_AGE = len(BIN_OF) - 1
-
 FINE_TURNS = [min(3, (turn + 1).bit_length() - 1) for turn in range(8)]
 """Octaves of turns: 0, 1 to 2, 3 to 6, 7 and more."""
 
@@ -94,9 +63,6 @@ FINE_HITS = [max(0, min(7, int(2 * log2((hits + 1) / (EXACT_HITS + 1))))) for hi
 """Half octaves of hits from `EXACT_HITS` on; 45 and more."""
 
 _BIN_OF = np.array(BIN_OF)
-_BINS = np.arange(BINS)
-_WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])
-_MIDDLES = np.array([(EDGES[at] + max(EDGES[at], EDGES[at + 1] - 1)) / 2 for at in range(BINS)])
 
 
 class Record:
@@ -151,9 +117,9 @@ class LearnedHitDensity(AgingPolicy):
         self._groups: dict[Class, int] = {(): ANY, ("spare",): SPARE}
         self._parents = [ANY, ANY]
         self._levels: list[list[int]] = [[] for _ in CLASS_SIZES]
-        self._hits = np.zeros((2, BINS))
-        self._noted: list[int] = []  # hits since the last fit, by their place in `_hits`
-        self._exposure = np.zeros((2, BINS))
+        self._hierarchy: Hierarchy | None = None  # of the classes that there are; None: one has come
+        self._counts = np.zeros((2, 2, BINS))  # hits and exposure
+        self._noted: list[int] = []  # hits since the last fit, by their place in the table
         self._densities = np.ones((2, BINS))
         self._fit()
 
@@ -177,7 +143,7 @@ class LearnedHitDensity(AgingPolicy):
     def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
         bins = _BIN_OF.take(ages, mode="clip")  # older ones have the bin of the last age
         bins += groups
-        ranks: Floats = self._densities.take(bins)
+        ranks: Floats = self._densities.take(bins, mode="clip")  # none is outside: this is faster than to check it
         ranks *= weights
         return ranks
 
@@ -290,72 +256,22 @@ class LearnedHitDensity(AgingPolicy):
             group = self._groups[of] = len(self._groups)
             self._parents.append(parent)
             self._levels[len(of) - CLASS_SIZES[0]].append(group)
-            row = np.zeros((1, BINS))
-            self._hits, self._exposure = np.concatenate([self._hits, row]), np.concatenate([self._exposure, row])
+            self._hierarchy = None
+            self._counts = np.concatenate([self._counts, np.zeros((2, 1, BINS))], axis=1)
             self._densities = np.concatenate([self._densities, self._densities[parent : parent + 1]])
         return group
 
     def _fit(self) -> None:
-        """Make the table of densities anew. Coarse classes first: each is the prior of the finer ones."""
-        self._exposure += self._cohorts.exposure(len(self._groups), self._now)
-        self._fitted_at = self._now
-        np.add.at(self._hits.reshape(-1), self._noted, 1.0)
+        """Make the table of densities anew."""
+        if self._hierarchy is None:
+            self._hierarchy = Hierarchy(self._parents, self._levels, num_roots=2)
+        counts = self._counts
+        hits, exposure = counts
+        exposure += self._cohorts.exposure(len(self._groups), self._now)
+        np.maximum(exposure, 0, out=exposure)  # sums and differences, which round
+        np.add.at(hits.reshape(-1), self._noted, 1.0)
         self._noted = []
-        np.maximum(self._exposure, 0, out=self._exposure)  # sums and differences, which round
-        hits, exposure, parents = self._hits.copy(), self._exposure.copy(), np.array(self._parents)
-        levels = [np.array(level) for level in self._levels if level]
-        for level in reversed(levels[1:]):
-            places = (parents[level, None] * BINS + _BINS).reshape(-1)
-            for counts in hits, exposure:
-                np.add.at(counts.reshape(-1), places, counts[level].reshape(-1))
-        self._hits *= FADING
-        self._exposure *= FADING
-        hazards = np.empty_like(hits)
-        hazards[[ANY, SPARE]] = 1 / (_MIDDLES + 10)
-        observed = [window(hits, reach) + PRIOR for reach in WINDOWS]
-        for level in levels:
-            hazards[level] = refined(hazards[parents[level]], [counts[level] for counts in observed], exposure[level])
-        self._densities = density(hazards)
+        self._fitted_at = self._now
+        self._densities = self._hierarchy.densities(counts)
         self._densities[SPARE] = 1.0
-
-
-def refined(hazards: Array, observed: Sequence[Array], exposure: Array) -> Array:
-    """Expected hazards, corrected by what was observed: the hits in each of the windows and those of the prior, and the
-    exposure, `[classes, bins]`.
-
-    The hits that were observed over those expected are a factor, for all ages first, then for windows of them that get
-    narrower: as far as there are hits to tell, each age gets a hazard of its own, and otherwise the shape stays.
-    """
-    for reach, hits in zip(WINDOWS, observed, strict=True):
-        hazards = hazards * hits / (window(exposure * hazards, reach) + PRIOR)
-    return hazards
-
-
-def window(values: Array, reach: int) -> Array:
-    """Sums of each bin and of as many on both sides."""
-    if reach == 0:
-        return values
-    if reach >= BINS:
-        total: Array = values.sum(axis=1, keepdims=True)
-        return total
-    sums = np.zeros((len(values), BINS + 2 * reach + 1))
-    np.cumsum(values, axis=1, out=sums[:, reach + 1 : reach + 1 + BINS])
-    sums[:, reach + 1 + BINS :] = sums[:, reach + BINS : reach + BINS + 1]
-    within: Array = sums[:, 2 * reach + 1 :] - sums[:, : -2 * reach - 1]
-    return within
-
-
-def density(hazards: Array) -> Array:
-    """Discounted hits to come over discounted time until then, from each age bin on, `[classes, bins]`.
-
-    Within a bin the hazard is constant, so that both integrals have a closed form; one pass from the last bin back.
-    """
-    by_bin = hazards.T.copy()
-    rates = by_bin + DISCOUNT
-    stays = np.exp(-rates * _WIDTHS[:, None])
-    spent = (1 - stays) / rates
-    ahead = np.stack([spent * by_bin, spent], axis=1)  # hits and time, of each bin alone at first
-    bins = [*zip(ahead, stays, strict=True)]
-    for (own, stay), (later, _) in zip(bins[-2::-1], bins[:0:-1], strict=True):
-        own += stay * later
-    return np.ascontiguousarray((ahead[:, 0] / ahead[:, 1]).T)
+        counts *= FADING

@@ -206,6 +206,17 @@ class SampledQueue:
         return best
 
 
+class Sampled:
+    """What is known of the candidates in a sample: arrays that each sample uses again."""
+
+    def __init__(self) -> None:
+        self.places: Ints = np.zeros(LARGE_SAMPLE, np.int64)
+        self.is_stale: np.ndarray = np.zeros(LARGE_SAMPLE, np.bool_)
+        self.groups: Ints = np.zeros(LARGE_SAMPLE, np.int64)
+        self.weights: Floats = np.zeros(LARGE_SAMPLE)
+        self.used: Ints = np.zeros(LARGE_SAMPLE, np.int64)
+
+
 class AgingQueue:
     """Candidates in no order, each with what its rank needs beside its age: the lowest of a random sample is evicted
     first.
@@ -244,6 +255,7 @@ class AgingQueue:
         self._used = np.zeros(self._compact_at + 1, np.int64)
         self._stale = bytearray(self._compact_at + 1)  # 1 for those to weigh again: written one by one here,
         self._is_stale = np.frombuffer(self._stale, np.bool_)  # and read all at once here
+        self._sampled = Sampled()
 
     @property
     def settled(self) -> Container[int]:
@@ -294,18 +306,25 @@ class AgingQueue:
                 self._groups[place], self._weights[place], self._used[place] = weighed
 
     def _sample(self, size: int) -> Ints:
-        """Places of a sample."""
+        """Places of a sample, until the next call."""
         start, self._num_rolled = self._num_rolled, self._num_rolled + LARGE_SAMPLE
         if self._num_rolled > len(self._rolled):
             self._rolled, start, self._num_rolled = self._dice.random(64 * LARGE_SAMPLE), 0, LARGE_SAMPLE
-        return (self._rolled[start : self._num_rolled] * size).astype(np.int64)
+        sampled = self._sampled
+        np.multiply(self._rolled[start : self._num_rolled], size, sampled.weights)
+        sampled.places[:] = sampled.weights  # rounded down
+        return sampled.places
 
     def _lowest(self) -> tuple[float, Node] | None:
         """The lowest of a sample, or of all while they are few. Nodes that are not candidates any more are removed from
         the queue."""
-        size = len(self._nodes)
-        places = self._sample(size) if size > LARGE_SAMPLE else None
-        stale = self._is_stale[:size].nonzero()[0] if places is None else places[self._is_stale.take(places)]
+        size, sampled = len(self._nodes), self._sampled
+        if size > LARGE_SAMPLE:
+            places = self._sample(size)
+            stale = places[self._is_stale.take(places, None, sampled.is_stale, "clip")]
+        else:
+            places = None
+            stale = self._is_stale[:size].nonzero()[0]
         self._turn = (self._turn + 1) % size
         weighed = set(stale.tolist() or [self._turn])
         gone: dict[int, Node] = {}
@@ -319,7 +338,11 @@ class AgingQueue:
         if places is None:
             ranks, at = self._ranks(groups[:size], weights[:size], used[:size])
         else:
-            ranks, at = self._ranks(groups.take(places), weights.take(places), used.take(places))
+            ranks, at = self._ranks(
+                groups.take(places, None, sampled.groups, "clip"),
+                weights.take(places, None, sampled.weights, "clip"),
+                used.take(places, None, sampled.used, "clip"),
+            )
         found: tuple[float, Node] | None = None
         while True:
             rank, place = ranks.item(at), at if places is None else places.item(at)

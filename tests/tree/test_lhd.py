@@ -10,7 +10,8 @@ from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree import lhd as learned
-from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LearnedHitDensity, age_bin, density
+from hybrid.tree.hazards import BIN_OF, BINS, EDGES, age_bin, density
+from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Kind, NodeUsage
 from hybrid.tree.policy import Facts
 from support.caches import AuditedCache, start

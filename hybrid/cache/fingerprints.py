@@ -1,0 +1,59 @@
+"""The fingerprint of what a cache holds, and who reads and writes its contents."""
+
+from __future__ import annotations
+
+from hybrid.cache.config import CacheConfig
+from hybrid.errors import ArgumentError
+from hybrid.memory.digests import ContentWriter
+from hybrid.memory.memory import CacheMemory
+from hybrid.tiers.fingerprint import Fingerprint
+from hybrid.version import __version__
+
+
+def writer_of(memory: CacheMemory) -> ContentWriter:
+    """Who reads and writes the contents of a memory.
+
+    Raises:
+        ArgumentError: no one does.
+    """
+    if not isinstance(memory.mover, ContentWriter):
+        raise ArgumentError(
+            "this memory has no contents that can be saved or loaded: it needs tensors, or a mover that has read_page, "
+            "write_page, read_checkpoint, write_checkpoint, page_layout and checkpoint_layout too"
+        )
+    return memory.mover
+
+
+def fingerprint_of(memory: CacheMemory, config: CacheConfig, model: str, deterministic: bool) -> Fingerprint:
+    """The fingerprint of what a cache holds.
+
+    Args:
+        model: the digest of the model, or a name for it.
+        deterministic: contents are bitwise those of cold runs.
+
+    Raises:
+        ArgumentError: the memory has no contents that can be read.
+    """
+    writer = writer_of(memory)
+    return Fingerprint(
+        model=model,
+        page_size=config.page_size,
+        chunk_size=config.chunk_size,
+        page=writer.page_layout(),
+        checkpoint=writer.checkpoint_layout(),
+        deterministic=deterministic,
+        version=__version__,
+    )
+
+
+def fingerprint_named(memory: CacheMemory, config: CacheConfig, model: str | Fingerprint) -> Fingerprint:
+    """The fingerprint of a caller who names the model, or knows all of it.
+
+    Raises:
+        ArgumentError: the name is no text, or the memory has no contents that can be read.
+    """
+    if isinstance(model, Fingerprint):
+        return model
+    if not isinstance(model, str) or not model:
+        raise ArgumentError(f"model must be a name for the model and its weights; got {model!r:.100}")
+    return fingerprint_of(memory, config, model, config.deterministic is True)
