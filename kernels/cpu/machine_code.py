@@ -35,7 +35,7 @@ DIGEST_BYTES = 32
 _lock = threading.RLock()  # a signal handler may run compiled code, too
 
 _UNUSED = array("q", (0, 0))
-"""Where compiled functions write results and exceptions, which nobody reads."""
+"""Where compiled functions write results and exceptions, which are not read."""
 
 
 class Compiled:
