@@ -97,8 +97,8 @@ def _load(function: Callable[..., None], arguments: tuple[Any, ...]) -> int:
 
 
 def folder() -> Path:
-    """Where code is kept: beside the sources, or in the user's cache where that cannot be written; elsewhere if Numba
-    is told so (`NUMBA_CACHE_DIR`)."""
+    """Where code is kept: `NUMBA_CACHE_DIR`, if it is set; else beside the sources, or in the user's cache where that
+    cannot be written."""
     if numba.config.CACHE_DIR:
         return Path(numba.config.CACHE_DIR)
     beside = SOURCES / "__pycache__"
@@ -151,7 +151,8 @@ def _of_sources() -> bytes:
 
 @lru_cache
 def _cpu() -> tuple[str, str]:
-    """The CPU that code is compiled for, and its features, as LLVM names them; those that Numba is told, if any."""
+    """The CPU that code is compiled for, and its features, as LLVM names them; `NUMBA_CPU_NAME` and
+    `NUMBA_CPU_FEATURES` replace them."""
     name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     return (
         llvm.get_host_cpu_name() if name is None else name,
