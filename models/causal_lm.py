@@ -31,7 +31,8 @@ MROPE_SECTION = (11, 11, 10)
 
 
 def rotary_frequencies(config: Any, head_dim: int, layer_type: str | None = None) -> tuple[Tensor, float]:
-    """The inverse frequencies of rotary positions, and the factor of their cosines and sines.
+    """The inverse frequencies of rotary positions, those of the first half of what is turned and again those of the
+    second, and the factor of their cosines and sines.
 
     Args:
         config: the model's configuration.
@@ -51,7 +52,7 @@ def rotary_frequencies(config: Any, head_dim: int, layer_type: str | None = None
         if kind == "default":
             rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
             exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-            return 1.0 / (rope["rope_theta"] ** exponents), 1.0
+            return (1.0 / (rope["rope_theta"] ** exponents)).repeat(2), 1.0
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         seq_len = rope["original_max_position_embeddings"] + 1 if kind == "longrope" else None
@@ -59,7 +60,7 @@ def rotary_frequencies(config: Any, head_dim: int, layer_type: str | None = None
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=seq_len, **own)
         if not (frequencies.isfinite().all() and math.isfinite(scale)):
             raise ValueError(f"the rotary frequencies of {rope} are not finite")
-        return frequencies.float(), float(scale)
+        return frequencies.float().repeat(2), float(scale)
 
 
 def unsupported_rotary(rope: Mapping[str, Any]) -> str | None:
@@ -78,12 +79,11 @@ def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: 
 
     Args:
         positions: `[T, 1]`, or `[T, frequencies]` where each frequency has its own.
-        inverse_frequencies: fp32.
+        inverse_frequencies: fp32, of both halves.
         scale: factor of cosines and sines.
         dtype: of the result.
     """
-    half = positions.float() * inverse_frequencies
-    turned = torch.cat((half, half), dim=-1)
+    turned = positions * inverse_frequencies
     cos, sin = turned.cos(), turned.sin()
     if scale != 1:
         cos, sin = cos * scale, sin * scale
@@ -149,10 +149,11 @@ class CausalLM(nn.Module, ABC):
         self.inverse_frequencies: Tensor
         self.rotary_scale: float
         self.inverse_frequencies, self.rotary_scale = rotary_frequencies(config, head_dim, self.rotary_layers)
-        self.axes: Tensor = torch.zeros(len(self.inverse_frequencies), dtype=torch.int64, device="cpu")
+        axes = torch.zeros(len(self.inverse_frequencies) // 2, dtype=torch.int64, device="cpu")
         for axis, size in enumerate(config.rope_parameters.get("mrope_section", MROPE_SECTION)):
             if axis:  # height and width alternate with time: every third frequency, up to the end of their section
-                self.axes[axis : 3 * size : 3] = axis
+                axes[axis : 3 * size : 3] = axis
+        self.axes: Tensor = axes.repeat(2)
 
     def tie_head(self) -> None:
         """Share the embedding's weight with the head."""

@@ -67,7 +67,7 @@ class Archives:
 
         Raises:
             PromptError: nothing is cached of one of the prompts.
-            ArgumentError: `after` is no number of tokens, or there are no contents that can be read.
+            ArgumentError: `after` is not a number of tokens, or there are no contents that can be read.
         """
         fingerprint = fingerprint_named(self._memory, self._config, model)
         tree, reader = self._tree, writer_of(self._memory)
@@ -198,7 +198,7 @@ def _check_nodes(archive: Archive) -> None:
     """Refuse what no cache has written.
 
     Raises:
-        CacheFileError: a kind of checkpoint is unknown, or a namespace is no text.
+        CacheFileError: a kind of checkpoint is unknown, or a namespace is not a text.
     """
     for index, node in enumerate(archive.nodes):
         try:

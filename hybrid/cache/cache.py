@@ -28,7 +28,7 @@ from hybrid.cache.archives import Archives
 from hybrid.cache.audit import audit
 from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
-from hybrid.cache.config import CacheConfig
+from hybrid.cache.config import CacheConfig, settings_of
 from hybrid.cache.counting import current
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
@@ -76,7 +76,7 @@ class HybridCache:
         model: with `config.disk`: a name for the model and its weights, or a whole fingerprint.
 
     Raises:
-        ArgumentError: `config` needs contents that can be read, or a model, and there are none.
+        ArgumentError: `config` needs contents that can be read, or a model, and there are none; or a type is wrong.
         MemoryBudgetError: there is less host memory than `config.host`.
 
     Attributes:
@@ -98,7 +98,7 @@ class HybridCache:
         on_evict: Callable[[Released], None] | None = None,
         model: str | Fingerprint | None = None,
     ) -> None:
-        config = config if config is not None else CacheConfig()
+        config = settings_of(memory, config)
         self.config: CacheConfig = config
         self.memory: CacheMemory = memory
         self.tiers: Tiers | None = make_tiers(memory, config, model)
@@ -191,7 +191,7 @@ class HybridCache:
             priority: how much its checkpoints matter, for policies that ask.
 
         Raises:
-            ArgumentError: `limit` is negative, or leaves no token to compute.
+            ArgumentError: `limit` is negative, or leaves no token to compute, or `key` is not a `Key`.
         """
         if not 0 <= limit < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
@@ -367,7 +367,7 @@ class HybridCache:
         self.pins.extend(pin, key)
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin. One that has ended stays so."""
+        """End a pin. One that has ended stays so. What is not a `Pin` is an `ArgumentError`."""
         self._owner.claim()
         self.pins.remove(pin)
 

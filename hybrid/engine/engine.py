@@ -17,6 +17,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation
 from hybrid.cache.pins import Pin
+from hybrid.checks import known_keywords
 from hybrid.engine.adapters import Adapters
 from hybrid.engine.build import LoadedModel, build_cache, check_settings, is_deterministic, load, model_runner
 from hybrid.engine.config import EngineConfig
@@ -107,6 +108,7 @@ class Engine:
         self._is_closed = False
 
     @classmethod
+    @known_keywords(cache=CacheConfig, config=EngineConfig)
     def from_pretrained(
         cls,
         model: str | Path,
@@ -124,14 +126,12 @@ class Engine:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
             dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
-            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row and
-                take a byte each, experts aside; an answer then differs from that of the checkpoint, in the same way for
-                hits and cold runs. None: they have the type `dtype`.
+            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row,
+                experts aside; answers differ from the checkpoint's, hits and cold runs alike. None: they have `dtype`.
             cache: settings of the cache.
             config: settings of the engine.
-            speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
-                next where it was cached), "mtp" (the checkpoint's own predictor), "cache+mtp", or a
-                `SpeculationConfig`; None: nothing is drafted.
+            speculation: draft tokens; the answers are the same. "cache" (what came next in the cache), "mtp" (the
+                checkpoint's predictor), "cache+mtp", or a `SpeculationConfig`; None: nothing is drafted.
 
         Raises:
             CheckpointError: there is no usable checkpoint.
@@ -166,9 +166,8 @@ class Engine:
         """
         check_settings(cache, config)
         if cache.chunk_size != self.cache.config.chunk_size:
-            raise ArgumentError(
-                f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
-            )
+            former = self.cache.config.chunk_size
+            raise ArgumentError(f"with_cache: chunk_size must stay {former}, got {cache.chunk_size}")
         made = build_cache(self.loaded, cache, size)
         return Engine(self.loaded, made, config or self.config, speculation=speculation)
 
@@ -199,6 +198,7 @@ class Engine:
 
     # Answers
 
+    @known_keywords(params=SamplingParams)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -232,10 +232,8 @@ class Engine:
         requests = [self._request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
         hidden = not (sys.stderr is not None and sys.stderr.isatty() if progress is None else progress)
-        with (
-            self._steps.aborting(requests),
-            tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar,
-        ):
+        bar = tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden)
+        with self._steps.aborting(requests), bar:
             self._steps.enter(requests)
             while len(done) < len(requests):
                 ended = outputs.take_ended()
@@ -246,6 +244,7 @@ class Engine:
             self._steps.replay_while_idle()
         return [done[request.request_id] for request in requests]
 
+    @known_keywords(params=SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Iterator[str]:
         """Answer one prompt, piece by piece. Closing the iterator early aborts the request.
 
@@ -283,6 +282,7 @@ class Engine:
         """Whether `step` has anything to do: a request waits or runs, or an output was not returned yet."""
         return self.scheduler.has_work or bool(self._outputs)
 
+    @known_keywords(params=SamplingParams)
     def add_request(
         self,
         prompt: Prompt,
@@ -433,7 +433,7 @@ class Engine:
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Release a pin. One that was released before stays so."""
+        """Release a pin. One that was released before stays so. What is not a `Pin` is an `ArgumentError`."""
         with self._steps.whole():
             self.cache.unpin(pin)
 

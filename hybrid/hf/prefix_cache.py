@@ -339,7 +339,7 @@ class PrefixCache:
             namespace: prompts in different namespaces share nothing.
 
         Raises:
-            PromptError: these are no token ids, or one is outside the vocabulary.
+            PromptError: these are not token ids, or one is outside the vocabulary.
         """
         ids = ids_of(token_ids)
         self._model.check_ids(ids)

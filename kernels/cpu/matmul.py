@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hybrid.kernels.cpu.panels import MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.tiles import tile
+from hybrid.kernels.cpu.tiles import is_read_by_rows, tile
 from hybrid.kernels.cpu.vectors import (
     HAS_FMA,
     HAS_PAIRS,
@@ -75,7 +75,7 @@ def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, column
                 column += 1
             row += 2
         else:
-            while column + 4 <= columns:
+            while column + 4 <= columns and not is_read_by_rows(w):
                 b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
                 _tile_1_4(a, x_stride, b, w_stride, s, o, out_stride, length)
                 column += 4

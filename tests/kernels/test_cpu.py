@@ -81,7 +81,7 @@ def test_a_product_is_right_and_its_rows_are_by_themselves(
 
 
 def added_up(x: Tensor, weight: Tensor) -> Tensor:
-    """The products of rows of x and of a weight, `[rows, out]` fp32, as every CPU adds them up: element i to sum i % 16,
+    """The products of rows of x and of a weight, `[rows, out]` fp32, as all CPUs add them up: element i to sum i % 16,
     of bfloat16 numbers pairs 2i and 2i + 1, the second one first, rounded each time; then halves of the sums."""
     of_sum = 2 if x.dtype == weight.dtype == torch.bfloat16 else 1
     steps = -(-x.shape[1] // (16 * of_sum))
