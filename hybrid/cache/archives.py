@@ -66,7 +66,7 @@ class Archives:
             after: leave out the pages of the first `after` tokens, rounded down to whole pages.
 
         Raises:
-            PromptError: nothing is cached of one of the prompts.
+            PromptError: nothing is cached of one of the prompts, or in the namespace.
             ArgumentError: `after` is not a number of tokens, or there are no contents that can be read.
         """
         fingerprint = fingerprint_named(self._memory, self._config, model)
@@ -167,6 +167,8 @@ def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> se
     """Nodes with a checkpoint, and those above them."""
     if keys is None:
         ends = [node for name, node in tree.nodes() if node.slot is not None and namespace in (None, name)]
+        if namespace is not None and not ends:
+            raise PromptError(f"there is no checkpoint in the cache in namespace {namespace!r:.100}")
     else:
         ends = []
         for number, key in enumerate(keys):

@@ -19,7 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import NoReturn, SupportsIndex
 
 import torch
 
@@ -35,7 +37,7 @@ from hybrid.cache.lease import Lease
 from hybrid.cache.mending import abandon
 from hybrid.cache.new_tree import new_tree
 from hybrid.cache.opener import Opener
-from hybrid.cache.owner import Owner
+from hybrid.cache.owner import Owner, refuse_copy
 from hybrid.cache.passes import Passes
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.restorer import Restorer
@@ -90,6 +92,9 @@ class HybridCache:
         restores: brings back what they have; None: there are none.
     """
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
+
     def __init__(
         self,
         memory: CacheMemory,
@@ -123,8 +128,10 @@ class HybridCache:
         restorer = Restorer(self._opener, self._committer, self.allocator, memory)
         self._archives = Archives(self.tree, memory, config, self.allocator, restorer, self.tiers)
         self.restores: Restores | None = None
+        self._audit = partial(audit, self.tree, memory, self.leases, self.pins, tiers=self.tiers)
         if self.tiers is not None and memory.sizes is not None:
-            self.restores = Restores(self.tiers, self.tree, self._opener, restorer, memory.sizes, config)
+            parts = self.tiers, self.tree, self._opener, restorer
+            self.restores = Restores(*parts, memory.sizes, config, self._audit)
 
     # The memory
 
@@ -155,11 +162,6 @@ class HybridCache:
     def largest_request(self) -> int:
         """Pages that a request could have if it were alone."""
         return self.memory.largest_request
-
-    @property
-    def spare_share(self) -> float:
-        """The part of the memory for states that is free."""
-        return self.memory.free_state_share
 
     def adopt(self) -> None:
         """Make the calling thread the owner of the cache. The former owner must not use it any more."""
@@ -486,7 +488,7 @@ class HybridCache:
         """
         if contents and self._digests is None:
             raise ArgumentError("audit: contents need CacheConfig(verify_contents=True), or verify_contents()")
-        audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None, self.tiers)
+        self._audit(self._digests if contents else None)
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._owner.claim()

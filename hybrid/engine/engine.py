@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from tqdm import tqdm
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation
+from hybrid.cache.owner import refuse_copy
 from hybrid.cache.pins import Pin
 from hybrid.checks import known_keywords
 from hybrid.engine.adapters import Adapters
@@ -31,6 +32,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import StepLoop
+from hybrid.engine.text_stream import TextStream
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.interrupts import check_stack
 from hybrid.prompts.encode import Prompt, as_prompts
@@ -67,6 +69,9 @@ class Engine:
         speculation: how tokens are drafted; None: they are not.
         adapters: LoRA adapters by name; `load` and `unload` them at any time.
     """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
 
     def __init__(
         self,
@@ -245,8 +250,8 @@ class Engine:
         return [done[request.request_id] for request in requests]
 
     @known_keywords(params=SamplingParams)
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Iterator[str]:
-        """Answer one prompt, piece by piece. Closing the iterator early aborts the request.
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> TextStream:
+        """Answer one prompt, piece by piece. Closing the stream early aborts the request.
 
         Other requests may be run between two pieces; nothing of the stream is lost.
 
@@ -257,23 +262,8 @@ class Engine:
         self._claim()
         if self.tokenizer is None:
             raise PromptError("this checkpoint has no tokenizer; use add_request and step for token ids")
-        return self._stream(self._request(prompt, params, namespace, Outputs()))
-
-    def _stream(self, request: Request) -> Iterator[str]:
-        ended = False
-        with self._steps.aborting([request]):
-            self._claim()
-            self._steps.enter([request])
-            while not ended:
-                if not request.outputs:
-                    self._steps.work()
-                for output in request.outputs.take():
-                    ended = output.finish_reason is not None
-                    if output.delta:
-                        yield output.delta
-            self._steps.replay_while_idle()
-        if request.error is not None:
-            raise RequestError(f"{request.request_id} failed: {request.error}")
+        request = self._request(prompt, params, namespace, Outputs())
+        return TextStream(request, self._steps, self._claim, self._check_owner)
 
     # Step by step
 
@@ -462,7 +452,7 @@ class Engine:
             store: where `path` is a name, such as a `hybrid.tiers.remote.RedisStore`; None: it is a path.
 
         Raises:
-            PromptError: nothing is cached of one of the prompts.
+            PromptError: nothing is cached of one of the prompts, or in the namespace.
             CacheFileError: the file cannot be written.
         """
         self._claim()

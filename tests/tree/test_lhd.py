@@ -170,10 +170,12 @@ def rate(eviction: str) -> float:
     return hits / asked
 
 
+@pytest.mark.usefixtures("untraced")  # thousands of evictions over the same lines
 def test_it_keeps_what_is_popular_where_recency_does_not() -> None:
     assert rate("lhd") > 1.5 * rate("lru")
 
 
+@pytest.mark.usefixtures("untraced")  # thousands of evictions over the same lines
 def test_the_same_seed_evicts_the_same_victims() -> None:
     assert rate("lhd") == rate("lhd")
 
