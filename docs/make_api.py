@@ -75,7 +75,7 @@ def prose(docstring: str | None) -> str:
     in_section = False
     for line in inspect.cleandoc(docstring or "").splitlines():
         heading = re.fullmatch(r"(Args|Attributes|Returns|Raises|Yields|Example):", line)
-        item = re.match(r"    ([\w*, ]+): (.*)", line)
+        item = re.match(r"    ([\w*]+(?:, [\w*]+)*): (.*)", line)
         if heading:
             in_section = True
             lines += [f"*{heading[1]}*", ""]

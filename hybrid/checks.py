@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
+from inspect import signature
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from hybrid.errors import ArgumentError, KeywordError
 
 Settings = TypeVar("Settings", bound=type)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 SETTINGS_ELSEWHERE = {
     "max_tokens": "max_new_tokens",
@@ -32,6 +35,15 @@ SETTINGS_ELSEWHERE = {
     "enable_prefix_caching": "enabled",
     "max_running_requests": "max_num_seqs",
     "context_length": "max_model_len",
+    "sampling_params": "params",
+    "generation_config": "params",
+    "use_tqdm": "progress",
+    "torch_dtype": "dtype",
+    "device_map": "device",
+    "quantization": "load_dtype",
+    "speculative_config": "speculation",
+    "cache_salt": "namespace",
+    "rid": "request_id",
 }
 """Names of vLLM, SGLang and transformers, and what they are called here (docs/migrating.md)."""
 
@@ -52,6 +64,45 @@ def known_names(settings: Settings) -> Settings:
 
     type.__setattr__(settings, "__init__", checked)
     return settings
+
+
+def known_keywords(**settings: type) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """Make a function refuse a keyword that it does not have with an error that names the one meant.
+
+    Args:
+        settings: dataclasses of settings that the function takes, by argument: their fields are often given to the
+            function itself.
+
+    Raises:
+        KeywordError: by the function.
+    """
+
+    def decorate(call: Callable[Given, Result]) -> Callable[Given, Result]:
+        names = [name for name in signature(call).parameters if name not in ("self", "cls")]
+
+        @wraps(call)
+        def checked(*args: Given.args, **given: Given.kwargs) -> Result:
+            for name in given:
+                if name not in names:
+                    _refuse_misplaced(call.__qualname__, name, settings)
+                    refuse_unknown(f"{call.__qualname__} has no", [name], names)
+            return call(*args, **given)
+
+        return checked
+
+    return decorate
+
+
+def _refuse_misplaced(call: str, name: str, settings: Mapping[str, type]) -> None:
+    """Refuse the name of a setting that belongs into an argument of a function.
+
+    Raises:
+        KeywordError: it is one.
+    """
+    meant = SETTINGS_ELSEWHERE.get(name, name)
+    for argument, made in settings.items():
+        if meant in (field.name for field in fields(made)):
+            raise KeywordError(f"{call} has no {shown(name)}; give {argument}={made.__name__}({meant}=...)")
 
 
 def refuse_unknown(refusal: str, given: Iterable[str], names: Sequence[str]) -> None:

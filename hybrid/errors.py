@@ -3,7 +3,7 @@
 HybridError
 ├── ArgumentError (also a ValueError)     an argument is wrong; nothing was changed
 │   ├── PromptError                       an empty prompt, ids outside the vocabulary, a prompt that is too long
-│   ├── KeywordError (also a TypeError)   settings have no field of that name; the message names those that are meant
+│   ├── KeywordError (also a TypeError)   settings or a call have no such name; the message names the one that is meant
 │   ├── SamplingError                     sampling parameters that contradict each other or are out of range
 │   ├── MemoryBudgetError                 the memory is too small; the message names the smallest that suffices
 │   ├── CacheFileError                    a file of cached prefixes that is damaged, of another model, or cannot be
@@ -35,7 +35,7 @@ class PromptError(ArgumentError):
 
 
 class KeywordError(ArgumentError, TypeError):
-    """Settings have no field of a name that was given."""
+    """Settings, or a call, have no such name. The message names the one that is meant."""
 
 
 class SamplingError(ArgumentError):

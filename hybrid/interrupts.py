@@ -94,13 +94,22 @@ class DeferredInterrupts:
 
     def restore_handlers(self) -> None:
         """Put the handlers back, and run those that have waited. All of them run, even if one raises."""
-        self._is_open = True
         try:
-            for number, handler in self._replaced:
+            self._put_back()
+        finally:
+            self._is_open = True
+            self._finish_handlers()
+
+    def _put_back(self) -> None:
+        try:
+            while self._replaced:
+                number, handler = self._replaced[-1]
                 if isinstance(getsignal(number), _Waiting):  # otherwise a handler was installed meanwhile
                     set_handler(number, handler)
-        finally:
-            self._finish_handlers()
+                self._replaced.pop()
+        finally:  # one that was put back may have run, and raised
+            if self._replaced:
+                self._put_back()
 
     def _finish_handlers(self) -> None:
         while self._arrived:

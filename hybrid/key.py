@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hybrid.checks import text
+from hybrid.checks import shown, text
 from hybrid.errors import ArgumentError
 
 TOKEN_BYTES: int = array("i").itemsize
@@ -51,10 +51,15 @@ class Key:
                 mean equal content, page by page: `PagedUnits` makes such ids from the contents of units.
 
         Raises:
-            ArgumentError: the namespace is not a string, or begins as those of pairs do.
+            ArgumentError: the ids are not integers of 32 bits, or the namespace is not a string, or begins as those of
+                pairs do.
         """
         check_namespace(namespace)
-        ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+        if not isinstance(ids, array) or ids.typecode != "i":
+            try:
+                ids = array("i", ids)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise ArgumentError(f"Key: ids must be integers of 32 bits; got {shown(ids)}: {error}") from error
         return cls(ids.tobytes(), namespace, joined(units))
 
     @classmethod

@@ -1,6 +1,7 @@
 """Bad input: every value gets an error of ours that names it and says what was expected, and nothing is changed."""
 
 import math
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -11,11 +12,15 @@ import torch
 
 from hybrid import (
     ArgumentError,
+    AsyncEngine,
     CacheConfig,
+    CacheMemory,
     Engine,
     EngineConfig,
+    HybridCache,
     HybridError,
     ImagePrompt,
+    Key,
     SamplingParams,
     SpeculationConfig,
 )
@@ -24,6 +29,8 @@ from support.bad_input import assert_clear, label
 from support.engines import answer, assert_nothing_held, engine_on, greedy, ids
 
 NAN, INF = math.nan, math.inf
+MISPLACED: dict[str, Any] = {"max_model_len": 9}
+INDICES = CacheMemory.of_indices(num_pages=9, num_states=4)
 
 
 # Settings: (class, arguments, words that the error holds)
@@ -171,7 +178,7 @@ PROMPTS: list[tuple[Any, tuple[str, ...]]] = [
     ({"prompt": "a", "prompt_token_ids": [1]}, ("'prompt'", "one of")),
     ({"prompt": "a", "split_special_tokens": [True]}, ("split_special_tokens", "[True]")),
     ({"prompt": [1], "split_special_tokens": True}, ("split_special_tokens", "list")),
-    ({"prompt_token_ids": [1], "split_special_tokens": True}, ("split_special_tokens", "beside prompt")),
+    ({"prompt_token_ids": [1], "split_special_tokens": True}, ("split_special_tokens", "with prompt or messages")),
     ({"messages": [{**ROLE, "content": "a"}], "split_special_tokens": "yes"}, ("split_special_tokens", "'yes'")),
     ({"messages": [{**ROLE, "content": "a"}], "chat_template_kwargs": [1]}, ("chat_template_kwargs", "[1]")),
     ({"messages": [{**ROLE, "content": "a"}], "chat_template_kwargs": {"tokenize": 1}}, ("'tokenize'",)),
@@ -270,10 +277,32 @@ def calls(engine: Engine) -> list[tuple[Callable[[], Any], tuple[str, ...]]]:
         (lambda: Engine.from_pretrained("a\0b"), ("folder",)),
         (lambda: Engine.from_pretrained("tiny", cache=CacheConfig(memory=1)), ("1 B", "CacheConfig(memory=")),
         (lambda: Engine.from_pretrained("tiny", cache=CacheConfig(memory=2**62)), ("free", "memory=")),
+        (lambda: Engine.from_pretrained("tiny", dtype="auto"), ("dtype", "'auto'", "None (float32 on a CPU")),
+        (lambda: Engine.from_pretrained("tiny", **MISPLACED), ("config=EngineConfig(max_model_len=...)",)),
+        (lambda: Engine.from_pretrained("tiny", **{"gpu_memory_utilization": 0.9}), ("cache=CacheConfig(memory=...)",)),
+        (lambda: Engine.from_pretrained("tiny", **{"torch_dtype": "auto"}), ("did you mean dtype?",)),
+        (lambda: Engine.from_pretrained("tiny", **{"tensor_parallel_size": 2}), ("there are: model, device",)),
+        (lambda: engine.generate(ids(9), **{"max_tokens": 3}), ("params=SamplingParams(max_new_tokens=...)",)),
+        (lambda: engine.generate(ids(9), **{"sampling_params": 3}), ("did you mean params?",)),
+        (lambda: engine.stream("a", **{"temperature": 1}), ("params=SamplingParams(temperature=...)",)),
+        (lambda: engine.add_request(ids(9), **{"rid": "a"}), ("did you mean request_id?",)),
+        (lambda: AsyncEngine.from_pretrained("tiny", **MISPLACED), ("config=EngineConfig(max_model_len=...)",)),
+        (lambda: engine.unpin(None), ("hybrid.Pin", "None")),  # type: ignore[arg-type]
+        (lambda: engine.cache.draw("tree.png"), ("'tree.png'", "tree.html")),
+        (lambda: engine.load("name", store="redis://host"), ("get_into", "'redis://host'")),  # type: ignore[arg-type]
+        (lambda: engine.generate(UserDict(input_ids=[ids(9)])), ("give its input_ids",)),  # type: ignore[arg-type]
+        (lambda: HybridCache(100), ("CacheMemory.of_bytes", "100")),  # type: ignore[arg-type]
+        (lambda: HybridCache(INDICES, {"page_size": 16}), ("CacheConfig", "page_size")),  # type: ignore[arg-type]
+        (lambda: HybridCache(INDICES).open([1, 2], 1, 2), ("Key.of", "[1, 2]")),  # type: ignore[arg-type]
+        (lambda: CacheMemory.of_bytes("1GiB", 4096, 100), ("of_bytes", "'1GiB'")),  # type: ignore[arg-type]
+        (lambda: CacheMemory.of_bytes(10**6, 0, 100), ("page_bytes", "0")),
+        (lambda: CacheMemory.of_indices(5.0, 5), ("num_pages", "5.0")),  # type: ignore[arg-type]
+        (lambda: Key.of("text"), ("32 bits", "'text'")),  # type: ignore[arg-type]
+        (lambda: Key.of([2**40]), ("32 bits", "1099511627776")),
     ]
 
 
-@pytest.mark.parametrize("number", range(35))
+@pytest.mark.parametrize("number", range(57))
 def test_a_wrong_argument_of_a_call_is_refused(engine: Engine, number: int) -> None:
     call, words = calls(engine)[number]
     with pytest.raises(HybridError) as caught:

@@ -70,6 +70,15 @@ def test_commands_that_the_documents_show_have_these_options() -> None:
                     assert f'"{option}"' in source or option == "--help", f"{path.name}: {command}"
 
 
+def test_the_page_on_errors_has_every_public_one() -> None:
+    import hybrid
+
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    things = {name: getattr(hybrid, name) for name in hybrid.__all__}
+    errors = [name for name, thing in things.items() if isinstance(thing, type) and issubclass(thing, Exception)]
+    assert [name for name in errors if not re.search(rf"`(hybrid\.)?{name}\b", page)] == []
+
+
 def test_the_map_names_modules_that_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = "|".join(path.parent.name for path in ROOT.glob("hybrid/*/__init__.py"))

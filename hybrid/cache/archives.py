@@ -66,8 +66,8 @@ class Archives:
             after: leave out the pages of the first `after` tokens, rounded down to whole pages.
 
         Raises:
-            PromptError: nothing is cached of one of the prompts.
-            ArgumentError: `after` is no number of tokens, or there are no contents that can be read.
+            PromptError: nothing is cached of one of the prompts, or in the namespace.
+            ArgumentError: `after` is not a number of tokens, or there are no contents that can be read.
         """
         fingerprint = fingerprint_named(self._memory, self._config, model)
         tree, reader = self._tree, writer_of(self._memory)
@@ -167,6 +167,8 @@ def _wanted(tree: Tree, keys: Iterable[Key] | None, namespace: str | None) -> se
     """Nodes with a checkpoint, and those above them."""
     if keys is None:
         ends = [node for name, node in tree.nodes() if node.slot is not None and namespace in (None, name)]
+        if namespace is not None and not ends:
+            raise PromptError(f"there is no checkpoint in the cache in namespace {namespace!r:.100}")
     else:
         ends = []
         for number, key in enumerate(keys):
@@ -198,7 +200,7 @@ def _check_nodes(archive: Archive) -> None:
     """Refuse what no cache has written.
 
     Raises:
-        CacheFileError: a kind of checkpoint is unknown, or a namespace is no text.
+        CacheFileError: a kind of checkpoint is unknown, or a namespace is not a text.
     """
     for index, node in enumerate(archive.nodes):
         try:

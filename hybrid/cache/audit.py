@@ -57,6 +57,8 @@ def _tree(tree: Tree) -> list[str]:
         wrong.append(f"the tree counts {tree.num_pages} pages and has {pages}")
     if checkpoints != tree.num_checkpoints:
         wrong.append(f"the tree counts {tree.num_checkpoints} checkpoints and has {checkpoints}")
+    if not tree.candidates.are_whole():
+        wrong.append("a candidate for eviction is not where its queue looks for it")
     return wrong
 
 

@@ -19,7 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from typing import NoReturn, SupportsIndex
 
 import torch
 
@@ -28,14 +30,14 @@ from hybrid.cache.archives import Archives
 from hybrid.cache.audit import audit
 from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
-from hybrid.cache.config import CacheConfig
+from hybrid.cache.config import CacheConfig, settings_of
 from hybrid.cache.counting import current
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.mending import abandon
 from hybrid.cache.new_tree import new_tree
 from hybrid.cache.opener import Opener
-from hybrid.cache.owner import Owner
+from hybrid.cache.owner import Owner, refuse_copy
 from hybrid.cache.passes import Passes
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.restorer import Restorer
@@ -76,7 +78,7 @@ class HybridCache:
         model: with `config.disk`: a name for the model and its weights, or a whole fingerprint.
 
     Raises:
-        ArgumentError: `config` needs contents that can be read, or a model, and there are none.
+        ArgumentError: `config` needs contents that can be read, or a model, and there are none; or a type is wrong.
         MemoryBudgetError: there is less host memory than `config.host`.
 
     Attributes:
@@ -90,6 +92,9 @@ class HybridCache:
         restores: brings back what they have; None: there are none.
     """
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
+
     def __init__(
         self,
         memory: CacheMemory,
@@ -98,7 +103,7 @@ class HybridCache:
         on_evict: Callable[[Released], None] | None = None,
         model: str | Fingerprint | None = None,
     ) -> None:
-        config = config if config is not None else CacheConfig()
+        config = settings_of(memory, config)
         self.config: CacheConfig = config
         self.memory: CacheMemory = memory
         self.tiers: Tiers | None = make_tiers(memory, config, model)
@@ -123,8 +128,10 @@ class HybridCache:
         restorer = Restorer(self._opener, self._committer, self.allocator, memory)
         self._archives = Archives(self.tree, memory, config, self.allocator, restorer, self.tiers)
         self.restores: Restores | None = None
+        self._audit = partial(audit, self.tree, memory, self.leases, self.pins, tiers=self.tiers)
         if self.tiers is not None and memory.sizes is not None:
-            self.restores = Restores(self.tiers, self.tree, self._opener, restorer, memory.sizes, config)
+            parts = self.tiers, self.tree, self._opener, restorer
+            self.restores = Restores(*parts, memory.sizes, config, self._audit)
 
     # The memory
 
@@ -156,11 +163,6 @@ class HybridCache:
         """Pages that a request could have if it were alone."""
         return self.memory.largest_request
 
-    @property
-    def spare_share(self) -> float:
-        """The part of the memory for states that is free."""
-        return self.memory.free_state_share
-
     def adopt(self) -> None:
         """Make the calling thread the owner of the cache. The former owner must not use it any more."""
         self._owner.adopt()
@@ -191,7 +193,7 @@ class HybridCache:
             priority: how much its checkpoints matter, for policies that ask.
 
         Raises:
-            ArgumentError: `limit` is negative, or leaves no token to compute.
+            ArgumentError: `limit` is negative, or leaves no token to compute, or `key` is not a `Key`.
         """
         if not 0 <= limit < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
@@ -367,7 +369,7 @@ class HybridCache:
         self.pins.extend(pin, key)
 
     def unpin(self, pin: Pin) -> None:
-        """End a pin. One that has ended stays so."""
+        """End a pin. One that has ended stays so. What is not a `Pin` is an `ArgumentError`."""
         self._owner.claim()
         self.pins.remove(pin)
 
@@ -486,7 +488,7 @@ class HybridCache:
         """
         if contents and self._digests is None:
             raise ArgumentError("audit: contents need CacheConfig(verify_contents=True), or verify_contents()")
-        audit(self.tree, self.memory, self.leases, self.pins, self._digests if contents else None, self.tiers)
+        self._audit(self._digests if contents else None)
 
     def _refuse_closed(self, lease: Lease, *, even_void: bool = False) -> None:
         self._owner.claim()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hybrid import checks
 from hybrid.errors import ArgumentError, MemoryBudgetError
+from hybrid.memory.memory import CacheMemory
 from hybrid.tree.policies import policy_of
 from hybrid.tree.policy import Policy
 from hybrid.units import byte_count, format_bytes, parse_memory
@@ -225,3 +226,22 @@ class CacheConfig:
                 f"fraction up to 1.0; got {checks.shown(amount)}"
             )
         return int(amount) if isinstance(amount, Integral) else exact if exact <= 1 else int(exact)
+
+
+def settings_of(memory: object, config: CacheConfig | None) -> CacheConfig:
+    """The configuration of a cache over a memory; None: the defaults.
+
+    Raises:
+        ArgumentError: one of them is of another type.
+    """
+    if not isinstance(memory, CacheMemory):
+        raise ArgumentError(
+            "HybridCache: memory must be a CacheMemory, as CacheMemory.of_indices(num_pages, num_states) or "
+            f"CacheMemory.of_bytes makes it; got {checks.shown(memory)}"
+        )
+    if config is not None and not isinstance(config, CacheConfig):
+        raise ArgumentError(
+            f"HybridCache: config must be a CacheConfig, such as CacheConfig(page_size=16), or None; got "
+            f"{checks.shown(config)}"
+        )
+    return config if config is not None else CacheConfig()

@@ -17,9 +17,13 @@ from hybrid.tiers.chain import chain
 from hybrid.tiers.disk import DiskTier
 from hybrid.tiers.host import HostTier
 from hybrid.tiers.savings import Savings
-from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier
+from hybrid.tiers.tier import CHECKPOINT, PAGE, Contents, Name, Note, Offer, Tier, clear_inconsistent
 from hybrid.tree.node import Kind, Node, NodeUsage, Root
 from hybrid.tree.tree import Tree
+
+
+class UnreadableError(Exception):
+    """Contents could not be read from the device. Nothing was changed."""
 
 
 class Leaver(NamedTuple):
@@ -112,13 +116,13 @@ class Departures:
                 Leaver(
                     name=(CHECKPOINT, name_at(node, node.end)),
                     num_bytes=self._sizes.checkpoint,
-                    read=partial(self._memory.fetch_checkpoint, slot),
+                    read=partial(_read, self._memory.fetch_checkpoint, slot),
                     path=partial(names_upward, node, node.end),
                     note=note,
                 )
             )
-        except Exception:  # it is evicted without a copy
-            self.num_failures += 1
+        except Exception as error:  # it is evicted without a copy
+            self._failed(error)
 
     def pages(self, node: Node, num_kept: int) -> None:
         """The pages of a node after the first `num_kept` are about to be evicted."""
@@ -128,10 +132,16 @@ class Departures:
             fetch, size, end, pages = self._memory.fetch_page, self._page_size, node.end, node.pages
             for page in reversed(pages[num_kept:]):
                 name, path = (PAGE, name_at(node, end)), partial(names_upward, node, end - size)
-                self._offer(Leaver(name, self._sizes.page, partial(fetch, page), path))
+                self._offer(Leaver(name, self._sizes.page, partial(_read, fetch, page), path))
                 end -= size
-        except Exception:  # they are evicted without a copy
-            self.num_failures += 1
+        except Exception as error:  # they are evicted without a copy
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        """An exception that is not of the device may have come between any two lines of a tier's bookkeeping."""
+        self.num_failures += 1
+        if not isinstance(error, UnreadableError):
+            clear_inconsistent(self._tiers)
 
     # What the policy says (`Judge`)
 
@@ -221,6 +231,13 @@ class Departures:
             self._offer(Leaver((PAGE, names[at]), len(page), partial(bytes, page), partial(_upward, names, at)))
             for at, page in zip(range(end - 1, -1, -1), reversed(boundary.pages), strict=False)
         )
+
+
+def _read(fetch: Callable[[int], Contents], unit: int) -> Contents:
+    try:
+        return fetch(unit)
+    except Exception as error:
+        raise UnreadableError from error
 
 
 def _upward(names: Sequence[bytes], end: int) -> Iterator[bytes]:

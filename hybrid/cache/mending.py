@@ -16,6 +16,7 @@ from typing import Protocol
 from hybrid.cache.lease import Lease
 from hybrid.cache.tiers import Tiers
 from hybrid.errors import ArgumentError, OwnershipError
+from hybrid.tiers.tier import clear_inconsistent
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -97,6 +98,4 @@ def abandon(leases: Iterable[Lease], tiers: Tiers | None) -> None:
         if lease.restoring is not None:
             lease.restoring.drop()
             lease.restoring = None
-    for tier in tiers.places if tiers is not None else ():
-        if tier.violations():
-            tier.clear()
+    clear_inconsistent(tiers.places if tiers is not None else ())

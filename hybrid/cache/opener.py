@@ -7,7 +7,8 @@ from array import array
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.explain import explain
 from hybrid.cache.lease import Lease
-from hybrid.errors import OwnershipError
+from hybrid.checks import shown
+from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
@@ -38,6 +39,8 @@ class Opener:
 
     def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
         """See `HybridCache.open`."""
+        if not isinstance(key, Key):
+            raise ArgumentError(f"open: key must be a hybrid.Key, as Key.of(ids) makes it; got {shown(key)}")
         held = self.hold(key, limit, num_tokens, priority)
         if held is None:
             return None

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import NoReturn
 
 from hybrid.errors import OwnershipError
+
+
+def refuse_copy(owner: object) -> NoReturn:
+    """For the `__reduce_ex__` of what cannot be copied or pickled.
+
+    Raises:
+        OwnershipError: always.
+    """
+    raise OwnershipError(
+        f"{type(owner).__name__} cannot be copied or pickled: its memory has one owner. Engine.with_cache makes one "
+        "more on the same weights; another process loads the checkpoint itself, and may load what this one has saved"
+    )
 
 
 class Owner:

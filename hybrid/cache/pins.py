@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from hybrid.cache.allocator import Allocator
-from hybrid.checks import number
+from hybrid.checks import number, shown
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
@@ -110,7 +110,13 @@ class Pins:
         self._allocator.unlock(former)
 
     def remove(self, pin: Pin) -> None:
-        """End a pin. One that has ended stays so."""
+        """End a pin. One that has ended stays so.
+
+        Raises:
+            ArgumentError: it is not a pin.
+        """
+        if not isinstance(pin, Pin):
+            raise ArgumentError(f"unpin: pin must be a hybrid.Pin, as `pin` returns it; got {shown(pin)}")
         lock = self._locks.pop(pin, None)
         if lock is not None:
             self._allocator.unlock(lock)

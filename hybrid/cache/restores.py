@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from hybrid.cache.config import CacheConfig
@@ -43,6 +43,7 @@ class Restores:
         restorer: writes it into the memory of a lease, and inserts it.
         sizes: bytes of a page and of a checkpoint.
         config: of the cache.
+        audit: raises where the cache is inconsistent.
 
     Attributes:
         num_checkpoints, num_tokens, num_bytes: that came back, for requests.
@@ -51,7 +52,14 @@ class Restores:
     """
 
     def __init__(
-        self, tiers: Tiers, tree: Tree, opener: Opener, restorer: Restorer, sizes: UnitSizes, config: CacheConfig
+        self,
+        tiers: Tiers,
+        tree: Tree,
+        opener: Opener,
+        restorer: Restorer,
+        sizes: UnitSizes,
+        config: CacheConfig,
+        audit: Callable[[], None],
     ) -> None:
         self.num_checkpoints: int = 0
         self.num_tokens: int = 0
@@ -65,6 +73,7 @@ class Restores:
         self._sizes = sizes
         self._page_size = config.page_size
         self._grid = config.grid
+        self._audit = audit
 
     def count(self, stats: CacheStats) -> None:
         """Fill in what came back."""
@@ -225,6 +234,7 @@ class Restores:
             raise
         except Exception as error:
             self.num_failures += 1
+            self._audit()  # it may have come between any two lines of the bookkeeping
             return Restored(candidate.label, refused=f"restoring {position} tokens failed: {error!s:.200}")
         if outcome is not Outcome.RESTORED:
             return Restored(candidate.label, refused=f"{position} tokens are not restored: {outcome.value}")

@@ -103,7 +103,7 @@ def _next_turns(judge: Judge) -> Check:
     for _ in range(2):
         outputs += warm.generate([judge.next_turn(turn) for turn in outputs[-2:]], ANSWER, progress=False)
     is_hit = all(output.usage.cached_tokens > 0 for output in outputs[2:])
-    return _judged(judge, "drafts of the predictor in later turns", outputs, ANSWER, ("a turn was no hit", is_hit))
+    return _judged(judge, "drafts of the predictor in later turns", outputs, ANSWER, ("a turn was not a hit", is_hit))
 
 
 def _requests(judge: Judge) -> list[tuple[list[int], SamplingParams]]:

@@ -62,7 +62,7 @@ class Adapters(Mapping[str, Adapter]):
         dropped and loaded again finds what it cached, and one with other weights under the same name does not.
 
         Raises:
-            ArgumentError: the name is no text, or is in use.
+            ArgumentError: the name is not a text, or is in use.
             CheckpointError: the folder holds no adapter that fits the model.
             MemoryBudgetError: `EngineConfig.adapter_memory` does not suffice. It was not loaded.
             OwnershipError: another thread owns the engine.

@@ -151,7 +151,10 @@ def resolve_dtype(dtype: str | torch.dtype | None, config: Any, device: torch.de
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
     if dtype is not None:
-        raise ArgumentError(f"dtype must be one of {', '.join(DTYPES)}, or None; got {shown(dtype)}")
+        raise ArgumentError(
+            f"dtype must be one of {', '.join(DTYPES)}, or None (float32 on a CPU, the checkpoint's on a GPU); "
+            f"got {shown(dtype)}"
+        )
     stored = getattr(config, "dtype", None)
     return stored if device.type != "cpu" and isinstance(stored, torch.dtype) else torch.float32
 

@@ -29,7 +29,7 @@ def capture_for(device: torch.device) -> Capture:
 class CudaCapture:
     """Captures on a GPU. All graphs share their memory, as only one of them runs at a time.
 
-    What other threads do meanwhile is no error, neither here nor there: another engine may take pinned memory.
+    What other threads do meanwhile is not an error, neither here nor there: another engine may take pinned memory.
     """
 
     def __init__(self, device: torch.device) -> None:

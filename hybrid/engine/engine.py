@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from tqdm import tqdm
@@ -16,7 +16,9 @@ from tqdm import tqdm
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation
+from hybrid.cache.owner import refuse_copy
 from hybrid.cache.pins import Pin
+from hybrid.checks import known_keywords
 from hybrid.engine.adapters import Adapters
 from hybrid.engine.build import LoadedModel, build_cache, check_settings, is_deterministic, load, model_runner
 from hybrid.engine.config import EngineConfig
@@ -30,6 +32,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.stats import EngineStats
 from hybrid.engine.step_loop import StepLoop
+from hybrid.engine.text_stream import TextStream
 from hybrid.errors import ArgumentError, ClosedError, OwnershipError, PromptError, RequestError
 from hybrid.interrupts import check_stack
 from hybrid.prompts.encode import Prompt, as_prompts
@@ -66,6 +69,9 @@ class Engine:
         speculation: how tokens are drafted; None: they are not.
         adapters: LoRA adapters by name; `load` and `unload` them at any time.
     """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy(self)
 
     def __init__(
         self,
@@ -107,6 +113,7 @@ class Engine:
         self._is_closed = False
 
     @classmethod
+    @known_keywords(cache=CacheConfig, config=EngineConfig)
     def from_pretrained(
         cls,
         model: str | Path,
@@ -124,14 +131,12 @@ class Engine:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
             dtype: "float32", "bfloat16" or "float16"; None: the checkpoint's on a GPU, float32 on a CPU.
-            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row and
-                take a byte each, experts aside; an answer then differs from that of the checkpoint, in the same way for
-                hits and cold runs. None: they have the type `dtype`.
+            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row,
+                experts aside; answers differ from the checkpoint's, hits and cold runs alike. None: they have `dtype`.
             cache: settings of the cache.
             config: settings of the engine.
-            speculation: draft tokens, so that a pass may yield several; the answers are the same. "cache" (what comes
-                next where it was cached), "mtp" (the checkpoint's own predictor), "cache+mtp", or a
-                `SpeculationConfig`; None: nothing is drafted.
+            speculation: draft tokens; the answers are the same. "cache" (what came next in the cache), "mtp" (the
+                checkpoint's predictor), "cache+mtp", or a `SpeculationConfig`; None: nothing is drafted.
 
         Raises:
             CheckpointError: there is no usable checkpoint.
@@ -166,9 +171,8 @@ class Engine:
         """
         check_settings(cache, config)
         if cache.chunk_size != self.cache.config.chunk_size:
-            raise ArgumentError(
-                f"with_cache: chunk_size must stay {self.cache.config.chunk_size}, got {cache.chunk_size}"
-            )
+            former = self.cache.config.chunk_size
+            raise ArgumentError(f"with_cache: chunk_size must stay {former}, got {cache.chunk_size}")
         made = build_cache(self.loaded, cache, size)
         return Engine(self.loaded, made, config or self.config, speculation=speculation)
 
@@ -199,6 +203,7 @@ class Engine:
 
     # Answers
 
+    @known_keywords(params=SamplingParams)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -232,10 +237,8 @@ class Engine:
         requests = [self._request(prompt, p, namespace, outputs) for prompt, p in zip(many, each, strict=True)]
         done: dict[str, RequestOutput] = {}
         hidden = not (sys.stderr is not None and sys.stderr.isatty() if progress is None else progress)
-        with (
-            self._steps.aborting(requests),
-            tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden) as bar,
-        ):
+        bar = tqdm(total=len(many), desc="generate", unit="prompt", disable=hidden)
+        with self._steps.aborting(requests), bar:
             self._steps.enter(requests)
             while len(done) < len(requests):
                 ended = outputs.take_ended()
@@ -246,8 +249,9 @@ class Engine:
             self._steps.replay_while_idle()
         return [done[request.request_id] for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> Iterator[str]:
-        """Answer one prompt, piece by piece. Closing the iterator early aborts the request.
+    @known_keywords(params=SamplingParams)
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, namespace: str = "") -> TextStream:
+        """Answer one prompt, piece by piece. Closing the stream early aborts the request.
 
         Other requests may be run between two pieces; nothing of the stream is lost.
 
@@ -258,23 +262,8 @@ class Engine:
         self._claim()
         if self.tokenizer is None:
             raise PromptError("this checkpoint has no tokenizer; use add_request and step for token ids")
-        return self._stream(self._request(prompt, params, namespace, Outputs()))
-
-    def _stream(self, request: Request) -> Iterator[str]:
-        ended = False
-        with self._steps.aborting([request]):
-            self._claim()
-            self._steps.enter([request])
-            while not ended:
-                if not request.outputs:
-                    self._steps.work()
-                for output in request.outputs.take():
-                    ended = output.finish_reason is not None
-                    if output.delta:
-                        yield output.delta
-            self._steps.replay_while_idle()
-        if request.error is not None:
-            raise RequestError(f"{request.request_id} failed: {request.error}")
+        request = self._request(prompt, params, namespace, Outputs())
+        return TextStream(request, self._steps, self._claim, self._check_owner)
 
     # Step by step
 
@@ -283,6 +272,7 @@ class Engine:
         """Whether `step` has anything to do: a request waits or runs, or an output was not returned yet."""
         return self.scheduler.has_work or bool(self._outputs)
 
+    @known_keywords(params=SamplingParams)
     def add_request(
         self,
         prompt: Prompt,
@@ -433,7 +423,7 @@ class Engine:
         return pin
 
     def unpin(self, pin: Pin) -> None:
-        """Release a pin. One that was released before stays so."""
+        """Release a pin. One that was released before stays so. What is not a `Pin` is an `ArgumentError`."""
         with self._steps.whole():
             self.cache.unpin(pin)
 
@@ -462,7 +452,7 @@ class Engine:
             store: where `path` is a name, such as a `hybrid.tiers.remote.RedisStore`; None: it is a path.
 
         Raises:
-            PromptError: nothing is cached of one of the prompts.
+            PromptError: nothing is cached of one of the prompts, or in the namespace.
             CacheFileError: the file cannot be written.
         """
         self._claim()

@@ -196,7 +196,7 @@ def check_request_id(request_id: object, is_used: Callable[[str], bool]) -> None
     """Check an id that a caller gives a request.
 
     Raises:
-        ArgumentError: it is no text, or in use.
+        ArgumentError: it is not a text, or in use.
     """
     if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARACTERS:
         raise ArgumentError(

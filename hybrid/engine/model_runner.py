@@ -23,6 +23,7 @@ from hybrid.engine.replay import Log, Replay, replay_states
 from hybrid.engine.results import Computed, PendingTokens, Result
 from hybrid.engine.step import Step
 from hybrid.engine.verification import Verification
+from hybrid.errors import ClosedError
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 
 MAX_CAPTURED_ROWS = 64
@@ -57,6 +58,18 @@ class Runner(Protocol):
     def launch(self, plan: Any) -> Pending:
         """Give the plan to the device, without waiting for the results."""
         ...
+
+
+class ClosedRunner:
+    """In place of the runner of an engine that was closed, which holds the model and the cache's memory."""
+
+    def plan(self, step: Step, under_way: Any) -> Any:
+        """Refuses."""
+        raise ClosedError("this engine was closed")
+
+    def launch(self, plan: Any) -> Any:
+        """Refuses."""
+        raise ClosedError("this engine was closed")
 
 
 class ModelRunner:

@@ -62,7 +62,7 @@ class ReplayOfAll:
     GPU does not compute those of them whose run reads no slot.
 
     Args:
-        rows: number of rows of the pass. The first one is no draft.
+        rows: number of rows of the pass. The first one is not a draft.
         runs: of the pass; None: what computes it knows by the slots that are read where a run starts.
         device: of the pass.
         run: computes the states, given the `StateSteps`.

@@ -323,7 +323,7 @@ def _name(value: object) -> str | None:
 def _form(value: object) -> dict[str, Any]:
     """The form of a structured answer: one entry of `FORMS`. Whether a schema is one is found where it is compiled."""
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in FORMS:
-        raise _refuse("structured", f"a dict with one of the keys {', '.join(FORMS)}", value)
+        raise _refuse("structured", f"a dict with exactly one of the keys {', '.join(FORMS)}", value)
     ((kind, form),) = value.items()
     if kind == "choice":
         form = _texts("structured (choice)", form)

@@ -310,7 +310,7 @@ class Scheduler:
                 self.cache.capture(lease, position, kind)
         if "geometric" in config.placement and not request.is_replay:
             taken = {checkpoint.num_tokens for checkpoint in lease.captured}
-            for position in placement.spare(start, end, self._grid, self.cache.spare_share):
+            for position in placement.spare(start, end, self._grid, self.cache.memory.free_state_share):
                 if position in taken or lease.key.whole(position, 1) != position:
                     continue
                 if self.cache.capture_spare(lease, position) is None:

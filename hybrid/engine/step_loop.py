@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.mending import is_unexpected, mend
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.guard import StepGuard
 from hybrid.engine.meter import Meter
-from hybrid.engine.model_runner import Pending, Runner
+from hybrid.engine.model_runner import ClosedRunner, Pending, Runner
 from hybrid.engine.request import Request, Status
 from hybrid.engine.results import Result
 from hybrid.engine.sampler import NO_TOKEN
@@ -27,6 +27,7 @@ from hybrid.errors import (
     ClosedError,
     HybridError,
     NonFiniteError,
+    OwnershipError,
     QueueFullError,
     RequestError,
     SamplingError,
@@ -68,18 +69,6 @@ class Launched:
             if part.request in requests:
                 scheduler.retreat(part)
         self.parts = [part for part in self.parts if part.request not in requests]
-
-
-class ClosedRunner:
-    """In place of the runner of an engine that was closed, which holds the model and the cache's memory."""
-
-    def plan(self, step: Step, under_way: Any) -> Any:
-        """Refuses."""
-        raise ClosedError("this engine was closed")
-
-    def launch(self, plan: Any) -> Any:
-        """Refuses."""
-        raise ClosedError("this engine was closed")
 
 
 class StepLoop:
@@ -124,7 +113,7 @@ class StepLoop:
         self._latest_results = 0.0
         self._suspects = Suspects()
         self._is_stepping = False
-        self._aborted: list[Request] = []
+        self._aborted: deque[Request] = deque()
         self._is_closing = False
         self._was_emptied = False  # the latest step failed, and left the cache inconsistent
 
@@ -165,21 +154,32 @@ class StepLoop:
         with deferred_interrupts():
             if isinstance(self.runner, ClosedRunner):
                 raise ClosedError("this engine was closed")
-            for request in requests:
-                self.requests[request.request_id] = request
-                self._scheduler.add(request)
+            try:
+                for request in requests:
+                    self.requests[request.request_id] = request
+                    self._scheduler.add(request)
+            except BaseException as error:
+                for request in requests:
+                    self.requests.pop(request.request_id, None)
+                    self._discard(request)
+                self._mend(error)
+                raise
 
     @contextmanager
     def aborting(self, requests: list[Request]) -> Iterator[None]:
-        """Abort requests that still run when this is left: by an exception, or because a stream was closed."""
+        """Abort requests that still run when this is left: by an exception, or because a stream was closed, or
+        collected, in whatever thread."""
         try:
             yield
         finally:
             with deferred_interrupts():
                 for request in requests:
                     if request.request_id in self.requests:
-                        self._cache.check_owner()
-                        self.abort(request.request_id)
+                        try:
+                            self._cache.check_owner()
+                            self.abort(request.request_id)
+                        except OwnershipError:
+                            self.abort_later(request)
 
     def abort(self, request_id: str) -> None:
         """Stop a request: now, or at the end of the step that is under way.
@@ -196,6 +196,10 @@ class StepLoop:
                 self._aborted.append(request)
             else:
                 self._end_aborted(request)
+
+    def abort_later(self, request: Request) -> None:
+        """Stop a request at the end of the next step, if it has not ended then. From any thread."""
+        self._aborted.append(request)
 
     def close(self) -> None:
         """Abort all requests, forget replays and the model, and free the memory of the cache: now, or at the end of the
@@ -396,9 +400,8 @@ class StepLoop:
                 self._is_stepping = False
                 for request, failure in (*self._scheduler.take_failures(), *guard.failures):
                     self._fail(request, failure)
-                aborted, self._aborted = self._aborted, []
-                for request in aborted:
-                    self._end_aborted(request)
+                while self._aborted:
+                    self._end_aborted(self._aborted.popleft())
                 if self._is_closing:
                     self.close()
             guard.raise_pending()

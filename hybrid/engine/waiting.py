@@ -58,12 +58,12 @@ class WaitingQueue:
             return
         request.latest_turn = self._num_started + self.num_requests + MAX_OVERTAKING
         name = request.namespace
+        self._by_latest_turn.put(request, request.latest_turn)
         if name not in self._by_namespace:
             self._served[name] = max(self._served.get(name, 0), self._virtual_time)
             self._namespaces.put(name, self._served[name])
             self._by_namespace[name] = PriorityQueue()
         self._by_namespace[name].put(request, request.params.scheduling_priority)
-        self._by_latest_turn.put(request, request.latest_turn)
 
     def return_first(self, request: Request) -> None:
         """Queue a request that has run, before all others."""
@@ -75,17 +75,20 @@ class WaitingQueue:
             self._replays.remove(request)
         elif request in self._retracted:
             self._retracted.remove(request)
-        elif request in self._by_latest_turn:
-            self._by_latest_turn.remove(request)
+        else:
+            if request in self._by_latest_turn:
+                self._by_latest_turn.remove(request)
             self._remove_of(request.namespace, request)
 
     def _remove_of(self, name: str, request: Request) -> None:
-        own = self._by_namespace[name]
-        own.remove(request)
-        if not own:
-            del self._by_namespace[name]
-            self._namespaces.remove(name)
-            if self._served[name] <= self._virtual_time:
+        own = self._by_namespace.get(name)
+        if own is not None and request in own:
+            own.remove(request)
+        if not own:  # also where an exception has come while it was added, or removed
+            self._by_namespace.pop(name, None)
+            if name in self._namespaces:
+                self._namespaces.remove(name)
+            if name in self._served and self._served[name] <= self._virtual_time:
                 del self._served[name]
 
     def started(self, request: Request, num_tokens: int) -> None:

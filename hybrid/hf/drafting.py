@@ -56,7 +56,7 @@ class Drafting:
         """What a call was given as `speculation`.
 
         Raises:
-            ArgumentError: it is no configuration, or the cache is deterministic.
+            ArgumentError: it is not a configuration, or the cache is deterministic.
         """
         config = SpeculationConfig.of(speculation)
         if config is not None and self._cache.config.deterministic:

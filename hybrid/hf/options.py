@@ -134,7 +134,8 @@ def parse_prompts(input_ids: Any, attention_mask: Any, pad_token: int | None, en
         PromptError: an argument is not a tensor of this kind, or the padding is not on the left.
     """
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.dtype not in (torch.long, torch.int):
-        raise PromptError(f"input_ids must be an integer tensor [batch, tokens], got {_describe(input_ids)}")
+        remedy = "; give tokenizer(text, return_tensors='pt').input_ids" if not isinstance(input_ids, Tensor) else ""
+        raise PromptError(f"input_ids must be an integer tensor [batch, tokens], got {_describe(input_ids)}{remedy}")
     if not input_ids.numel():
         raise PromptError("input_ids holds no token; a prompt needs at least one")
     rows = input_ids.tolist()
@@ -320,6 +321,18 @@ def ids_of(token_ids: Any) -> list[int]:
 def _known_options() -> frozenset[str]:
     names = {*vars(GenerationConfig()), *inspect.signature(GenerationMixin.generate).parameters}
     return frozenset(names - {"self", "kwargs", "inputs"})
+
+
+def device_named(device: str | torch.device) -> torch.device:
+    """A device of PyTorch.
+
+    Raises:
+        ArgumentError: it is not one.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"PrefixCache: device must be such as 'cpu' or 'cuda:0'; got {shown(device)}") from error
 
 
 def _describe(value: Any) -> str:

@@ -40,7 +40,7 @@ class PassModel:
         max_tokens: tokens up to which its rotary frequencies do not change.
 
     Raises:
-        ArgumentError: it is no model of transformers.
+        ArgumentError: it is not a model of transformers.
     """
 
     def __init__(self, model: Any) -> None:

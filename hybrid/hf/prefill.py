@@ -367,10 +367,11 @@ class Prefiller:
         if not self.has_states:  # they take no memory
             spare = ends or range(start, last + 1, self._max_pass_tokens)
         elif "geometric" in names and self._is_in_segments:
-            spare = (ends[n - 1] for n in placement.spare(bisect_right(ends, start), len(ends), 1, cache.spare_share))
+            free = cache.memory.free_state_share
+            spare = (ends[n - 1] for n in placement.spare(bisect_right(ends, start), len(ends), 1, free))
         elif "geometric" in names:
             if self._max_pass_tokens == self.grid:
-                spare = placement.spare(start, last, self.grid, cache.spare_share)
+                spare = placement.spare(start, last, self.grid, cache.memory.free_state_share)
             else:
                 spare = placement.sparse(start, last, self.grid)
         wanted = dict.fromkeys(spare, Kind.INTERVAL)

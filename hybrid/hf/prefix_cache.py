@@ -42,7 +42,7 @@ from hybrid.hf.keys import KeySpace
 from hybrid.hf.layers import Layout
 from hybrid.hf.memory import PageMemory
 from hybrid.hf.model_version import digest_of
-from hybrid.hf.options import GenerateCall, Prompts, ids_of, parse_prompts, token_option
+from hybrid.hf.options import GenerateCall, Prompts, device_named, ids_of, parse_prompts, token_option
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
 from hybrid.hf.prefill import Prefiller
@@ -149,7 +149,7 @@ class PrefixCache:
         if on_cpu:
             use_torch_functions_on_cpu(self._model.inner)
         layout = probe(self._model)
-        self._memory_device: torch.device = torch.device(device) if device is not None else self._model.device
+        self._memory_device: torch.device = device_named(device) if device is not None else self._model.device
         self._num_bytes = self._config.memory_bytes(free_memory(self._memory_device))
         self._lock = threading.RLock()
         self._version = self._model.versions.current()
@@ -339,7 +339,7 @@ class PrefixCache:
             namespace: prompts in different namespaces share nothing.
 
         Raises:
-            PromptError: these are no token ids, or one is outside the vocabulary.
+            PromptError: these are not token ids, or one is outside the vocabulary.
         """
         ids = ids_of(token_ids)
         self._model.check_ids(ids)

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from hybrid.checks import integer
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
@@ -154,7 +155,10 @@ class CacheMemory:
 
         Raises:
             MemoryBudgetError: fewer than 2 state slots, or no page.
+            ArgumentError: a number is not an integer.
         """
+        num_pages = integer("of_indices: num_pages", num_pages, 0)
+        num_states = integer("of_indices: num_states", num_states, 0)
         if num_states < MIN_STATE_SLOTS - 1 or num_pages < 1:
             raise MemoryBudgetError(f"one request needs a page and 2 state slots; got {num_pages} and {num_states}")
         return cls(*_fixed_pools(num_pages, num_states + 1))
@@ -180,8 +184,11 @@ class CacheMemory:
 
         Raises:
             MemoryBudgetError: the memory does not hold one page and the states of one request.
-            ArgumentError: `store` is not a `CheckpointStore`.
+            ArgumentError: `store` is not a `CheckpointStore`, or a size is not a positive integer.
         """
+        memory = integer("of_bytes: memory, in bytes,", memory, 1)
+        page_bytes = integer("of_bytes: page_bytes", page_bytes, 1)
+        state_bytes = integer("of_bytes: state_bytes", state_bytes, 1)
         if store is not None and not isinstance(store, CheckpointStore):
             raise ArgumentError(
                 f"of_bytes: store needs checkpoint_bytes, store, restore and move_stored; got {store!r}"

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hybrid.checks import shown
+from hybrid.errors import ArgumentError
 from hybrid.observe.page import make_page
 from hybrid.observe.snapshot import Decode, Snapshot
 from hybrid.observe.text import draw_text
+
+SUFFIXES = (".html", ".htm", "")
+"""How the name of a page may end."""
 
 
 def draw(snapshot: Snapshot, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
@@ -21,8 +26,11 @@ def draw(snapshot: Snapshot, path: str | Path | None = None, decode: Decode | No
         The text, or the page.
 
     Raises:
+        ArgumentError: the name is that of another kind of file, such as `tree.png`.
         OSError: the page cannot be written.
     """
+    if path is not None and Path(path).suffix.lower() not in SUFFIXES:
+        raise ArgumentError(f"draw: the page is HTML; give a name such as 'tree.html', not {shown(str(path))}")
     if decode is not None:
         snapshot = snapshot.with_text(decode)
     if path is None:

@@ -115,7 +115,7 @@ class Snapshot:
     tiers: tuple[TierView, ...]
 
     def with_text(self, decode: Decode) -> Snapshot:
-        """The same with the text of each node's beginning. Ids that are no tokens, those of images and of the
+        """The same with the text of each node's beginning. Ids that are not tokens, those of images and of the
         beginnings of segments (`hybrid.hf`), are left out."""
         texts = (decode([token for token in node.ids if token >= 0]) for node in self.nodes)
         return replace(

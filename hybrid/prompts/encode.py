@@ -6,7 +6,7 @@ tokenized, the number of ids before their values, the size of images before they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
@@ -240,7 +240,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, list | tuple):
         raise PromptError(
             f"a prompt is a text, a list of token ids, or a list of chat messages, and prompts are a list of them; got "
-            f"{type(prompts).__name__} {shown(prompts)}"
+            f"{type(prompts).__name__} {shown(prompts)}{_remedy(prompts)}"
         )
     many: list[Any] = list(prompts)
     return [many] if many and (_is_integer(many[0]) or _is_message(many[0])) else many
@@ -366,9 +366,9 @@ def unwrapped(prompt: Prompt) -> Prompt:
     unknown = [key for key in prompt if key not in known]
     if len(kinds) != 1 or unknown:
         raise PromptError(
-            f"a prompt as a dict has one of the keys {', '.join(PROMPT_KEYS)}, and beside messages options of the chat "
-            f"template: chat_template_kwargs, {', '.join(chat.OPTIONS)}, and beside prompt or messages {SPLIT}; got "
-            f"the keys {_names(prompt)}"
+            f"a prompt as a dict has exactly one of the keys {', '.join(PROMPT_KEYS)}; got the keys {_names(prompt)}. "
+            "With messages it may have options of the chat template (chat_template_kwargs, "
+            f"{', '.join(chat.OPTIONS)}), with prompt or messages {SPLIT}"
         )
     return prompt if kinds == ["messages"] or SPLIT in prompt else cast("Prompt", prompt[kinds[0]])
 
@@ -457,6 +457,11 @@ def _integers(values: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> list[int
 def _names(part: dict[Any, Any]) -> str:
     """The first keys of a part, for an error."""
     return ", ".join(f"{key!r:.40}" for key in list(part)[:8])
+
+
+def _remedy(prompts: Any) -> str:
+    """What to give instead of what a tokenizer returns."""
+    return "; give its input_ids as a list" if isinstance(prompts, Mapping) and "input_ids" in prompts else ""
 
 
 def _is_message(item: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Literal, TypeVar
 import torch
 
 from hybrid.cache.config import CacheConfig
+from hybrid.checks import known_keywords
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.engine import Engine
 from hybrid.engine.intake import params_of_each
@@ -60,6 +61,7 @@ class AsyncEngine:
         self._finalizer = weakref.finalize(self, self._thread.close)
 
     @classmethod
+    @known_keywords(cache=CacheConfig, config=EngineConfig)
     def from_pretrained(
         cls,
         model: str | Path,
@@ -91,6 +93,7 @@ class AsyncEngine:
         )
         return cls(engine, when_full=when_full)
 
+    @known_keywords(params=SamplingParams)
     def stream(
         self,
         prompt: Prompt,
@@ -113,6 +116,7 @@ class AsyncEngine:
         """
         return OutputStream(Asked(prompt, params, namespace, request_id), self._thread, keeps=self)
 
+    @known_keywords(params=SamplingParams)
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -32,7 +32,7 @@ from hybrid.checks import shown
 from hybrid.errors import ArgumentError, CacheFileError
 from hybrid.key import TOKEN_BYTES
 from hybrid.tiers.fingerprint import DIGEST_BYTES, FORMAT, Fingerprint, digest, fingerprint_of_json
-from hybrid.tiers.store import Store, sync_directory
+from hybrid.tiers.store import Store, checked_store, sync_directory
 from hybrid.tiers.transfer import Transfer
 
 MAX_HEADER_BYTES = 100_000_000
@@ -164,11 +164,12 @@ class Archive:
 
         Raises:
             CacheFileError: it cannot be written. What was there is as it was.
-            ArgumentError: it is no path, or no name of a store.
+            ArgumentError: it is not a path, or not a name of a store, or `store` is none.
         """
         if not isinstance(path, str | Path) or not str(path):
             raise ArgumentError(f"save: a file needs a path, such as 'support.hybrid'; got {shown(path)}")
         if store is not None:
+            store = checked_store(store)
             try:
                 store.put_from(str(path), [self.to_bytes()])
             except OSError as error:
@@ -218,10 +219,10 @@ def read_archive(source: str | Path | bytes | bytearray | memoryview, store: Sto
 
     Raises:
         CacheFileError: it is none, it is damaged, or of another version of the format.
-        ArgumentError: it is no name of a store.
+        ArgumentError: it is not a name of a store, or `store` is none.
     """
     if store is not None and isinstance(source, str | Path):
-        source = _stored(str(source), store)
+        source = _stored(str(source), checked_store(store))
     name = "the archive" if isinstance(source, bytes | bytearray | memoryview) else str(source)
     try:
         metadata, tensors = _read(source)

@@ -9,8 +9,9 @@ import secrets
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from hybrid.checks import shown
 from hybrid.errors import ArgumentError
 from hybrid.tiers.tier import Contents
 
@@ -24,6 +25,7 @@ PART = ".part"
 """How the names of files end that are not whole yet."""
 
 
+@runtime_checkable
 class Store(Protocol):
     """Named contents. Each call raises an `OSError` where it fails, and may be made from any thread."""
 
@@ -68,6 +70,20 @@ def checked(name: str) -> str:
     return name
 
 
+def checked_store(store: object) -> Store:
+    """A store.
+
+    Raises:
+        ArgumentError: it lacks one of the four verbs.
+    """
+    if not isinstance(store, Store):
+        raise ArgumentError(
+            "store must have the methods contains, put_from, get_into and delete, as "
+            f"hybrid.tiers.store.DirectoryStore(path) has; got {shown(store)}"
+        )
+    return store
+
+
 def is_ours(status: os.stat_result) -> bool:
     """Whether a file or directory belongs to the user of this process."""
     return status.st_uid == os.geteuid()
@@ -83,8 +99,8 @@ class DirectoryStore:
         path: the directory, which must be there.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path: Path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path: Path = Path(path)
 
     def contains(self, name: str) -> bool:
         """See `Store.contains`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -198,3 +198,10 @@ class Tier(Protocol):
     def violations(self) -> list[str]:
         """What is wrong with its bookkeeping, for the audit."""
         ...
+
+
+def clear_inconsistent(tiers: Iterable[Tier]) -> None:
+    """After an unexpected exception: tiers whose bookkeeping is inconsistent forget their copies."""
+    for tier in tiers:
+        if tier.violations():
+            tier.clear()

@@ -154,6 +154,10 @@ class Candidates:
             or (is_evictable_checkpoint(node) and node not in self._checkpoints)
         )
 
+    def are_whole(self) -> bool:
+        """Whether each candidate is where its queue looks for it, for the audit."""
+        return all(queue.is_whole() for queue in (self._tails, self._leaves, self._checkpoints))
+
     def next_checkpoint(self) -> Node | None:
         """Remove and return the checkpoint to evict first."""
         found = self._checkpoints.peek()

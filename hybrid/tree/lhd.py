@@ -53,7 +53,7 @@ CLASS_SIZES = (2, 3, 4, 5)
 """Lengths of the prefixes that are classes."""
 
 ANY, SPARE = 0, 1
-"""The groups that are no class: all checkpoints; those that are spare and not used yet."""
+"""The groups that are not classes: all checkpoints; those that are spare and not used yet."""
 
 
 FINE_TURNS = [min(3, (turn + 1).bit_length() - 1) for turn in range(8)]

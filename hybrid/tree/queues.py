@@ -66,6 +66,10 @@ class Queue(Protocol):
         """Remove the candidate that `peek` has just returned."""
         ...
 
+    def is_whole(self) -> bool:
+        """Whether each candidate is where the queue looks for it, for the audit."""
+        ...
+
 
 class OrderedQueue:
     """Candidates in order.
@@ -128,6 +132,9 @@ class OrderedQueue:
         assert self._heap[0][2] is node
         heappop(self._heap)
         self.settled.discard(id(node))
+
+    def is_whole(self) -> bool:
+        return self.settled <= {id(node) for _, _, node in self._heap}
 
     def _compact(self) -> None:
         """Drop entries of nodes that are not candidates any more; `push` adds them again when they are."""
@@ -192,6 +199,9 @@ class SampledQueue:
         if last is not node:
             self._nodes[place] = last
             self._places[id(last)] = place
+
+    def is_whole(self) -> bool:
+        return self._places == {id(node): place for place, node in enumerate(self._nodes)}
 
     def _lowest(self, sample: Iterable[Node]) -> tuple[float, Node] | None:
         """The lowest of a sample. Nodes that are not candidates any more are removed from the queue."""
@@ -304,6 +314,10 @@ class AgingQueue:
             self._stale[place] = self._stale[len(self._nodes)]
             if weighed is not NOT_WEIGHED:
                 self._groups[place], self._weights[place], self._used[place] = weighed
+
+    def is_whole(self) -> bool:
+        places = {id(node): place for place, node in enumerate(self._nodes)}
+        return self._places == places and len(self._weighed) == len(self._nodes)
 
     def _sample(self, size: int) -> Ints:
         """Places of a sample, until the next call."""

@@ -86,10 +86,10 @@ _SQUARE = 8
 _ROWS_AT_ONCE = 6
 """Rows of x that are turned at once."""
 
-_LINE = 64
+LINE = 64
 """Bytes of memory that the CPU reads at once."""
 
-_BYTE = np.int8(0)
+BYTE = np.int8(0)
 
 _SIZE = ROWS * COLUMNS
 _SPREAD = 16
@@ -279,7 +279,7 @@ def _multiply_tiles(x, w, kind, of_lane, count, steps, sums, ahead, lines):  # t
             own = at(x, (tile * LANES + lane) * steps * ROWS)
             _add_lane(own, at(w, lane * of_lane), kind, steps, at(sums, tile * LEVELS * _SIZE), finished)
         for line in range(lines * lane // LANES, lines * (lane + 1) // LANES):
-            _ask(ahead, line * _LINE)
+            _ask(ahead, line * LINE)
 
 
 @compiled
@@ -305,7 +305,7 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
                 _make_panel_of_weight(
                     own, w_stride, min(COLUMNS, last - column), length, steps_of_panel, panel, of_lane
                 )
-            ahead, lines = numbers(a[1] + following * of_row, _BYTE), min(most, last - following) * of_row // _LINE
+            ahead, lines = numbers(a[1] + following * of_row, BYTE), min(most, last - following) * of_row // LINE
             parts = (end - begin + at_once - 1) // at_once * ((following - block + COLUMNS - 1) // COLUMNS)
             part = 0
             for row in range(begin, end, at_once):
@@ -315,7 +315,7 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
                     panel, asked = at(panels, (column - block) // COLUMNS * of_panel), lines * part // parts
                     part += 1
                     more = lines * part // parts - asked
-                    _multiply_tiles(own, panel, kinds[0], of_lane, tiles, steps, sums, at(ahead, asked * _LINE), more)
+                    _multiply_tiles(own, panel, kinds[0], of_lane, tiles, steps, sums, at(ahead, asked * LINE), more)
                     for i in range(count):
                         place = (i // ROWS * LEVELS + LEVELS - 1) * _SIZE + i % ROWS * COLUMNS
                         o, s = at(out, (row + i) * out_stride + column), at(scale, column)

@@ -13,9 +13,13 @@ from numba.extending import intrinsic
 
 from hybrid.kernels.cpu.vectors import (
     FLOATS,
+    HAS_PAIRS,
+    HAS_WIDE_REGISTERS,
     INT,
     LANES,
     LONG,
+    NEAR,
+    NEAREST,
     ZEROS,
     add_product_of,
     at,
@@ -34,6 +38,8 @@ from hybrid.kernels.cpu.vectors import (
 
 SHORT = 3072
 """Bytes of a row of a weight below which hardware reads it from memory late."""
+
+_ANY = 1 << 62
 
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
@@ -148,14 +154,17 @@ def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
 row_sum, row_max = _of_row(_added), _of_row(_larger)
 
 
-def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, length: Any, taken: int) -> Callable[[Any], None]:
+def _of_next_tile(
+    builder: Any, w: Any, stride: Any, columns: int, length: Any, taken: int, is_read_once: bool
+) -> Callable[[Any], None]:
     """Asks for the tile of narrow numbers after the one that begins at w, as fast as this one is read: `taken` numbers
     of each row in a step.
 
-    Of long rows for what will be read in the same step: hardware follows each of them too. A short row ends before
-    hardware has found it: all of them in the order of memory, as one long row.
+    Where it `is_read_once`, by one row of x, and rows are long, it asks for what will be read in the same step:
+    hardware follows each of them too. A short row ends before hardware has found it: all of them in the order of
+    memory, as one long row. Several rows of x take longer: the second cache is near enough.
     """
-    is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width))
+    is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width if is_read_once else _ANY))
     of_index = builder.select(is_short, LONG(columns), LONG(1))
     of_column = builder.select(is_short, LONG(taken), stride)
     following = builder.gep(w, [builder.mul(stride, LONG(columns))])
@@ -163,9 +172,29 @@ def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, length: Any, 
     def fetch(index: Any) -> None:
         start = builder.mul(index, of_index)
         for column in range(columns):
-            prefetch(builder, following, builder.add(start, builder.mul(of_column, LONG(column))))
+            place = builder.add(start, builder.mul(of_column, LONG(column)))
+            prefetch(builder, following, place, NEAREST if is_read_once else NEAR)
 
     return fetch
+
+
+def _asks_ahead(x: Any, w: Any, rows: int) -> bool:
+    """Whether a tile asks for the next one: of narrow numbers, and for several rows of x where these are multiplied
+    faster than memory is read."""
+    if rows == 1:
+        return not isinstance(w.type.pointee, ir.FloatType)
+    return HAS_PAIRS and _is_paired(x)
+
+
+@intrinsic
+def is_read_by_rows(context, w):  # type: ignore[no-untyped-def]
+    """Whether one row of x is multiplied with one row of w at a time, a constant: a single stream, which CPUs with wide
+    registers read from memory faster than several. Bytes are made fp32, which takes longer."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return ir.Constant(ir.IntType(1), HAS_WIDE_REGISTERS and w.dtype != types.int8)
+
+    return types.boolean(w), generate
 
 
 def tile(rows: int, columns: int) -> Any:
@@ -184,8 +213,9 @@ def tile(rows: int, columns: int) -> Any:
             x, x_stride, w, w_stride, scale, out, out_stride, length = args
             xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
             ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
-            is_read_once = rows == 1 and not isinstance(w.type.pointee, ir.FloatType)
-            fetch = _of_next_tile(builder, w, w_stride, columns, length, _taken(x)) if is_read_once else None
+            fetch = None
+            if columns > 1 and _asks_ahead(x, w, rows):
+                fetch = _of_next_tile(builder, w, w_stride, columns, length, _taken(x), rows == 1)
             sums = _sums_of_products(builder, xs, ws, length, fetch)
             for number, total in enumerate(sums):
                 value, (row, column) = _sum(builder, total), divmod(number, columns)

@@ -361,11 +361,15 @@ def looped(
     return phis(builder, (entry, start), (loop, changed))
 
 
-def prefetch(builder: Any, pointer: Any, index: Any) -> None:
-    """Ask for the cache line of element `index`; past the end of memory the CPU ignores it."""
+NEAREST, NEAR = 3, 2
+"""The first and the second cache."""
+
+
+def prefetch(builder: Any, pointer: Any, index: Any, cache: int = NEAREST) -> None:
+    """Ask for the cache line of element `index` to be in a cache; past the end of memory the CPU ignores it."""
     place = builder.bitcast(builder.gep(pointer, [index]), _BYTES)
     kind = ir.FunctionType(ir.VoidType(), [_BYTES, INT, INT, INT])
     builder.call(
         cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"),
-        [place, INT(0), INT(3), INT(1)],
+        [place, INT(0), INT(cache), INT(1)],
     )

@@ -2,7 +2,9 @@
 
 import importlib
 import json
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from hybrid.cache.cache import HybridCache
+from support.calls import calls_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +35,23 @@ def caches(growth: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[HybridCa
     growth_cache = growth.cache_of
     monkeypatch.setattr(growth, "cache_of", keep)
     return made
+
+
+def cost(works: Iterator[Any]) -> tuple[int, int]:
+    """Calls of an operation, and bytes that it takes in Python's memory: the least of some."""
+    calls = min(calls_of(work) for work in islice(works, 12))
+    tracemalloc.start()
+    try:
+        return calls, min(bytes_taken(work) for work in islice(works, 4))
+    finally:
+        tracemalloc.stop()
+
+
+def bytes_taken(work: Callable[[], Any]) -> int:
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    work()
+    return tracemalloc.get_traced_memory()[1] - before
 
 
 def evicted_and_moved(works: Iterator[Any], caches: list[HybridCache], times: int) -> list[tuple[int, int]]:
@@ -72,3 +92,33 @@ def test_the_exponent_is_that_of_the_figures(
         (line,) = json.loads(capsys.readouterr().out)["lines"]
         assert line["value"] == pytest.approx(2)
         assert len(line["medians"]) == sizes
+
+
+ROWS = (
+    "evict a page of a leaf, by its tokens",
+    "recall a prompt, by checkpoints above",
+    "commit a page, by pages before it",
+    "open below a chain of commits, by its length",
+    "request in a shortage, by running requests",
+    "request in a shortage, by pins",
+    "move pages together, by running requests",
+    "move stored checkpoints together, by nodes",
+    "request with lru, by nodes",
+    "request with lhd, by nodes",
+    "request with flop_aware, by nodes",
+)
+"""All that are measured."""
+
+
+def test_the_cost_of_every_row_is_counted(growth: ModuleType) -> None:
+    assert tuple(growth.OPERATIONS) == ROWS
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_an_operation_costs_does_not_grow(growth: ModuleType, name: str) -> None:
+    """Counted: its calls, and the memory that it takes meanwhile, which would be that of a copied edge."""
+    make = growth.OPERATIONS[name][0]
+    small, large = (1600, 160_000) if "a leaf" in name else (60, 960)
+    (few, least), (many, most) = cost(make(small)), cost(make(large))
+    assert many <= 1.2 * few
+    assert most <= least + 2**14

@@ -33,6 +33,19 @@ def test_pages_push_out_checkpoints_and_checkpoints_push_out_pages_and_back(size
     release(cache)
 
 
+def test_a_state_gets_the_piece_of_as_many_pages_as_are_not_free_in_others_and_of_no_more() -> None:
+    """Ten pages are in three pieces of four: where two go, the rest is moved together, and a piece is free."""
+    cache = elastic(5, ONE)
+    text = "abcdefghij"
+    lease = run(cache, text)
+    cache.commit(lease, key_of(cache, text), 20)
+    cache.close(lease)
+    for evicted in (0, 2):
+        assert cache.open(key_of(cache, "x"), 1, 0) is not None
+        assert (cache.stats().evicted_pages, cache.stats().pages_cached) == (evicted, 10 - evicted)
+    release(cache)
+
+
 def test_the_whole_budget_can_serve_one_long_prompt() -> None:
     cache = elastic(8, ONE)
     assert cache.largest_request == 20  # of eight pieces: the empty state, a front, the checkpoint that it reads

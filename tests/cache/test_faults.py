@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 
+from hybrid.cache.cache import HybridCache
+from hybrid.cache.config import CacheConfig
+from hybrid.errors import AuditError
 from hybrid.key import Key
 from hybrid.memory.arena import ArenaPool
+from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import IndexPool
 from hybrid.tree import forest, locks, pools, tree
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.node import Checkpoint, Node, Released
 from support.caches import AuditedCache, RandomWorkload, TreeCase, audited_cache, key_of, prefill, release, serve, start
 from support.elastic import ONE, elastic
+from support.planted import Planted, PlantedError
 
 NUM_ACTIONS = 80
 
@@ -309,3 +314,33 @@ def test_what_was_evicted_before_something_raised_is_free_and_the_rest_can_still
     lease = start(cache, key_of(cache, "y" * 8))
     cache.close(lease)
     release(cache)
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lhd", "flop_aware"])
+def test_the_audit_finds_a_queue_of_candidates_that_an_exception_has_left_inconsistent(policy: str) -> None:
+    """Where it finds nothing, all that is cached can still be evicted."""
+    line, planted, found = 0, Planted(0), 0
+    while not line or planted.was_raised:
+        line += 1
+        cache = HybridCache(CacheMemory.of_indices(64, 32), CacheConfig(page_size=2, chunk_size=2, eviction=policy))
+        for text in ("abcd", "abxy", "efgh", "efop"):
+            serve(cache, key_of(cache, text))
+        planted = Planted(line, "tree/queues.py")
+        try:
+            with planted.traced():
+                cache.allocator.evict(cache.tree.evict_checkpoints, 2)
+                serve(cache, key_of(cache, "qr"))
+                cache.allocator.evict(cache.tree.evict_pages, 3)
+            cache.audit()
+        except PlantedError:
+            for lease in [*cache.leases]:
+                cache.close(lease)
+            try:
+                cache.audit()
+            except AuditError:
+                found += 1
+                continue
+        release(cache)
+    assert line > 30
+    assert found

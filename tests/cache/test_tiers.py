@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 
+from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
-from hybrid.errors import ArgumentError, MemoryBudgetError
+from hybrid.errors import ArgumentError, AuditError, MemoryBudgetError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from support.caches import AuditedCache, Contents, Memory, RandomWorkload, compute, contents_of, evict, key_of, release
+from support.planted import Planted, PlantedError
 
 PAGE_BYTES, STATE_BYTES = 64, 128
 
@@ -24,7 +26,7 @@ def cache_on(num_pages: int = 12, host: int = 100_000, stored_bytes: int = 0, **
     return AuditedCache(memory, CacheConfig(host=host, **settings))
 
 
-def ask(cache: AuditedCache, key: Key) -> str:
+def ask(cache: HybridCache, key: Key) -> str:
     """Open a request and close it; its explanation."""
     lease = cache.open(key, len(key) - 1, len(key))
     assert lease is not None
@@ -187,6 +189,51 @@ def test_a_restore_that_fails_anywhere_is_a_miss_with_a_reason_and_leaves_nothin
         assert [*cache.tree.nodes()] == []
         assert cache.stats().tier_failures == 1
         assert "8 tokens restored" in ask(cache, key)
+
+
+@pytest.mark.usefixtures("untraced")
+@pytest.mark.parametrize("host", [100_000, 300])
+def test_an_eviction_that_fails_at_any_line_of_copying_leaves_the_tier_whole(host: int) -> None:
+    """What leaves is evicted all the same; a tier that the exception has left inconsistent is empty."""
+    line, planted = 0, Planted(0)
+    while not line or planted.was_raised:
+        line += 1
+        cache = cache_on(host=host)
+        keys = [compute(cache, text) for text in ("ab", "abcd", "xyz")]
+        planted = Planted(line, "tiers/host.py", "tiers/needs.py", "tiers/sampled.py", "cache/names.py")
+        with planted.traced():
+            cache.allocator.evict(cache.tree.evict_all)
+        cache.audit()
+        assert cache.stats().pages_cached == 0
+        assert cache.stats().tier_failures == planted.was_raised
+        for key in keys:
+            ask(cache, key)
+    assert line > 300
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_restore_that_fails_at_any_line_leaves_the_cache_whole_or_raises() -> None:
+    """A miss with a reason is one after which the bookkeeping is in order."""
+    line, planted = 0, Planted(0)
+    while not line or planted.was_raised:
+        line += 1
+        contents = Contents(0)
+        memory = CacheMemory.of_bytes(12 * PAGE_BYTES, PAGE_BYTES, STATE_BYTES, mover=contents)
+        cache = HybridCache(memory, CacheConfig(page_size=2, chunk_size=2, eviction="lru", host=100_000))
+        key = compute(cache, "abcd")
+        cache.allocator.evict(cache.tree.evict_all)
+        planted = Planted(line, "cache/restorer.py", "cache/commit.py", "cache/allocator.py", "tree", "memory")
+        try:
+            with planted.traced():
+                lease = cache.open(key, 8, 9)
+        except (PlantedError, AuditError):
+            continue
+        cache.audit()
+        assert lease is not None
+        assert planted.was_raised or lease.num_hit_tokens == 8
+        cache.close(lease)
+        ask(cache, key)
+    assert line > 200
 
 
 def test_a_memory_that_is_in_use_takes_nothing_back() -> None:

@@ -1,5 +1,8 @@
 """Bad input gets a clear error that says what to do, nothing leaks, and the engine continues."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from hybrid import (
     HybridError,
     LockError,
     MemoryBudgetError,
+    OwnershipError,
     PromptError,
     RequestError,
     SamplingError,
@@ -178,3 +182,10 @@ def test_a_pass_that_fails_is_undone_and_can_be_repeated(tiny: Engine, monkeypat
     for request, prompt in zip(requests, prompts, strict=True):
         assert outputs[request].token_ids == answer(engine_on(tiny, enabled=False), prompt, greedy(8)).token_ids
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_and_its_cache_are_not_copied(tiny: Engine, copied: Callable[[Any], Any]) -> None:
+    for one in (tiny, tiny.cache):
+        with pytest.raises(OwnershipError, match=r"cannot be copied or pickled.*with_cache"):
+            copied(one)

@@ -75,7 +75,18 @@ def test_namespaces_stay_apart(tiny: Engine, engine: Engine) -> None:
     other.load(engine.dump([prompt], namespace="tenant"))
     assert other.explain(prompt).usable_hit == 0
     assert other.explain(prompt, namespace="tenant").usable_hit == 2 * GRID
-    assert other.load(engine.dump(namespace="nobody")).checkpoints == 0
+
+
+def test_a_namespace_of_which_nothing_is_cached_is_refused_and_no_file_is_written(
+    engine: Engine, tmp_path: Path
+) -> None:
+    engine.generate([ids(3 * GRID)], PARAMS, namespace="tenant", progress=False)
+    with pytest.raises(PromptError, match="no checkpoint in the cache in namespace 'nobody'"):
+        engine.save(tmp_path / "file", namespace="nobody")
+    assert not [*tmp_path.iterdir()]
+    assert engine.save(tmp_path / "file", namespace="tenant").checkpoints
+    engine.cache.clear()
+    assert engine.save(tmp_path / "all").checkpoints == 0  # what is not restricted may be empty
 
 
 def test_what_was_computed_with_other_settings_is_refused(tiny: Engine, engine: Engine) -> None:

@@ -4,7 +4,6 @@ whole wherever they come."""
 import random
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,29 +12,13 @@ from typing import Any
 
 import pytest
 
-from hybrid import ClosedError, Engine, OwnershipError, RequestError, RequestOutput
+from hybrid import ClosedError, Engine, OwnershipError, RequestError, RequestOutput, interrupts
 from hybrid.interrupts import deferred_interrupts
-from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, in_a_thread, run_to_end
 
 pytestmark = pytest.mark.usefixtures("untraced")
 
 # Threads
-
-
-def in_a_thread(work: Callable[[], Any]) -> BaseException | None:
-    """What a function raises in another thread."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised[0] if raised else None
 
 
 def test_another_thread_is_refused_and_nothing_changed(tiny: Engine) -> None:
@@ -144,6 +127,22 @@ def test_handlers_wait_while_a_section_is_closed_and_all_of_them_run(
             work(number, done)
         assert done == happened
         assert signal.getsignal(number) is raising
+
+
+def test_handlers_are_put_back_although_each_is_called_then_and_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2
+    put_back = interrupts.set_handler
+
+    def ringing(number: int, function: Any) -> None:
+        put_back(number, function)
+        if function is raising:
+            signal.raise_signal(number)
+
+    with handler(numbers[0], raising), handler(numbers[1], raising), handler(numbers[2], raising):
+        monkeypatch.setattr(interrupts, "set_handler", ringing)
+        with pytest.raises(TimeLimitError), deferred_interrupts():
+            pass
+        assert [signal.getsignal(number) for number in numbers] == [raising] * 3
 
 
 def test_a_signal_that_is_handled_in_c_stays_so() -> None:

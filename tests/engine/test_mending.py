@@ -2,23 +2,16 @@
 computed afterwards is right."""
 
 import random
-import sys
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
 import hybrid
 from hybrid import AuditError, Engine, RequestOutput
-from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids
-
-
-class PlantedError(Exception):
-    """It is not expected anywhere."""
-
+from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from support.planted import Planted, PlantedError
 
 SHARED = ids(64, seed=5)
 PROMPTS = [SHARED[: 16 * n] + ids(21 + 5 * n, seed=n) for n in range(5)]
@@ -83,24 +76,6 @@ def test_a_page_has_one_owner_after_an_unexpected_exception(
     assert_one_failed_at_most(tiny, engine, names, outputs)
 
 
-class Planted:
-    """Raises at one of the lines of the bookkeeping that are run while it traces."""
-
-    def __init__(self, line: int) -> None:
-        self._left = line
-        self._rooms = tuple(str(Path(hybrid.__file__).parent / room) for room in ("cache", "tree", "memory"))
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(self._rooms) else None
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        self._left -= event == "line"
-        if not self._left:
-            self._left = -1
-            raise PlantedError
-        return self._line
-
-
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize("elastic", [True, False])
 def test_an_exception_at_any_line_costs_one_request_at_most(tiny: Engine, elastic: bool) -> None:
@@ -111,11 +86,8 @@ def test_an_exception_at_any_line_costs_one_request_at_most(tiny: Engine, elasti
             engine = tiny.with_cache(hybrid.CacheConfig(page_size=16, chunk_size=16, memory="2MiB", host="1MiB"))
         answer(engine, PROMPTS[1], greedy(4))
         names = [engine.add_request(prompt, greedy(9)) for prompt in PROMPTS]
-        sys.settrace(Planted(rng.randint(1, 4000)))
-        try:
+        with Planted(rng.randint(1, 4000), "cache", "tree", "memory", "tiers").traced():
             outputs = steps(engine)
-        finally:
-            sys.settrace(None)
         assert_one_failed_at_most(tiny, engine, names, outputs)
 
 
@@ -190,3 +162,22 @@ def test_an_arena_that_lost_count_of_its_free_units_is_noticed(
     monkeypatch.undo()
     assert engine.cache.stats().resets <= 1
     assert_one_failed_at_most(tiny, engine, names, outputs)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_request_that_cannot_be_queued_leaves_nothing_behind(tiny: Engine) -> None:
+    """An exception at any line of queueing: the request runs, or its id can be used again at once."""
+    line, planted = 0, Planted(0)
+    while not line or planted.was_raised:
+        line += 1
+        engine = engine_on(tiny, pages=40, states=10)
+        engine.add_request(PROMPTS[0], greedy(2), namespace="a")
+        planted = Planted(line, "engine/step_loop.py", "engine/scheduler.py", "engine/waiting.py")
+        with suppress(PlantedError), planted.traced():
+            engine.add_request(PROMPTS[1], greedy(2), namespace="b", request_id="mine")
+        if engine.stats().waiting == 1:
+            assert planted.was_raised
+            engine.add_request(PROMPTS[1], greedy(2), namespace="b", request_id="mine")
+        assert len(run_to_end(engine)) == 2
+        assert_nothing_held(engine)
+    assert line > 15

@@ -3,12 +3,13 @@
 import gc
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
-from hybrid import Engine, RequestError, RequestOutput
-from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from hybrid import Engine, OwnershipError, RequestError, RequestOutput
+from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, in_a_thread, run_to_end
 
 TEXTS = ("def add(a, b):", "class Foo:", "The with statement", "import")
 
@@ -147,6 +148,32 @@ def test_a_stream_that_is_collected_within_a_step_is_aborted_after_it(
     outputs = run_to_end(engine)
     assert outputs[other].token_ids == cold(tiny, ids(40), greedy(5)).token_ids
     assert_nothing_held(engine)
+
+
+def close(streams: list[Any]) -> None:
+    streams[0].close()
+
+
+def test_another_thread_gets_no_piece_of_a_stream_and_may_close_or_collect_it(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    text = whole(tiny, TEXTS[0], 30)
+    streams = [engine.stream(TEXTS[0], greedy(30))]
+    piece = next(streams[0])
+    assert isinstance(in_a_thread(lambda: next(streams[0])), OwnershipError)
+    engine.cache.audit()
+    assert piece + "".join(streams[0]) == text
+    for leave in (close, list[Any].clear):
+        streams = [engine.stream(TEXTS[0], greedy(30))]
+        piece = next(streams[0])
+        assert in_a_thread(partial(leave, streams)) is None
+        other = engine.add_request(ids(40), greedy(5))
+        engine.step()
+        assert engine.stats().running == 1
+        assert len(run_to_end(engine)[other].token_ids) == 5
+        rest = "".join(streams[0] if streams else ())  # what was computed before it was closed
+        assert text.startswith(piece + rest)
+        assert len(piece + rest) < len(text) / 2
+        assert_nothing_held(engine)
 
 
 def test_a_stream_whose_request_fails_says_so(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

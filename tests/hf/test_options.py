@@ -101,6 +101,11 @@ def test_the_probe_accepts_a_good_model_whatever_its_weights(seed: int, dtype: t
     PrefixCache(tiny_model("qwen3_5_text", seed).to(dtype), "4MiB")
 
 
+def test_a_device_that_there_is_not_is_refused(model: Any) -> None:
+    with pytest.raises(ArgumentError, match="device must be such as 'cpu' or 'cuda:0'; got 'gpu'"):
+        PrefixCache(model, device="gpu")
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_ids_outside_the_vocabulary_and_what_are_no_ids_are_refused(model: Any, deterministic: bool) -> None:
     """Before the model sees them: on a GPU they would end the process."""
@@ -114,6 +119,8 @@ def test_ids_outside_the_vocabulary_and_what_are_no_ids_are_refused(model: Any, 
                 call(prompt)
         with pytest.raises(PromptError, match="outside the vocabulary"), cache.session(prompt):
             pass
+    with pytest.raises(PromptError, match="give tokenizer"):
+        cache.generate("text")  # type: ignore[arg-type]
     for given in (None, 5, "text", [[1, 2]], [1.5], torch.ones(2, 2), torch.ones(3)):
         with pytest.raises(PromptError, match="token_ids must be a list of token ids"):
             cache.keep(given)  # type: ignore[arg-type]

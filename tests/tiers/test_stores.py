@@ -69,7 +69,7 @@ def in_obstore_memory(request: pytest.FixtureRequest, path: Path) -> Store:
 
 
 def in_directory(request: pytest.FixtureRequest, path: Path) -> Store:
-    return DirectoryStore(path)
+    return DirectoryStore(str(path))  # a path may be a text
 
 
 @pytest.fixture(params=[in_directory, in_redis, in_obstore_folder, in_obstore_memory])

@@ -1,0 +1,51 @@
+"""An exception at any line of our code: what memory that Python does not get raises, or a bug."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hybrid
+
+
+class PlantedError(Exception):
+    """It is not expected anywhere."""
+
+
+class Planted:
+    """Raises at one of the lines that are run while it traces.
+
+    Args:
+        line: how many lines are run up to the one that raises.
+        places: files and folders whose lines count, within the package.
+
+    Attributes:
+        was_raised: it has raised.
+    """
+
+    def __init__(self, line: int, *places: str) -> None:
+        self.was_raised = False
+        self._left = line
+        self._places = tuple(str(Path(hybrid.__file__).parent / place) for place in places)
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(self._places) else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self._left -= event == "line"
+        if not self._left:
+            self._left, self.was_raised = -1, True
+            raise PlantedError
+        return self._line
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Trace this thread."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
