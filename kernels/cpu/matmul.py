@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.panels import BYTE, LINE, MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import SHORT, is_read_by_rows, tile
@@ -29,8 +30,6 @@ from hybrid.kernels.cpu.vectors import (
     NEAR,
     ZERO,
     at,
-    compiled,
-    compiled_inline,
     get,
     numbers,
     prefetch,
