@@ -5,7 +5,9 @@ import re
 import shutil
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,47 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["support.race_plugin"]
 
+BETWEEN = pytest.StashKey[bool]()  # of a test with a set of parameters that is neither its first nor its last
+
+
+@contextmanager
+def no_tracer() -> Iterator[None]:
+    """No tracer in this thread and in those that start now."""
+    tracer, of_threads = sys.gettrace(), threading.gettrace()
+    sys.settrace(None)
+    threading.settrace(None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        sys.settrace(tracer)
+        threading.settrace(of_threads)  # type: ignore[arg-type]
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Names of tests are the same in every process: tests run in several, which must agree on them."""
+    """Names of tests are the same in every process: tests run in several, which must agree on them. Notes which sets of
+    parameters are between the first and the last of their test."""
     with_address = [item.nodeid for item in items if re.search("0x[0-9a-f]{6}", item.nodeid)]
     if with_address:
         raise pytest.UsageError(f"an address is in the name of a test; give it an id: {with_address[0]}")
+    sets: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("no_cover"):  # starts coverage anew, whose tracer of before would be put back
+            raise pytest.UsageError(f"use the fixture `untraced` instead of the marker no_cover: {item.nodeid}")
+        sets[item.nodeid.partition("[")[0]].append(item)
+    for first_to_last in sets.values():
+        for item in first_to_last[1:-1]:
+            item.stash[BETWEEN] = True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Coverage traces the first and the last set of parameters of each test: it makes Python up to twice as slow, and
+    the sets between pass through the same lines. The tracer is taken away and put back outside of all fixtures, and
+    coverage is not called: it takes locks, in which a test with a timer or with a fork would leave it."""
+    if not item.stash.get(BETWEEN, False) or not item.config.pluginmanager.hasplugin("_cov"):
+        return (yield)
+    with no_tracer():
+        return (yield)
 
 
 # What the tests of the tensor half share: a tokenizer and a random checkpoint, made once per session. transformers
@@ -91,12 +128,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def untraced() -> Iterator[None]:
-    """No tracer in this thread and in those that start now, for tests whose signal handlers raise at any moment, or
-    that fork beside other threads: coverage takes a lock in the middle of the code that it traces, which a handler that
-    raises there, or another thread at the moment of a fork, would leave locked for ever."""
-    tracer, of_threads = sys.gettrace(), threading.gettrace()
-    sys.settrace(None)
-    threading.settrace(None)  # type: ignore[arg-type]
-    yield
-    sys.settrace(tracer)
-    threading.settrace(of_threads)  # type: ignore[arg-type]
+    """For tests whose signal handlers raise at any moment, or that fork beside other threads: coverage takes a lock in
+    the middle of the code that it traces, which a handler that raises there, or another thread at the moment of a fork,
+    would leave locked for ever. And for tests that pass through the same lines thousands of times."""
+    with no_tracer():
+        yield

@@ -39,6 +39,7 @@ class Drafting:
         deterministic: decoded states are not shared.
         mtp: the drafter that computes in the requests' memory, if there is one.
         clock: seconds, by which passes are timed.
+        chains_alone: of a tree of drafts the most probable path is computed.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class Drafting:
         deterministic: bool,
         mtp: MtpDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        chains_alone: bool = False,
     ) -> None:
         self._clock = clock
+        self._chains_alone = chains_alone
         self._began = 0.0
         self._num_plain = 0
         self._speculator = speculator
@@ -124,7 +127,7 @@ class Drafting:
                 self._cache.trim(lease, part.num_pages)  # pages in which it has computed
             return
         boundary = ceil_div(part.end, self._grid) * self._grid
-        if not drafts.is_chain:
+        if not drafts.is_chain and not self._chains_alone:
             part.branches = self._branches(part, drafts)
         if part.branches is None:
             drafts = drafts.first_path()
@@ -202,12 +205,17 @@ def make_drafting(
         ArgumentError: two drafters have the same name, or there is no predictor.
     """
     has_predictor = speculation is not None and speculation.uses_predictor and loaded.model.mtp is not None
+    on_cpu = loaded.device.type == "cpu"
+    is_adaptive, captures = speculation is not None and speculation.adaptive, on_cpu and is_captured(loaded, config)
     mtp = None
     if has_predictor:
-        on_cpu = loaded.device.type == "cpu"
-        capture = capture_for(loaded.device) if on_cpu and is_captured(loaded, config) else None
-        least = LEAST_CHAIN if on_cpu and speculation is not None and speculation.adaptive else 0.0
+        capture = capture_for(loaded.device) if captures else None
+        least = LEAST_CHAIN if on_cpu and is_adaptive else 0.0
         mtp = MtpDrafter(loaded.model, cache, loaded.device, capture, least)
     clock = clock_of(loaded.device.type)
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock)
-    return Drafting(speculator, cache, config, deterministic, mtp, clock) if speculator is not None else None
+    if speculator is None:
+        return None
+    # a captured pass takes half as long as one with a tree, which is launched kernel by kernel
+    chains_alone = captures and is_adaptive
+    return Drafting(speculator, cache, config, deterministic, mtp, clock, chains_alone)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.matmul import multiply_rows
 from hybrid.kernels.cpu.packed_kv import KEPT, UNPACKED, unpack
 from hybrid.kernels.cpu.tasks import bits, run
@@ -19,15 +20,14 @@ from hybrid.kernels.cpu.vectors import (
     KINDS,
     LANES,
     ZERO,
+    allocate,
     as_float,
     at,
-    compiled,
-    compiled_inline,
     exp,
     get,
-    keep,
     numbers,
     put,
+    release,
 )
 from hybrid.kernels.reference import attention as twins
 
@@ -128,11 +128,11 @@ def _attend(args, kind, first, last):  # type: ignore[no-untyped-def]
     group = heads // kv_heads
     most = TOKENS * group
     own_size = most * (2 * size + BLOCK + 2)
-    memory = np.empty(own_size + (2 * BLOCK * size if kept else 0), np.float32)
-    queries = numbers(memory.ctypes.data, ZERO)
+    memory = allocate(own_size + (2 * BLOCK * size if kept else 0))
+    queries = numbers(memory, ZERO)
     outputs, scores = at(queries, most * size), at(queries, 2 * most * size)
     states = at(scores, most * BLOCK)
-    unpacked = numbers(memory.ctypes.data + 4 * own_size, kind)
+    unpacked = numbers(memory + 4 * own_size, kind)
     request, before = 0, 0
     for each in range(first, last):
         tile, kv_head = each // kv_heads, each % kv_heads
@@ -179,7 +179,7 @@ def _attend(args, kind, first, last):  # type: ignore[no-untyped-def]
                 y = at(output, ((start + token) * heads + kv_head * group + i) * size)
                 for j in range(size):
                     put(y, j, ZERO if is_blind else get(outputs, row * size + j) / get(states, 2 * row + 1))
-    keep(memory)
+    release(memory)
 
 
 def paged_attention(

@@ -1,24 +1,11 @@
 """The causal convolution of prompts over state slots."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.vectors import (
-    INDEX,
-    KINDS,
-    ZERO,
-    at,
-    compiled,
-    compiled_inline,
-    fma,
-    get,
-    keep,
-    numbers,
-    put,
-    sigmoid,
-)
+from hybrid.kernels.cpu.vectors import INDEX, KINDS, ZERO, allocate, at, fma, get, numbers, put, release, sigmoid
 from hybrid.kernels.reference import convolution as twins
 
 MIN_SHARED = 1 << 15
@@ -52,13 +39,13 @@ def _convolve(args, kind, first, last):  # type: ignore[no-untyped-def]
     stride, of_slot = a[8], a[9]
     requests, num_captures, channels, width = a[10], a[11], a[12], a[13]
     past = width - 1
-    memory = np.empty(width * channels, np.float32)
-    taps = numbers(memory.ctypes.data, ZERO)
+    memory = allocate(width * channels)
+    taps = numbers(memory, ZERO)
     for tap in range(width):
         for c in range(first, last):
             put(taps, tap * channels + c, get(weight, c * width + tap))
-    copied, sums = np.empty(past * channels, np.float32), np.empty(channels, np.float32)
-    window, total = numbers(copied.ctypes.data, kind), numbers(sums.ctypes.data, ZERO)
+    copied, sums = allocate(past * channels), allocate(channels)
+    window, total = numbers(copied, kind), numbers(sums, ZERO)
     for request in range(requests):
         start, count = starts[request], starts[request + 1] - starts[request]
         own, out = at(x, start * stride), at(y, start * channels)
@@ -86,9 +73,9 @@ def _convolve(args, kind, first, last):  # type: ignore[no-untyped-def]
             if captures[3 * i] == request:
                 slot = at(state, captures[3 * i + 2] * of_slot)
                 _store_window(own, window, slot, captures[3 * i + 1], past, stride, channels, first, last)
-    keep(memory)
-    keep(copied)
-    keep(sums)
+    release(memory)
+    release(copied)
+    release(sums)
 
 
 def causal_conv1d(

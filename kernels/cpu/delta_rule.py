@@ -12,23 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import add_product, dot
-from hybrid.kernels.cpu.vectors import (
-    INDEX,
-    KINDS,
-    LANES,
-    ZERO,
-    at,
-    compiled,
-    compiled_inline,
-    exp,
-    fma,
-    get,
-    keep,
-    numbers,
-    put,
-)
+from hybrid.kernels.cpu.vectors import INDEX, KINDS, LANES, ZERO, allocate, at, exp, fma, get, numbers, put, release
 from hybrid.kernels.reference import delta_rule as twins
 
 MIN_SHARED = 1 << 15
@@ -146,8 +133,8 @@ def _rule(args, kind, first, last):  # type: ignore[no-untyped-def]
     requests, num_captures, group, key_dim, value_dim, chunk = a[17], a[18], a[19], a[20], a[21], a[22]
     of_slot = a[23]
     matrix = key_dim * value_dim
-    scratch = np.empty(matrix + chunk * (3 * key_dim + 2 * chunk + 2 * value_dim + 1), np.float32)
-    current = numbers(scratch.ctypes.data, ZERO)
+    scratch = allocate(matrix + chunk * (3 * key_dim + 2 * chunk + 2 * value_dim + 1))
+    current = numbers(scratch, ZERO)
     memory = at(current, matrix)
     for request in range(requests):
         start, end = starts[request], starts[request + 1]
@@ -184,7 +171,7 @@ def _rule(args, kind, first, last):  # type: ignore[no-untyped-def]
             if writes[request] >= 0:
                 for i in range(matrix):
                     put(after, head * matrix + i, get(current, i))
-    keep(scratch)
+    release(scratch)
 
 
 def chunk_gated_delta_rule(

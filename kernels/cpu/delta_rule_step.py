@@ -10,22 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import dot
-from hybrid.kernels.cpu.vectors import (
-    INDEX,
-    KINDS,
-    ZERO,
-    at,
-    compiled,
-    compiled_inline,
-    fma,
-    get,
-    keep,
-    numbers,
-    put,
-    sigmoid,
-)
+from hybrid.kernels.cpu.vectors import INDEX, KINDS, ZERO, allocate, at, fma, get, numbers, put, release, sigmoid
 from hybrid.kernels.reference import delta_rule_step as twins
 
 MIN_SHARED = 1 << 15
@@ -114,12 +102,12 @@ def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
     tokens, key_heads, heads, key_dim, value_dim, width = n[16], n[17], n[18], n[19], n[20], n[21]
     keys, group = key_heads * key_dim, heads // key_heads
     channels, matrix = 2 * keys + heads * value_dim, key_dim * value_dim
-    spare_window, spare_state = np.empty((width - 1) * channels, np.float32), np.empty(group * matrix, np.float32)
-    own_window, own_state = numbers(spare_window.ctypes.data, kind), numbers(spare_state.ctypes.data, ZERO)
-    scratch = np.empty(channels + 2 * key_dim + 2 * value_dim, np.float32)
-    x = numbers(scratch.ctypes.data, ZERO)
-    rounded = np.empty(channels, np.float32)
-    z = numbers(rounded.ctypes.data, kind)
+    spare_window, spare_state = allocate((width - 1) * channels), allocate(group * matrix)
+    own_window, own_state = numbers(spare_window, kind), numbers(spare_state, ZERO)
+    scratch = allocate(channels + 2 * key_dim + 2 * value_dim)
+    x = numbers(scratch, ZERO)
+    rounded = allocate(channels)
+    z = numbers(rounded, kind)
     q, k = at(x, channels), at(x, channels + key_dim)
     from_k, from_q = at(x, channels + 2 * key_dim), at(x, channels + 2 * key_dim + value_dim)
     scale = _ONE / np.float32(math.sqrt(np.float32(key_dim)))
@@ -151,10 +139,10 @@ def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
                 place = (head - key_head * group) * matrix
                 s, t = at(before, place), at(state, place)
                 _rule(q, k, v, decay, beta, s, t, y, from_k, from_q, key_dim, value_dim)
-    keep(spare_window)
-    keep(spare_state)
-    keep(scratch)
-    keep(rounded)
+    release(spare_window)
+    release(spare_state)
+    release(scratch)
+    release(rounded)
 
 
 def gated_delta_step(

@@ -3,9 +3,10 @@
 import numpy as np
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import row_max
-from hybrid.kernels.cpu.vectors import INDEX, KINDS, LANES, ZERO, at, compiled, exp, get, keep, numbers, put
+from hybrid.kernels.cpu.vectors import INDEX, KINDS, LANES, ZERO, allocate, at, exp, get, numbers, put, release
 
 
 @compiled
@@ -39,8 +40,8 @@ def _choose_drafts(args, kind, first, last):  # type: ignore[no-untyped-def]
     logits, hidden, tokens = numbers(a[0], ZERO), numbers(a[1], kind), numbers(a[2], INDEX)
     before, chances, vocab, size = numbers(a[3], kind), numbers(a[4], ZERO), a[5], a[6]
     whole = vocab // LANES * LANES
-    memory = np.zeros(LANES, np.float32)
-    sums = numbers(memory.ctypes.data, ZERO)
+    memory = allocate(LANES)
+    sums = numbers(memory, ZERO)
     for row in range(first, last):
         own = at(logits, row * vocab)
         most = row_max(own, whole) if whole else get(own, 0)
@@ -64,7 +65,7 @@ def _choose_drafts(args, kind, first, last):  # type: ignore[no-untyped-def]
         source, target = at(hidden, row * size), at(before, row * size)
         for i in range(size):
             target[i] = source[i]
-    keep(memory)
+    release(memory)
 
 
 def choose_drafts(logits: Tensor, hidden: Tensor, tokens: Tensor, before: Tensor, chances: Tensor) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.packed_kv import KEPT, UNPACKED, pack
 from hybrid.kernels.cpu.tasks import bits, run
 from hybrid.kernels.cpu.tiles import dot
@@ -16,15 +17,14 @@ from hybrid.kernels.cpu.vectors import (
     INDEX,
     KINDS,
     ZERO,
+    allocate,
     as_float,
     at,
-    compiled,
-    compiled_inline,
     fma,
     get,
-    keep,
     numbers,
     put,
+    release,
     sigmoid,
 )
 from hybrid.kernels.reference import elementwise as twins
@@ -204,8 +204,8 @@ def _norm_rotate_store(args, kind, first, last):  # type: ignore[no-untyped-def]
     of_page, of_kind, of_offset, of_head = a[16], a[17], a[18], a[19]
     heads, kv_heads, size, rotary, page_size, eps = a[20], a[21], a[22], a[23], a[24], as_float(np.int32(a[25]))
     kept, row_bytes = a[26], a[27]
-    memory = np.empty(size, np.float32)
-    rotated = numbers(memory.ctypes.data, kind)
+    memory = allocate(size)
+    rotated = numbers(memory, kind)
     for token in range(first, last):
         c, s = at(cos, token * rotary), at(sin, token * rotary)
         for head in range(heads):
@@ -227,7 +227,7 @@ def _norm_rotate_store(args, kind, first, last):  # type: ignore[no-untyped-def]
             _norm_rotate(own, k_scale, c, s, place, size, rotary, eps)
             for i in range(size):
                 place[of_kind + i] = source[i]
-    keep(memory)
+    release(memory)
 
 
 def norm_rotate_store(

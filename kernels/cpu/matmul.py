@@ -16,6 +16,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.panels import BYTE, LINE, MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import SHORT, is_read_by_rows, tile
@@ -29,8 +30,6 @@ from hybrid.kernels.cpu.vectors import (
     NEAR,
     ZERO,
     at,
-    compiled,
-    compiled_inline,
     get,
     numbers,
     prefetch,
@@ -100,7 +99,7 @@ def _ask(context, memory, index):  # type: ignore[no-untyped-def]
     """Ask for the cache line of a byte in the second cache: the first one is full of what is multiplied."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        prefetch(builder, *args, NEAR)
+        prefetch(builder, args[0], args[1], NEAR)
         return context.get_dummy_value()
 
     return types.void(memory, types.int64), generate

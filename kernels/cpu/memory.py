@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.vectors import INDEX, KINDS, at, compiled, numbers
+from hybrid.kernels.cpu.vectors import INDEX, KINDS, at, numbers
 from hybrid.kernels.reference import memory as twins
 
 MIN_SHARED = 1 << 16

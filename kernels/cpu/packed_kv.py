@@ -6,7 +6,8 @@ Both give the bits of `hybrid.kernels.packed_kv`; which NaN stands for a row tha
 import numpy as np
 import torch
 
-from hybrid.kernels.cpu.vectors import ZERO, as_float, as_int, compiled_inline, get, numbers, put
+from hybrid.kernels.cpu.machine_code import compiled_inline
+from hybrid.kernels.cpu.vectors import ZERO, as_float, as_int, get, numbers, put
 from hybrid.kernels.packed_kv import FP8_MAX, SCALE_BYTES
 
 UNPACKED, INT8, FP8 = 0, 1, 2

@@ -22,6 +22,7 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.vectors import (
     FLOATS,
@@ -35,18 +36,17 @@ from hybrid.kernels.cpu.vectors import (
     ZERO,
     ZEROS,
     add_product_of,
+    allocate,
     at,
-    compiled,
-    compiled_inline,
     first_lanes,
     get,
-    keep,
     load_lanes,
     load_pairs,
     looped,
     numbers,
     prefetch,
     put,
+    release,
     repeated,
     store_lanes,
 )
@@ -293,8 +293,8 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
     of_panel = LANES * of_lane
     most = max(min(MAX_NEAREST // of_panel, MAX_PANELS), 1) * COLUMNS
     near = max(MAX_NEAR // max(length, 1) // at_once, 1) * at_once
-    memory = np.empty(TILES * LEVELS * _SIZE + most // COLUMNS * of_panel + LANES, np.float32)
-    sums = numbers((memory.ctypes.data + 63) // 64 * 64, ZERO)
+    memory = allocate(TILES * LEVELS * _SIZE + most // COLUMNS * of_panel)
+    sums = numbers(memory, ZERO)
     panels = at(sums, TILES * LEVELS * _SIZE)
     for begin in range(0, rows, near):
         end = min(begin + near, rows)
@@ -320,7 +320,7 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
                         place = (i // ROWS * LEVELS + LEVELS - 1) * _SIZE + i % ROWS * COLUMNS
                         o, s = at(out, (row + i) * out_stride + column), at(scale, column)
                         _write(o, at(sums, place), s, min(COLUMNS, last - column), is_scaled)
-    keep(memory)
+    release(memory)
 
 
 def multiply_panels(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | None) -> None:

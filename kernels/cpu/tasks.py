@@ -12,13 +12,14 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from numba import typeof, types
 from torch import Tensor
 
-from hybrid.kernels.cpu.team import SIGNATURES, team
+from hybrid.kernels.cpu.machine_code import Compiled
+from hybrid.kernels.cpu.team import SIGNATURES, compute, team
 from hybrid.kernels.cpu.threads import num_threads
 
 
@@ -35,7 +36,7 @@ class Task(NamedTuple):
         joins: it may be computed while the task before it is: neither reads what the other one writes.
     """
 
-    function: Any
+    function: Compiled
     kind: Any
     numbers: tuple[int, ...]
     elements: int
@@ -53,7 +54,7 @@ recorder: ContextVar[Callable[[Task], None] | None] = ContextVar("recorder", def
 """Is called with every task that is run in its context."""
 
 
-def run(function: Any, kind: Any, numbers: Sequence[int], elements: int, multiple: int, most: int) -> None:
+def run(function: Compiled, kind: Any, numbers: Sequence[int], elements: int, multiple: int, most: int) -> None:
     """Run a task; the arguments are those of `Task`."""
     task = Task(function, kind, tuple(numbers), elements, multiple, most)
     tell = recorder.get()
@@ -63,7 +64,7 @@ def run(function: Any, kind: Any, numbers: Sequence[int], elements: int, multipl
         Tasks([task])()
         return
     args = array("q", task.numbers)
-    function(args.buffer_info()[0], kind, 0, elements)
+    compute(*_code(function, _classes(kind)), args.buffer_info()[0], elements)
 
 
 def side_by_side(calls: Iterable[Callable[[], Tensor]]) -> list[Tensor]:
@@ -122,16 +123,11 @@ def _classes(kind: Any) -> Any:
     return tuple(map(type, kind)) if isinstance(kind, tuple) else type(kind)
 
 
-@lru_cache
-def _code(function: Any, classes: Any) -> tuple[int, int]:
+@cache
+def _code(function: Compiled, classes: Any) -> tuple[int, int]:
     """The address of the machine code of an operation for memory of a kind of these classes, and its signature."""
     kind = typeof(tuple(of() for of in classes) if isinstance(classes, tuple) else classes())
-    types_of_arguments = (types.int64, kind, types.int64, types.int64)
-    if types_of_arguments not in function.overloads:
-        function.compile(types_of_arguments)
-    compiled = function.overloads[types_of_arguments]
-    address: int = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-    return address, SIGNATURES.index(kind)
+    return function.address(types.int64, kind, types.int64, types.int64), SIGNATURES.index(kind)
 
 
 @lru_cache

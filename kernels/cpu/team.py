@@ -25,7 +25,8 @@ from typing import Any
 from numba import typeof, types
 from numba.extending import intrinsic
 
-from hybrid.kernels.cpu.vectors import INDEX, INT, KINDS, LONG, at, compiled, compiled_inline, numbers
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
+from hybrid.kernels.cpu.vectors import INDEX, INT, KINDS, LONG, at, numbers
 
 PATIENCE = 0.005
 """Seconds that a thread looks for the next program before it sleeps."""
@@ -61,6 +62,8 @@ ASLEEP, SECONDS = 0, 1
 """Places in the line of a thread that helps: whether it sleeps, and where it reads the clock."""
 
 CLOSED = 1 << 32
+
+_NO_MEMORY = "a compiled operation found no memory for what it keeps meanwhile"
 
 _BILLION = 1_000_000_000
 _LIMIT, _CLOCK = int(PATIENCE * _BILLION), int(time.CLOCK_MONOTONIC)
@@ -145,7 +148,7 @@ def _shares(program, index, threads):  # type: ignore[no-untyped-def]
     return min(threads * SHARES, blocks, max(task[4], 1)), blocks
 
 
-@compiled
+@compiled_inline
 def _run(program, count, progress, threads):  # type: ignore[no-untyped-def]
     """Run `count` tasks together with other threads that do the same; returns whether one failed.
 
@@ -187,10 +190,12 @@ def _run(program, count, progress, threads):  # type: ignore[no-untyped-def]
 @compiled
 def _lead(shared, program, count, progress, threads):  # type: ignore[no-untyped-def]
     """Run a program with the threads of a team that are awake, or alone where it has another caller. No thread is at
-    work on it when this returns; returns whether a task failed."""
+    work on it when this returns, or raises because a task failed."""
     shared = numbers(shared, INDEX)
     if threads == 1 or _swap(shared, BUSY, 1):
-        return _run(program, count, progress, 1)
+        if _run(program, count, progress, 1):
+            raise MemoryError
+        return
     job = at(shared, JOB)
     job[0], job[1], job[2], job[3] = program, count, progress, threads
     _add(shared, GATE, -CLOSED)
@@ -203,10 +208,28 @@ def _lead(shared, program, count, progress, threads):  # type: ignore[no-untyped
         if spins > SPINS:
             _yield()
     _swap(shared, BUSY, 0)
-    return failed
+    if failed:
+        raise MemoryError
 
 
 @compiled
+def _compute(code, signature, args, elements):  # type: ignore[no-untyped-def]
+    """Run one task in this thread."""
+    if _call(code, signature, args, 0, elements):
+        raise MemoryError
+
+
+def compute(code: int, signature: int, args: int, elements: int) -> None:
+    """Run a task in this thread; the arguments are the first numbers of `TASK` and the address of its own.
+
+    Raises:
+        MemoryError: it found no memory for what it keeps meanwhile.
+    """
+    if _compute(code, signature, args, elements):
+        raise MemoryError(_NO_MEMORY)
+
+
+@compiled_inline
 def _nanoseconds(place):  # type: ignore[no-untyped-def]
     """A clock that only goes forward, read by way of two numbers in memory."""
     _clock(_CLOCK, place)
@@ -271,7 +294,7 @@ class Team:
                 self._helpers[number][1].put(None)
         progress = array("q", bytes(8 * (TASKS + count * LINE) if threads > 1 else 0))
         if _lead(self._shared.buffer_info()[0], program, count, progress.buffer_info()[0], threads):
-            raise MemoryError("a compiled operation found no memory for what it keeps meanwhile")
+            raise MemoryError(_NO_MEMORY)
 
     def close(self) -> None:
         """End the threads. Programs that are run later are computed by their callers alone."""

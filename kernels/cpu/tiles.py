@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from hybrid.kernels.cpu.machine_code import compiled_inline
 from hybrid.kernels.cpu.vectors import (
     FLOATS,
     HAS_PAIRS,
@@ -23,7 +24,6 @@ from hybrid.kernels.cpu.vectors import (
     ZEROS,
     add_product_of,
     at,
-    compiled_inline,
     first_lanes,
     fma_of,
     load_lanes,

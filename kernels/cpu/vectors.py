@@ -11,46 +11,20 @@ one first. On other CPUs two `fma` do the same. (Numbers below the normal ones a
 """
 
 from collections.abc import Callable
-from pickle import UnpicklingError
 from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils, config
-from numba.core.caching import FunctionCache
-from numba.core.runtime import rtsys
 from numba.extending import intrinsic
+
+from hybrid.kernels.cpu.machine_code import compiled_inline
 
 LANES = 16
 """Partial sums of a sum along a row: element i is added to sum i % LANES."""
-
-
-class _CodeOnDisk(FunctionCache):  # type: ignore[misc]
-    """Compiled code on disk, loaded without what it takes to compile: Numba would import and register its functions
-    first, for 0.3 s of CPU time in every process, and does so when it compiles."""
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The code for a signature; None: it is not there, or torn."""
-        rtsys.initialize(target_context)  # the code allocates memory
-        try:
-            return self._load_overload(sig, target_context)
-        except (OSError, EOFError, UnpicklingError):
-            return None  # it is compiled, and written again
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compile at the first call, and keep the code on disk. Numba knows the code by the time at which the function's
-    own file was changed: after a change here or in `tiles`, delete `__pycache__` in this folder."""
-    dispatcher = njit(nogil=True, error_model="numpy")(function)
-    dispatcher._cache = _CodeOnDisk(function)
-    return dispatcher
-
-
-compiled_inline: Callable[..., Any] = njit(nogil=True, error_model="numpy")
-"""Compile as a part of the functions that call it."""
 
 
 def _features() -> dict[str, bool]:
@@ -134,15 +108,23 @@ def narrowed(builder: Any, value: Any, element: Any) -> Any:
     return builder.trunc(builder.lshr(bits, INT(16)), _HALF)
 
 
-@intrinsic
-def keep(context, array):  # type: ignore[no-untyped-def]
-    """Use an array: Numba frees it after its last use, and does not see those through a pointer. It comes at the end of
-    every function that takes the address of an array of its own."""
+_aligned_alloc = types.ExternalFunction("aligned_alloc", types.int64(types.int64, types.int64))
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return context.get_dummy_value()
+release: Any = types.ExternalFunction("free", types.void(types.int64))
+"""Give back memory that was allocated."""
 
-    return types.void(array), generate
+
+@compiled_inline
+def allocate(count):  # type: ignore[no-untyped-def]
+    """The address, a multiple of 64, of memory for `count` fp32 numbers. Who takes it gives it back with `release`.
+
+    Raises:
+        MemoryError: there is none.
+    """
+    address = _aligned_alloc(64, (4 * count + 64) // 64 * 64)
+    if address == 0:
+        raise MemoryError
+    return address
 
 
 @intrinsic

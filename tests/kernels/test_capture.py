@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from numba import njit
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels.cpu import elementwise, matmul, tasks
 from hybrid.kernels.cpu.capture import CpuCapture, NotCapturedError
+from hybrid.kernels.cpu.machine_code import compiled
 from hybrid.kernels.cpu.team import Team
 from hybrid.kernels.cpu.vectors import INDEX, ZERO, numbers
 from support.engines import ids
@@ -238,7 +238,7 @@ def test_rows_with_given_numbers_are_copied_by_the_program() -> None:
     assert same_bits(result, elementwise.rms_norm(x[rows], norm, 1e-6))
 
 
-@njit(nogil=True, error_model="numpy")
+@compiled
 def _count(args: Any, kind: Any, first: int, last: int) -> None:
     counts = numbers(numbers(args, INDEX)[0], INDEX)
     for element in range(first, last):
@@ -254,7 +254,7 @@ def test_every_element_is_computed_once(elements: int, threads: Callable[[int], 
         assert (counts == 1).all()
 
 
-@njit(nogil=True, error_model="numpy")
+@compiled
 def _count_late(args: Any, kind: Any, first: int, last: int) -> None:
     """Element 0 takes long."""
     counts = numbers(numbers(args, INDEX)[0], INDEX)
@@ -263,7 +263,7 @@ def _count_late(args: Any, kind: Any, first: int, last: int) -> None:
             counts[element] += spins % 2 if element == 0 else 1
 
 
-@njit(nogil=True, error_model="numpy")
+@compiled
 def _copy(args: Any, kind: Any, first: int, last: int) -> None:
     a = numbers(args, INDEX)
     source, target = numbers(a[0], INDEX), numbers(a[1], INDEX)
@@ -291,7 +291,7 @@ def test_an_operation_waits_for_all_that_were_computed_side_by_side(threads: Cal
     assert soon.tolist() == [4] * 8
 
 
-@njit(nogil=True, error_model="numpy")
+@compiled
 def _fails(args: Any, kind: Any, first: int, last: int) -> None:
     place = numbers(numbers(args, INDEX)[0], INDEX)
     for element in range(first, last):

@@ -226,3 +226,28 @@ def test_trees_change_no_bit_of_the_twins(
     assert judge.differences(outputs) == []
     assert all(output.error is None and output.usage.accepted_tokens > 5 for output in outputs)
     assert_nothing_held(warm)
+
+
+class Two(Drafter):
+    """The token that comes next of a known answer, and another one."""
+
+    def __init__(self, known: list[int]) -> None:
+        self.known = known
+
+    def propose(self, history: History, limit: int) -> tuple[list[int], list[int], list[float]]:
+        token = self.known[len(history) - history.prompt_len]
+        return [token, token ^ 1][:limit], [-1, -1][:limit], [0.6, 0.4][:limit]
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["captured", "launched"])
+def test_where_passes_with_chains_are_captured_the_most_probable_path_is_computed(tiny: Engine, eager: bool) -> None:
+    prompt = ids(50, seed=1)
+    expected = cold(tiny, prompt, greedy(30)).token_ids
+    settings, config = CacheConfig(page_size=GRID, chunk_size=GRID), EngineConfig(audit=True, enforce_eager=eager)
+    drafts = SpeculationConfig(drafters=(Two(expected),))
+    engine = tiny.with_cache(settings, size=(128, 32), config=config, speculation=drafts)
+    output = answer(engine, prompt, greedy(30))
+    assert output.token_ids == expected
+    assert output.usage.accepted_tokens > 0
+    assert (output.usage.drafted_tokens > output.usage.accepted_tokens) == eager
+    assert_nothing_held(engine)
