@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.paths import exchange, extend
 from hybrid.engine.branches import Branches
-from hybrid.engine.build import LoadedModel, is_captured
+from hybrid.engine.build import LoadedModel
 from hybrid.engine.capture import capture_for
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.predictor import MtpDrafter
@@ -198,19 +198,22 @@ def make_drafting(
     cache: HybridCache,
     config: EngineConfig,
     deterministic: bool,
+    captures: bool,
 ) -> Drafting | None:
     """The drafts of an engine; None: it has none.
+
+    Args:
+        captures: passes are captured on a CPU.
 
     Raises:
         ArgumentError: two drafters have the same name, or there is no predictor.
     """
     has_predictor = speculation is not None and speculation.uses_predictor and loaded.model.mtp is not None
-    on_cpu = loaded.device.type == "cpu"
-    is_adaptive, captures = speculation is not None and speculation.adaptive, on_cpu and is_captured(loaded, config)
+    is_adaptive = speculation is not None and speculation.adaptive
     mtp = None
     if has_predictor:
         capture = capture_for(loaded.device) if captures else None
-        least = LEAST_CHAIN if on_cpu and is_adaptive else 0.0
+        least = LEAST_CHAIN if loaded.device.type == "cpu" and is_adaptive else 0.0
         mtp = MtpDrafter(loaded.model, cache, loaded.device, capture, least)
     clock = clock_of(loaded.device.type)
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock)

@@ -20,7 +20,7 @@ from hybrid.cache.owner import refuse_copy
 from hybrid.cache.pins import Pin
 from hybrid.checks import known_keywords
 from hybrid.engine.adapters import Adapters
-from hybrid.engine.build import LoadedModel, build_cache, check_settings, is_deterministic, load, model_runner
+from hybrid.engine.build import LoadedModel, build_cache, check_settings, is_captured, is_deterministic, load, model_runner
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import make_drafting
 from hybrid.engine.files import Files
@@ -88,7 +88,8 @@ class Engine:
         self.config.require_chunk(cache.config.chunk_size)
         self.deterministic: bool = is_deterministic(cache.config, loaded.device)
         self.speculation: SpeculationConfig | None = SpeculationConfig.of(speculation)
-        drafting = make_drafting(self.speculation, loaded, cache, self.config, self.deterministic)
+        captures = runner is None and loaded.device.type == "cpu" and is_captured(loaded, self.config)
+        drafting = make_drafting(self.speculation, loaded, cache, self.config, self.deterministic, captures)
         self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
         # without a device of its own, nothing is computed while the next step is scheduled
         overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
