@@ -20,7 +20,15 @@ from hybrid.cache.owner import refuse_copy
 from hybrid.cache.pins import Pin
 from hybrid.checks import known_keywords
 from hybrid.engine.adapters import Adapters
-from hybrid.engine.build import LoadedModel, build_cache, check_settings, is_captured, is_deterministic, load, model_runner
+from hybrid.engine.build import (
+    LoadedModel,
+    build_cache,
+    check_settings,
+    is_captured,
+    is_deterministic,
+    load,
+    model_runner,
+)
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import make_drafting
 from hybrid.engine.files import Files
