@@ -158,7 +158,7 @@ def serve(cache: HybridCache, key: Key, num_input: int) -> int:
         if position > hit:
             cache.capture(lease, position, kind)
     if "geometric" in names:
-        for position in placement.spare(hit, num_input, grid, cache.spare_share):
+        for position in placement.spare(hit, num_input, grid, cache.memory.free_state_share):
             if position not in wanted and cache.capture_spare(lease, position) is None:
                 break
     cache.advance(lease, num_input)
