@@ -6,9 +6,11 @@ Logits are compared with transformers' own model, and hits with cold runs, bit b
 from __future__ import annotations
 
 import argparse
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -329,9 +331,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Within this context cyclic garbage is looked for rarely: what transformers and torch import is a million objects,
+    all of which each full collection visits, and engines are freed without it."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100 * thresholds[0], *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
-    families = run_all_families(args.seed) if args.all_families else {args.model: run_parity(args.model, args.seed)}
+    with rare_collections():
+        families = run_all_families(args.seed) if args.all_families else {args.model: run_parity(args.model, args.seed)}
     for model, result in families.items():
         table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
         for check in result.checks:

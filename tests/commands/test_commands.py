@@ -1,5 +1,6 @@
 """The command line, as a person and as a machine use it; and that what it proves could fail."""
 
+import gc
 import io
 import json
 import re
@@ -480,3 +481,11 @@ def test_what_is_no_file_of_prefixes_ends_the_command(tmp_path: Path, capsys: py
     for action in ("show", "check"):
         assert main(["cache", action, str(tmp_path / "a")]) == 2
         assert "is not a usable file of cached prefixes" in capsys.readouterr().err
+
+
+def test_garbage_is_looked_for_as_before_once_a_check_has_ended() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(KeyboardInterrupt), parity.rare_collections():
+        assert gc.get_threshold()[0] > before[0]
+        raise KeyboardInterrupt
+    assert gc.get_threshold() == before
