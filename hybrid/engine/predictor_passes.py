@@ -216,10 +216,11 @@ class PredictorPasses:
         inputs = self._inputs(numbers)
         batch = inputs.batch()
         drafts: Any = compiled_module("drafts")
+        memory: Any = compiled_module("memory")
         predicted = Predicted(inputs.tokens.unsqueeze(1), torch.empty(numbers.count, 1), inputs.hidden)
 
         def run() -> Tensor:
-            drafts.take_hidden(self._states, inputs.states, inputs.hidden)
+            memory.take_rows(self._states, inputs.states, inputs.hidden)
             logits, hidden = self._model.draft(batch, inputs.hidden, self._kv)
             drafts.choose_drafts(logits, hidden, inputs.tokens, inputs.hidden, predicted.chances)
             return predicted.chances

@@ -1,4 +1,4 @@
-"""What a predictor's passes over single tokens begin and end with: so a chain of them needs no torch in between."""
+"""What a predictor's passes over single tokens end with: so a chain of them needs no torch in between."""
 
 import numpy as np
 from torch import Tensor
@@ -7,31 +7,6 @@ from hybrid.kernels.cpu.machine_code import compiled
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.cpu.tiles import row_max
 from hybrid.kernels.cpu.vectors import INDEX, KINDS, LANES, ZERO, allocate, at, exp, get, numbers, put, release
-
-
-@compiled
-def _take_hidden(args, kind, first, last):  # type: ignore[no-untyped-def]
-    a = numbers(args, INDEX)
-    states, slots, hidden, of_slot, size = numbers(a[0], kind), numbers(a[1], INDEX), numbers(a[2], kind), a[3], a[4]
-    for row in range(first, last):
-        if slots[row] < 0:
-            continue
-        source, target = at(states, slots[row] * of_slot), at(hidden, row * size)
-        for i in range(size):
-            target[i] = source[i]
-
-
-def take_hidden(states: Tensor, slots: Tensor, hidden: Tensor) -> None:
-    """Write the hidden states that a pass begins with.
-
-    Args:
-        states: `[num_slots, hidden_size]`, each row contiguous.
-        slots: `[N]` int64; -1: that of this token is there.
-        hidden: `[N, hidden_size]`, contiguous; written.
-    """
-    count, size = hidden.shape
-    args = states.data_ptr(), slots.data_ptr(), hidden.data_ptr(), states.stride(0), size
-    run(_take_hidden, KINDS[hidden.dtype], args, count, 1, 1)
 
 
 @compiled

@@ -54,6 +54,8 @@ def _take(args, kind, first, last):  # type: ignore[no-untyped-def]
     a = numbers(args, INDEX)
     x, output, rows, of_row, size = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], INDEX), a[3], a[4]
     for row in range(first, last):
+        if rows[row] < 0:
+            continue
         source, target = at(x, rows[row] * of_row), at(output, row * size)
         for column in range(size):
             target[column] = source[column]
@@ -70,7 +72,7 @@ def take_rows(x: Tensor, rows: Tensor, output: Tensor) -> Tensor:
 
     Args:
         x: `[N, size]` fp32 or bfloat16.
-        rows: `[S]` int64, from 0 to N - 1.
+        rows: `[S]` int64, below N. That of a negative number stays as it is in `output`.
         output: `[S, size]` in the type of `x`, contiguous.
     """
     args = x.data_ptr(), output.data_ptr(), rows.data_ptr(), x.stride(0), x.shape[1]

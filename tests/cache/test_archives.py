@@ -19,6 +19,7 @@ from hybrid.memory.memory import CacheMemory
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 from hybrid.tiers.archive import Archive, read_archive
 from support.caches import key_of
+from support.threads import in_a_thread
 
 SPEC = HybridSpec(
     tokens=(TokenTensor.kv(1, 1, 8, torch.float32), TokenTensor("index", (), (3,), torch.float16, block=2)),
@@ -298,18 +299,5 @@ def test_a_model_needs_a_name(model: Any) -> None:
 
 
 def test_another_thread_may_not_load() -> None:
-    from threading import Thread
-
     cache = filled(MEMORIES["fixed"])
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            cache.load(b"", model="m")
-        except OwnershipError as error:
-            raised.append(error)
-
-    thread = Thread(target=run)
-    thread.start()
-    thread.join()
-    assert len(raised) == 1
+    assert isinstance(in_a_thread(lambda: cache.load(b"", model="m")), OwnershipError)

@@ -16,22 +16,7 @@ from hybrid.cache.stats import CacheStats
 from hybrid.errors import OwnershipError
 from hybrid.memory.memory import CacheMemory
 from support.caches import audited_cache, key_of, release, serve, start
-
-
-def elsewhere(action: Callable[[], object]) -> BaseException | None:
-    """Do something in another thread; what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised[0] if raised else None
+from support.threads import in_a_thread
 
 
 class Owned:
@@ -93,7 +78,7 @@ CALLS: dict[str, Callable[[Owned], object]] = {
 def test_a_call_that_changes_something_is_refused_in_another_thread_and_changes_nothing(name: str) -> None:
     owned = Owned()
     before = owned.books()
-    error = elsewhere(lambda: CALLS[name](owned))
+    error = in_a_thread(lambda: CALLS[name](owned))
     assert isinstance(error, OwnershipError)
     assert "call adopt() in the thread that is to own it" in str(error)
     assert owned.books() == before
@@ -122,7 +107,7 @@ def test_a_forked_process_owns_nothing_until_it_adopts() -> None:
 
 def test_the_owner_goes_on_after_another_was_refused() -> None:
     owned = Owned()
-    assert isinstance(elsewhere(owned.cache.clear), OwnershipError)
+    assert isinstance(in_a_thread(owned.cache.clear), OwnershipError)
     owned.cache.advance(owned.lease, 10)
     owned.cache.commit(owned.lease, owned.key, 10)
     owned.cache.unpin(owned.pin)
@@ -131,7 +116,7 @@ def test_the_owner_goes_on_after_another_was_refused() -> None:
 
 def test_a_cache_that_nobody_has_used_belongs_to_the_first_who_does() -> None:
     cache = audited_cache(num_pages=16, num_states=8)
-    assert elsewhere(lambda: serve(cache, key_of(cache, "ab"))) is None
+    assert in_a_thread(lambda: serve(cache, key_of(cache, "ab"))) is None
     with pytest.raises(OwnershipError):
         cache.clear()
 
@@ -139,7 +124,7 @@ def test_a_cache_that_nobody_has_used_belongs_to_the_first_who_does() -> None:
 def test_asking_for_statistics_makes_nobody_the_owner() -> None:
     cache = audited_cache(num_pages=16, num_states=8)
     assert cache.stats().pages_free == 16
-    assert elsewhere(lambda: serve(cache, key_of(cache, "ab"))) is None
+    assert in_a_thread(lambda: serve(cache, key_of(cache, "ab"))) is None
 
 
 def test_a_thread_that_adopts_a_cache_owns_it_and_the_old_owner_does_not() -> None:
@@ -149,7 +134,7 @@ def test_a_thread_that_adopts_a_cache_owns_it_and_the_old_owner_does_not() -> No
         owned.cache.adopt()
         owned.cache.close(owned.lease)
 
-    assert elsewhere(take_over) is None
+    assert in_a_thread(take_over) is None
     with pytest.raises(OwnershipError):
         owned.cache.unpin(owned.pin)
     owned.cache.adopt()

@@ -14,7 +14,8 @@ import pytest
 
 from hybrid import ClosedError, Engine, OwnershipError, RequestError, RequestOutput, interrupts
 from hybrid.interrupts import deferred_interrupts
-from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, in_a_thread, run_to_end
+from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from support.threads import in_a_thread
 
 pytestmark = pytest.mark.usefixtures("untraced")
 

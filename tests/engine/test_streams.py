@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from hybrid import Engine, OwnershipError, RequestError, RequestOutput
-from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, in_a_thread, run_to_end
+from support.engines import answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
+from support.threads import in_a_thread
 
 TEXTS = ("def add(a, b):", "class Foo:", "The with statement", "import")
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hybrid.kernels.cpu.drafts import choose_drafts, take_hidden
+from hybrid.kernels.cpu.drafts import choose_drafts
+from hybrid.kernels.cpu.memory import take_rows
 from support.tensors import ints, same_bits
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -36,5 +37,5 @@ def test_a_logit_that_is_not_finite_is_no_probability() -> None:
 def test_hidden_states_come_from_slots_or_are_there(dtype: torch.dtype) -> None:
     states, hidden = torch.randn(5, 2, 24).to(dtype)[:, 1], torch.randn(3, 24).to(dtype)
     expected = torch.stack([states[4], hidden[1], states[0]])
-    take_hidden(states, ints([4, -1, 0]).long(), hidden)
+    take_rows(states, ints([4, -1, 0]).long(), hidden)
     assert same_bits(hidden, expected)

@@ -1,8 +1,6 @@
 """What the tests of the engine share."""
 
 import random
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -56,22 +54,6 @@ def run_to_end(engine: Engine) -> dict[str, RequestOutput]:
     while engine.has_work:
         outputs.update({output.request_id: output for output in engine.step()})
     return outputs
-
-
-def in_a_thread(work: Callable[[], Any]) -> BaseException | None:
-    """What a function raises in another thread."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return raised[0] if raised else None
 
 
 def assert_nothing_held(engine: Engine) -> None:
