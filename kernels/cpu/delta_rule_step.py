@@ -5,15 +5,42 @@ once, changed, and written once.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.tiles import dot
-from hybrid.kernels.cpu.vectors import INDEX, KINDS, ZERO, allocate, at, fma, get, numbers, put, release, sigmoid
+from hybrid.kernels.cpu.tiles import dot, outer
+from hybrid.kernels.cpu.vectors import (
+    FLOATS,
+    HAS_WIDE_REGISTERS,
+    INDEX,
+    KINDS,
+    LANES,
+    LONG,
+    NEAR,
+    ZERO,
+    allocate,
+    at,
+    first_lanes,
+    fma,
+    fma_of,
+    get,
+    load_lanes,
+    looped,
+    numbers,
+    prefetch,
+    put,
+    release,
+    repeated,
+    sigmoid,
+    store_lanes,
+)
 from hybrid.kernels.reference import delta_rule_step as twins
 
 MIN_SHARED = 1 << 15
@@ -21,20 +48,25 @@ MIN_SHARED = 1 << 15
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-UNROLLED = 8
-"""Rows of a state that are added up while an output is in a register."""
+_VECTORS = 4 if HAS_WIDE_REGISTERS else 2
+"""Vectors of a state's columns that are read at once: their sums fill the registers."""
 
 _ONE, _TWENTY, _EPS = np.float32(1), np.float32(20), np.float32(1e-6)
 
 
 @compiled_inline
-def _convolve(x, weight, old, new, y, width, channels, first, last):  # type: ignore[no-untyped-def]
-    """Channels `[first, last)` of a token: the convolution with silu, and the window after it. `old` may be `new`."""
+def _convolve(x, weight, old, new, sums, y, width, channels, first, last):  # type: ignore[no-untyped-def]
+    """Channels `[first, last)` of a token: the convolution with silu, and the window after it. `old` may be `new`.
+
+    A tap is added to all channels before the next one: loops over channels become vectors."""
     past = width - 1
     for c in range(first, last):
-        total = get(x, c) * get(weight, c * width + past)
-        for tap in range(past):
-            total = fma(get(old, tap * channels + c), get(weight, c * width + tap), total)
+        put(sums, c, get(x, c) * get(weight, c * width + past))
+    for tap in range(past):
+        for c in range(first, last):
+            put(sums, c, fma(get(old, tap * channels + c), get(weight, c * width + tap), get(sums, c)))
+    for c in range(first, last):
+        total = get(sums, c)
         put(y, c, total * sigmoid(total))
     for tap in range(past - 1):
         for c in range(first, last):
@@ -51,43 +83,97 @@ def _unit(x, y, size, factor):  # type: ignore[no-untyped-def]
         put(y, i, get(x, i) * scale)
 
 
+def _update(vectors: int, is_narrow: bool = False) -> Any:
+    """An intrinsic that writes `decay S + k added` for `vectors` times LANES columns of a state: `(new, old, stride,
+    key_dim, k, added, decay, width, ahead, asks)`.
+
+    All but `width` and `ahead` are of one state, or numbers; `new` may be `old`. If it `asks`, as much memory is asked
+    for from `ahead` on.
+
+    Args:
+        is_narrow: there are `width` columns, less than LANES.
+    """
+
+    @intrinsic
+    def write(context, new, old, stride, key_dim, k, added, decay, width, ahead, asks):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            new, old, stride, key_dim, k, added, decay, width, ahead, asks = args
+            mask = first_lanes(builder, width) if is_narrow else None
+            columns = [LONG(vector * LANES) for vector in range(vectors)]
+            others = [load_lanes(builder, added, column, mask) for column in columns]
+            factor = repeated(builder, decay)
+
+            def step(index: Any, nothing: list[Any]) -> list[Any]:
+                row, own = builder.mul(index, stride), repeated(builder, builder.load(builder.gep(k, [index])))
+                places = [builder.add(row, column) for column in columns]
+                with builder.if_then(asks):
+                    for place in places:
+                        prefetch(builder, ahead, place, NEAR)
+                for place, other in zip(places, others, strict=True):
+                    kept = builder.fmul(factor, load_lanes(builder, old, place, mask))
+                    store_lanes(builder, fma_of(builder, own, other, kept), new, place, mask)
+                return nothing
+
+            looped(builder, LONG(0), key_dim, [], step)
+            return context.get_dummy_value()
+
+        long = types.int64
+        kinds = (FLOATS, FLOATS, long, long, FLOATS, FLOATS, types.float32, long, FLOATS, types.boolean)
+        return types.void(*kinds), generate
+
+    return write
+
+
+_sums_wide, _sums_1, _sums_narrow = outer(2, _VECTORS), outer(2, 1), outer(2, 1, True)
+_update_wide, _update_1, _update_narrow = _update(_VECTORS), _update(1), _update(1, True)
+
+
 @compiled_inline
-def _rule(q, k, v, decay, beta, old, new, y, from_k, from_q, key_dim, value_dim):  # type: ignore[no-untyped-def]
-    """The rule of one head. `old` may be `new`."""
-    for j in range(value_dim):
-        put(from_k, j, ZERO)
-        put(from_q, j, ZERO)
-    whole = key_dim - key_dim % UNROLLED
-    for i in range(0, whole, UNROLLED):
-        s = at(old, i * value_dim)
-        k0, k1, k2, k3 = get(k, i), get(k, i + 1), get(k, i + 2), get(k, i + 3)
-        k4, k5, k6, k7 = get(k, i + 4), get(k, i + 5), get(k, i + 6), get(k, i + 7)
-        q0, q1, q2, q3 = get(q, i), get(q, i + 1), get(q, i + 2), get(q, i + 3)
-        q4, q5, q6, q7 = get(q, i + 4), get(q, i + 5), get(q, i + 6), get(q, i + 7)
-        for j in range(value_dim):
-            a, b = get(from_k, j), get(from_q, j)
-            s0, s1 = get(s, j), get(s, value_dim + j)
-            s2, s3 = get(s, 2 * value_dim + j), get(s, 3 * value_dim + j)
-            s4, s5 = get(s, 4 * value_dim + j), get(s, 5 * value_dim + j)
-            s6, s7 = get(s, 6 * value_dim + j), get(s, 7 * value_dim + j)
-            a = fma(k3, s3, fma(k2, s2, fma(k1, s1, fma(k0, s0, a))))
-            b = fma(q3, s3, fma(q2, s2, fma(q1, s1, fma(q0, s0, b))))
-            put(from_k, j, fma(k7, s7, fma(k6, s6, fma(k5, s5, fma(k4, s4, a)))))
-            put(from_q, j, fma(q7, s7, fma(q6, s6, fma(q5, s5, fma(q4, s4, b)))))
-    for i in range(whole, key_dim):
-        s, own_k, own_q = at(old, i * value_dim), get(k, i), get(q, i)
-        for j in range(value_dim):
-            put(from_k, j, fma(own_k, get(s, j), get(from_k, j)))
-            put(from_q, j, fma(own_q, get(s, j), get(from_q, j)))
-    together = dot(q, k, key_dim)
+def _rule(keys, v, decay, beta, old, new, y, sums, sizes, ahead, asks):  # type: ignore[no-untyped-def]
+    """The rule of one head. `old` may be `new`.
+
+    `keys`: k, then q; `sums`: place for k S and q S; `sizes`: of keys and of values. While the state is written, memory
+    from `ahead` on is asked for, if it `asks`.
+    """
+    key_dim, value_dim = sizes
+    from_k, from_q = sums, at(sums, value_dim)
+    for j in range(2 * value_dim):
+        put(sums, j, ZERO)
+    column = 0
+    while column < value_dim:
+        out, s, left = at(sums, column), at(old, column), value_dim - column
+        if left >= _VECTORS * LANES:
+            _sums_wide(out, value_dim, keys, key_dim, s, value_dim, key_dim, left)
+            column += _VECTORS * LANES
+        elif left >= LANES:
+            _sums_1(out, value_dim, keys, key_dim, s, value_dim, key_dim, left)
+            column += LANES
+        else:
+            _sums_narrow(out, value_dim, keys, key_dim, s, value_dim, key_dim, left)
+            column = value_dim
+    together = dot(at(keys, key_dim), keys, key_dim)
     for j in range(value_dim):
         added = (get(v, j) - decay * get(from_k, j)) * beta
         put(from_k, j, added)
         put(y, j, fma(together, added, decay * get(from_q, j)))
-    for i in range(key_dim):
-        s, t, own = at(old, i * value_dim), at(new, i * value_dim), get(k, i)
-        for j in range(value_dim):
-            put(t, j, fma(own, get(from_k, j), decay * get(s, j)))
+    column = 0
+    while column < value_dim:
+        s, t, added, left, far = (
+            at(old, column),
+            at(new, column),
+            at(from_k, column),
+            value_dim - column,
+            at(ahead, column),
+        )
+        if left >= _VECTORS * LANES:
+            _update_wide(t, s, value_dim, key_dim, keys, added, decay, left, far, asks)
+            column += _VECTORS * LANES
+        elif left >= LANES:
+            _update_1(t, s, value_dim, key_dim, keys, added, decay, left, far, asks)
+            column += LANES
+        else:
+            _update_narrow(t, s, value_dim, key_dim, keys, added, decay, left, far, asks)
+            column = value_dim
 
 
 @compiled
@@ -108,8 +194,7 @@ def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
     x = numbers(scratch, ZERO)
     rounded = allocate(channels)
     z = numbers(rounded, kind)
-    q, k = at(x, channels), at(x, channels + key_dim)
-    from_k, from_q = at(x, channels + 2 * key_dim), at(x, channels + 2 * key_dim + value_dim)
+    k, q, sums = at(x, channels), at(x, channels + key_dim), at(x, channels + 2 * key_dim)
     scale = _ONE / np.float32(math.sqrt(np.float32(key_dim)))
     for key_head in range(first, last):  # the states of its value heads stay in the first cache for all tokens
         window, state = own_window, own_state
@@ -125,7 +210,7 @@ def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
             inputs = at(mixed, token * of_mixed)
             for start, size in ((0, key_dim), (keys, key_dim), (2 * keys, group * value_dim)):
                 begin, end = start + key_head * size, start + (key_head + 1) * size
-                _convolve(inputs, weight, old, window, z, width, channels, begin, end)
+                _convolve(inputs, weight, old, window, x, z, width, channels, begin, end)
                 for c in range(begin, end):
                     put(x, c, get(z, c))  # rounded to the type of the model, as the twin has it
             _unit(at(x, key_head * key_dim), q, key_dim, scale)
@@ -138,7 +223,10 @@ def _step(args, kind, first, last):  # type: ignore[no-untyped-def]
                 v, y = at(x, 2 * keys + head * value_dim), at(output, (token * heads + head) * value_dim)
                 place = (head - key_head * group) * matrix
                 s, t = at(before, place), at(state, place)
-                _rule(q, k, v, decay, beta, s, t, y, from_k, from_q, key_dim, value_dim)
+                following, next_head = (token + 1, head) if tokens > 1 else (token, head + 1)
+                asks = following < tokens and next_head < heads and reads[following] >= 0
+                ahead = at(recurrent, reads[following] * of_state + next_head * matrix) if asks else s
+                _rule(k, v, decay, beta, s, t, y, sums, (key_dim, value_dim), ahead, asks)
     release(spare_window)
     release(spare_state)
     release(scratch)

@@ -334,13 +334,14 @@ def looped(
     index.add_incoming(first, entry)
     vectors = phis(builder, (entry, start))
     changed = step(index, vectors)
+    last = builder.basic_block  # a step may have branches
     following = builder.add(index, LONG(by))
-    index.add_incoming(following, loop)
+    index.add_incoming(following, last)
     for phi, value in zip(vectors, changed, strict=True):
-        phi.add_incoming(value, loop)
+        phi.add_incoming(value, last)
     builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
     builder.position_at_end(after)
-    return phis(builder, (entry, start), (loop, changed))
+    return phis(builder, (entry, start), (last, changed))
 
 
 NEAREST, NEAR = 3, 2
