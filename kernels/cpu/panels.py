@@ -37,6 +37,7 @@ from hybrid.kernels.cpu.vectors import (
     ZEROS,
     add_product_of,
     allocate,
+    are_pairs,
     at,
     first_lanes,
     get,
@@ -128,19 +129,20 @@ def _copy_turned(builder: Any, rows: list[Any], panel: Any, of_lane: Any) -> Non
 
 def _turning(rows: int, of_step: int) -> Any:
     """An intrinsic that copies LANES numbers, or pairs of bfloat16 numbers, of each of `rows` rows, so that those of a
-    lane follow each other: `(x, x_stride, count, width, panel, of_lane)`.
+    lane follow each other: `(x, x_stride, kinds, count, width, panel, of_lane)`.
 
     There are `count` rows, the last one is repeated, and `width` numbers, zeros follow. x is a pointer to numbers of
-    any type, the panel to fp32; its lanes are in the order `ORDER`, `of_lane` apart, and its steps `of_step`.
+    any type, `kinds` are those of the product, which say whether they are taken in pairs; the panel is a pointer to
+    fp32, its lanes are in the order `ORDER`, `of_lane` apart, and its steps `of_step`.
     """
 
     @intrinsic
-    def turn(context, x, x_stride, count, width, panel, of_lane):  # type: ignore[no-untyped-def]
+    def turn(context, x, x_stride, kinds, count, width, panel, of_lane):  # type: ignore[no-untyped-def]
         long = types.int64
 
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            x, x_stride, count, width, panel, of_lane = args
-            last, is_paired = builder.sub(count, LONG(1)), x.type.pointee == ir.IntType(16)
+            x, x_stride, _, count, width, panel, of_lane = args
+            last, is_paired = builder.sub(count, LONG(1)), are_pairs(kinds)
             taken = 2 * LANES if is_paired else LANES
 
             def load(row: int, mask: Any | None) -> list[Any]:
@@ -162,7 +164,7 @@ def _turning(rows: int, of_step: int) -> Any:
                     copy(first_lanes(builder, width, taken))
             return context.get_dummy_value()
 
-        return types.void(x, long, long, long, FLOATS, long), generate
+        return types.void(x, long, kinds, long, long, FLOATS, long), generate
 
     return turn
 
@@ -182,15 +184,15 @@ _turn_x, _turn_w = _turning(_ROWS_AT_ONCE, ROWS), _turning(_SQUARE, COLUMNS)
 
 
 def _adding(rows: int) -> Any:
-    """An intrinsic that computes a lane of the products of the first `rows` rows of a panel of x and one of the weight,
-    whose kind is `kind`: `(x, w, kind, steps, sums, finished)`.
+    """An intrinsic that computes a lane of the products of the first `rows` rows of a panel of x and one of the weight;
+    `kinds` are those of the product: `(x, w, kinds, steps, sums, finished)`.
 
     `sums`: LEVELS sums of each output. The first `finished` of them are added to the lane, and the next one becomes the
     result.
     """
 
     @intrinsic
-    def add_lane(context, x, w, kind, steps, sums, finished):  # type: ignore[no-untyped-def]
+    def add_lane(context, x, w, kinds, steps, sums, finished):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
             x, w, _, steps, sums, finished = args
             places = [LONG(number * LANES) for number in range(rows * VECTORS)]
@@ -203,7 +205,7 @@ def _adding(rows: int) -> Any:
                 for row in range(rows):
                     own = repeated(builder, builder.load(builder.gep(own_x, [LONG(row)])))
                     for total, other in zip(before[row * VECTORS : (row + 1) * VECTORS], others, strict=True):
-                        found.append(add_product_of(builder, own, other, total, kind == types.uint16))
+                        found.append(add_product_of(builder, own, other, total, are_pairs(kinds)))
                 return found
 
             def add(level: Any, before: list[Any]) -> list[Any]:
@@ -219,7 +221,7 @@ def _adding(rows: int) -> Any:
                 store_lanes(builder, total, result, place)
             return context.get_dummy_value()
 
-        return types.void(FLOATS, FLOATS, kind, types.int64, FLOATS, types.int64), generate
+        return types.void(FLOATS, FLOATS, kinds, types.int64, FLOATS, types.int64), generate
 
     return add_lane
 
@@ -249,11 +251,11 @@ def _make_panels(args, kind, first, last):  # type: ignore[no-untyped-def]
         panel = at(panels, row // ROWS * ROWS * LANES * steps + row % ROWS)
         for step in range(steps // made):
             place = at(panel, step * made * ROWS)
-            _turn_x(at(own, step * taken), x_stride, count, length - step * taken, place, steps * ROWS)
+            _turn_x(at(own, step * taken), x_stride, (kind, kind), count, length - step * taken, place, steps * ROWS)
 
 
 @compiled_inline
-def _make_panel_of_weight(w, w_stride, rows, length, steps, panel, of_lane):  # type: ignore[no-untyped-def]
+def _make_panel_of_weight(w, w_stride, kinds, rows, length, steps, panel, of_lane):  # type: ignore[no-untyped-def]
     """A panel of up to COLUMNS rows of the weight. `steps`: of the panel, numbers taken of a row for some of them, and
     how many are made of these."""
     count_of_steps, taken, made = steps
@@ -261,7 +263,7 @@ def _make_panel_of_weight(w, w_stride, rows, length, steps, panel, of_lane):  # 
         for row in range(0, rows, _SQUARE):
             own, count = at(w, row * w_stride), min(_SQUARE, rows - row)
             place = at(panel, step * made * COLUMNS + row)
-            _turn_w(at(own, step * taken), w_stride, count, length - step * taken, place, of_lane)
+            _turn_w(at(own, step * taken), w_stride, kinds, count, length - step * taken, place, of_lane)
 
 
 @compiled_inline
@@ -279,9 +281,9 @@ def _write(out, sums, scale, width, is_scaled):  # type: ignore[no-untyped-def]
 
 
 @compiled_inline
-def _multiply_tiles(x, w, kind, of_lane, rows, steps, sums, ahead, lines):  # type: ignore[no-untyped-def]
-    """The products of panels of `rows` rows of x with one of the weight of a kind: the last of the LEVELS sums of each
-    output. Meanwhile some lines of memory from `ahead` on are asked for."""
+def _multiply_tiles(x, w, kinds, of_lane, rows, steps, sums, ahead, lines):  # type: ignore[no-untyped-def]
+    """The products of panels of `rows` rows of x with one of the weight: the last of the LEVELS sums of each output.
+    Meanwhile some lines of memory from `ahead` on are asked for."""
     for lane in range(LANES):
         finished = 0
         while lane >> finished & 1:
@@ -291,11 +293,11 @@ def _multiply_tiles(x, w, kind, of_lane, rows, steps, sums, ahead, lines):  # ty
             own, kept = at(x, (tile * LANES + lane) * steps * ROWS), at(sums, tile * LEVELS * _SIZE)
             left = rows - tile * ROWS
             if left > 2 * _PART:
-                _add_lane(own, other, kind, steps, kept, finished)
+                _add_lane(own, other, kinds, steps, kept, finished)
             elif left > _PART:
-                _add_lane_2(own, other, kind, steps, kept, finished)
+                _add_lane_2(own, other, kinds, steps, kept, finished)
             else:
-                _add_lane_1(own, other, kind, steps, kept, finished)
+                _add_lane_1(own, other, kinds, steps, kept, finished)
         for line in range(lines * lane // LANES, lines * (lane + 1) // LANES):
             _ask(ahead, line * LINE)
 
@@ -321,7 +323,7 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
             for column in range(block, following, COLUMNS):
                 own, panel = at(w, column * w_stride), at(panels, (column - block) // COLUMNS * of_panel)
                 _make_panel_of_weight(
-                    own, w_stride, min(COLUMNS, last - column), length, steps_of_panel, panel, of_lane
+                    own, w_stride, kinds, min(COLUMNS, last - column), length, steps_of_panel, panel, of_lane
                 )
             ahead, lines = numbers(a[1] + following * of_row, BYTE), min(most, last - following) * of_row // LINE
             parts = (end - begin + at_once - 1) // at_once * ((following - block + COLUMNS - 1) // COLUMNS)
@@ -332,7 +334,7 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
                     panel, asked = at(panels, (column - block) // COLUMNS * of_panel), lines * part // parts
                     part += 1
                     more = lines * part // parts - asked
-                    _multiply_tiles(own, panel, kinds[0], of_lane, count, steps, sums, at(ahead, asked * LINE), more)
+                    _multiply_tiles(own, panel, kinds, of_lane, count, steps, sums, at(ahead, asked * LINE), more)
                     for i in range(count):
                         place = (i // ROWS * LEVELS + LEVELS - 1) * _SIZE + i % ROWS * COLUMNS
                         o, s = at(out, (row + i) * out_stride + column), at(scale, column)
