@@ -321,10 +321,8 @@ def _add_tokens(
         slots += _slots(part, own, page_size)
     first, every = rows.known, [*chain.from_iterable(positions)]
     for name, values, idle in (("token_ids", token_ids, 0), ("positions", every, 0), ("slot_mapping", slots, -1)):
-        if rows.prompts > first:
-            values[first:first] = [idle] * (rows.prompts - first)  # after the prompts
-        values += [idle] * (rows.total - len(values))
-        pieces.add(name, values, rows.total)
+        values[first:first] = [idle] * (rows.prompts - first)  # after the prompts
+        pieces.add(name, values + [idle] * (rows.total - len(values)), rows.total)
 
 
 def _add_checkpoints(pieces: Pieces, parts: list[Part], count: int) -> tuple[tuple[int, int], ...]:
