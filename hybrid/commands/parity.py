@@ -27,6 +27,7 @@ from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
 from hybrid.commands.parity_drafts import drafts, predictor
 from hybrid.commands.parity_files import files, second_process
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
+from hybrid.engine.build import DTYPES
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
@@ -38,7 +39,10 @@ from hybrid.models.loading import TINY, has_predictor, open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
 
 TOLERANCE = 1e-4
-"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range."""
+"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range, in float32."""
+
+MAX_ERRORS = 1.5
+"""Largest error allowed in another type, in errors of transformers' own model in that type."""
 
 
 def repeated_prompt(judge: Judge) -> Check:
@@ -136,29 +140,43 @@ SCENARIOS: tuple[Callable[[Judge], Check], ...] = (
 )
 
 
-def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check]:
-    """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model in fp32.
+def against_transformers(path: Path, judge: Judge, dtype: str = "float32") -> list[Check]:
+    """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model: in float32
+    with its logits, in another type with its errors in the same type.
 
     In a random checkpoint two experts may be as likely but for rounding, which then chooses among them: the prompt of
     seed 0 has no such token in any family, that of another seed may.
     """
-    from transformers import AutoModelForCausalLM
-
-    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
-
-    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
-        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
-    use_torch_functions(theirs)
     ids = judge.ids(4 * judge.grid + 36)
-    with torch.inference_mode():
-        expected = theirs(input_ids=torch.tensor([ids])).logits[0].float()
+    exact = transformers_logits(path, ids, "float32")
+    rounded = None if dtype == "float32" else transformers_logits(path, ids, dtype)
     decoded = 12
     ways = {
         "logits of a prompt in one pass": [len(ids)],
         "logits of a prompt in chunks": [judge.engine.cache.config.chunk_size],
         "logits of decoded tokens": [len(ids) - decoded],
     }
-    return [compare_logits(name, prompt_logits(judge.warm(), ids, share[0]), expected) for name, share in ways.items()]
+    checks = []
+    for name, (share,) in ways.items():
+        ours = prompt_logits(judge.warm(), ids, share)
+        checks.append(
+            compare_logits(name, ours, exact) if rounded is None else compare_errors(name, ours, rounded, exact)
+        )
+    return checks
+
+
+def transformers_logits(path: Path, ids: list[int], dtype: str) -> torch.Tensor:
+    """`[len(ids), vocab]` logits of transformers' own model in a type, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
+
+    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+    use_torch_functions(theirs)
+    with torch.inference_mode():
+        logits: torch.Tensor = theirs(input_ids=torch.tensor([ids])).logits[0].float()
+    return logits
 
 
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
@@ -191,6 +209,15 @@ def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check
     top_token = "the same most likely token" if same else "ANOTHER most likely token"
     detail = f"largest difference {worst:.2e}, allowed {bound:.2e}; {top_token} in {int(clear.sum())} clear rows"
     return Check(name, worst <= bound and same, None, detail)
+
+
+def compare_errors(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> Check:
+    """Compare the errors of logits `[tokens, vocab]`, ours and transformers' in the same type: their root mean squares,
+    as a fraction of that of the exact logits."""
+    scale = exact.square().mean().sqrt()
+    our_error, their_error = (float((logits - exact).square().mean().sqrt() / scale) for logits in (ours, theirs))
+    detail = f"error {our_error:.1e}, of transformers {their_error:.1e}, allowed {MAX_ERRORS} times as much"
+    return Check(name, our_error <= MAX_ERRORS * their_error, None, detail)
 
 
 @dataclass(frozen=True)
@@ -266,29 +293,29 @@ def product_costs(engine: Engine) -> list[ProductCost]:
     return costs
 
 
-def run_parity(model: str | Path, seed: int = 0) -> Parity:
-    """Run every check on a checkpoint, in fp32.
+def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32") -> Parity:
+    """Run every check on a checkpoint, in a type.
 
     Raises:
         CheckpointError: the path holds no usable checkpoint.
     """
     with second_process(open_checkpoint(model).path) as process:
-        return check_all(model, seed, process)
+        return check_all(model, seed, dtype, process)
 
 
-def check_all(model: str | Path, seed: int, process: Executor) -> Parity:
+def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Parity:
     """Run every check on a checkpoint; `process` computes those of a second process."""
     started = time.process_time()
-    engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
+    engine = Engine.from_pretrained(model, dtype=dtype, cache=CacheConfig(memory="2GiB", deterministic=True))
     seconds, judge = time.process_time() - started, Judge(engine, seed)
     preparation = prepared(judge, seconds)
     checkpoint = open_checkpoint(model)
-    checks = against_transformers(engine, checkpoint.path, judge)
+    checks = against_transformers(checkpoint.path, judge, dtype)
     checks += [judge.attempt(scenario) for scenario in SCENARIOS]
-    checks += drafts(judge) + files(judge, model, process)
+    checks += drafts(judge) + files(judge, model, dtype, process)
     if has_predictor(checkpoint):
         config = CacheConfig(memory="64MiB", deterministic=True)
-        predicting = Engine.from_pretrained(model, dtype="float32", cache=config, speculation="mtp")
+        predicting = Engine.from_pretrained(model, dtype=dtype, cache=config, speculation="mtp")
         checks += predictor(Judge(predicting, seed, judge))
     return Parity(checks, product_costs(engine), preparation)
 
@@ -305,15 +332,15 @@ def prepared(judge: Judge, seconds: float) -> Preparation:
     return Preparation(round(seconds - choosing, 3), round(choosing, 3), round(max(0.0, times[0] - times[1]), 3))
 
 
-def run_all_families(seed: int = 0) -> dict[str, Parity]:
-    """Run every check on a small random checkpoint of every family, in fp32."""
+def run_all_families(seed: int = 0, dtype: str = "float32") -> dict[str, Parity]:
+    """Run every check on a small random checkpoint of every family, in a type."""
     results = {}
     with TemporaryDirectory() as folder, second_process(TINY) as process:
         for at, name in enumerate(FAMILIES):
             path = write_random_checkpoint(Path(folder) / str(at), name, seed)
             if name.startswith("qwen"):  # the others have none
                 add_random_predictor(path)
-            results[name] = check_all(path, seed, process)
+            results[name] = check_all(path, seed, dtype, process)
     return results
 
 
@@ -328,6 +355,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
+    )
+    parser.add_argument(
+        "--dtype", default="float32", choices=DTYPES, help="the type that the model runs in (default: float32)"
     )
 
 
@@ -346,7 +376,10 @@ def rare_collections() -> Iterator[None]:
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
     with rare_collections():
-        families = run_all_families(args.seed) if args.all_families else {args.model: run_parity(args.model, args.seed)}
+        if args.all_families:
+            families = run_all_families(args.seed, args.dtype)
+        else:
+            families = {args.model: run_parity(args.model, args.seed, args.dtype)}
     for model, result in families.items():
         table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
         for check in result.checks:
@@ -368,7 +401,9 @@ COMMAND = Command(
     help="check that cache hits do not change results",
     description=(
         "Compare logits with transformers' own model on the same checkpoint, and cache hits with cold runs: every "
-        "token and every log-probability must be equal bit by bit, and every scenario must have hits. Runs in float32."
+        "token and every log-probability must be equal bit by bit, and every scenario must have hits. In float32 "
+        "logits must be those of transformers; in another type they must be as near to these as the logits of "
+        "transformers' own model in that type."
     ),
     add_arguments=add_arguments,
     run=run,

@@ -39,7 +39,7 @@ def test_there_is_a_random_checkpoint_of_every_model_type() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_are_those_of_transformers(name: str, written: dict[str, Path]) -> None:
     own = judge_of(written[name], "float32")
-    assert_all_pass(parity.against_transformers(own.engine, written[name], own))
+    assert_all_pass(parity.against_transformers(written[name], own))
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "," not in name])
