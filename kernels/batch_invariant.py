@@ -251,6 +251,11 @@ def can_compile(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
     return not isinstance(found, str) and found.can_multiply(weight, dtype or weight.dtype)
 
 
+def multiplies_pairs() -> bool:
+    """Whether compiled products of bfloat16 are faster than those of float32: the CPU multiplies pairs of numbers."""
+    return can_compile(torch.empty(1, 1, dtype=torch.bfloat16)) and ops.compiled_module("vectors").HAS_PAIRS
+
+
 def choose_for_experts(weight: Tensor) -> Products:
     """Products for the weights of experts, `[experts, out, in]`, whose rows have the same bits in every batch.
 

@@ -21,13 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.arguments import integer
+from hybrid.commands.arguments import add_dtype, integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
 from hybrid.commands.parity_drafts import drafts, predictor
 from hybrid.commands.parity_files import files, second_process
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
-from hybrid.engine.build import DTYPES
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
@@ -356,9 +355,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
     )
-    parser.add_argument(
-        "--dtype", default="float32", choices=DTYPES, help="the type that the model runs in (default: float32)"
-    )
+    add_dtype(parser, "float32")
 
 
 @contextmanager
