@@ -33,8 +33,8 @@ class Rotary:
 
 
 class Linear(nn.Module):
-    """A matrix product. Its weight may be stored by columns, or have another type than the rows, and it can be made batch
-    invariant.
+    """A matrix product. Its weight may be stored by columns, or have another type than the rows; the product can be
+    made batch invariant.
 
     Args:
         inputs, outputs: sizes of a row before and after.
