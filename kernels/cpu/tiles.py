@@ -64,6 +64,22 @@ def _sum(builder: Any, vector: Any) -> Any:
     return _folded(builder, vector, _added)
 
 
+def _sums(builder: Any, vectors: list[Any]) -> Any:
+    """A vector of the sums of the lanes of 1, 2 or 4 vectors, added up as in `_sum`; halves of two vectors are added at
+    once."""
+    lanes = LANES
+    while lanes > 1:
+        half, is_paired = lanes // 2, len(vectors) > 1
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if is_paired else [(vectors[0], vectors[0])]
+        starts = range(0, vectors[0].type.count * (2 if is_paired else 1), lanes)
+        lower = [start + lane for start in starts for lane in range(half)]
+        kind = ir.VectorType(INT, len(lower))
+        parts = ir.Constant(kind, lower), ir.Constant(kind, [lane + half for lane in lower])
+        vectors = [_added(builder, *(builder.shuffle_vector(x, y, part) for part in parts)) for x, y in pairs]
+        lanes = half
+    return vectors[0]
+
+
 def _is_paired(x: Any) -> bool:
     """Whether rows of x are multiplied in pairs."""
     return not isinstance(x.type.pointee, ir.FloatType)
@@ -197,6 +213,21 @@ def is_read_by_rows(context, w):  # type: ignore[no-untyped-def]
     return types.boolean(w), generate
 
 
+def _write(builder: Any, values: Any, scale: Any | None, column: int, out: Any) -> None:
+    """Write a vector of outputs from a column on, times the scales of a weight that has them."""
+    at, kind = LONG(column), values.type.as_pointer()
+    if scale is not None:
+        factors = builder.load(builder.bitcast(builder.gep(scale, [at]), kind))
+        factors.align = 4
+        values = builder.fmul(values, factors)
+    if isinstance(out.type.pointee, ir.FloatType):
+        builder.store(values, builder.bitcast(out, kind), align=4)
+        return
+    for lane in range(values.type.count):
+        value = builder.extract_element(values, INT(lane))
+        builder.store(narrowed(builder, value, out.type.pointee), builder.gep(out, [LONG(lane)]))
+
+
 def tile(rows: int, columns: int) -> Any:
     """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
     out_stride, length)`.
@@ -217,12 +248,12 @@ def tile(rows: int, columns: int) -> Any:
             if columns > 1 and _asks_ahead(x, w, rows):
                 fetch = _of_next_tile(builder, w, w_stride, columns, length, _taken(x), rows == 1)
             sums = _sums_of_products(builder, xs, ws, length, fetch)
-            for number, total in enumerate(sums):
-                value, (row, column) = _sum(builder, total), divmod(number, columns)
-                if w.type.pointee == ir.IntType(8):
-                    value = builder.fmul(value, builder.load(builder.gep(scale, [LONG(column)])))
+            of_column = scale if w.type.pointee == ir.IntType(8) else None
+            together = next(count for count in (4, 2, 1) if columns % count == 0)
+            for first in range(0, len(sums), together):
+                row, column = divmod(first, columns)
                 place = builder.gep(out, [builder.add(builder.mul(out_stride, LONG(row)), LONG(column))])
-                builder.store(narrowed(builder, value, out.type.pointee), place)
+                _write(builder, _sums(builder, sums[first : first + together]), of_column, column, place)
             return context.get_dummy_value()
 
         return types.void(x, long, w, long, FLOATS, out, long, long), generate
@@ -272,7 +303,10 @@ def outer(rows: int, vectors: int, is_narrow: bool = False) -> Any:
     return add
 
 
-_outer_4, _outer_wide, _outer_1 = outer(4, 1), outer(1, 4), outer(1, 1)
+_VECTORS_OF_4 = 4 if HAS_WIDE_REGISTERS else 1
+"""Vectors of columns that 4 rows are multiplied with at once: as many as the registers hold."""
+
+_outer_4, _outer_4_wide, _outer_wide, _outer_1 = outer(4, 1), outer(4, _VECTORS_OF_4), outer(1, 4), outer(1, 1)
 _outer_narrow_4, _outer_narrow_1 = outer(4, 1, True), outer(1, 1, True)
 
 
@@ -291,6 +325,9 @@ def add_product(y, y_stride, a, a_stride, b, b_stride, rows, inner, width):  # t
                 else:
                     _outer_narrow_1(out, y_stride, own, a_stride, other, b_stride, inner, left)
                 column = width
+            elif count == 4 and left >= _VECTORS_OF_4 * LANES:
+                _outer_4_wide(out, y_stride, own, a_stride, other, b_stride, inner, left)
+                column += _VECTORS_OF_4 * LANES
             elif count == 4:
                 _outer_4(out, y_stride, own, a_stride, other, b_stride, inner, left)
                 column += LANES
