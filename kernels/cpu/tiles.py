@@ -14,13 +14,12 @@ from numba.extending import intrinsic
 from hybrid.kernels.cpu.machine_code import compiled_inline
 from hybrid.kernels.cpu.vectors import (
     FLOATS,
-    HAS_PAIRS,
     HAS_WIDE_REGISTERS,
     INT,
     LANES,
+    LINE,
     LONG,
     NEAR,
-    NEAREST,
     ZEROS,
     add_product_of,
     at,
@@ -39,7 +38,8 @@ from hybrid.kernels.cpu.vectors import (
 SHORT = 3072
 """Bytes of a row of a weight below which hardware reads it from memory late."""
 
-_ANY = 1 << 62
+COLUMNS = 12
+"""Rows of a weight that few rows of x are multiplied with before the next ones; tiles divide it."""
 
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
@@ -170,17 +170,14 @@ def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
 row_sum, row_max = _of_row(_added), _of_row(_larger)
 
 
-def _of_next_tile(
-    builder: Any, w: Any, stride: Any, columns: int, length: Any, taken: int, is_read_once: bool
-) -> Callable[[Any], None]:
-    """Asks for the tile of narrow numbers after the one that begins at w, as fast as this one is read: `taken` numbers
-    of each row in a step.
+def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, taken: int, length: Any) -> Callable[[Any], None]:
+    """Asks, for one row of x, for the tile of narrow numbers after the one that begins at w, as fast as this one is
+    read: `taken` numbers of each row in a step.
 
-    Where it `is_read_once`, by one row of x, and rows are long, it asks for what will be read in the same step:
-    hardware follows each of them too. A short row ends before hardware has found it: all of them in the order of
-    memory, as one long row. Several rows of x take longer: the second cache is near enough.
+    Where rows are long, it asks for what will be read in the same step: hardware follows each of them too. A short row
+    ends before hardware has found it: all of them in the order of memory, as one long row.
     """
-    is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width if is_read_once else _ANY))
+    is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width))
     of_index = builder.select(is_short, LONG(columns), LONG(1))
     of_column = builder.select(is_short, LONG(taken), stride)
     following = builder.gep(w, [builder.mul(stride, LONG(columns))])
@@ -188,18 +185,25 @@ def _of_next_tile(
     def fetch(index: Any) -> None:
         start = builder.mul(index, of_index)
         for column in range(columns):
-            place = builder.add(start, builder.mul(of_column, LONG(column)))
-            prefetch(builder, following, place, NEAREST if is_read_once else NEAR)
+            prefetch(builder, following, builder.add(start, builder.mul(of_column, LONG(column))))
 
     return fetch
 
 
-def _asks_ahead(x: Any, w: Any, rows: int) -> bool:
-    """Whether a tile asks for the next one: of narrow numbers, and for several rows of x where these are multiplied
-    faster than memory is read."""
-    if rows == 1:
-        return not isinstance(w.type.pointee, ir.FloatType)
-    return HAS_PAIRS and _is_paired(x)
+def _of_next_rows(builder: Any, w: Any, stride: Any, columns: int, taken: int) -> Callable[[Any], None]:
+    """Asks, for several rows of x, for the tile at the same place of the next COLUMNS rows, which are multiplied after
+    all rows of x were with these: the next tile would come too late, and the second cache is near enough. Each line
+    once, in the order of memory: a short row ends before hardware has found it."""
+    following = builder.gep(w, [builder.mul(stride, LONG(COLUMNS))])
+    element = w.type.pointee
+    of_line = LINE // (4 if isinstance(element, ir.FloatType) else element.width // 8)
+
+    def fetch(index: Any) -> None:
+        start = builder.mul(index, LONG(columns))
+        for first in range(0, columns * taken, of_line):
+            prefetch(builder, following, builder.add(start, LONG(first)), NEAR)
+
+    return fetch
 
 
 @intrinsic
@@ -245,8 +249,10 @@ def tile(rows: int, columns: int) -> Any:
             xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
             ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
             fetch = None
-            if columns > 1 and _asks_ahead(x, w, rows):
-                fetch = _of_next_tile(builder, w, w_stride, columns, length, _taken(x), rows == 1)
+            if columns > 1 and rows > 1:
+                fetch = _of_next_rows(builder, w, w_stride, columns, _taken(x))
+            elif columns > 1 and not isinstance(w.type.pointee, ir.FloatType):
+                fetch = _of_next_tile(builder, w, w_stride, columns, _taken(x), length)
             sums = _sums_of_products(builder, xs, ws, length, fetch)
             of_column = scale if w.type.pointee == ir.IntType(8) else None
             together = next(count for count in (4, 2, 1) if columns % count == 0)
