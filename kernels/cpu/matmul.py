@@ -125,7 +125,7 @@ def _multiply_and_ask(x, x_stride, w, w_stride, scale, out, out_stride, sizes, a
 def _multiply(args, kinds, first, last):  # type: ignore[no-untyped-def]
     """Columns `[first, last)`; the kinds are those of the weight and of the output."""
     a = numbers(args, INDEX)
-    x, w, scale, out = rows_of_x(a[0], kinds[0]), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
+    x, w, scale, out = rows_of_x(a[0], kinds), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
     x_stride, w_stride, out_stride, rows, length, of_row = a[4], a[5], a[6], a[7], a[8], a[9]
     for column in range(first, last, COLUMNS):
         width = min(COLUMNS, last - column)
@@ -166,8 +166,8 @@ def _widen(args, kind, first, last):  # type: ignore[no-untyped-def]
             put(y, row * size + i, get(x, row * stride + i))
 
 
-PAIRS = {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)} | {
-    (torch.int8, dtype) for dtype in (torch.float32, torch.bfloat16)
+PAIRS = {(torch.float32, torch.float32)} | {
+    (weight, x) for weight in (torch.bfloat16, torch.int8) for x in (torch.float32, torch.bfloat16)
 }
 """Types of a weight and of x that can be multiplied. The first product of each is compiled."""
 
@@ -180,7 +180,8 @@ def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`x @ weight.T`, accumulated in fp32, with torch's number of threads.
+    """`x @ weight.T`, accumulated in fp32, with torch's number of threads. With fp32 rows a bfloat16 weight gives the
+    bits of its numbers as fp32.
 
     Args:
         x: `[rows, in]` fp32 or bfloat16.

@@ -201,7 +201,7 @@ def tile(rows: int, columns: int) -> Any:
     """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
     out_stride, length)`.
 
-    x is a pointer to fp32, or, where w is bfloat16, what `vectors.rows_of_x` returns; w and out are pointers of any
+    x is what `vectors.rows_of_x` returns; w and out are pointers of any
     types, strides are in elements. Where w is int8, results are multiplied by the scale of w's row.
     """
 
