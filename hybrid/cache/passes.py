@@ -37,7 +37,8 @@ class Passes:
 
     def trim(self, lease: Lease, num_pages: int) -> None:
         """See `HybridCache.trim`."""
-        self._allocator.free_pages(lease.cut(count("trim: num_pages", num_pages)))
+        if len(lease.block_table) > max(count("trim: num_pages", num_pages), lease.num_shared):
+            self._allocator.free_pages(lease.cut(num_pages))
 
     def take_back(self, lease: Lease) -> bool:
         """See `HybridCache.take_back`."""
