@@ -258,7 +258,8 @@ def product_costs(engine: Engine) -> list[ProductCost]:
     for name, weight, products in engine.model.kinds_of_products():
         milliseconds = {}
         for rows in (1, 8):
-            ours, plain = seconds_of(weight, products, rows)
+            ones = torch.ones(rows, weight.shape[1], dtype=engine.model.dtype)
+            ours, plain = seconds_of(ones, weight, products)
             milliseconds[rows] = (round(1000 * ours, 4), round(1000 * plain, 4))
         dtype = str(weight.dtype).removeprefix("torch.")
         costs.append(ProductCost(name, dtype, tuple(weight.shape), str(products), milliseconds))
