@@ -83,6 +83,9 @@ def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: 
         scale: factor of cosines and sines.
         dtype: of the result.
     """
+    compiled: Any = kernels.compiled_for("rotary", positions)
+    if compiled is not None and dtype in compiled.KINDS:
+        return Rotary(*compiled.angles(positions, inverse_frequencies, scale, dtype))
     turned = positions * inverse_frequencies
     cos, sin = turned.cos(), turned.sin()
     if scale != 1:
