@@ -297,8 +297,8 @@ class CausalLM(nn.Module, ABC):
             mixer.step(inputs if rows is None else tuple(part[rows] for part in inputs), steps, state)
 
     def _rotary_of(self, batch: Batch) -> Rotary:
-        """The angles of a step's tokens. They come first, so that all operations after them are one program where a
-        pass is captured on a CPU."""
+        """The angles of a step's tokens. They come first: where torch computes them, all operations after them are one
+        program of a pass that is captured on a CPU."""
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
         return self.rotary(positions, self.model.embed_tokens.weight.dtype)
 
