@@ -350,6 +350,9 @@ def looped(
     return phis(builder, (entry, start), (loop, changed))
 
 
+LINE = 64
+"""Bytes of memory that the CPU reads at once."""
+
 NEAREST, NEAR = 3, 2
 """The first and the second cache."""
 
