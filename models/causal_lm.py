@@ -179,9 +179,14 @@ class CausalLM(nn.Module, ABC):
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of activations, and of weights; those of matrix products and the embedding may have another one."""
+        return self.model.norm.weight.dtype
+
     def own_spec(self) -> HybridSpec:
         """Those of this model by layers, with what its predictor keeps, which comes last."""
-        spec = self.spec(self.config, self.model.embed_tokens.weight.dtype)
+        spec = self.spec(self.config, self.dtype)
         tokens = tuple(tensor.name for tensor in spec.tokens)
         states = tuple(tensor.name for tensor in spec.state)
         decoder: Iterable[Any] = self.model.layers
@@ -255,9 +260,9 @@ class CausalLM(nn.Module, ABC):
         return linear(x, self.lm_head.weight, blocks, self.lm_head.products, self.lm_head.scale).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings of tokens, `[T, hidden_size]`."""
+        """The embeddings of tokens, `[T, hidden_size]` in the model's type."""
         x: Tensor = self.model.embed_tokens(token_ids)
-        return x
+        return x.to(self.dtype)
 
     @torch.inference_mode()
     def draft(self, batch: Batch, hidden: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
