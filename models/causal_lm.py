@@ -305,7 +305,7 @@ class CausalLM(nn.Module, ABC):
         """The angles of a step's tokens. They come first: where torch computes them, all operations after them are one
         program of a pass that is captured on a CPU."""
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
-        return self.rotary(positions, self.model.embed_tokens.weight.dtype)
+        return self.rotary(positions, self.dtype)
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """The angles of a step's tokens.
