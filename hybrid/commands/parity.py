@@ -6,11 +6,9 @@ Logits are compared with transformers' own model, and hits with cold runs, bit b
 from __future__ import annotations
 
 import argparse
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,24 +19,29 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.arguments import integer
+from hybrid.commands.arguments import add_dtype, integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
-from hybrid.commands.parity_drafts import drafts, predictor
-from hybrid.commands.parity_files import files, second_process
+from hybrid.commands.parity_drafts import drafts
+from hybrid.commands.parity_files import files
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
+from hybrid.commands.second_process import predicted, rare_collections, second_process, transformers_logits
+from hybrid.engine.build import resolve_device
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.step import Part, Step
-from hybrid.kernels.batch_invariant import seconds_of
+from hybrid.kernels.batch_invariant import can_compile, seconds_of
 from hybrid.models.loading import TINY, has_predictor, open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
 
 TOLERANCE = 1e-4
-"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range."""
+"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range, in float32."""
+
+MAX_ERRORS = 1.5
+"""Largest error allowed in another type, in errors of transformers' own model in that type."""
 
 
 def repeated_prompt(judge: Judge) -> Check:
@@ -136,29 +139,36 @@ SCENARIOS: tuple[Callable[[Judge], Check], ...] = (
 )
 
 
-def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check]:
-    """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model in fp32.
+def compared_with_transformers(judge: Judge) -> list[int]:
+    """The prompt whose logits are compared with those of transformers' own model.
 
     In a random checkpoint two experts may be as likely but for rounding, which then chooses among them: the prompt of
     seed 0 has no such token in any family, that of another seed may.
     """
-    from transformers import AutoModelForCausalLM
+    return judge.ids(4 * judge.grid + 36)
 
-    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
 
-    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
-        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
-    use_torch_functions(theirs)
-    ids = judge.ids(4 * judge.grid + 36)
-    with torch.inference_mode():
-        expected = theirs(input_ids=torch.tensor([ids])).logits[0].float()
+def against_transformers(judge: Judge, expected: torch.Tensor, rounded: torch.Tensor | None = None) -> list[Check]:
+    """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with `[tokens, vocab]` logits of
+    transformers' own model in fp32.
+
+    Args:
+        rounded: its logits in the type of the judge's engine, where that is another: errors are compared.
+    """
+    ids = compared_with_transformers(judge)
     decoded = 12
     ways = {
-        "logits of a prompt in one pass": [len(ids)],
-        "logits of a prompt in chunks": [judge.engine.cache.config.chunk_size],
-        "logits of decoded tokens": [len(ids) - decoded],
+        "logits of a prompt in one pass": len(ids),
+        "logits of a prompt in chunks": judge.engine.cache.config.chunk_size,
+        "logits of decoded tokens": len(ids) - decoded,
     }
-    return [compare_logits(name, prompt_logits(judge.warm(), ids, share[0]), expected) for name, share in ways.items()]
+    checks = []
+    for name, share in ways.items():
+        ours = prompt_logits(judge.warm(), ids, share)
+        checks.append(
+            compare_logits(name, ours, expected) if rounded is None else compare_errors(name, ours, rounded, expected)
+        )
+    return checks
 
 
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
@@ -193,6 +203,15 @@ def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check
     return Check(name, worst <= bound and same, None, detail)
 
 
+def compare_errors(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> Check:
+    """Compare the errors of logits `[tokens, vocab]`, ours and transformers' in the same type: their root mean squares,
+    as a fraction of that of the exact logits."""
+    scale = exact.square().mean().sqrt()
+    our_error, their_error = (float((logits - exact).square().mean().sqrt() / scale) for logits in (ours, theirs))
+    detail = f"error {our_error:.1e}, of transformers {their_error:.1e}, allowed {MAX_ERRORS} times as much"
+    return Check(name, our_error <= MAX_ERRORS * their_error, None, detail)
+
+
 @dataclass(frozen=True)
 class ProductCost:
     """How the rows of a batch are multiplied with weights of one kind, and the cost of their independence.
@@ -216,13 +235,15 @@ class Preparation:
     """CPU seconds from a checkpoint to an engine at full speed.
 
     Attributes:
-        loading: reading and converting the checkpoint, without the rest.
+        loading: reading and converting the checkpoint, without the rest, and without importing torch and transformers.
+        importing: of Numba, and of the functions that it compiles.
         choosing: how the rows of a batch are multiplied with each weight.
         compiling: what the first request takes more than the same one in a second engine: code is compiled, or read
             from disk.
     """
 
     loading: float
+    importing: float
     choosing: float
     compiling: float
 
@@ -259,61 +280,65 @@ def product_costs(engine: Engine) -> list[ProductCost]:
     for name, weight, products in engine.model.kinds_of_products():
         milliseconds = {}
         for rows in (1, 8):
-            ours, plain = seconds_of(weight, products, rows)
+            ones = torch.ones(rows, weight.shape[1], dtype=engine.model.dtype)
+            ours, plain = seconds_of(ones, weight, products)
             milliseconds[rows] = (round(1000 * ours, 4), round(1000 * plain, 4))
         dtype = str(weight.dtype).removeprefix("torch.")
         costs.append(ProductCost(name, dtype, tuple(weight.shape), str(products), milliseconds))
     return costs
 
 
-def run_parity(model: str | Path, seed: int = 0) -> Parity:
-    """Run every check on a checkpoint, in fp32.
+def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32") -> Parity:
+    """Run every check on a checkpoint, in a type.
 
     Raises:
         CheckpointError: the path holds no usable checkpoint.
     """
     with second_process(open_checkpoint(model).path) as process:
-        return check_all(model, seed, process)
+        return check_all(model, seed, dtype, process)
 
 
-def check_all(model: str | Path, seed: int, process: Executor) -> Parity:
-    """Run every check on a checkpoint; `process` computes those of a second process."""
+def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Parity:
+    """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile."""
     started = time.process_time()
-    engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
-    seconds, judge = time.process_time() - started, Judge(engine, seed)
-    preparation = prepared(judge, seconds)
-    checkpoint = open_checkpoint(model)
-    checks = against_transformers(engine, checkpoint.path, judge)
-    checks += [judge.attempt(scenario) for scenario in SCENARIOS]
-    checks += drafts(judge) + files(judge, model, process)
-    if has_predictor(checkpoint):
-        config = CacheConfig(memory="64MiB", deterministic=True)
-        predicting = Engine.from_pretrained(model, dtype="float32", cache=config, speculation="mtp")
-        checks += predictor(Judge(predicting, seed, judge))
+    can_compile(torch.empty(1, 1, device=resolve_device(None)))  # imports what compiles, where it does
+    imported = time.process_time()
+    engine = Engine.from_pretrained(model, dtype=dtype, cache=CacheConfig(memory="2GiB", deterministic=True))
+    loaded, judge = time.process_time(), Judge(engine, seed)
+    preparation, checkpoint = prepared(judge, loaded - imported, imported - started), open_checkpoint(model)
+    ids, types = compared_with_transformers(judge), dict.fromkeys(("float32", dtype))
+    theirs = [process.submit(transformers_logits, checkpoint.path, ids, each) for each in types]
+    others = process.submit(predicted, str(model), seed, dtype) if has_predictor(checkpoint) else None
+    checks = [judge.attempt(scenario) for scenario in SCENARIOS]
+    checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, dtype, process)
+    checks = against_transformers(judge, *(torch.from_numpy(each.result()) for each in theirs)) + checks
+    if others is not None:
+        checks += [each.check(judge) for each in others.result()]
     return Parity(checks, product_costs(engine), preparation)
 
 
-def prepared(judge: Judge, seconds: float) -> Preparation:
-    """What it took to start: `seconds` of CPU time for the engine, and what the first request takes more than the next
-    one. No request may have been computed before."""
+def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
+    """What it took to start: `seconds` of CPU time for the engine, those of `importing` before it, and what the first
+    request takes more than the next one. No request may have been computed before."""
     prompt, times = judge.ids(2 * judge.grid + 3), []
     for _ in range(2):
         warm, started = judge.warm(), time.process_time()
         warm.generate([prompt], ANSWER, progress=False)
         times.append(time.process_time() - started)
     choosing = judge.engine.model.choosing_seconds
-    return Preparation(round(seconds - choosing, 3), round(choosing, 3), round(max(0.0, times[0] - times[1]), 3))
+    parts = seconds - choosing, importing, choosing, max(0.0, times[0] - times[1])
+    return Preparation(*(round(part, 3) for part in parts))
 
 
-def run_all_families(seed: int = 0) -> dict[str, Parity]:
-    """Run every check on a small random checkpoint of every family, in fp32."""
+def run_all_families(seed: int = 0, dtype: str = "float32") -> dict[str, Parity]:
+    """Run every check on a small random checkpoint of every family, in a type."""
     results = {}
     with TemporaryDirectory() as folder, second_process(TINY) as process:
         for at, name in enumerate(FAMILIES):
             path = write_random_checkpoint(Path(folder) / str(at), name, seed)
             if name.startswith("qwen"):  # the others have none
                 add_random_predictor(path)
-            results[name] = check_all(path, seed, process)
+            results[name] = check_all(path, seed, dtype, process)
     return results
 
 
@@ -329,24 +354,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
     )
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Within this context cyclic garbage is looked for rarely: what transformers and torch import is a million objects,
-    all of which each full collection visits, and engines are freed without it."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(100 * thresholds[0], *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
+    add_dtype(parser, "float32")
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
     with rare_collections():
-        families = run_all_families(args.seed) if args.all_families else {args.model: run_parity(args.model, args.seed)}
+        if args.all_families:
+            families = run_all_families(args.seed, args.dtype)
+        else:
+            families = {args.model: run_parity(args.model, args.seed, args.dtype)}
     for model, result in families.items():
         table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
         for check in result.checks:
@@ -354,8 +371,8 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
             table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
         if (took := result.preparation) is not None:
             table.caption = (
-                f"CPU time: loading {took.loading:.2f} s, choosing products {took.choosing:.2f} s, "
-                f"compiling {took.compiling:.2f} s"
+                f"CPU time: loading {took.loading:.2f} s, importing Numba {took.importing:.2f} s, "
+                f"choosing products {took.choosing:.2f} s, compiling {took.compiling:.2f} s"
             )
         console.print(table)
     results = {model: result.as_json() for model, result in families.items()}
@@ -368,7 +385,9 @@ COMMAND = Command(
     help="check that cache hits do not change results",
     description=(
         "Compare logits with transformers' own model on the same checkpoint, and cache hits with cold runs: every "
-        "token and every log-probability must be equal bit by bit, and every scenario must have hits. Runs in float32."
+        "token and every log-probability must be equal bit by bit, and every scenario must have hits. In float32 "
+        "logits must be those of transformers; in another type they must be as near to these as the logits of "
+        "transformers' own model in that type."
     ),
     add_arguments=add_arguments,
     run=run,

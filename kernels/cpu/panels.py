@@ -32,6 +32,7 @@ from hybrid.kernels.cpu.vectors import (
     INT,
     KINDS,
     LANES,
+    LINE,
     LONG,
     ZERO,
     ZEROS,
@@ -90,10 +91,7 @@ _SQUARE = 8
 _ROWS_AT_ONCE = 6
 """Rows of x that are turned at once."""
 
-LINE = 64
-"""Bytes of memory that the CPU reads at once."""
-
-BYTE = np.int8(0)
+_BYTE = np.int8(0)
 
 _SIZE = ROWS * COLUMNS
 _SPREAD = 16
@@ -325,7 +323,7 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
                 _make_panel_of_weight(
                     own, w_stride, kinds, min(COLUMNS, last - column), length, steps_of_panel, panel, of_lane
                 )
-            ahead, lines = numbers(a[1] + following * of_row, BYTE), min(most, last - following) * of_row // LINE
+            ahead, lines = numbers(a[1] + following * of_row, _BYTE), min(most, last - following) * of_row // LINE
             parts = (end - begin + at_once - 1) // at_once * ((following - block + COLUMNS - 1) // COLUMNS)
             part = 0
             for row in range(begin, end, at_once):

@@ -351,6 +351,9 @@ def looped(
     return phis(builder, (entry, start), (last, changed))
 
 
+LINE = 64
+"""Bytes of memory that the CPU reads at once."""
+
 NEAREST, NEAR = 3, 2
 """The first and the second cache."""
 
