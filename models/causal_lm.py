@@ -83,6 +83,9 @@ def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: 
         scale: factor of cosines and sines.
         dtype: of the result.
     """
+    compiled: Any = kernels.compiled_for("rotary", positions)
+    if compiled is not None and dtype in compiled.KINDS:
+        return Rotary(*compiled.angles(positions, inverse_frequencies, scale, dtype))
     turned = positions * inverse_frequencies
     cos, sin = turned.cos(), turned.sin()
     if scale != 1:
@@ -176,9 +179,14 @@ class CausalLM(nn.Module, ABC):
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of activations, and of weights; those of matrix products and the embedding may have another one."""
+        return self.model.norm.weight.dtype
+
     def own_spec(self) -> HybridSpec:
         """Those of this model by layers, with what its predictor keeps, which comes last."""
-        spec = self.spec(self.config, self.model.embed_tokens.weight.dtype)
+        spec = self.spec(self.config, self.dtype)
         tokens = tuple(tensor.name for tensor in spec.tokens)
         states = tuple(tensor.name for tensor in spec.state)
         decoder: Iterable[Any] = self.model.layers
@@ -252,9 +260,9 @@ class CausalLM(nn.Module, ABC):
         return linear(x, self.lm_head.weight, blocks, self.lm_head.products, self.lm_head.scale).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings of tokens, `[T, hidden_size]`."""
+        """The embeddings of tokens, `[T, hidden_size]` in the model's type."""
         x: Tensor = self.model.embed_tokens(token_ids)
-        return x
+        return x.to(self.dtype)
 
     @torch.inference_mode()
     def draft(self, batch: Batch, hidden: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,10 +302,10 @@ class CausalLM(nn.Module, ABC):
             mixer.step(inputs if rows is None else tuple(part[rows] for part in inputs), steps, state)
 
     def _rotary_of(self, batch: Batch) -> Rotary:
-        """The angles of a step's tokens. They come first, so that all operations after them are one program where a
-        pass is captured on a CPU."""
+        """The angles of a step's tokens. They come first: where torch computes them, all operations after them are one
+        program of a pass that is captured on a CPU."""
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
-        return self.rotary(positions, self.model.embed_tokens.weight.dtype)
+        return self.rotary(positions, self.dtype)
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """The angles of a step's tokens.

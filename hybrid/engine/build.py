@@ -103,8 +103,8 @@ def load(
     resolved, quantize = resolve_dtype(dtype, checkpoint.config, place), load_dtype == "int8"
     if quantize and not can_quantize(resolved, place):
         raise ArgumentError(
-            f"load_dtype='int8' needs a CPU with the extra numba, and dtype float32 or bfloat16; got {place} and "
-            f"{resolved}: install hybrid-prefix-cache[numba], or leave load_dtype out"
+            f"load_dtype='int8' needs a CPU, the package numba, and dtype float32 or bfloat16; got {place} and "
+            f"{resolved}: pip install numba, or leave load_dtype out"
         )
     loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)
     end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
@@ -112,7 +112,7 @@ def load(
         model=loaded,
         device=place,
         tokenizer=tokenizer,
-        image_encoder=vision_tower(checkpoint, loaded.model.embed_tokens.weight.dtype, place),
+        image_encoder=vision_tower(checkpoint, loaded.dtype, place),
         end_tokens=end_tokens,
         default_params=default_params,
     )

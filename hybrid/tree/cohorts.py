@@ -33,7 +33,7 @@ class Cohorts:
         self._span = edges[-1] + 1
         self._first = -self._span  # the request of the first row
         self._slack = max(64, self._span // 8)
-        self._counts = np.zeros((self._span + 2 * self._slack, 8), np.int16)  # by request of the last use, and group
+        self._counts = np.zeros((self._span + 2 * self._slack, 8), np.int32)  # by request of the last use, and group
         self._older = np.zeros(8, np.int32)  # those last used before the first row
         self._since = 0
         self._aged = np.zeros(
@@ -105,7 +105,7 @@ class Cohorts:
         np.add.at(self._older, groups[older], number[older].astype(np.int32))
         width = len(self._older)
         places = (row * width + groups)[~older]
-        np.add.at(self._counts.reshape(-1), places, number[~older].astype(np.int16))
+        np.add.at(self._counts.reshape(-1), places, number[~older].astype(np.int32))
         num_bins = len(self._edges)
         reached = np.zeros((num_bins + 1, width), np.int32)  # by how many bins
         before = self._since - last
