@@ -14,7 +14,7 @@ import threading
 from _signal import getsignal  # type: ignore[import-not-found]  # signal.getsignal takes 1.5 us, and this 0.05
 from _signal import signal as set_handler  # signal.signal makes enums of both handlers
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -56,23 +56,20 @@ class DeferredInterrupts:
         """A signal arrived: its handler runs now, if the section is open, or later."""
         self._arrived.append((handler, number, frame))
         if self._is_open:
-            self._run_handlers()
+            self.open()
 
     def close(self) -> None:
         """From now on handlers wait."""
         self._is_open = False
 
-    @contextmanager
-    def opened(self) -> Iterator[None]:
+    def opened(self) -> AbstractContextManager[None]:
         """Let handlers run, those that have waited first. A handler that raises closes the section again, so that
         the code that catches its exception is not interrupted."""
-        self._run_handlers()
-        try:
-            yield
-        finally:
-            self._is_open = False
+        return _Opened(self)
 
-    def _run_handlers(self) -> None:
+    def open(self) -> None:
+        """From now on handlers run, those that have waited first. While one of them runs the others wait, and if it
+        raises, the section stays closed."""
         self._is_open = False
         while self._arrived:
             handler, number, frame = self._arrived.pop(0)
@@ -83,8 +80,8 @@ class DeferredInterrupts:
 
     def replace_handlers(self) -> None:
         """Put this section in the place of every handler that is written in Python."""
-        for number in _SIGNALS:
-            handler = getsignal(number)
+        set_ones = [own for own in zip(_SIGNALS, map(getsignal, _SIGNALS), strict=True) if type(own[1]) is not int]
+        for number, handler in set_ones:
             if handler is None or isinstance(handler, int):  # not written in Python
                 continue
             if isinstance(handler, _Waiting):  # of a section whose end was interrupted
@@ -118,6 +115,19 @@ class DeferredInterrupts:
                 handler(number, frame)
             finally:
                 self._finish_handlers()
+
+
+class _Opened(AbstractContextManager[None]):
+    """Within it handlers run."""
+
+    def __init__(self, section: DeferredInterrupts) -> None:
+        self._section = section
+
+    def __enter__(self) -> None:
+        self._section.open()
+
+    def __exit__(self, *raised: object) -> None:
+        self._section.close()
 
 
 _current: list[DeferredInterrupts] = []

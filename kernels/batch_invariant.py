@@ -267,12 +267,13 @@ def choose_for_experts(weight: Tensor) -> Products:
     return Products(sizes=sizes)
 
 
-def seconds_of(weight: Tensor, products: Products, rows: int, repeats: int = 5) -> tuple[float, float]:
-    """What `rows` single rows cost, batch-invariant and as one product of torch: the least of some repeats each."""
-    x, matrix = torch.ones(rows, weight.shape[1], dtype=weight.dtype), weight.t()
+def seconds_of(x: Tensor, weight: Tensor, products: Products, repeats: int = 5) -> tuple[float, float]:
+    """What the product of single rows and a weight costs, batch-invariant and as one product of torch, whose weight has
+    the type of the rows: the least of some repeats each."""
+    matrix, plain = weight.t(), weight.to(x.dtype).t()
     ways: tuple[Callable[[], Tensor], ...] = (
         lambda: multiply_single_rows(x, matrix, products),
-        lambda: torch.mm(x, matrix),
+        lambda: torch.mm(x, plain),
     )
     return _least(ways[0], repeats), _least(ways[1], repeats)
 

@@ -127,7 +127,8 @@ def _low_rank(
             f"a weight of {list(weight.shape)}"
         )
     scale = _scale(config, on_disk, rank)
-    low_rank = LowRank(a.to(weight).contiguous(), (b.float() * scale).to(weight).contiguous())
+    own = weight.device, model.dtype
+    low_rank = LowRank(a.to(*own).contiguous(), (b.float() * scale).to(*own).contiguous())
     return low_rank, names
 
 

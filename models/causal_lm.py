@@ -176,9 +176,14 @@ class CausalLM(nn.Module, ABC):
     def spec(config: Any, dtype: torch.dtype) -> HybridSpec:
         """The tensors per token and per sequence of a model of this configuration."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of activations, and of weights; those of matrix products and the embedding may have another one."""
+        return self.model.norm.weight.dtype
+
     def own_spec(self) -> HybridSpec:
         """Those of this model by layers, with what its predictor keeps, which comes last."""
-        spec = self.spec(self.config, self.model.embed_tokens.weight.dtype)
+        spec = self.spec(self.config, self.dtype)
         tokens = tuple(tensor.name for tensor in spec.tokens)
         states = tuple(tensor.name for tensor in spec.state)
         decoder: Iterable[Any] = self.model.layers
@@ -221,12 +226,11 @@ class CausalLM(nn.Module, ABC):
         Returns:
             `[S, vocab]` fp32 logits of the batch's `sample_rows`.
         """
+        rotary = self._rotary_of(batch)
         embedded = self.embed(batch.token_ids)
         if batch.embedded is not None:
             embedded[batch.embedded.rows] = batch.embedded.values.to(embedded.dtype)
         x, residual = embedded, None
-        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
-        rotary = self.rotary(positions, x.dtype)
         arriving = batch.arriving
         layer: Any
         for index, layer in enumerate(self.model.layers):
@@ -253,9 +257,9 @@ class CausalLM(nn.Module, ABC):
         return linear(x, self.lm_head.weight, blocks, self.lm_head.products, self.lm_head.scale).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The embeddings of tokens, `[T, hidden_size]`."""
+        """The embeddings of tokens, `[T, hidden_size]` in the model's type."""
         x: Tensor = self.model.embed_tokens(token_ids)
-        return x
+        return x.to(self.dtype)
 
     @torch.inference_mode()
     def draft(self, batch: Batch, hidden: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -271,9 +275,8 @@ class CausalLM(nn.Module, ABC):
             `[R, vocab]` fp32 logits of the token after each, and the predictor's hidden states `[R, hidden_size]`.
         """
         assert self.mtp is not None
-        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
+        rotary = self._rotary_of(batch)
         embedded = self.embed(batch.token_ids)
-        rotary = self.rotary(positions, embedded.dtype)
         hidden = self.mtp(embedded, hidden, batch, rotary, kv, self.chunk_size)
         return self._logits(hidden, batch), hidden
 
@@ -294,6 +297,12 @@ class CausalLM(nn.Module, ABC):
         mixers += [self.mtp.last_hidden] if self.mtp is not None else []
         for mixer, inputs in zip(mixers, log, strict=True):
             mixer.step(inputs if rows is None else tuple(part[rows] for part in inputs), steps, state)
+
+    def _rotary_of(self, batch: Batch) -> Rotary:
+        """The angles of a step's tokens. They come first, so that all operations after them are one program where a
+        pass is captured on a CPU."""
+        positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
+        return self.rotary(positions, self.model.embed_tokens.weight.dtype)
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """The angles of a step's tokens.

@@ -33,7 +33,8 @@ class Rotary:
 
 
 class Linear(nn.Module):
-    """A matrix product. Its weight may be stored by columns, and it can be made batch invariant.
+    """A matrix product. Its weight may be stored by columns, or have another type than the rows; the product can be
+    made batch invariant.
 
     Args:
         inputs, outputs: sizes of a row before and after.
@@ -69,14 +70,15 @@ class Linear(nn.Module):
         """The matrix that rows are multiplied by, `[outputs, inputs]`."""
         return self.weight
 
-    def compile_products(self, scale: Tensor | None = None) -> None:
+    def compile_products(self, dtype: torch.dtype, scale: Tensor | None = None) -> None:
         """Multiply by compiled code where that is possible, in deterministic mode and out of it.
 
         Args:
+            dtype: of the rows.
             scale: of a weight that is int8.
         """
         self.scale = scale
-        if scale is not None or can_compile(self.matrix()):
+        if can_compile(self.matrix(), dtype):
             self.products = COMPILED
 
     def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:

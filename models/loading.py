@@ -48,6 +48,9 @@ MTP = "mtp."
 HEAD = "lm_head.weight"
 """The parameter that may be tied to the embedding."""
 
+EMBEDDING = "model.embed_tokens.weight"
+"""The parameter of which rows are looked up."""
+
 FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.json"]
 """The files of a repository that are downloaded."""
 
@@ -114,8 +117,11 @@ def load_model(
 ) -> CausalLM:
     """Build the model and load its weights, slice by slice from the mapped files: no second copy is made in memory.
 
+    Matrices that are bfloat16 in the file stay so in a model of fp32, where compiled code multiplies them with its
+    rows: they give the same bits and take half of the memory.
+
     Args:
-        dtype, device: of the parameters.
+        dtype, device: of activations and parameters, these matrices aside.
         chunk_size: chunk of the linear layers, in tokens.
         mtp: also load the predictor, where the checkpoint has one, as `model.mtp`: it drafts tokens.
         quantize: store the weights of matrix products, experts and their routers aside, as int8 (`can_quantize`).
@@ -148,6 +154,8 @@ def load_model(
     # torch's product of few rows is up to 1.7 times as fast on a CPU with a weight stored by columns
     is_slow = device.type == "cpu" and not can_compile(torch.empty(1, 1, dtype=dtype))
     by_columns = frozenset(_products(model)) & shapes.keys() if is_slow else frozenset()
+    can_keep = can_compile(torch.empty(1, 1, dtype=torch.bfloat16, device=device), dtype)
+    kept = {EMBEDDING, *_products(model)} if can_keep else set()
     quantized = {f"{name}.weight" for name, module in _linears(model)} & shapes.keys() if quantize else set()
     loader = Loader(
         checkpoint.path,
@@ -157,6 +165,7 @@ def load_model(
         device,
         by_columns,
         frozenset(quantized),
+        frozenset(kept),
     )
     show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
     total = sum(stored.num_bytes for stored in tensors.values())
@@ -166,7 +175,9 @@ def load_model(
         model.tie_head()
     for name, module in model.named_modules():
         if isinstance(module, Linear):
-            module.compile_products(loader.scales.get(f"{name}.weight"))
+            module.compile_products(dtype, loader.scales.get(f"{name}.weight"))
+        elif isinstance(module, Experts):
+            module.compile_products(dtype)
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()

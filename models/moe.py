@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import ALIGNMENT, COMPILED, ONE_BY_ONE, Products, choose_for_experts, linear
+from hybrid.kernels.batch_invariant import (
+    ALIGNMENT,
+    COMPILED,
+    ONE_BY_ONE,
+    Products,
+    can_compile,
+    choose_for_experts,
+    linear,
+)
 from hybrid.kernels.reference import sigmoid
 from hybrid.models.layers import MLP, Chosen, Linear
 from hybrid.models.weights import Layouts, Source
@@ -40,17 +48,23 @@ class Router(Linear):
         return kernels.route_experts(logits, self.top_k, self.normalise)
 
     def matrix(self) -> Tensor:
-        """The weight in fp32, computed once."""
+        """The weight in fp32, computed once, or as it is where compiled code multiplies it with fp32 rows."""
         if self.exact is None:
             self.exact = self.weight.detach().float()  # a parameter would be one of the model's
         return self.exact
+
+    def compile_products(self, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+        """Multiply by compiled code where that is possible, rows in fp32 whatever `dtype` they have before."""
+        if can_compile(self.weight, torch.float32):
+            self.exact = self.weight.detach()
+        super().compile_products(torch.float32, scale)
 
 
 class Experts(nn.Module):
     """All routed experts. Gate and up projection of an expert are stored as one matrix.
 
     Attributes:
-        products: how an expert's rows are multiplied in deterministic mode.
+        products: how an expert's rows are multiplied in deterministic mode, and out of it where they are compiled.
     """
 
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
@@ -76,6 +90,11 @@ class Experts(nn.Module):
         y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt, sizes)
         return kernels.combine_experts(y, places, weights)
 
+    def compile_products(self, dtype: torch.dtype) -> None:
+        """Multiply rows of a type by compiled code where that is possible, in deterministic mode and out of it."""
+        if can_compile(self.gate_up_proj, dtype) and can_compile(self.down_proj, dtype):
+            self.products = COMPILED
+
     def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
         """Choose blocks of an expert's rows whose rows have the same bits in every batch.
 
@@ -83,6 +102,8 @@ class Experts(nn.Module):
             chunk_size: rows of a chunk.
             chosen: products of other weights; each kind is tried once.
         """
+        if self.products.is_compiled:
+            return
         found = []
         for weight in (self.gate_up_proj, self.down_proj):
             kind = ("experts", weight.dtype, tuple(weight.shape), weight.stride(), weight.data_ptr() % ALIGNMENT)

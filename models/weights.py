@@ -284,9 +284,10 @@ class Loader:
         path: of the checkpoint, for errors.
         shapes: of the parameters, by name.
         layouts: gives the layouts of a parameter by its name.
-        dtype, device: of the parameters.
+        dtype, device: of the parameters, where nothing else is said.
         by_columns: names of parameters that are stored by columns: their last two dimensions are transposed in memory.
         quantized: names of parameters `[out, in]` that are stored as int8, each as soon as it is complete.
+        kept: names of parameters that stay bfloat16 where all tensors that make them up are: no bit of them is lost.
 
     Attributes:
         parameters: by name.
@@ -300,6 +301,7 @@ class Loader:
     device: torch.device
     by_columns: frozenset[str] = frozenset()
     quantized: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
     parameters: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
 
@@ -327,12 +329,15 @@ class Loader:
             raise CheckpointError(
                 f"{self.path} does not fit its config.json: missing {_named(missing)}, unexpected {_named(unexpected)}"
             )
+        on_disk: defaultdict[str, set[torch.dtype]] = defaultdict(set)
         for name, stored in tensors.items():
             self._check(stored, uses[name])
+            for parameter, _ in uses[name]:
+                on_disk[parameter].add(stored.dtype)
         missing_parts = Counter(parameter for pairs in uses.values() for parameter, _ in pairs)
         for name, stored in tensors.items():  # in their order on disk
             for parameter, source in uses[name]:
-                self._fill(self._parameter(parameter), source, stored, on_read)
+                self._fill(self._parameter(parameter, on_disk[parameter]), source, stored, on_read)
                 missing_parts[parameter] -= 1
                 if parameter in self.quantized and not missing_parts[parameter]:
                     self.parameters[parameter], self.scales[parameter] = quantize_rows(self.parameters[parameter])
@@ -353,14 +358,16 @@ class Loader:
                 f"({stored.name}{SCALE}) are supported, else use the checkpoint in bfloat16"
             )
 
-    def _parameter(self, name: str) -> Tensor:
+    def _parameter(self, name: str, on_disk: set[torch.dtype]) -> Tensor:
+        """The parameter, made when it is first asked for. `on_disk`: the types of the tensors that make it up."""
         if name not in self.parameters:
             shape = self.shapes[name]
+            dtype = torch.bfloat16 if name in self.kept and on_disk == {torch.bfloat16} else self.dtype
             if name in self.by_columns:
                 turned = (*shape[:-2], shape[-1], shape[-2])
-                tensor = torch.empty(turned, dtype=self.dtype, device=self.device).transpose(-1, -2)
+                tensor = torch.empty(turned, dtype=dtype, device=self.device).transpose(-1, -2)
             else:
-                tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+                tensor = torch.empty(shape, dtype=dtype, device=self.device)
             self.parameters[name] = tensor
         return self.parameters[name]
 

@@ -36,7 +36,8 @@ class Passes:
 
     def trim(self, lease: Lease, num_pages: int) -> None:
         """See `HybridCache.trim`."""
-        self._allocator.free_pages(lease.cut(num_pages))
+        if len(lease.block_table) > max(num_pages, lease.num_shared):
+            self._allocator.free_pages(lease.cut(num_pages))
 
     def take_back(self, lease: Lease) -> bool:
         """See `HybridCache.take_back`."""

@@ -43,10 +43,9 @@ class Judge:
     Args:
         engine: its weights are used; every scenario gets a cache of its own.
         seed: of the random prompts.
-        cold: answers what is cold, on the same weights; None: `engine` does.
     """
 
-    def __init__(self, engine: Engine, seed: int = 0, cold: Judge | None = None) -> None:
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
         self.engine: Engine = engine
         self._seed = seed
         config = engine.cache.config
@@ -56,8 +55,6 @@ class Judge:
         )
         self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
         self._cold = engine.with_cache(replace(self._config, enabled=False), size=(256, 16))
-        if cold is not None:
-            self._answers, self._cold = cold._answers, cold._cold
 
     def ids(self, count: int) -> list[int]:
         """The random token ids of this length. Scenarios whose prompts have equal lengths ask for the same ones, which

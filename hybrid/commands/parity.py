@@ -6,11 +6,9 @@ Logits are compared with transformers' own model, and hits with cold runs, bit b
 from __future__ import annotations
 
 import argparse
-import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,9 +22,10 @@ from hybrid.cache.config import CacheConfig
 from hybrid.commands.arguments import integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
-from hybrid.commands.parity_drafts import drafts, predictor
-from hybrid.commands.parity_files import files, second_process
+from hybrid.commands.parity_drafts import drafts
+from hybrid.commands.parity_files import files
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
+from hybrid.commands.second_process import predicted, rare_collections, second_process, transformers_logits
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
@@ -136,29 +135,26 @@ SCENARIOS: tuple[Callable[[Judge], Check], ...] = (
 )
 
 
-def against_transformers(engine: Engine, path: Path, judge: Judge) -> list[Check]:
-    """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with transformers' own model in fp32.
+def compared_with_transformers(judge: Judge) -> list[int]:
+    """The prompt whose logits are compared with those of transformers' own model.
 
     In a random checkpoint two experts may be as likely but for rounding, which then chooses among them: the prompt of
     seed 0 has no such token in any family, that of another seed may.
     """
-    from transformers import AutoModelForCausalLM
+    return judge.ids(4 * judge.grid + 36)
 
-    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
 
-    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
-        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
-    use_torch_functions(theirs)
-    ids = judge.ids(4 * judge.grid + 36)
-    with torch.inference_mode():
-        expected = theirs(input_ids=torch.tensor([ids])).logits[0].float()
+def against_transformers(judge: Judge, expected: torch.Tensor) -> list[Check]:
+    """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with `[tokens, vocab]` logits of
+    transformers' own model in fp32."""
+    ids = compared_with_transformers(judge)
     decoded = 12
     ways = {
-        "logits of a prompt in one pass": [len(ids)],
-        "logits of a prompt in chunks": [judge.engine.cache.config.chunk_size],
-        "logits of decoded tokens": [len(ids) - decoded],
+        "logits of a prompt in one pass": len(ids),
+        "logits of a prompt in chunks": judge.engine.cache.config.chunk_size,
+        "logits of decoded tokens": len(ids) - decoded,
     }
-    return [compare_logits(name, prompt_logits(judge.warm(), ids, share[0]), expected) for name, share in ways.items()]
+    return [compare_logits(name, prompt_logits(judge.warm(), ids, share), expected) for name, share in ways.items()]
 
 
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
@@ -259,7 +255,8 @@ def product_costs(engine: Engine) -> list[ProductCost]:
     for name, weight, products in engine.model.kinds_of_products():
         milliseconds = {}
         for rows in (1, 8):
-            ours, plain = seconds_of(weight, products, rows)
+            ones = torch.ones(rows, weight.shape[1], dtype=engine.model.dtype)
+            ours, plain = seconds_of(ones, weight, products)
             milliseconds[rows] = (round(1000 * ours, 4), round(1000 * plain, 4))
         dtype = str(weight.dtype).removeprefix("torch.")
         costs.append(ProductCost(name, dtype, tuple(weight.shape), str(products), milliseconds))
@@ -277,19 +274,18 @@ def run_parity(model: str | Path, seed: int = 0) -> Parity:
 
 
 def check_all(model: str | Path, seed: int, process: Executor) -> Parity:
-    """Run every check on a checkpoint; `process` computes those of a second process."""
+    """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile."""
     started = time.process_time()
     engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
     seconds, judge = time.process_time() - started, Judge(engine, seed)
-    preparation = prepared(judge, seconds)
-    checkpoint = open_checkpoint(model)
-    checks = against_transformers(engine, checkpoint.path, judge)
-    checks += [judge.attempt(scenario) for scenario in SCENARIOS]
-    checks += drafts(judge) + files(judge, model, process)
-    if has_predictor(checkpoint):
-        config = CacheConfig(memory="64MiB", deterministic=True)
-        predicting = Engine.from_pretrained(model, dtype="float32", cache=config, speculation="mtp")
-        checks += predictor(Judge(predicting, seed, judge))
+    preparation, checkpoint = prepared(judge, seconds), open_checkpoint(model)
+    theirs = process.submit(transformers_logits, checkpoint.path, compared_with_transformers(judge))
+    others = process.submit(predicted, str(model), seed) if has_predictor(checkpoint) else None
+    checks = [judge.attempt(scenario) for scenario in SCENARIOS]
+    checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, process)
+    checks = against_transformers(judge, torch.from_numpy(theirs.result())) + checks
+    if others is not None:
+        checks += [each.check(judge) for each in others.result()]
     return Parity(checks, product_costs(engine), preparation)
 
 
@@ -329,18 +325,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
     )
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Within this context cyclic garbage is looked for rarely: what transformers and torch import is a million objects,
-    all of which each full collection visits, and engines are freed without it."""
-    thresholds = gc.get_threshold()
-    gc.set_threshold(100 * thresholds[0], *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hybrid.commands.judge import ANSWER, Check, Judge
 from hybrid.commands.liar import Liar
@@ -70,7 +70,36 @@ class Known(Drafter):
         return self._answers.get(tuple(history[: history.prompt_len]), [])[done : done + limit]
 
 
-def drafts(judge: Judge) -> list[Check]:
+@dataclass(frozen=True)
+class Drafted:
+    """Outputs that were computed with drafts, to be compared.
+
+    Attributes:
+        name: of the check.
+        outputs: of the requests.
+        params: of all of them.
+        conditions: (message, holds) of each further condition.
+    """
+
+    name: str
+    outputs: list[RequestOutput]
+    params: SamplingParams
+    conditions: tuple[tuple[str, bool], ...] = ()
+
+    def check(self, judge: Judge) -> Check:
+        """Outputs must be those without drafts and without a cache, and drafts must have been computed."""
+        drafted = sum(output.usage.drafted_tokens for output in self.outputs)
+        accepted = sum(output.usage.accepted_tokens for output in self.outputs)
+        wrong = judge.differences(self.outputs, self.params)
+        wrong += [message for message, holds in self.conditions if not holds]
+        if not drafted:
+            wrong.append("nothing was drafted")
+        equal = f"{len(self.outputs)} requests, bitwise equal; {accepted} of {drafted} drafts accepted"
+        hits = sum(output.usage.cached_tokens for output in self.outputs)
+        return Check(self.name, not wrong, hits, "; ".join(wrong) or equal)
+
+
+def drafts(judge: Judge) -> list[Drafted]:
     """Drafts of every kind, greedy and sampled, each cold and as a hit, with retraction and aborts in between."""
     answers = _answers(judge)
     right = Known(answers)
@@ -83,19 +112,19 @@ def drafts(judge: Judge) -> list[Check]:
         "half right trees": Known(answers, wrong_every=3, as_tree=True),
         "lies": Liar(0, judge.engine.model.config.vocab_size, right.following),
     }
-    checks = [check for name, drafter in drafters.items() for check in _checks(judge, f"drafts: {name}", drafter)]
-    return [*checks, regenerated(judge), under_pressure(judge)]
+    found = [each for name, drafter in drafters.items() for each in _drafted(judge, f"drafts: {name}", drafter)]
+    return [*found, regenerated(judge), under_pressure(judge)]
 
 
-def predictor(judge: Judge) -> list[Check]:
+def predictor(judge: Judge) -> list[Drafted]:
     """Drafts of the checkpoint's own predictor, alone and with others, where the judge's engine was loaded with it."""
     tree = Known(_answers(judge), wrong_every=2, stride=2, as_tree=True)
-    checks = _checks(judge, "drafts of the predictor", "mtp")
-    checks += _checks(judge, "drafts of the predictor and trees", tree, "mtp")
-    return [*checks, _next_turns(judge), under_pressure(judge, "mtp")]
+    found = _drafted(judge, "drafts of the predictor", "mtp")
+    found += _drafted(judge, "drafts of the predictor and trees", tree, "mtp")
+    return [*found, _next_turns(judge), under_pressure(judge, "mtp")]
 
 
-def _next_turns(judge: Judge) -> Check:
+def _next_turns(judge: Judge) -> Drafted:
     """Turns that continue answers, whose drafts are predicted from what a hit brings."""
     warm = judge.warm(speculation=SpeculationConfig(drafters=("cache", "mtp"), adaptive=False))
     prompts = [judge.ids(2 * judge.grid + judge.grid // 2), judge.ids(4 * judge.grid)]
@@ -103,7 +132,7 @@ def _next_turns(judge: Judge) -> Check:
     for _ in range(2):
         outputs += warm.generate([judge.next_turn(turn) for turn in outputs[-2:]], ANSWER, progress=False)
     is_hit = all(output.usage.cached_tokens > 0 for output in outputs[2:])
-    return _judged(judge, "drafts of the predictor in later turns", outputs, ANSWER, ("a turn was not a hit", is_hit))
+    return Drafted("drafts of the predictor in later turns", outputs, ANSWER, (("a turn was not a hit", is_hit),))
 
 
 def _requests(judge: Judge) -> list[tuple[list[int], SamplingParams]]:
@@ -117,33 +146,20 @@ def _answers(judge: Judge) -> dict[tuple[int, ...], list[int]]:
     return {tuple(prompt): judge.cold(prompt, params).token_ids for prompt, params in _requests(judge)}
 
 
-def _checks(judge: Judge, name: str, drafter: Drafter | str, *others: str) -> list[Check]:
+def _drafted(judge: Judge, name: str, drafter: Drafter | str, *others: str) -> list[Drafted]:
     """The same requests twice, the second time as hits. Those of all modes run together; each mode has its check."""
     warm = judge.warm(speculation=SpeculationConfig(drafters=(drafter, *others), adaptive=False))
     requests = _requests(judge)
     prompts, asked = [prompt for prompt, _ in requests], [params for _, params in requests]
     outputs = [output for _ in range(2) for output in warm.generate(prompts, asked, progress=False)]
-    checks = []
+    found = []
     for mode, params in MODES.items():
         own = [output for output, given in zip(outputs, asked * 2, strict=True) if given is params]
-        checks.append(_judged(judge, f"{name}, {mode}", own, params))
-    return checks
+        found.append(Drafted(f"{name}, {mode}", own, params))
+    return found
 
 
-def _judged(
-    judge: Judge, name: str, outputs: list[RequestOutput], params: SamplingParams, *conditions: tuple[str, bool]
-) -> Check:
-    """Outputs must be those without drafts and without a cache, and drafts must have been computed."""
-    drafted = sum(output.usage.drafted_tokens for output in outputs)
-    accepted = sum(output.usage.accepted_tokens for output in outputs)
-    wrong = judge.differences(outputs, params) + [message for message, holds in conditions if not holds]
-    if not drafted:
-        wrong.append("nothing was drafted")
-    detail = "; ".join(wrong) or f"{len(outputs)} requests, bitwise equal; {accepted} of {drafted} drafts accepted"
-    return Check(name, not wrong, sum(output.usage.cached_tokens for output in outputs), detail)
-
-
-def regenerated(judge: Judge) -> Check:
+def regenerated(judge: Judge) -> Drafted:
     """Answers that are generated again, with drafts from the cache. One answer crosses two multiples of the grid."""
     warm = judge.warm(speculation=SpeculationConfig(adaptive=False))
     params = replace(ANSWER, max_new_tokens=judge.grid + judge.grid // 2)
@@ -151,10 +167,10 @@ def regenerated(judge: Judge) -> Check:
     warm.generate(prompts, params, progress=False)
     outputs = warm.generate(prompts, params, progress=False)
     share = sum(output.usage.accepted_tokens for output in outputs) > sum(len(o.token_ids) for o in outputs) / 2
-    return _judged(judge, "answers again, drafts from the cache", outputs, params, ("few were accepted", share))
+    return Drafted("answers again, drafts from the cache", outputs, params, (("few were accepted", share),))
 
 
-def under_pressure(judge: Judge, *others: str) -> Check:
+def under_pressure(judge: Judge, *others: str) -> Drafted:
     """Drafts in a memory that is too small: requests are retracted, and some aborted in the middle.
 
     Sizes are tried until one is retracted. The first, which holds little more than one request, suffices for all
@@ -186,4 +202,4 @@ def under_pressure(judge: Judge, *others: str) -> Check:
             break
     complete = len(outputs) == len(prompts)
     conditions = (("no request was retracted", retracted), ("an answer is missing", complete))
-    return _judged(judge, " and ".join(("drafts under memory pressure", *others)), outputs, ANSWER, *conditions)
+    return Drafted(" and ".join(("drafts under memory pressure", *others)), outputs, ANSWER, conditions)

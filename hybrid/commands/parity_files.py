@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
+from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,20 +12,7 @@ from hybrid.cache.stats import CacheStats
 from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
-from hybrid.models.loading import open_checkpoint
 from hybrid.tiers.transfer import Transfer
-
-
-@contextmanager
-def second_process(model: str | Path) -> Iterator[Executor]:
-    """A process that shares nothing with this one. It imports what an engine needs while this one works."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        process.submit(_import, str(model))
-        yield process
-
-
-def _import(model: str) -> None:
-    open_checkpoint(model)
 
 
 def files(judge: Judge, model: str | Path, process: Executor) -> list[Check]:

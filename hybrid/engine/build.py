@@ -112,7 +112,7 @@ def load(
         model=loaded,
         device=place,
         tokenizer=tokenizer,
-        image_encoder=vision_tower(checkpoint, loaded.model.embed_tokens.weight.dtype, place),
+        image_encoder=vision_tower(checkpoint, loaded.dtype, place),
         end_tokens=end_tokens,
         default_params=default_params,
     )

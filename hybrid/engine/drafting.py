@@ -122,22 +122,29 @@ class Drafting:
     def _add(self, part: Part, drafts: Drafts | None) -> None:
         """Add drafts to a part, and allocate their memory."""
         lease, config = part.lease, self._cache.config
-        if drafts is None or not len(drafts):
+        if drafts is None or not drafts.tokens:
             if self._mtp is not None:
                 self._cache.trim(lease, part.num_pages)  # pages in which it has computed
             return
-        boundary = ceil_div(part.end, self._grid) * self._grid
         if not drafts.is_chain and not self._chains_alone:
             part.branches = self._branches(part, drafts)
         if part.branches is None:
             drafts = drafts.first_path()
-            if not self._cache.reserve(lease, part.end + len(drafts)):
+            longest = len(drafts.tokens)
+            if part.end + longest > len(lease.block_table) * config.page_size and not self._cache.reserve(
+                lease, part.end + longest
+            ):
                 drafts = drafts.first(len(lease.block_table) * config.page_size - part.end)
-                if not len(drafts):
+                longest = len(drafts.tokens)
+                if not longest:
                     return
+        else:
+            longest = max(drafts.depths)
         part.drafts = drafts
-        if not self._deterministic and boundary < part.end + max(drafts.depths) and self._cache.take_back(lease):
-            part.boundary = boundary
+        if not self._deterministic:
+            boundary = ceil_div(part.end, self._grid) * self._grid
+            if boundary < part.end + longest and self._cache.take_back(lease):
+                part.boundary = boundary
 
     def _branches(self, part: Part, drafts: Drafts) -> Branches | None:
         """The paths of a tree of drafts with the memory for them, which must be free: nothing is evicted for paths of
@@ -160,14 +167,15 @@ class Drafting:
             first, own = part.branches.places[0], part.branches.places[part.branches.home[path[-1]]]
             for page in range(ceil_div(end, page_size) - first if own != first else 0):
                 exchange(self._cache, lease, first + page, own + page)
-        boundary = part.boundary_before(end)
+        boundary = part.boundary_before(end) if part.boundary is not None else None
         if boundary is not None:
             self._cache.advance(lease, boundary)
             self._cache.swap(lease)
         self._cache.advance(lease, end)
-        self._cache.trim(lease, max(part.num_pages, ceil_div(end, page_size)))
+        if len(lease.block_table) > part.num_pages:
+            self._cache.trim(lease, max(part.num_pages, ceil_div(end, page_size)))
         request.num_computed = end
-        request.num_drafted += len(drafts)
+        request.num_drafted += len(drafts.tokens)
         request.num_accepted += len(path)
         self._speculator.verified(request.history, drafts, path)
 
@@ -179,13 +187,13 @@ class Drafting:
         """A step was computed and delivered. What drafters have computed for it is counted by itself."""
         if step.parts[0].is_prefill:  # those of prompts come first
             return
-        drafts = [len(part.drafts) for part in step.parts if part.drafts is not None]
-        if not drafts:
+        num_drafts = sum([len(part.drafts.tokens) for part in step.parts if part.drafts is not None])
+        if not num_drafts:
             self._num_plain += 1
             if self._num_plain % TIMED_EVERY:
                 return
         seconds = self._clock() - self._began - self._speculator.spent
-        self._speculator.timed(len(step.parts) + sum(drafts), seconds, sum(drafts))
+        self._speculator.timed(len(step.parts) + num_drafts, seconds, num_drafts)
 
     def end(self, request: Request) -> None:
         """A request has given its memory back."""

@@ -120,10 +120,10 @@ class ModelRunner:
         padding = padding_of(step, graphs.max_prompt_tokens)
         if padding is None or graphs.on_gpu or padding.tokens:
             return padding
-        num_drafts = sum([len(part.drafts) for part in step.parts if part.drafts is not None])
-        if len(step.parts) + num_drafts > MAX_CAPTURED_ROWS:
+        count = len(step.parts)
+        if count + sum([part.num_drafts for part in step.parts]) > MAX_CAPTURED_ROWS:
             return None
-        return padding._replace(rows=len(step.parts), runs=0)  # rows of padding would be computed one by one
+        return Padding(count, padding.width)  # rows of padding would be computed one by one
 
     def launch(self, plan: Plan) -> PendingTokens:
         """Give a plan to the device, without waiting for the results."""
@@ -133,7 +133,8 @@ class ModelRunner:
     def _launch(self, plan: Plan) -> PendingTokens:
         verification, under_way = None, plan.under_way
         tokens = under_way.choose() if under_way is not None else None  # before this pass writes the same logits
-        plan = replace(plan, under_way=None)  # what is pending keeps its plan, and must not keep all passes before it
+        if under_way is not None:  # what is pending keeps its plan, and must not keep all passes before it
+            plan = replace(plan, under_way=None)
         if self.graphs is not None and plan.is_padded:
             self._arrivals.settle()  # a graph waits for no layer
             logits, sampling, keep = self.graphs.run(plan, tokens)

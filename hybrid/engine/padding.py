@@ -139,7 +139,7 @@ def run_starts(decodes: Sequence[Part], idle: int, runs: int) -> list[int]:
         idle: rows of padding, which are spread over the runs that are left.
         runs: as in `Padding`.
     """
-    starts = [0, *accumulate(1 + sum(map(len, part.paths)) for part in decodes)]
+    starts = [0, *accumulate([1 + sum(map(len, part.paths)) for part in decodes])]
     end, spare = starts[-1], max(0, runs + 1 - len(starts))
     return starts + [end + idle * (index + 1) // spare for index in range(spare)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -31,25 +30,35 @@ class Pieces:
     _list: list[int | None] = field(default_factory=list)  # what follows the arrays
     _end: int = 0
 
-    def add(self, name: str, values: Sequence[int | None], shape: tuple[int, ...]) -> None:
-        """A piece of few numbers."""
-        self._place(name, len(values), shape)
-        self._list += values
-        self._list += [0] * (-len(values) % ALIGNMENT)
+    def add(self, name: str, values: Sequence[int | None], expected: int | None = None) -> None:
+        """A piece of few numbers, whose count is checked where it is expected."""
+        count = len(values)
+        if expected is not None and count != expected:
+            raise AuditError(f"plan: {name} has {count} numbers, expected {expected}")
+        self._place(name, values, (count,))
+
+    def add_rows(self, name: str, values: Sequence[int | None], shape: tuple[int, ...]) -> None:
+        """A piece of few rows of numbers, one after another."""
+        self._place(name, values, shape)
 
     def add_array(self, name: str, values: np.ndarray) -> None:
         """A piece that is an array of int64 or float64."""
-        flat = np.ascontiguousarray(values).reshape(-1).view(np.int64)
-        self._place(name, len(flat), values.shape)
-        self._arrays += [np.array(self._list, np.int64), flat, np.zeros(-len(flat) % ALIGNMENT, np.int64)]
-        self._list = []
-
-    def _place(self, name: str, count: int, shape: tuple[int, ...]) -> None:
-        if count != math.prod(shape):
-            raise AuditError(f"plan: {name} has {count} numbers for the shape {shape}")
-        self.layout[name] = (self._end, shape)
+        flat = values.ravel().view(np.int64)
+        count = len(flat)
+        self.layout[name] = (self._end, values.shape)
+        self._arrays += [np.array(self._list, np.int64), flat]
+        self._list = [0] * (-count % ALIGNMENT)
         self._end += count + -count % ALIGNMENT
+
+    def _place(self, name: str, values: Sequence[int | None], shape: tuple[int, ...]) -> None:
+        count = len(values)
+        self.layout[name] = (self._end, shape)
+        self._list += values
+        if count % ALIGNMENT:
+            self._list += [0] * (-count % ALIGNMENT)
+            count += -count % ALIGNMENT
+        self._end += count
 
     def numbers(self) -> Tensor:
         """All of them."""
-        return torch.from_numpy(np.concatenate([*self._arrays, np.array(self._list, np.int64)]))
+        return torch.from_numpy(np.concatenate((*self._arrays, np.array(self._list, np.int64))))

@@ -265,7 +265,7 @@ def plan(
     checkpoints = _add_checkpoints(pieces, parts, shape.captures)
     sampled = tuple(map(SampledRows.of, parts))
     sample_rows = rows_of(sampled, [place.stop for place in rows.parts]) + [0] * rows.num_idle
-    pieces.add("sample_rows", sample_rows, (len(sample_rows),))
+    pieces.add("sample_rows", sample_rows)
     embeddings = _add_media(pieces, parts, rows.parts, positions)
     splits: dict[str, int | None] = {}
     if prefills:
@@ -322,7 +322,7 @@ def _add_tokens(
     first, every = rows.known, [*chain.from_iterable(positions)]
     for name, values, idle in (("token_ids", token_ids, 0), ("positions", every, 0), ("slot_mapping", slots, -1)):
         values[first:first] = [idle] * (rows.prompts - first)  # after the prompts
-        pieces.add(name, values + [idle] * (rows.total - len(values)), (rows.total,))
+        pieces.add(name, values + [idle] * (rows.total - len(values)), rows.total)
 
 
 def _add_checkpoints(pieces: Pieces, parts: list[Part], count: int) -> tuple[tuple[int, int], ...]:
@@ -334,7 +334,7 @@ def _add_checkpoints(pieces: Pieces, parts: list[Part], count: int) -> tuple[tup
         for each in part.captured
     ]
     filled = written + [(-1, -1, -1)] * (count - len(written))
-    pieces.add("checkpoints", [*chain.from_iterable(filled)], (len(filled), 3))
+    pieces.add_rows("checkpoints", [*chain.from_iterable(filled)], (len(filled), 3))
     return tuple([(row, slot) for row, _, slot in written])
 
 
@@ -357,7 +357,7 @@ def _add_media(
             rows += range(row + first, row + first + len(values))
             embeddings.append(values)
     pieces.add_array("rotary_positions", rotary)
-    pieces.add("embedded_rows", rows, (len(rows),))
+    pieces.add("embedded_rows", rows)
     return tuple(embeddings)
 
 
@@ -382,7 +382,7 @@ def _add_links(pieces: Pieces, parts: list[Part], rows: Rows, sources: Mapping[R
     links: list[int] = []
     for part, place in unknown:
         links += (sources[part.request], *(start + place.start for start in first))
-    pieces.add(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
+    pieces.add_rows(LINKS, links, (len(links) // LINK_FIELDS, LINK_FIELDS))
 
 
 def _add_adapted(
@@ -396,7 +396,7 @@ def _add_adapted(
     adapted: list[tuple[Adapter, RowBlocks | None]] = []
     for index, (adapter, own) in enumerate(by_adapter.items()):
         adapted_rows = [row for _, rows in own for row in rows]
-        pieces.add(f"adapted.{index}", adapted_rows, (len(adapted_rows),))
+        pieces.add(f"adapted.{index}", adapted_rows)
         ends = [0, *accumulate(len(rows) for part, rows in own if part.is_prefill)]
         blocks = None if chunk_size is None else RowBlocks([*pairwise(ends)], ends[-1], len(adapted_rows), chunk_size)
         adapted.append((adapter, blocks))
@@ -417,11 +417,11 @@ def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, width: int) -> 
     count, starts = len(parts) + idle, [0, *(place.stop for place in rows.parts[: len(parts)])]
     if idle:
         starts += [rows.known] * (idle - 1) + [rows.prompts]
-    pieces.add("prefills.cu_seqlens", starts, (count + 1,))
-    pieces.add("prefills.seq_lens", [part.end for part in parts] + [0] * idle, (count,))
+    pieces.add("prefills.cu_seqlens", starts, count + 1)
+    pieces.add("prefills.seq_lens", [part.end for part in parts] + [0] * idle, count)
     pieces.add_array("prefills.block_table", _block_table(parts, idle, width))
-    pieces.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * idle, (count,))
-    pieces.add("prefills.state_write", [_write_slot(part) for part in parts] + [-1] * idle, (count,))
+    pieces.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * idle, count)
+    pieces.add("prefills.state_write", [_write_slot(part) for part in parts] + [-1] * idle, count)
 
 
 def _add_decodes(
@@ -435,24 +435,23 @@ def _add_decodes(
         write = [_write_slot(part) for part in parts]
     else:
         read, write = _steps_of_drafts(parts)
-        table = np.repeat(table, [*map(len, positions), *[1] * idle], axis=0)
+        table = table.repeat([*map(len, positions), *[1] * idle], axis=0)
         for row, pages in tables_of_drafts(parts):
             table[row, : len(pages)] = pages
     rows = len(lengths) + idle
-    pieces.add("decodes.cu_seqlens", range(rows + 1), (rows + 1,))
-    pieces.add("decodes.seq_lens", lengths + [0] * idle, (rows,))
     steps = len(read) + idle  # more than rows where paths have drafts in common
-    pieces.add("decodes.state_read", read + [EMPTY_STATE] * idle, (steps,))
-    pieces.add("decodes.state_write", write + [-1] * idle, (steps,))
+    pieces.add("decodes.cu_seqlens", range(rows + 1), rows + 1)
+    pieces.add("decodes.seq_lens", lengths + [0] * idle, rows)
+    pieces.add("decodes.state_read", read + [EMPTY_STATE] * idle, steps)
+    pieces.add("decodes.state_write", write + [-1] * idle, steps)
     pieces.add_array("decodes.block_table", table)
-    if any(part.branches is not None for part in parts):
+    if [part for part in parts if part.branches is not None]:
         unrolled, places, copies = unroll(parts)
-        pieces.add(STEPS, unrolled, (len(unrolled),))
-        pieces.add(f"{STEPS}.places", places, (len(places),))
+        pieces.add(STEPS, unrolled)
+        pieces.add(f"{STEPS}.places", places)
         pieces.add_array("copies", np.array(copies, np.int64))
     if len(lengths) > len(parts):
-        starts = run_starts(parts, idle, padding.runs)
-        pieces.add(RUN_STARTS, starts, (len(starts),))
+        pieces.add(RUN_STARTS, run_starts(parts, idle, padding.runs))
 
 
 def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | None]]:
@@ -462,17 +461,19 @@ def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | No
     for part in parts:
         paths, known = part.paths, _write_slot(part)
         read += [part.lease.read_slot, *[-1] * len(paths[0])]
-        write += [known, *[-1] * sum(map(len, paths))]
+        write += [known, *[-1] * len(paths[0])]
         for path in paths[1:]:
             read += [known, *[-1] * (len(path) - 1)]
+            write += [-1] * len(path)
     return read, write
 
 
 def _block_table(parts: list[Part], idle: int, width: int) -> np.ndarray:
     """The page ids of each part, one row each, and rows of padding."""
-    table = np.zeros((len(parts) + idle, max(width, *(len(part.lease.block_table) for part in parts), 1)), np.int64)
-    for row, part in enumerate(parts):
-        table[row, : len(part.lease.block_table)] = part.lease.block_table
+    pages = [part.lease.block_table for part in parts]
+    table = np.zeros((len(parts) + idle, max(width, 1, *map(len, pages))), np.int64)
+    for row, own in zip(table, pages, strict=False):
+        row[: len(own)] = own
     return table
 
 

@@ -8,11 +8,11 @@ the accepted ones is never read, and never shared.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
@@ -26,16 +26,10 @@ ALTERNATIVES = 2
 with trees are not captured, and take more than they yield."""
 
 
-class Proposed(NamedTuple):
-    """What was predicted for a request.
+Proposed = tuple[Sequence[int], Sequence[int], Sequence[float]]
+"""What was predicted for a request, as `Drafter.propose` returns it."""
 
-    Attributes:
-        tokens: for each position the most probable ones, falling.
-        chances: their probabilities.
-    """
-
-    tokens: list[list[int]]
-    chances: list[list[float]]
+NOTHING: Proposed = ((), (), ())
 
 
 class MtpDrafter(Drafter):
@@ -63,7 +57,7 @@ class MtpDrafter(Drafter):
         self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, capture)
         self._least = least
         self._cache = cache
-        self._parts: Sequence[Part] = ()
+        self._parts: dict[History, Part] = {}
         self._proposed: dict[History, Proposed] = {}
 
     @property
@@ -73,56 +67,55 @@ class MtpDrafter(Drafter):
 
     def begin(self, parts: Sequence[Part]) -> None:
         """The parts of the next step whose requests may have drafts."""
-        self._parts = parts
-        self._proposed.clear()
+        self._parts = {part.request.history: part for part in parts}
+        self._proposed = {}
 
     def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:
         """Predict up to this many tokens after each of these histories, as far as there is memory for them."""
-        asked = []
-        parts = {part.request.history: part for part in self._parts}
+        asked, page_size = [], self._cache.config.page_size
         for history, count in wanted:
-            part = parts[history]
-            if not self._cache.reserve(part.lease, part.end + count - 1):
-                count = len(part.lease.block_table) * self._cache.config.page_size - part.start
+            part = self._parts[history]
+            known = len(part.lease.block_table) * page_size
+            if part.end + count - 1 > known and not self._cache.reserve(part.lease, part.end + count - 1):
+                count = known - part.start
             asked.append((part, count))
-        asked.sort(key=lambda each: -each[1])  # those of which another token is wanted are the first rows
+        if len(asked) > 1:
+            asked.sort(key=lambda each: -each[1])  # those of which another token is wanted are the first rows
         for (part, _), proposed in zip(asked, self._predict(asked), strict=True):
             self._proposed[part.request.history] = proposed
 
-    def propose(self, history: History, limit: int) -> tuple[Sequence[int], Sequence[int], Sequence[float]]:
+    def propose(self, history: History, limit: int) -> Proposed:
         """What was predicted, with its probabilities."""
-        proposed = self._proposed.get(history)
-        if proposed is None:
-            return (), (), ()
-        depth, ranks = len(proposed.tokens), range(self._alternatives)
-        tokens = [own[rank] for rank in ranks for own in proposed.tokens]  # the chain is first
-        chances = [own[rank] for rank in ranks for own in proposed.chances]
-        return tokens, [*range(-1, depth - 1)] * self._alternatives, chances
+        return self._proposed.get(history, NOTHING)
 
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
         """What follows the last known token of each part, for each as many tokens as are asked for."""
-        width = self._passes.width(max(len(part.lease.block_table) for part, _ in asked))
-        found: list[tuple[Tensor, Tensor]] = []
+        tables = [part.lease.block_table for part, _ in asked]
+        numbers = PredictorNumbers.of(tables, self._passes.width(max(map(len, tables))))
+        found: list[Predicted] = []
         lists: list[tuple[list[list[int]], list[list[float]]]] = []
         before: Predicted | None = None
         reached = [1.0] * len(asked)
         for ahead in range(asked[0][1]):
             rows = [self._row(part, ahead) for part, wanted in asked if wanted > ahead]
-            tables = [part.lease.block_table for part, _ in asked[: len(rows)]]
-            numbers = PredictorNumbers.of(rows, tables, width)
-            before = self._passes.run(numbers, before.first(len(rows)) if before is not None else None)
+            before = self._passes.run(numbers.at(rows), before.first(len(rows)) if before is not None else None)
             if not self._waits:
-                found.append((before.tokens, before.chances))
+                found.append(before)
                 continue
-            lists.append((before.tokens.tolist(), before.chances.tolist()))
+            lists.append(before.lists())
             reached = [chance * own[0] for chance, own in zip(reached, lists[-1][1], strict=False)]
             if max(reached) < self._least:
                 break
-        lists += [(tokens.tolist(), chances.tolist()) for tokens, chances in found]
-        return [
-            Proposed([tokens[row] for tokens, _ in lists[:count]], [chances[row] for _, chances in lists[:count]])
-            for row, (_, count) in enumerate(asked)
-        ]
+        lists += [predicted.lists() for predicted in found]
+        return [self._proposal(lists[:count], row) for row, (_, count) in enumerate(asked)]
+
+    def _proposal(self, lists: Sequence[tuple[list[list[int]], list[list[float]]]], row: int) -> Proposed:
+        """The chain of a request, and then its alternatives, from the tokens and probabilities of each pass."""
+        ranks = range(self._alternatives)
+        tokens = array("q", [tokens[row][rank] for rank in ranks for tokens, _ in lists])
+        chances = [chances[row][rank] for rank in ranks for _, chances in lists]
+        chain = range(-1, len(lists) - 1)
+        return tokens, chain if len(ranks) == 1 else [*chain] * len(ranks), chances
 
     def _row(self, part: Part, ahead: int) -> tuple[int, ...]:
         """The numbers of the token that is `ahead` of the last known one of a part, without its page ids."""

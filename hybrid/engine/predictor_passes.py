@@ -33,25 +33,43 @@ class PredictorNumbers(NamedTuple):
 
     Attributes:
         count: number of requests.
-        values: the columns `COLUMNS` with a number of each request, filled up to whole `ALIGNMENT`s, and then the page
-            ids of each request, in rows of equal length.
+        columns: `COLUMNS` with a number of each request, filled up to whole `ALIGNMENT`s.
+        tables: the page ids of each request, and of more, in rows of `width`.
+        width: of a row.
     """
 
     count: int  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
-    values: list[int]
+    columns: list[int]
+    tables: list[int]
+    width: int
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, ...]], tables: Sequence[Sequence[int]], width: int) -> PredictorNumbers:
-        """Of requests: the numbers of each, its page ids, and how many of these a row has."""
-        values: list[int] = []
+    def of(cls, tables: Sequence[Sequence[int]], width: int) -> PredictorNumbers:
+        """Page ids of requests, in rows of `width`, without a number of any."""
+        pages: list[int] = []
+        for table in tables:
+            pages += table
+            pages += [0] * (width - len(table))
+        return cls(0, [], pages, width)
+
+    def at(self, rows: Sequence[tuple[int, ...]]) -> PredictorNumbers:
+        """With the numbers of the first requests."""
+        columns: list[int] = []
         idle = [0] * (-len(rows) % ALIGNMENT)
         for column in zip(*rows, strict=True):
-            values += column
-            values += idle
-        for table in tables:
-            values += table
-            values += [0] * (width - len(table))
-        return cls(len(rows), values)
+            columns += column
+            columns += idle
+        return PredictorNumbers(len(rows), columns, self.tables, self.width)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What a pass is captured for."""
+        return self.count, self.width
+
+    @property
+    def values(self) -> list[int]:
+        """All integers of the pass: the columns, and then the page ids."""
+        return self.columns + self.tables[: self.count * self.width]
 
 
 class PredictorInputs(NamedTuple):
@@ -77,7 +95,7 @@ class PredictorInputs(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, count: int, hidden: Tensor) -> PredictorInputs:
-        """Views of the `values` of `PredictorNumbers`, and what is read besides."""
+        """Views of `PredictorNumbers.values`, and what is read besides."""
         length = count + -count % ALIGNMENT
         columns = [numbers[length * column :][:count] for column in range(COLUMNS)]
         tokens, positions, slots, lengths, states = columns
@@ -117,7 +135,11 @@ class Predicted(NamedTuple):
 
     def first(self, count: int) -> Predicted:
         """Of the first requests."""
-        return self if len(self.tokens) == count else Predicted(*(part[:count] for part in self))
+        return self if self.tokens.shape[0] == count else Predicted(*(part[:count] for part in self))
+
+    def lists(self) -> tuple[list[list[int]], list[list[float]]]:
+        """The tokens and their probabilities, once they are there."""
+        return self.tokens.tolist(), self.chances.tolist()
 
 
 class _Captured(NamedTuple):
@@ -177,22 +199,22 @@ class PredictorPasses:
             before: of the pass over the tokens before, which are those that it found most probable; None: the tokens
                 and the state slots of the numbers are taken.
         """
-        count, values = numbers
         captured = None
         if self._capture is not None and not self._captured_model.is_hooked:
-            captured = self._captured.get((count, len(values))) or self._record(self._capture, numbers)
+            captured = self._captured.get(numbers.shape) or self._record(self._capture, numbers)
         if captured is None:
             inputs = self._inputs(numbers)
             self._fill(inputs, before)
             logits, hidden = self._model.draft(inputs.batch(), inputs.hidden, self._kv)
             chances, tokens = logits.softmax(-1).topk(self._alternatives)
             return Predicted(tokens, chances, hidden)
-        self._captured.move_to_end((count, len(values)))
-        if before is captured.predicted:  # its tokens and hidden states are there
-            known = count + -count % ALIGNMENT
-            captured.values[known:] = values[known:]
+        if before is captured.predicted:  # its tokens and hidden states are there, and its page ids
+            columns = numbers.columns
+            known = len(columns) // COLUMNS
+            captured.values[known : len(columns)] = columns[known:]
         else:
-            captured.values[:] = values
+            self._captured.move_to_end(numbers.shape)
+            captured.values[:] = numbers.values
             if before is not None:
                 self._fill(captured.inputs, before)
         captured.run()
@@ -234,7 +256,7 @@ class PredictorPasses:
             return None
         if len(self._captured) == MAX_PASSES:
             self._captured.popitem(last=False)
-        shape = numbers.count, len(numbers.values)
-        values = inputs.tokens.as_strided((shape[1],), (1,)).numpy()  # of all integers, which begin with the tokens
-        captured = self._captured[shape] = _Captured(values, inputs, batch, again, predicted)
+        size = len(numbers.values)
+        values = inputs.tokens.as_strided((size,), (1,)).numpy()  # of all integers, which begin with the tokens
+        captured = self._captured[numbers.shape] = _Captured(values, inputs, batch, again, predicted)
         return captured

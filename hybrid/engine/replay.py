@@ -98,7 +98,9 @@ class ReplayOfAll:
     def _write(self, replay: Replay) -> None:
         """Write the numbers of the `StateSteps`: a run for each chain that is accepted, and for the rows in between."""
         self._slots[:] = self._nothing
-        self._slots[:, replay.rows] = replay.read, replay.write
+        reads, writes = self._slots
+        for row, read, write in zip(replay.rows, replay.read, replay.write, strict=True):
+            reads[row], writes[row] = read, write
         if self._starts is not None:
             is_kept = np.zeros(self._slots.shape[1], np.bool_)
             is_kept[replay.rows] = True

@@ -6,7 +6,7 @@ from them, and after the host has the tokens before them, on which constraints d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,18 @@ from hybrid.engine.constraints import Edits
 from hybrid.engine.planner import Plan
 from hybrid.engine.request import Request, Status
 from hybrid.engine.sampled_rows import SampledRows, most_logprobs, tokens_of
-from hybrid.engine.sampler import Logprobs, Sampled, SamplingRows, choose, token_logprobs
+from hybrid.engine.sampler import (
+    NOT_FINITE,
+    Logprobs,
+    SamplingRows,
+    checked,
+    choose,
+    most_likely,
+    token_logprobs,
+)
 from hybrid.engine.verification import Verification
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 from hybrid.memory.device import Arriving, on_device
-
-NOT_FINITE = -2
-"""In the place of the token of a row of logits with NaN or infinity."""
 
 UNSETTLED = -3
 """In the place of a token that is not known before the vocabulary is sorted."""
@@ -80,29 +85,33 @@ class PendingTokens:
         self._plan = plan
         self._verification = verification
         self._computed = computed
-        self._sampled: Sampled | None = None
-        self._tokens: Tensor
+        self._settle: Callable[[], Tensor] | None = None
+        self._tokens: Tensor | None = None
         self._arriving: Arriving
 
     def choose(self) -> Tensor:
         """The tokens on the device, `[S]`: the first call chooses them. Negative: there is none, or it is not known
         yet."""
-        if self._sampled is None:
+        if self._tokens is None:
             with torch_on_one_thread():
-                self._choose()
+                tokens = self._choose()
+            self._tokens = tokens  # last: a signal handler may raise anywhere before
         return self._tokens
 
-    def _choose(self) -> None:
+    def _choose(self) -> Tensor:
+        """Choose the tokens, and send them to the host."""
         if self._computed.is_reused and self._computed.sampling is not None:  # they may be needed once more
             kept = SamplingRows(*torch.stack(self._computed.sampling))
             self._computed = self._computed._replace(logits=self._computed.logits.clone(), sampling=kept)
-        logits, sampling, _, checkpoints = self._computed
-        sampled = choose(logits, self._edits(), sampling)
-        tokens = sampled.tokens
+        logits, sampling, _, finite_checkpoints = self._computed
+        edits, more = self._edits(), [finite_checkpoints] if finite_checkpoints is not None else []
+        if edits is None and sampling is None:
+            return self._send(most_likely(logits), more)
+        sampled = choose(logits, edits, sampling)
+        tokens, self._settle = sampled.tokens, sampled.settle
         if sampled.is_settled is not None:
             tokens = torch.where(sampled.is_settled, tokens, UNSETTLED)
-        self._tokens = self._send(tokens, [checkpoints] if checkpoints is not None else [])
-        self._sampled = sampled  # last: a signal handler may raise anywhere before
+        return self._send(checked(tokens, logits), more)
 
     @property
     def sources(self) -> Mapping[Request, int]:
@@ -121,9 +130,9 @@ class PendingTokens:
         late = {row for row, token in enumerate(tokens) if token == UNSETTLED}
         checks = more.pop(0) if self._computed.finite_checkpoints is not None else ()
         if late:
-            assert self._sampled is not None
+            assert self._settle is not None
             with torch_on_one_thread():
-                self._send(self._sampled.settle(), [])
+                self._send(checked(self._settle(), self._computed.logits), [])
             tokens, *more = self._arriving.wait()
         bad = {part for (part, _), is_finite in zip(self._plan.checkpoint_slots, checks, strict=True) if not is_finite}
         return self._results(tokens, more or None, bad, late)
@@ -142,19 +151,19 @@ class PendingTokens:
 
     def _send(self, tokens: Tensor, more: list[Tensor]) -> Tensor:
         """Send tokens to the host, with their log-probabilities; returns them as the device knows them."""
-        logits, rows = self._computed.logits, slice(sum([own.count for own in self._plan.sampled]))
-        finite = logits.sum(-1).isfinite()  # NaN and infinity remain in a sum
-        tokens = torch.where(finite, tokens, NOT_FINITE)[rows]
-        self._arriving = Arriving([tokens, *more, *(self._logprobs(logits[rows], tokens) or ())])
+        count = sum([own.count for own in self._plan.sampled])
+        if len(tokens) > count:  # of padding
+            tokens = tokens[:count]
+        self._arriving = Arriving([tokens, *more, *(self._logprobs(tokens) or ())])
         return tokens
 
-    def _logprobs(self, logits: Tensor, tokens: Tensor) -> Logprobs | None:
+    def _logprobs(self, tokens: Tensor) -> Logprobs | None:
         """Log-probabilities of the rows, and of the tokens chosen from them; None: they are not requested."""
         plan = self._plan
         most = most_logprobs(plan.sampled)
         if most is None:
             return None
-        tokens = tokens.clamp(min=0)
+        logits, tokens = self._computed.logits[: len(tokens)], tokens.clamp(min=0)
         if plan.targets is not None:
             targets = on_device(torch.tensor(plan.targets), logits.device)
             tokens = torch.where(targets >= 0, targets, tokens)

@@ -16,7 +16,7 @@ retraction, on failures, or on how many positions a pass computes.
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hybrid.engine.constraints import Edits
 from hybrid.engine.sampling_params import SamplingParams
+from hybrid.kernels.ops import compiled_module
 
 GREEDY = SamplingParams()
 
@@ -212,6 +213,9 @@ def _among_all(values: Tensor, rows: SamplingRows) -> Tensor:
 NO_TOKEN = -1
 """Instead of a token: the parameters of a request exclude all of them, or its own functions gave NaN."""
 
+NOT_FINITE = -2
+"""In the place of the token of a row of logits with NaN or infinity."""
+
 
 class Sampled(NamedTuple):
     """Tokens that were chosen from S rows of logits.
@@ -225,6 +229,24 @@ class Sampled(NamedTuple):
     tokens: Tensor
     is_settled: Tensor | None
     settle: Callable[[], Tensor]
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """`[S]` int64: the most likely token of every row, or `NOT_FINITE`.
+
+    Args:
+        logits: `[S, vocab]` fp32.
+    """
+    module: Any = compiled_module("drafts") if logits.device.type == "cpu" else ""
+    if isinstance(module, str) or logits.stride(1) != 1:
+        return checked(logits.argmax(-1), logits)
+    tokens: Tensor = module.most_likely(logits, NOT_FINITE)
+    return tokens
+
+
+def checked(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Tokens chosen from rows of logits, `NOT_FINITE` in the place of those of rows that are not."""
+    return torch.where(logits.sum(-1).isfinite(), tokens, NOT_FINITE)  # NaN and infinity remain in a sum
 
 
 def choose(logits: Tensor, edits: Edits | None, rows: SamplingRows | None) -> Sampled:

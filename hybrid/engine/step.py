@@ -54,7 +54,7 @@ class Part:
     @property
     def num_drafts(self) -> int:
         """Number of drafts that are computed."""
-        return len(self.drafts) if self.drafts is not None else 0
+        return len(self.drafts.tokens) if self.drafts is not None else 0
 
     @property
     def num_rows(self) -> int:
@@ -67,7 +67,7 @@ class Part:
         if self.drafts is None:
             return range(self.start, self.end)
         if self.branches is None:
-            return range(self.start, self.end + len(self.drafts))
+            return range(self.start, self.end + len(self.drafts.tokens))
         return [*range(self.start, self.end), *(self.end - 1 + depth for depth in self.drafts.depths)]
 
     @property

@@ -46,7 +46,7 @@ class Verification:
             if part.is_prefill:
                 continue
             if path:
-                replay.rows.extend(first + 1 + draft for draft in path)
+                replay.rows.extend([first + 1 + draft for draft in path])
                 replay.starts.append(len(replay.rows))
                 replay.read.extend([part.lease.front, *[-1] * (len(path) - 1)])
                 replay.write.extend(_writes(part, len(path)))
@@ -58,8 +58,9 @@ class Verification:
 def _writes(part: Part, count: int) -> list[int]:
     """Where the states after `count` accepted drafts are kept: the last one; and one at a boundary in the front, which
     the scheduler then swaps with the back."""
-    writes, boundary = [-1] * count, part.boundary_before(part.end + count)
+    writes = [-1] * count
     writes[-1] = part.lease.front
+    boundary = part.boundary_before(part.end + count) if part.boundary is not None else None
     if boundary is not None:
         assert part.lease.back is not None
         writes[-1] = part.lease.back

@@ -23,7 +23,8 @@ from weakref import WeakKeyDictionary, WeakSet
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.stats import EngineStats
-from hybrid.errors import ClosedError, QueueFullError, RequestError
+from hybrid.errors import AuditError, ClosedError, QueueFullError, RequestError
+from hybrid.interrupts import deferred_interrupts
 from hybrid.serve.door import Asked, Door
 from hybrid.serve.inbox import Courier, Inbox
 
@@ -32,6 +33,8 @@ log: logging.Logger = logging.getLogger(__name__)
 ADMISSION_SECONDS = 0.01
 """Between two steps prompts are encoded for about this long, so that many at once do not hold up those that run."""
 
+MAX_FAILED_STEPS = 3
+"""The thread ends when this many steps in a row failed and no request is the reason."""
 
 FORKED = (
     "this process was forked from the one that has the engine's thread, and does not have it. Load the model in this "
@@ -74,6 +77,7 @@ class EngineThread:
         self._names: dict[Inbox, str] = {}  # the reverse
         self._unanswered: set[Inbox] = set()  # wherever they are: whatever raises, their readers get an error
         self._calls: set[Callable[[Any, BaseException | None], None]] = set()  # settle those that were not answered
+        self._failed_steps = 0  # one after the other
         self._ending: set[str] = set()  # ids of requests that were aborted, and whose last output the engine has
         self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run, name="hybrid-engine", daemon=True)
@@ -122,12 +126,13 @@ class EngineThread:
         future: asyncio.Future[Any] = loop.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
-            if future.done():  # the caller was cancelled
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            with deferred_interrupts():  # an event loop drops what a handler raises in a callback
+                if future.done():  # the caller was cancelled
+                    return
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
 
         def settle_there(result: Any, error: BaseException | None) -> None:
             with suppress(RuntimeError):  # the loop was closed
@@ -147,8 +152,8 @@ class EngineThread:
                 error = failure
             settle_there(result, error)
 
-        self._calls.add(settle_there)
         try:
+            self._calls.add(settle_there)
             self._post(run)
             return await future
         finally:
@@ -203,11 +208,13 @@ class EngineThread:
     def _step(self) -> None:
         try:
             outputs = self.engine.step()
-        except Exception:
-            if not self.engine.is_retrying:
+        except Exception as error:
+            self._failed_steps += not self.engine.is_retrying
+            if self._failed_steps == MAX_FAILED_STEPS or isinstance(error, AuditError):
                 raise
-            log.warning("a step failed, and its requests are computed again", exc_info=True)
+            log.warning("a step failed, and is made again", exc_info=True)
             return
+        self._failed_steps = 0
         for output in outputs:
             self._deliver(output)
 
@@ -287,8 +294,8 @@ class EngineThread:
             self.engine.abort(request_id)
             self._ending.add(request_id)
             return
-        self._door.remove(waiting)
         self._fail(waiting, RequestError(f"{request_id} was aborted before the engine took it"))
+        self._door.remove(waiting)
 
     def _drop(self, inbox: Inbox) -> None:
         """Abort the request of an inbox, wherever it is."""
@@ -324,8 +331,10 @@ class EngineThread:
             self._fail(inbox, end())
         for settle in [*self._calls]:
             settle(None, end())
+        self._door = Door()
         self._inboxes.clear()
         self._names.clear()
+        self._ending.clear()
 
 
 def _caused_by(error: BaseException) -> ClosedError:

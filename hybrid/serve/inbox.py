@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from hybrid.engine.output import RequestOutput
 from hybrid.errors import RequestError
+from hybrid.interrupts import deferred_interrupts
 
 
 class Inbox:
@@ -103,18 +104,25 @@ class Courier:
         self._loop = loop
         self._lock = threading.Lock()
         self._waiting: dict[Inbox, None] = {}
+        self._is_due = False  # the loop has the callback
 
     def notify(self, inbox: Inbox) -> None:
         """Have the reader of an inbox woken. A loop that was closed has no readers any more."""
         with self._lock:
-            is_first = not self._waiting
             self._waiting[inbox] = None
-        if is_first:
-            with suppress(RuntimeError):  # the loop was closed
-                self._loop.call_soon_threadsafe(self._wake)
+            if not self._is_due:
+                with suppress(RuntimeError):  # the loop was closed
+                    self._loop.call_soon_threadsafe(self._wake)
+                self._is_due = True
 
     def _wake(self) -> None:
-        with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for inbox in waiting:
-            inbox.wake()
+        # an event loop drops what is raised in a callback, a signal's handler included
+        with deferred_interrupts(), self._lock:
+            try:
+                for inbox in self._waiting:
+                    inbox.wake()
+                self._waiting.clear()
+                self._is_due = False
+            finally:
+                if self._is_due:
+                    self._loop.call_soon(self._wake)

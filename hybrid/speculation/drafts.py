@@ -9,9 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral, Real
+from typing import Any, TypeGuard
 
 from hybrid.errors import ArgumentError
+
+USUAL = frozenset((tuple, list, range, array))
+"""Types of the sequences that drafters usually return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class Drafts:
     def chain(cls, tokens: Sequence[int], drafter: str, chances: Sequence[float]) -> Drafts:
         """Tokens of one drafter that each follow the one before."""
         count = len(tokens)
-        return cls(tuple(tokens), tuple(range(-1, count - 1)), ((drafter,),) * count, tuple(chances))
+        return cls(tuple(tokens), _chained(count), ((drafter,),) * count, tuple(chances))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -42,7 +47,13 @@ class Drafts:
     @property
     def is_chain(self) -> bool:
         """Whether each token follows the one before it."""
-        return self.parents == tuple(range(-1, len(self.tokens) - 1))
+        return self.parents == _chained(len(self.tokens))
+
+    @property
+    def drafter(self) -> str | None:
+        """Who proposed all of them, alone; None: several did, or there is none."""
+        found = self.drafters[0] if self.drafters else ()
+        return found[0] if len(found) == 1 and self.drafters.count(found) == len(self.drafters) else None
 
     def path(self, at: int) -> tuple[int, ...]:
         """The indices of the tokens from the first one up to `at`, which each follow the one before; -1: none."""
@@ -82,7 +93,7 @@ class Drafts:
         Args:
             path: the drafts that were accepted.
         """
-        if self.is_chain and self.drafters.count((drafter,)) == len(self.drafters):  # the usual case
+        if self.is_chain and self.drafter == drafter:  # the usual case
             return len(path) + (len(path) < len(self.drafters)), len(path)
         right, last = 0, -1
         for at in path:
@@ -139,11 +150,12 @@ def checked(
         ArgumentError: they are not sequences of the same length, hold something else than integers, a token outside the
             vocabulary, a parent that does not come before its child, or a probability that is none.
     """
-    if not isinstance(tokens, Sequence) or not isinstance(parents, Sequence) or len(tokens) != len(parents):
+    if not (_is_sequence(tokens) and _is_sequence(parents)) or len(tokens) != len(parents):
         raise ArgumentError(f"drafter {drafter}: propose must return two sequences of the same length")
     known = _probabilities(chances, len(tokens), drafter) if chances is not None else None
     if parents == range(-1, len(tokens) - 1) and _are_tokens(tokens, vocab_size):  # a chain has no brothers
-        return Drafts(tuple(tokens), tuple(parents), ((drafter,),) * len(tokens), known).first(limit)
+        count = min(len(tokens), limit)
+        return Drafts(tuple(tokens[:count]), _chained(count), ((drafter,),) * count, known and known[:count])
     own: dict[tuple[int, int], int] = {}
     place: list[int] = []  # of each proposed token among those that are kept
     kept: list[int] = []
@@ -173,6 +185,17 @@ def checked(
     )
 
 
+@lru_cache(256)
+def _chained(count: int) -> tuple[int, ...]:
+    """The parents of a chain."""
+    return tuple(range(-1, count - 1))
+
+
+def _is_sequence(found: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is a sequence; for the usual types abstract ones are not looked at."""
+    return type(found) in USUAL or isinstance(found, Sequence)
+
+
 def _are_tokens(tokens: object, vocab_size: int) -> bool:
     """Whether all are tokens, as far as that is known at once."""
     return isinstance(tokens, array) and len(tokens) > 0 and min(tokens) >= 0 and max(tokens) < vocab_size
@@ -180,7 +203,7 @@ def _are_tokens(tokens: object, vocab_size: int) -> bool:
 
 def _probabilities(chances: object, count: int, drafter: str) -> tuple[float, ...]:
     """Probabilities of `count` drafts."""
-    if not isinstance(chances, Sequence) or len(chances) != count:
+    if not _is_sequence(chances) or len(chances) != count:
         raise ArgumentError(f"drafter {drafter}: propose must return a probability for each token, or none at all")
     for chance in chances:
         if (type(chance) is not float and not isinstance(chance, Real)) or not 0 <= float(chance) <= 1:
@@ -198,10 +221,16 @@ def accepted(drafts: Drafts, sampled: Sequence[int], is_end: Callable[[int], boo
     Returns:
         Indices of `drafts`: each is the token sampled after the one before it.
     """
+    path: list[int] = []
+    if drafts.is_chain:  # the usual case
+        for at, token in enumerate(drafts.tokens):
+            if token != sampled[at] or is_end(token):
+                break
+            path.append(at)
+        return path
     children = {
         (parent, token): at for at, (parent, token) in enumerate(zip(drafts.parents, drafts.tokens, strict=True))
     }
-    path: list[int] = []
     last = -1
     while not is_end(sampled[last + 1]):
         found = children.get((last, sampled[last + 1]))

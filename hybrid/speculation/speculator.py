@@ -246,13 +246,14 @@ class Speculator:
 
     def _compare(self, history: History, known: _Known) -> None:
         """Compare drafts with what came."""
-        if known.position < len(history):
+        if known.position < len(history.ids):
+            came = history.ids[known.position]
             for name, (token, claimed) in known.watched.items():
                 for measured in (self._expected[name], known.measured[name]):
                     if claimed is None:
-                        measured.observe(1, token == history[known.position])
+                        measured.observe(1, token == came)
                     else:
-                        measured.compare(claimed, token == history[known.position])
+                        measured.compare(claimed, token == came)
             known.watched = {}
 
     def _counts(self, trees: Sequence[_Joined], rows: int) -> list[int]:
@@ -284,7 +285,7 @@ class Speculator:
             elif not joined.count and not own.pauses:  # they were expected to pay
                 own.paid(False, known.passes)
             self._pauses[name] = own.pauses
-        known.position = len(joined.history)
+        known.position = len(joined.history.ids)
         known.watched = {  # what was computed of drafters that say nothing is counted when it is verified
             name: first for name, first in joined.firsts.items() if first[1] is not None or not joined.count
         }
@@ -338,7 +339,7 @@ class Speculator:
                 joined.firsts[asked.name] = drafts.tokens[0], claimed
                 if asked.computes or claimed is None:
                     joined.asked[asked.name] = asked.computes
-                longest = max(longest, *drafts.depths)
+                longest = max(longest, len(drafts.tokens) if drafts.is_chain else max(drafts.depths))
                 self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
         if asked.computes and wanted:
             self._cost.drafted(asked.name, longest, seconds)
@@ -380,17 +381,16 @@ class Speculator:
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""
-        proposed = drafts.drafters
-        right = [proposed[at] for at in path]
-        for name in {name for names in set(proposed) for name in names}:
+        proposed, known = drafts.drafters, self._known.get(history)
+        for name in {*chain.from_iterable(proposed)}:
             stats = self._stats[name]
             stats.proposals += 1
             stats.drafted_tokens += sum([name in names for names in proposed])
-            stats.accepted_tokens += sum([name in names for names in right])
+            stats.accepted_tokens += sum([name in proposed[at] for at in path])
             offered, accepted = drafts.trials(name, path)
             self._expected[name].observe(offered, accepted)
-            if history in self._known:
-                self._known[history].measured[name].observe(offered, accepted)
+            if known is not None:
+                known.measured[name].observe(offered, accepted)
 
     def timed(self, rows: int, seconds: float, drafts: int = 0) -> None:
         """A pass without prompts was computed; some of its rows were drafts."""

@@ -7,8 +7,8 @@ that is not captured.
 
 Like a CUDA graph a program reads and writes memory at fixed addresses. What the pass allocates is taken from one piece
 of memory, which all programs of a capture share: one of them runs at a time. The few operations of torch in a pass
-(the embedding, rotary angles) are called again between compiled ones, but rows with given numbers (those to sample) are
-copied by a compiled one: so all that follows the angles is one program. An operation that is not on the list might
+(rotary angles) are called again between compiled ones, but those that copy rows (the embedding, the rows to sample) are
+compiled ones: so all that follows the angles is one program. An operation that is not on the list might
 depend on values that the host has read, and is refused.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid.kernels.cpu.memory import can_take_rows, take_rows
+from hybrid.kernels.cpu.memory import can_join, can_take_rows, join, take_rows
 from hybrid.kernels.cpu.tasks import Task, Tasks, recorder
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 
@@ -97,9 +97,9 @@ class _Pass(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.is_mutable and func not in CALLED_AGAIN:
             raise NotCapturedError(f"{func} cannot be a part of a captured pass: it writes its arguments")
-        if func is aten.index.Tensor and len(args[1]) == 1 and can_take_rows(args[0], *args[1]):
-            x, (rows,) = args
-            return take_rows(x, rows, self._allocate(x.new_empty(len(rows), x.shape[1])))
+        compiled = self._compiled(func, args)
+        if compiled is not None:
+            return compiled
         result = func(*args, **kwargs)
         if func in EMPTY:
             return self._allocate(result)
@@ -109,6 +109,20 @@ class _Pass(TorchDispatchMode):
             raise NotCapturedError(f"{func} cannot be a part of a captured pass")
         self.steps.append(partial(CALLED_AGAIN[func], *args, **kwargs, out=result))
         return result
+
+    def _compiled(self, func: Any, args: Any) -> Tensor | None:
+        """The result of an operation of torch that only copies rows, by a compiled one; None: it is another one."""
+        if func is aten.embedding.default and len(args) == 2 and can_take_rows(*args):
+            x, rows = args
+        elif func is aten.index.Tensor and len(args[1]) == 1 and can_take_rows(args[0], *args[1]):
+            x, (rows,) = args
+        elif func is aten.cat.default and args[1:] in ((-1,), (1,)) and can_join(args[0]):
+            (parts,) = args[:1]
+            sizes = [part.shape[1] for part in parts]
+            return join(parts, self._allocate(parts[0].new_empty(len(parts[0]), sum(sizes))))
+        else:
+            return None
+        return take_rows(x, rows, self._allocate(x.new_empty(len(rows), x.shape[1])))
 
     def _allocate(self, like: Tensor) -> Tensor:
         size = like.numel() * like.element_size()
@@ -133,11 +147,14 @@ class Program:
         for is_task, group in groupby(steps, lambda step: isinstance(step, Task)):
             found: list[Any] = list(group)
             self._parts += [Tasks(found)] if is_task else found
+        self._is_compiled = len(self._parts) == 1 and isinstance(steps[0], Task)
 
-    @torch.inference_mode()
     def __call__(self) -> None:
         """Run the pass again."""
-        with torch_on_one_thread():
+        if self._is_compiled:
+            self._parts[0]()
+            return
+        with torch.inference_mode(), torch_on_one_thread():
             for part in self._parts:
                 part()
 

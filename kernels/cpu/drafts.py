@@ -1,12 +1,60 @@
-"""What a predictor's passes over single tokens end with: so a chain of them needs no torch in between."""
+"""The most likely tokens of rows of logits: of a model's, and what a predictor's passes over single tokens end with, so
+that a chain of them needs no torch in between."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.machine_code import compiled
+from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.tiles import row_max
+from hybrid.kernels.cpu.tiles import row_max, row_sum
 from hybrid.kernels.cpu.vectors import INDEX, KINDS, LANES, ZERO, allocate, at, exp, get, numbers, put, release
+
+MIN_SHARED = 1 << 16
+"""Logits that are worth a thread."""
+
+
+@compiled_inline
+def _first_largest(own, vocab):  # type: ignore[no-untyped-def]
+    """The largest number of a row, and its first place."""
+    whole, token = vocab // LANES * LANES, 0
+    most = row_max(own, whole) if whole else get(own, 0)
+    for i in range(whole, vocab):
+        most = max(most, get(own, i))
+    while token < vocab - 1 and get(own, token) != most:
+        token += 1
+    return most, token
+
+
+@compiled
+def _most_likely(args, kind, first, last):  # type: ignore[no-untyped-def]
+    """Tokens `[first, last)`."""
+    a = numbers(args, INDEX)
+    logits, tokens, vocab, of_row, not_finite = numbers(a[0], kind), numbers(a[1], INDEX), a[2], a[3], a[4]
+    whole = vocab // LANES * LANES
+    for row in range(first, last):
+        own = at(logits, row * of_row)
+        total = row_sum(own, whole) if whole else ZERO
+        for i in range(whole, vocab):
+            total += get(own, i)
+        _, token = _first_largest(own, vocab)
+        tokens[row] = token if total - total == ZERO else not_finite  # NaN and infinity remain in a sum
+
+
+def most_likely(logits: Tensor, not_finite: int) -> Tensor:
+    """The most likely token of each row, of equal ones the first.
+
+    Args:
+        logits: `[N, vocab]` fp32, each row contiguous.
+        not_finite: in the place of the token of a row with NaN or infinity.
+
+    Returns:
+        `[N]` int64.
+    """
+    tokens = logits.new_empty(len(logits), dtype=torch.int64)
+    args = logits.data_ptr(), tokens.data_ptr(), logits.shape[1], logits.stride(0), not_finite
+    run(_most_likely, ZERO, args, len(logits), 1, logits.numel() // MIN_SHARED)
+    return tokens
 
 
 @compiled
@@ -19,12 +67,7 @@ def _choose_drafts(args, kind, first, last):  # type: ignore[no-untyped-def]
     sums = numbers(memory, ZERO)
     for row in range(first, last):
         own = at(logits, row * vocab)
-        most = row_max(own, whole) if whole else get(own, 0)
-        for i in range(whole, vocab):
-            most = max(most, get(own, i))
-        token = 0
-        while token < vocab - 1 and get(own, token) != most:
-            token += 1
+        most, token = _first_largest(own, vocab)
         for lane in range(LANES):
             put(sums, lane, ZERO)
         for i in range(0, whole, LANES):

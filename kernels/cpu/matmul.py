@@ -4,22 +4,20 @@ An output is the sum of the products along a row of x and a row of the weight, a
 (`hybrid.kernels.cpu.vectors`). Neither the number of rows nor a row's place, neighbours or address matters, nor the
 number of threads: each takes some of the outputs.
 
-Several outputs are computed together, in tiles of up to 3 rows of x and some rows of the weight, so that what is
-loaded is used several times. Short rows of the weight end before the hardware has found them: while some are
-multiplied the next ones are asked for. Many rows of x are left to `hybrid.kernels.cpu.panels`.
+Several outputs are computed together, in tiles of up to 4 rows of x and some rows of the weight, so that what is
+loaded is used several times. All rows of x are multiplied with some rows of the weight; meanwhile the next ones are
+asked for. Many rows of x are left to `hybrid.kernels.cpu.panels`.
 """
 
 from typing import Any
 
 import torch
-from numba import types
-from numba.extending import intrinsic
 from torch import Tensor
 
 from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
-from hybrid.kernels.cpu.panels import BYTE, LINE, MIN_SHARED, multiply_panels
+from hybrid.kernels.cpu.panels import MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.tiles import SHORT, is_read_by_rows, tile
+from hybrid.kernels.cpu.tiles import COLUMNS, is_read_by_rows, tile
 from hybrid.kernels.cpu.vectors import (
     HAS_FMA,
     HAS_PAIRS,
@@ -27,32 +25,42 @@ from hybrid.kernels.cpu.vectors import (
     INDEX,
     KINDS,
     LANES,
-    NEAR,
     ZERO,
     at,
     get,
     numbers,
-    prefetch,
     put,
     rows_of_x,
 )
 
-COLUMNS = 12
-"""Rows of the weight that few rows of x are multiplied with before the next ones; tiles divide it."""
-
-MANY_ROWS = 40
+MANY_ROWS = 96 if HAS_WIDE_REGISTERS else 40
 """Rows of x from which on it is worth to copy them and the weight first (`hybrid.kernels.cpu.panels`)."""
 
-_COLUMNS_OF_2, _COLUMNS_OF_3 = (4, 4) if HAS_WIDE_REGISTERS else (3, 2)
-"""Columns of tiles of 2 and of 3 rows: as many as the registers hold."""
 
-_ASKED = 4 if HAS_WIDE_REGISTERS else 6
-"""Columns that 3 rows are multiplied with before more memory is asked for; tiles of 2 and of 3 rows divide it."""
+def _strip(rows: int, width: int) -> Any:
+    """The product of `rows` rows of x and up to COLUMNS rows of w, `width` of these at once: `(x, x_stride, w,
+    w_stride, scale, out, out_stride, columns, length)`."""
+    together, single = tile(rows, width), tile(rows, 1)
+
+    @compiled_inline
+    def multiply(x, x_stride, w, w_stride, scale, out, out_stride, columns, length):  # type: ignore[no-untyped-def]
+        column = 0
+        while column + width <= columns:
+            b, s, o = at(w, column * w_stride), at(scale, column), at(out, column)
+            together(x, x_stride, b, w_stride, s, o, out_stride, length)
+            column += width
+        while column < columns:
+            b, s, o = at(w, column * w_stride), at(scale, column), at(out, column)
+            single(x, x_stride, b, w_stride, s, o, out_stride, length)
+            column += 1
+
+    return multiply
 
 
-_tile_1_1, _tile_1_4 = tile(1, 1), tile(1, 4)
-_tile_2_1, _tile_2 = tile(2, 1), tile(2, _COLUMNS_OF_2)
-_tile_3_1, _tile_3 = tile(3, 1), tile(3, _COLUMNS_OF_3)
+_of_1, _of_1_by_rows = _strip(1, 4), _strip(1, 1)
+_of_2, _of_3 = (_strip(2, 4), _strip(3, 4)) if HAS_WIDE_REGISTERS else (_strip(2, 3), _strip(3, 2))
+_of_4 = _strip(4, 4)
+"""Their sums, and what is multiplied, are as many as the registers hold; those of 4 rows only where they are wide."""
 
 
 @compiled_inline
@@ -60,82 +68,34 @@ def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, column
     """The product of any number of rows of x and up to COLUMNS rows of w."""
     row = 0
     while row < rows:
-        a, y = at(x, row * x_stride), at(out, row * out_stride)
-        left, column = rows - row, 0
-        if left >= 3:
-            while column + _COLUMNS_OF_3 <= columns:
-                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_3(a, x_stride, b, w_stride, s, o, out_stride, length)
-                column += _COLUMNS_OF_3
-            while column < columns:
-                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_3_1(a, x_stride, b, w_stride, s, o, out_stride, length)
-                column += 1
+        a, y, left = at(x, row * x_stride), at(out, row * out_stride), rows - row
+        if HAS_WIDE_REGISTERS and left >= 4:
+            _of_4(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
+            row += 4
+        elif left >= 3:
+            _of_3(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
             row += 3
         elif left == 2:
-            while column + _COLUMNS_OF_2 <= columns:
-                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_2(a, x_stride, b, w_stride, s, o, out_stride, length)
-                column += _COLUMNS_OF_2
-            while column < columns:
-                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_2_1(a, x_stride, b, w_stride, s, o, out_stride, length)
-                column += 1
+            _of_2(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
             row += 2
         else:
-            while column + 4 <= columns and not is_read_by_rows(w):
-                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_1_4(a, x_stride, b, w_stride, s, o, out_stride, length)
-                column += 4
-            while column < columns:
-                b, s, o = at(w, column * w_stride), at(scale, column), at(y, column)
-                _tile_1_1(a, x_stride, b, w_stride, s, o, out_stride, length)
-                column += 1
+            if is_read_by_rows(w):
+                _of_1_by_rows(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
+            else:
+                _of_1(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
             row += 1
-
-
-@intrinsic
-def _ask(context, memory, index):  # type: ignore[no-untyped-def]
-    """Ask for the cache line of a byte in the second cache: the first one is full of what is multiplied."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        prefetch(builder, args[0], args[1], NEAR)
-        return context.get_dummy_value()
-
-    return types.void(memory, types.int64), generate
-
-
-@compiled_inline
-def _multiply_and_ask(x, x_stride, w, w_stride, scale, out, out_stride, sizes, ahead, lines):  # type: ignore[no-untyped-def]
-    """`multiply_rows`, of which `sizes` are the last arguments. Between its tiles some lines of memory from `ahead` on
-    are asked for."""
-    rows, columns, length = sizes
-    parts, part = (rows + 2) // 3 * ((columns + _ASKED - 1) // _ASKED), 0
-    for row in range(0, rows, 3):
-        for column in range(0, columns, _ASKED):
-            for line in range(lines * part // parts, lines * (part + 1) // parts):
-                _ask(ahead, line * LINE)
-            part += 1
-            a, b, s = at(x, row * x_stride), at(w, column * w_stride), at(scale, column)
-            o, count, width = at(out, row * out_stride + column), min(3, rows - row), min(_ASKED, columns - column)
-            multiply_rows(a, x_stride, b, w_stride, s, o, out_stride, count, width, length)
 
 
 @compiled
 def _multiply(args, kinds, first, last):  # type: ignore[no-untyped-def]
     """Columns `[first, last)`; the kinds are those of the weight and of the output."""
     a = numbers(args, INDEX)
-    x, w, scale, out = rows_of_x(a[0], kinds[0]), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
-    x_stride, w_stride, out_stride, rows, length, of_row = a[4], a[5], a[6], a[7], a[8], a[9]
+    x, w, scale, out = rows_of_x(a[0], kinds), numbers(a[1], kinds[0]), numbers(a[2], ZERO), numbers(a[3], kinds[1])
+    x_stride, w_stride, out_stride, rows, length = a[4], a[5], a[6], a[7], a[8]
     for column in range(first, last, COLUMNS):
         width = min(COLUMNS, last - column)
         b, s, o = at(w, column * w_stride), at(scale, column), at(out, column)
-        if rows > 1 and of_row:  # while all rows are multiplied the next columns arrive
-            following, sizes = column + width, (rows, width, length)
-            ahead, lines = numbers(a[1] + following * of_row, BYTE), min(COLUMNS, last - following) * of_row // LINE
-            _multiply_and_ask(x, x_stride, b, w_stride, s, o, out_stride, sizes, ahead, lines)
-        else:
-            multiply_rows(x, x_stride, b, w_stride, s, o, out_stride, rows, width, length)
+        multiply_rows(x, x_stride, b, w_stride, s, o, out_stride, rows, width, length)
 
 
 @compiled
@@ -166,8 +126,8 @@ def _widen(args, kind, first, last):  # type: ignore[no-untyped-def]
             put(y, row * size + i, get(x, row * stride + i))
 
 
-PAIRS = {(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)} | {
-    (torch.int8, dtype) for dtype in (torch.float32, torch.bfloat16)
+PAIRS = {(torch.float32, torch.float32)} | {
+    (weight, x) for weight in (torch.bfloat16, torch.int8) for x in (torch.float32, torch.bfloat16)
 }
 """Types of a weight and of x that can be multiplied. The first product of each is compiled."""
 
@@ -180,7 +140,8 @@ def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def multiply(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`x @ weight.T`, accumulated in fp32, with torch's number of threads.
+    """`x @ weight.T`, accumulated in fp32, with torch's number of threads. With fp32 rows a bfloat16 weight gives the
+    bits of its numbers as fp32.
 
     Args:
         x: `[rows, in]` fp32 or bfloat16.
@@ -209,9 +170,7 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
     if x.dtype != torch.float32 and not HAS_PAIRS:
         x = _widened(x, _widen_pairs, -(-inner // (2 * LANES)) * 2 * LANES)
     addresses = x.data_ptr(), weight.data_ptr(), 0 if scale is None else scale.data_ptr(), output.data_ptr()
-    strides, of_row = (x.stride(0), weight.stride(0), output.stride(0)), weight.stride(0) * weight.element_size()
-    asks = of_row < SHORT and x.dtype == torch.float32  # tiles of pairs of bfloat16 numbers ask by themselves
-    args = (*addresses, *strides, rows, inner, of_row if asks else 0)
+    args = (*addresses, x.stride(0), weight.stride(0), output.stride(0), rows, inner)
     run(_multiply, kinds, args, outputs, COLUMNS, rows * inner * outputs // MIN_SHARED)
 
 

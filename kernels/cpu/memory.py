@@ -1,4 +1,7 @@
-"""Rows that are copied: the one before each decoded token, over state slots, and those that an index names."""
+"""Rows that are copied: the one before each decoded token, over state slots, those that an index names, and those of
+several tensors side by side."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -77,4 +80,37 @@ def take_rows(x: Tensor, rows: Tensor, output: Tensor) -> Tensor:
     """
     args = x.data_ptr(), output.data_ptr(), rows.data_ptr(), x.stride(0), x.shape[1]
     run(_take, KINDS[x.dtype], args, len(rows), 1, output.numel() // MIN_SHARED)
+    return output
+
+
+@compiled
+def _copy(args, kind, first, last):  # type: ignore[no-untyped-def]
+    """Rows `[first, last)`."""
+    a = numbers(args, INDEX)
+    x, output, of_row, of_output, size = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3], a[4]
+    for row in range(first, last):
+        source, target = at(x, row * of_row), at(output, row * of_output)
+        for column in range(size):
+            target[column] = source[column]
+
+
+def can_join(parts: Sequence[Tensor]) -> bool:
+    """Whether `join` knows the types and shapes of its arguments."""
+    rows, dtype = len(parts[0]), parts[0].dtype
+    is_like = [part.dim() == 2 and len(part) == rows and part.dtype == dtype for part in parts]
+    return dtype in DTYPES and all(is_like) and all(part.stride(1) == 1 for part in parts)
+
+
+def join(parts: Sequence[Tensor], output: Tensor) -> Tensor:
+    """Write rows of several tensors side by side to `output`, and return it.
+
+    Args:
+        parts: `[N, size]` each, with sizes of their own, of one type.
+        output: `[N, sum of the sizes]` of that type, contiguous.
+    """
+    start = 0
+    for part in parts:
+        args = part.data_ptr(), output[:, start:].data_ptr(), part.stride(0), output.stride(0), part.shape[1]
+        run(_copy, KINDS[part.dtype], args, len(part), 1, part.numel() // MIN_SHARED)
+        start += part.shape[1]
     return output

@@ -32,11 +32,13 @@ from hybrid.kernels.cpu.vectors import (
     INT,
     KINDS,
     LANES,
+    LINE,
     LONG,
     ZERO,
     ZEROS,
     add_product_of,
     allocate,
+    are_pairs,
     at,
     first_lanes,
     get,
@@ -63,6 +65,9 @@ ROWS, VECTORS = (12, 2) if HAS_WIDE_REGISTERS else (6, 1)
 COLUMNS = VECTORS * LANES
 """Rows of the weight in a panel."""
 
+_PART = ROWS // 3
+"""Rows of x in a part of a panel: of the last panel only the parts that have rows are multiplied."""
+
 MAX_NEAR = 1 << 21
 """Elements of x whose panels stay in the CPU's last cache, while all rows of the weight are multiplied with them."""
 
@@ -86,10 +91,7 @@ _SQUARE = 8
 _ROWS_AT_ONCE = 6
 """Rows of x that are turned at once."""
 
-LINE = 64
-"""Bytes of memory that the CPU reads at once."""
-
-BYTE = np.int8(0)
+_BYTE = np.int8(0)
 
 _SIZE = ROWS * COLUMNS
 _SPREAD = 16
@@ -125,19 +127,20 @@ def _copy_turned(builder: Any, rows: list[Any], panel: Any, of_lane: Any) -> Non
 
 def _turning(rows: int, of_step: int) -> Any:
     """An intrinsic that copies LANES numbers, or pairs of bfloat16 numbers, of each of `rows` rows, so that those of a
-    lane follow each other: `(x, x_stride, count, width, panel, of_lane)`.
+    lane follow each other: `(x, x_stride, kinds, count, width, panel, of_lane)`.
 
     There are `count` rows, the last one is repeated, and `width` numbers, zeros follow. x is a pointer to numbers of
-    any type, the panel to fp32; its lanes are in the order `ORDER`, `of_lane` apart, and its steps `of_step`.
+    any type, `kinds` are those of the product, which say whether they are taken in pairs; the panel is a pointer to
+    fp32, its lanes are in the order `ORDER`, `of_lane` apart, and its steps `of_step`.
     """
 
     @intrinsic
-    def turn(context, x, x_stride, count, width, panel, of_lane):  # type: ignore[no-untyped-def]
+    def turn(context, x, x_stride, kinds, count, width, panel, of_lane):  # type: ignore[no-untyped-def]
         long = types.int64
 
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            x, x_stride, count, width, panel, of_lane = args
-            last, is_paired = builder.sub(count, LONG(1)), x.type.pointee == ir.IntType(16)
+            x, x_stride, _, count, width, panel, of_lane = args
+            last, is_paired = builder.sub(count, LONG(1)), are_pairs(kinds)
             taken = 2 * LANES if is_paired else LANES
 
             def load(row: int, mask: Any | None) -> list[Any]:
@@ -159,7 +162,7 @@ def _turning(rows: int, of_step: int) -> Any:
                     copy(first_lanes(builder, width, taken))
             return context.get_dummy_value()
 
-        return types.void(x, long, long, long, FLOATS, long), generate
+        return types.void(x, long, kinds, long, long, FLOATS, long), generate
 
     return turn
 
@@ -178,42 +181,50 @@ def _store(builder: Any, vector: Any, pointer: Any, count: int) -> None:
 _turn_x, _turn_w = _turning(_ROWS_AT_ONCE, ROWS), _turning(_SQUARE, COLUMNS)
 
 
-@intrinsic
-def _add_lane(context, x, w, kind, steps, sums, finished):  # type: ignore[no-untyped-def]
-    """Compute a lane of the products of a panel of x and one of the weight, whose kind is `kind`.
+def _adding(rows: int) -> Any:
+    """An intrinsic that computes a lane of the products of the first `rows` rows of a panel of x and one of the weight;
+    `kinds` are those of the product: `(x, w, kinds, steps, sums, finished)`.
 
     `sums`: LEVELS sums of each output. The first `finished` of them are added to the lane, and the next one becomes the
     result.
     """
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        x, w, _, steps, sums, finished = args
-        places = [LONG(number * LANES) for number in range(ROWS * VECTORS)]
+    @intrinsic
+    def add_lane(context, x, w, kinds, steps, sums, finished):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            x, w, _, steps, sums, finished = args
+            places = [LONG(number * LANES) for number in range(rows * VECTORS)]
 
-        def multiply(index: Any, before: list[Any]) -> list[Any]:
-            own_x = builder.gep(x, [builder.mul(index, LONG(ROWS))])
-            own_w = builder.mul(index, LONG(COLUMNS))
-            others = [load_lanes(builder, w, builder.add(own_w, LONG(LANES * vector))) for vector in range(VECTORS)]
-            found = []
-            for row in range(ROWS):
-                own = repeated(builder, builder.load(builder.gep(own_x, [LONG(row)])))
-                for total, other in zip(before[row * VECTORS : (row + 1) * VECTORS], others, strict=True):
-                    found.append(add_product_of(builder, own, other, total, kind == types.uint16))
-            return found
+            def multiply(index: Any, before: list[Any]) -> list[Any]:
+                own_x = builder.gep(x, [builder.mul(index, LONG(ROWS))])
+                own_w = builder.mul(index, LONG(COLUMNS))
+                others = [load_lanes(builder, w, builder.add(own_w, LONG(LANES * vector))) for vector in range(VECTORS)]
+                found = []
+                for row in range(rows):
+                    own = repeated(builder, builder.load(builder.gep(own_x, [LONG(row)])))
+                    for total, other in zip(before[row * VECTORS : (row + 1) * VECTORS], others, strict=True):
+                        found.append(add_product_of(builder, own, other, total, are_pairs(kinds)))
+                return found
 
-        def add(level: Any, before: list[Any]) -> list[Any]:
-            kept = builder.gep(sums, [builder.mul(level, LONG(_SIZE))])
-            return [
-                builder.fadd(load_lanes(builder, kept, place), own) for place, own in zip(places, before, strict=True)
-            ]
+            def add(level: Any, before: list[Any]) -> list[Any]:
+                kept = builder.gep(sums, [builder.mul(level, LONG(_SIZE))])
+                return [
+                    builder.fadd(load_lanes(builder, kept, place), own)
+                    for place, own in zip(places, before, strict=True)
+                ]
 
-        lane = looped(builder, LONG(0), steps, [ZEROS] * len(places), multiply)
-        result = builder.gep(sums, [builder.mul(finished, LONG(_SIZE))])
-        for place, total in zip(places, looped(builder, LONG(0), finished, lane, add), strict=True):
-            store_lanes(builder, total, result, place)
-        return context.get_dummy_value()
+            lane = looped(builder, LONG(0), steps, [ZEROS] * len(places), multiply)
+            result = builder.gep(sums, [builder.mul(finished, LONG(_SIZE))])
+            for place, total in zip(places, looped(builder, LONG(0), finished, lane, add), strict=True):
+                store_lanes(builder, total, result, place)
+            return context.get_dummy_value()
 
-    return types.void(FLOATS, FLOATS, kind, types.int64, FLOATS, types.int64), generate
+        return types.void(FLOATS, FLOATS, kinds, types.int64, FLOATS, types.int64), generate
+
+    return add_lane
+
+
+_add_lane_1, _add_lane_2, _add_lane = _adding(_PART), _adding(2 * _PART), _adding(ROWS)
 
 
 @intrinsic
@@ -238,11 +249,11 @@ def _make_panels(args, kind, first, last):  # type: ignore[no-untyped-def]
         panel = at(panels, row // ROWS * ROWS * LANES * steps + row % ROWS)
         for step in range(steps // made):
             place = at(panel, step * made * ROWS)
-            _turn_x(at(own, step * taken), x_stride, count, length - step * taken, place, steps * ROWS)
+            _turn_x(at(own, step * taken), x_stride, (kind, kind), count, length - step * taken, place, steps * ROWS)
 
 
 @compiled_inline
-def _make_panel_of_weight(w, w_stride, rows, length, steps, panel, of_lane):  # type: ignore[no-untyped-def]
+def _make_panel_of_weight(w, w_stride, kinds, rows, length, steps, panel, of_lane):  # type: ignore[no-untyped-def]
     """A panel of up to COLUMNS rows of the weight. `steps`: of the panel, numbers taken of a row for some of them, and
     how many are made of these."""
     count_of_steps, taken, made = steps
@@ -250,7 +261,7 @@ def _make_panel_of_weight(w, w_stride, rows, length, steps, panel, of_lane):  # 
         for row in range(0, rows, _SQUARE):
             own, count = at(w, row * w_stride), min(_SQUARE, rows - row)
             place = at(panel, step * made * COLUMNS + row)
-            _turn_w(at(own, step * taken), w_stride, count, length - step * taken, place, of_lane)
+            _turn_w(at(own, step * taken), w_stride, kinds, count, length - step * taken, place, of_lane)
 
 
 @compiled_inline
@@ -268,16 +279,23 @@ def _write(out, sums, scale, width, is_scaled):  # type: ignore[no-untyped-def]
 
 
 @compiled_inline
-def _multiply_tiles(x, w, kind, of_lane, count, steps, sums, ahead, lines):  # type: ignore[no-untyped-def]
-    """The products of `count` panels of x with one of the weight of a kind: the last of the LEVELS sums of each output.
+def _multiply_tiles(x, w, kinds, of_lane, rows, steps, sums, ahead, lines):  # type: ignore[no-untyped-def]
+    """The products of panels of `rows` rows of x with one of the weight: the last of the LEVELS sums of each output.
     Meanwhile some lines of memory from `ahead` on are asked for."""
     for lane in range(LANES):
         finished = 0
         while lane >> finished & 1:
             finished += 1
-        for tile in range(count):
-            own = at(x, (tile * LANES + lane) * steps * ROWS)
-            _add_lane(own, at(w, lane * of_lane), kind, steps, at(sums, tile * LEVELS * _SIZE), finished)
+        other = at(w, lane * of_lane)
+        for tile in range((rows + ROWS - 1) // ROWS):
+            own, kept = at(x, (tile * LANES + lane) * steps * ROWS), at(sums, tile * LEVELS * _SIZE)
+            left = rows - tile * ROWS
+            if left > 2 * _PART:
+                _add_lane(own, other, kinds, steps, kept, finished)
+            elif left > _PART:
+                _add_lane_2(own, other, kinds, steps, kept, finished)
+            else:
+                _add_lane_1(own, other, kinds, steps, kept, finished)
         for line in range(lines * lane // LANES, lines * (lane + 1) // LANES):
             _ask(ahead, line * LINE)
 
@@ -303,19 +321,18 @@ def _multiply_panels(args, kinds, first, last):  # type: ignore[no-untyped-def]
             for column in range(block, following, COLUMNS):
                 own, panel = at(w, column * w_stride), at(panels, (column - block) // COLUMNS * of_panel)
                 _make_panel_of_weight(
-                    own, w_stride, min(COLUMNS, last - column), length, steps_of_panel, panel, of_lane
+                    own, w_stride, kinds, min(COLUMNS, last - column), length, steps_of_panel, panel, of_lane
                 )
-            ahead, lines = numbers(a[1] + following * of_row, BYTE), min(most, last - following) * of_row // LINE
+            ahead, lines = numbers(a[1] + following * of_row, _BYTE), min(most, last - following) * of_row // LINE
             parts = (end - begin + at_once - 1) // at_once * ((following - block + COLUMNS - 1) // COLUMNS)
             part = 0
             for row in range(begin, end, at_once):
                 own, count = at(x, row * LANES * steps), min(at_once, end - row)
-                tiles = (count + ROWS - 1) // ROWS
                 for column in range(block, following, COLUMNS):
                     panel, asked = at(panels, (column - block) // COLUMNS * of_panel), lines * part // parts
                     part += 1
                     more = lines * part // parts - asked
-                    _multiply_tiles(own, panel, kinds[0], of_lane, tiles, steps, sums, at(ahead, asked * LINE), more)
+                    _multiply_tiles(own, panel, kinds, of_lane, count, steps, sums, at(ahead, asked * LINE), more)
                     for i in range(count):
                         place = (i // ROWS * LEVELS + LEVELS - 1) * _SIZE + i % ROWS * COLUMNS
                         o, s = at(out, (row + i) * out_stride + column), at(scale, column)

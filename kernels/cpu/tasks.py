@@ -110,11 +110,12 @@ class Tasks:
             rows += _code(task.function, _classes(task.kind))
             rows += task.elements, task.multiple, task.most, args.buffer_info()[0], followed
         self._program = array("q", rows)
+        self._address = self._program.buffer_info()[0]
         self._worth = max(task.worth for task in tasks)
 
     def __call__(self) -> None:
         """Run them, on as many threads as torch uses."""
-        team().run(self._program.buffer_info()[0], len(self._args), min(num_threads(), self._worth))
+        team().run(self._address, len(self._args), min(num_threads(), self._worth))
 
 
 def _classes(kind: Any) -> Any:

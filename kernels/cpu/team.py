@@ -269,6 +269,7 @@ class Team:
     def __init__(self, size: int) -> None:
         self._shared = array("q", bytes(8 * (HELPERS + size * LINE)))
         self._shared[GATE] = CLOSED
+        self._address = self._shared.buffer_info()[0]
         self._size = size
         self._helpers: list[tuple[threading.Thread, SimpleQueue[None]]] = []
         self._starting = threading.RLock()  # a signal handler may run a program, too
@@ -285,6 +286,10 @@ class Team:
             MemoryError: an operation found no memory for what it keeps meanwhile.
         """
         threads = min(threads, self._size + 1)
+        if threads == 1:
+            if _lead(self._address, program, count, 0, 1):
+                raise MemoryError(_NO_MEMORY)
+            return
         for number in range(threads - 1):
             if number == len(self._helpers) and not self._start():
                 break
@@ -292,8 +297,8 @@ class Team:
             if self._shared[asleep]:
                 self._shared[asleep] = 0
                 self._helpers[number][1].put(None)
-        progress = array("q", bytes(8 * (TASKS + count * LINE) if threads > 1 else 0))
-        if _lead(self._shared.buffer_info()[0], program, count, progress.buffer_info()[0], threads):
+        progress = array("q", bytes(8 * (TASKS + count * LINE)))
+        if _lead(self._address, program, count, progress.buffer_info()[0], threads):
             raise MemoryError(_NO_MEMORY)
 
     def close(self) -> None:

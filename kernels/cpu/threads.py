@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,31 +44,41 @@ def num_threads() -> int:
     return _own.before or torch.get_num_threads()
 
 
-@contextmanager
-def torch_on_one_thread() -> Iterator[None]:
+class torch_on_one_thread(AbstractContextManager[None]):  # noqa: N801  # is called as a function is
     """Torch's own operations are computed by this thread alone; compiled ones have their threads.
 
     For small operations between compiled ones: after one on several threads those of OpenMP look for the next one for
     about ten milliseconds, and take the cores on which compiled operations have theirs. Where the library that torch
     computes with is not found, torch keeps its threads: that takes such time, and changes nothing else.
     """
-    count = torch.get_num_threads()
-    found = setters() if count > 1 else None
-    if found is None:
-        yield
-        return
-    of_mkl = count
-    try:
-        _own.before = count
-        if found.mkl is not None:
-            of_mkl = found.mkl(1)
-        found.openmp(1)
-        yield
-    finally:
-        if torch.get_num_threads() == 1:  # another number was set meanwhile, and stays
-            found.openmp(count)
+
+    def __init__(self) -> None:
+        self._found: Setters | None = None
+        self._count = self._of_mkl = 1
+
+    def __enter__(self) -> None:
+        count = torch.get_num_threads()
+        found = setters() if count > 1 else None
+        if found is None:
+            return
+        self._found, self._count, self._of_mkl = found, count, count
+        try:
+            _own.before = count
             if found.mkl is not None:
-                found.mkl(of_mkl)
+                self._of_mkl = found.mkl(1)
+            found.openmp(1)
+        except BaseException:  # a signal handler has raised
+            self.__exit__()
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        found, self._found = self._found, None
+        if found is None:
+            return
+        if torch.get_num_threads() == 1:  # another number was set meanwhile, and stays
+            found.openmp(self._count)
+            if found.mkl is not None:
+                found.mkl(self._of_mkl)
         _own.before = None
 
 

@@ -14,13 +14,12 @@ from numba.extending import intrinsic
 from hybrid.kernels.cpu.machine_code import compiled_inline
 from hybrid.kernels.cpu.vectors import (
     FLOATS,
-    HAS_PAIRS,
     HAS_WIDE_REGISTERS,
     INT,
     LANES,
+    LINE,
     LONG,
     NEAR,
-    NEAREST,
     ZEROS,
     add_product_of,
     at,
@@ -39,7 +38,8 @@ from hybrid.kernels.cpu.vectors import (
 SHORT = 3072
 """Bytes of a row of a weight below which hardware reads it from memory late."""
 
-_ANY = 1 << 62
+COLUMNS = 12
+"""Rows of a weight that few rows of x are multiplied with before the next ones; tiles divide it."""
 
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
@@ -62,6 +62,22 @@ def _larger(builder: Any, x: Any, y: Any) -> Any:
 
 def _sum(builder: Any, vector: Any) -> Any:
     return _folded(builder, vector, _added)
+
+
+def _sums(builder: Any, vectors: list[Any]) -> Any:
+    """A vector of the sums of the lanes of 1, 2 or 4 vectors, added up as in `_sum`; halves of two vectors are added at
+    once."""
+    lanes = LANES
+    while lanes > 1:
+        half, is_paired = lanes // 2, len(vectors) > 1
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if is_paired else [(vectors[0], vectors[0])]
+        starts = range(0, vectors[0].type.count * (2 if is_paired else 1), lanes)
+        lower = [start + lane for start in starts for lane in range(half)]
+        kind = ir.VectorType(INT, len(lower))
+        parts = ir.Constant(kind, lower), ir.Constant(kind, [lane + half for lane in lower])
+        vectors = [_added(builder, *(builder.shuffle_vector(x, y, part) for part in parts)) for x, y in pairs]
+        lanes = half
+    return vectors[0]
 
 
 def _is_paired(x: Any) -> bool:
@@ -154,17 +170,14 @@ def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
 row_sum, row_max = _of_row(_added), _of_row(_larger)
 
 
-def _of_next_tile(
-    builder: Any, w: Any, stride: Any, columns: int, length: Any, taken: int, is_read_once: bool
-) -> Callable[[Any], None]:
-    """Asks for the tile of narrow numbers after the one that begins at w, as fast as this one is read: `taken` numbers
-    of each row in a step.
+def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, taken: int, length: Any) -> Callable[[Any], None]:
+    """Asks, for one row of x, for the tile of narrow numbers after the one that begins at w, as fast as this one is
+    read: `taken` numbers of each row in a step.
 
-    Where it `is_read_once`, by one row of x, and rows are long, it asks for what will be read in the same step:
-    hardware follows each of them too. A short row ends before hardware has found it: all of them in the order of
-    memory, as one long row. Several rows of x take longer: the second cache is near enough.
+    Where rows are long, it asks for what will be read in the same step: hardware follows each of them too. A short row
+    ends before hardware has found it: all of them in the order of memory, as one long row.
     """
-    is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width if is_read_once else _ANY))
+    is_short = builder.icmp_signed("<", length, LONG(8 * SHORT // w.type.pointee.width))
     of_index = builder.select(is_short, LONG(columns), LONG(1))
     of_column = builder.select(is_short, LONG(taken), stride)
     following = builder.gep(w, [builder.mul(stride, LONG(columns))])
@@ -172,18 +185,25 @@ def _of_next_tile(
     def fetch(index: Any) -> None:
         start = builder.mul(index, of_index)
         for column in range(columns):
-            place = builder.add(start, builder.mul(of_column, LONG(column)))
-            prefetch(builder, following, place, NEAREST if is_read_once else NEAR)
+            prefetch(builder, following, builder.add(start, builder.mul(of_column, LONG(column))))
 
     return fetch
 
 
-def _asks_ahead(x: Any, w: Any, rows: int) -> bool:
-    """Whether a tile asks for the next one: of narrow numbers, and for several rows of x where these are multiplied
-    faster than memory is read."""
-    if rows == 1:
-        return not isinstance(w.type.pointee, ir.FloatType)
-    return HAS_PAIRS and _is_paired(x)
+def _of_next_rows(builder: Any, w: Any, stride: Any, columns: int, taken: int) -> Callable[[Any], None]:
+    """Asks, for several rows of x, for the tile at the same place of the next COLUMNS rows, which are multiplied after
+    all rows of x were with these: the next tile would come too late, and the second cache is near enough. Each line
+    once, in the order of memory: a short row ends before hardware has found it."""
+    following = builder.gep(w, [builder.mul(stride, LONG(COLUMNS))])
+    element = w.type.pointee
+    of_line = LINE // (4 if isinstance(element, ir.FloatType) else element.width // 8)
+
+    def fetch(index: Any) -> None:
+        start = builder.mul(index, LONG(columns))
+        for first in range(0, columns * taken, of_line):
+            prefetch(builder, following, builder.add(start, LONG(first)), NEAR)
+
+    return fetch
 
 
 @intrinsic
@@ -197,11 +217,26 @@ def is_read_by_rows(context, w):  # type: ignore[no-untyped-def]
     return types.boolean(w), generate
 
 
+def _write(builder: Any, values: Any, scale: Any | None, column: int, out: Any) -> None:
+    """Write a vector of outputs from a column on, times the scales of a weight that has them."""
+    at, kind = LONG(column), values.type.as_pointer()
+    if scale is not None:
+        factors = builder.load(builder.bitcast(builder.gep(scale, [at]), kind))
+        factors.align = 4
+        values = builder.fmul(values, factors)
+    if isinstance(out.type.pointee, ir.FloatType):
+        builder.store(values, builder.bitcast(out, kind), align=4)
+        return
+    for lane in range(values.type.count):
+        value = builder.extract_element(values, INT(lane))
+        builder.store(narrowed(builder, value, out.type.pointee), builder.gep(out, [LONG(lane)]))
+
+
 def tile(rows: int, columns: int) -> Any:
     """An intrinsic that multiplies `rows` rows of x with `columns` rows of w: `(x, x_stride, w, w_stride, scale, out,
     out_stride, length)`.
 
-    x is a pointer to fp32, or, where w is bfloat16, what `vectors.rows_of_x` returns; w and out are pointers of any
+    x is what `vectors.rows_of_x` returns; w and out are pointers of any
     types, strides are in elements. Where w is int8, results are multiplied by the scale of w's row.
     """
 
@@ -214,15 +249,17 @@ def tile(rows: int, columns: int) -> Any:
             xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
             ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
             fetch = None
-            if columns > 1 and _asks_ahead(x, w, rows):
-                fetch = _of_next_tile(builder, w, w_stride, columns, length, _taken(x), rows == 1)
+            if columns > 1 and rows > 1:
+                fetch = _of_next_rows(builder, w, w_stride, columns, _taken(x))
+            elif columns > 1 and not isinstance(w.type.pointee, ir.FloatType):
+                fetch = _of_next_tile(builder, w, w_stride, columns, _taken(x), length)
             sums = _sums_of_products(builder, xs, ws, length, fetch)
-            for number, total in enumerate(sums):
-                value, (row, column) = _sum(builder, total), divmod(number, columns)
-                if w.type.pointee == ir.IntType(8):
-                    value = builder.fmul(value, builder.load(builder.gep(scale, [LONG(column)])))
+            of_column = scale if w.type.pointee == ir.IntType(8) else None
+            together = next(count for count in (4, 2, 1) if columns % count == 0)
+            for first in range(0, len(sums), together):
+                row, column = divmod(first, columns)
                 place = builder.gep(out, [builder.add(builder.mul(out_stride, LONG(row)), LONG(column))])
-                builder.store(narrowed(builder, value, out.type.pointee), place)
+                _write(builder, _sums(builder, sums[first : first + together]), of_column, column, place)
             return context.get_dummy_value()
 
         return types.void(x, long, w, long, FLOATS, out, long, long), generate
@@ -272,7 +309,10 @@ def outer(rows: int, vectors: int, is_narrow: bool = False) -> Any:
     return add
 
 
-_outer_4, _outer_wide, _outer_1 = outer(4, 1), outer(1, 4), outer(1, 1)
+_VECTORS_OF_4 = 4 if HAS_WIDE_REGISTERS else 1
+"""Vectors of columns that 4 rows are multiplied with at once: as many as the registers hold."""
+
+_outer_4, _outer_4_wide, _outer_wide, _outer_1 = outer(4, 1), outer(4, _VECTORS_OF_4), outer(1, 4), outer(1, 1)
 _outer_narrow_4, _outer_narrow_1 = outer(4, 1, True), outer(1, 1, True)
 
 
@@ -291,6 +331,9 @@ def add_product(y, y_stride, a, a_stride, b, b_stride, rows, inner, width):  # t
                 else:
                     _outer_narrow_1(out, y_stride, own, a_stride, other, b_stride, inner, left)
                 column = width
+            elif count == 4 and left >= _VECTORS_OF_4 * LANES:
+                _outer_4_wide(out, y_stride, own, a_stride, other, b_stride, inner, left)
+                column += _VECTORS_OF_4 * LANES
             elif count == 4:
                 _outer_4(out, y_stride, own, a_stride, other, b_stride, inner, left)
                 column += LANES

@@ -69,16 +69,23 @@ def numbers(context, address, kind):  # type: ignore[no-untyped-def]
     return types.CPointer(kind)(types.int64, kind), generate
 
 
+def are_pairs(kinds: types.Type) -> bool:
+    """Whether rows are multiplied in pairs: those of the weight and those of x, whose kind is that of the output, are
+    bfloat16. `kinds` is Numba's type of both."""
+    return bool(kinds == types.UniTuple(types.uint16, 2))
+
+
 @intrinsic
-def rows_of_x(context, address, kind):  # type: ignore[no-untyped-def]
-    """A pointer to x at an address, as it is multiplied with a weight of a kind: fp32, but bfloat16 with bfloat16, or,
-    where the CPU does not multiply these, the bits of the fp32 numbers of pairs (`hybrid.kernels.cpu.matmul`)."""
+def rows_of_x(context, address, kinds):  # type: ignore[no-untyped-def]
+    """A pointer to x at an address, as it is multiplied where the weight and the output have these kinds: fp32, but
+    pairs of bfloat16 numbers where both are bfloat16, or, where the CPU does not multiply these, the bits of the fp32
+    numbers of pairs (`hybrid.kernels.cpu.matmul`)."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     in_pairs = types.uint16 if HAS_PAIRS else types.int32
-    return types.CPointer(in_pairs if kind == types.uint16 else types.float32)(types.int64, kind), generate
+    return types.CPointer(in_pairs if are_pairs(kinds) else types.float32)(types.int64, kinds), generate
 
 
 def _widened(builder: Any, value: Any, count: int | None = None) -> Any:
@@ -342,6 +349,9 @@ def looped(
     builder.position_at_end(after)
     return phis(builder, (entry, start), (loop, changed))
 
+
+LINE = 64
+"""Bytes of memory that the CPU reads at once."""
 
 NEAREST, NEAR = 3, 2
 """The first and the second cache."""

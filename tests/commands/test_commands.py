@@ -6,11 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import nullcontext, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -45,9 +47,10 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
 def only_repeated_prompts(patch: pytest.MonkeyPatch) -> None:
     """Let `hybrid parity` run one scenario."""
     patch.setattr(parity, "SCENARIOS", (parity.repeated_prompt,))
-    for name in ("against_transformers", "drafts", "files", "predictor"):
+    for name in ("against_transformers", "drafts", "files", "predicted"):
         patch.setattr(parity, name, lambda *_: [])
-    patch.setattr(parity, "second_process", nullcontext)
+    patch.setattr(parity, "transformers_logits", lambda *_: np.zeros(()))
+    patch.setattr(parity, "second_process", lambda _: ThreadPoolExecutor(1))
 
 
 def test_parity_fails_where_a_hit_changes_a_result(

@@ -23,7 +23,7 @@ from hybrid import (
 )
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.speculation.config import SpeculationConfig
-from support.checkpoints import random_model, text_config
+from support.checkpoints import cast_weights, random_model, text_config
 from support.drafters import following
 from support.engines import GRID, answer, assert_nothing_held, greedy, run_to_end
 from support.peft_adapters import make_adapter
@@ -135,6 +135,21 @@ def test_adapters_change_fused_projections_as_they_change_single_ones(
         assert old.logprobs is not None and new.logprobs is not None
         for known, found in zip(old.logprobs, new.logprobs, strict=True):
             assert found == pytest.approx(known, abs=1e-5)
+
+
+@pytest.mark.parametrize("load_dtype", [None, "int8"])
+def test_an_adapter_has_the_type_of_the_rows_whatever_that_of_the_weights_beside_it(
+    load_dtype: str | None, copy: Path, folders: dict[str, Path]
+) -> None:
+    config, found = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB"), []
+    for stored in (torch.bfloat16, torch.float32):  # the same numbers
+        path = cast_weights(copy, stored)
+        engine = Engine.from_pretrained(path, device="cpu", dtype="float32", load_dtype=load_dtype, cache=config)
+        engine.adapters.load("one", folders["one"])
+        output = answer(engine, prompt_of(0), greedy(6, logprobs=5, adapter="one"))
+        assert len(output.token_ids) == 6
+        found.append((output.token_ids, output.logprobs))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

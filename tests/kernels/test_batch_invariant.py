@@ -235,7 +235,7 @@ def test_experts_whose_weights_are_aligned_otherwise_are_all_tried(monkeypatch: 
 def test_what_was_chosen_can_be_read_and_its_cost_measured() -> None:
     products = Products(256, (1, 2), 512)
     assert str(products) == "single rows in blocks of 1, 2, else by 512 columns; chunks up to 256 rows"
-    ours, plain = seconds_of(by_columns(50, 33), products, 8)
+    ours, plain = seconds_of(torch.ones(8, 33), by_columns(50, 33), products)
     assert ours > 0
     assert plain > 0
 

@@ -15,8 +15,8 @@ from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
 DTYPES = [torch.float32, torch.bfloat16]
-PAIRS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.int8, torch.float32)]
-PAIRS += [(torch.int8, torch.bfloat16)]
+PAIRS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+PAIRS += [(torch.int8, torch.float32), (torch.int8, torch.bfloat16)]
 EPS = 1e-6
 
 
@@ -73,7 +73,7 @@ def test_a_product_is_right_and_its_rows_are_by_themselves(
     factor = 1.0 if scale is None else scale.double()
     exact, size = x.double() @ weight.double().t() * factor, x.double().abs() @ weight.double().abs().t() * factor
     assert ((together.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size).all()
-    for count in (1, 2, 3, 4, 8, matmul.MANY_ROWS, rows):
+    for count in (1, 2, 3, 4, 8, matmul.MANY_ROWS, matmul.MANY_ROWS + 4, rows):  # parts of panels of x, too
         threads(1 + count % 3)
         order = torch.randperm(rows)[:count]
         alone = torch.empty(count * inner + 1, dtype=dtype)[1:].view(count, inner).copy_(x[order])
@@ -110,6 +110,14 @@ def test_products_are_added_up_in_one_order_on_every_cpu(
     expected = expected if scale is None else expected * scale
     assert same_bits(matmul.multiply(x, weight, scale), expected.to(dtype))
     assert same_bits(matmul.multiply(x[:5], weight, scale), expected[:5].to(dtype))
+
+
+@pytest.mark.parametrize("inner", [7, 161, 2048])
+def test_a_bfloat16_weight_gives_fp32_rows_the_bits_of_its_numbers_as_fp32(inner: int) -> None:
+    weight, x = torch.randn(37, inner).bfloat16(), torch.randn(matmul.MANY_ROWS + 7, inner)
+    weight[1], weight[2, :1], weight[3, :1], weight[4] = 1e-39, float("nan"), float("inf"), -0.0
+    for rows in (x[:1], x[:2], x[:3], x[:8], x):
+        assert same_bits(matmul.multiply(rows, weight), matmul.multiply(rows, weight.float()))
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(5, 700), (100, 2048)])

@@ -1,9 +1,9 @@
-"""What a captured pass of a predictor begins and ends with: hidden states, and the most probable tokens."""
+"""The most likely tokens, and what a captured pass of a predictor begins with: hidden states."""
 
 import pytest
 import torch
 
-from hybrid.kernels.cpu.drafts import choose_drafts
+from hybrid.kernels.cpu.drafts import choose_drafts, most_likely
 from hybrid.kernels.cpu.memory import take_rows
 from support.tensors import ints, same_bits
 
@@ -39,3 +39,18 @@ def test_hidden_states_come_from_slots_or_are_there(dtype: torch.dtype) -> None:
     expected = torch.stack([states[4], hidden[1], states[0]])
     take_rows(states, ints([4, -1, 0]).long(), hidden)
     assert same_bits(hidden, expected)
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 16, 300, 1024])
+def test_the_most_likely_tokens_are_those_of_torch(vocab: int) -> None:
+    logits = torch.randn(40, vocab + 3).round(decimals=1)[:, :vocab]  # many are equal
+    assert most_likely(logits, -2).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [0, 17, 33])
+def test_a_row_that_is_not_finite_has_no_most_likely_token(bad: float, place: int) -> None:
+    logits = torch.randn(3, 34)
+    logits[1, place] = bad
+    expected = logits.argmax(-1).tolist()
+    assert most_likely(logits, -2).tolist() == [expected[0], -2, expected[2]]

@@ -14,6 +14,7 @@ from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from support.checkpoints import (
     WEIGHTS,
+    cast_weights,
     edit_config,
     edit_weights,
     random_model,
@@ -108,10 +109,25 @@ def test_a_head_that_is_stored_although_it_is_tied_is_ignored(checkpoint: Path, 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_cast_to_the_dtype_asked_for(stored: torch.dtype, dtype: torch.dtype, copy: Path) -> None:
-    edit_weights(copy, lambda tensors: tensors.update({name: t.to(stored) for name, t in tensors.items()}))
-    model, tensors = load(copy, dtype), load_file(copy / WEIGHTS)
+    model, tensors = load(cast_weights(copy, stored), dtype), load_file(copy / WEIGHTS)
     for name, tensor in tensors.items():
-        assert same_bits(model.get_parameter(name), tensor.to(dtype)), name
+        assert same_bits(model.get_parameter(name).to(dtype), tensor.to(dtype)), name
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_of_a_model_of_fp32_matrices_that_are_bfloat16_stay_so_where_products_are_compiled(
+    kernels: str, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRID_KERNELS", kernels)
+    exact = "model.layers.0.mlp.down_proj.weight"
+    kept = load_file(copy / WEIGHTS)[exact]
+    edit_weights(cast_weights(copy, torch.bfloat16), lambda tensors: tensors.update({exact: kept}))
+    model, tensors = load(copy), load_file(copy / WEIGHTS)
+    for name, tensor in tensors.items():
+        stays = kernels == "auto" and name != exact and tensor.dim() == 2
+        assert model.get_parameter(name).dtype == (torch.bfloat16 if stays else torch.float32), name
+        assert same_bits(model.get_parameter(name).float(), tensor.float()), name
+    assert model.dtype == torch.float32
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What weights take in memory: the bytes of their file, whatever the layout, and a byte each as int8."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import Linear
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.weights import quantize_rows
-from support.checkpoints import WEIGHTS, layers, random_model, text_config, write_checkpoint
+from support.checkpoints import WEIGHTS, cast_weights, layers, random_model, text_config, write_checkpoint
 
 CPU = torch.device("cpu")
 FAMILIES = ["bamba, odd sizes", "qwen3_5_text, odd sizes", "qwen3_next, odd sizes"]
@@ -36,6 +37,10 @@ def num_bytes(model: CausalLM) -> int:
     return sum(storages.values())
 
 
+def bytes_on_disk(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,8 +51,24 @@ def test_weights_take_the_bytes_of_their_file(
     path = checkpoints[family]
     model = load_model(open_checkpoint(path), dtype, CPU, 64)
     model.make_batch_invariant()
-    on_disk = sum(file.stat().st_size for file in path.glob("*.safetensors")) * dtype.itemsize / 4
-    assert num_bytes(model) <= 1.05 * on_disk
+    assert num_bytes(model) <= 1.05 * bytes_on_disk(path) * dtype.itemsize / 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_that_stay_bfloat16_in_a_model_of_fp32_change_no_bit(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(checkpoints[family], tmp_path / "copy"))
+    prompts, params = [list(range(3, 153)), [3, 4]], SamplingParams(max_new_tokens=5, logprobs=5, ignore_eos=True)
+    answers = []
+    for stored in (torch.bfloat16, torch.float32):  # the same numbers
+        settings = CacheConfig(memory="16MiB", page_size=16, chunk_size=64)
+        engine = Engine.from_pretrained(cast_weights(path, stored), device="cpu", dtype="float32", cache=settings)
+        assert num_bytes(engine.loaded.model) <= 1.05 * bytes_on_disk(path)
+        outputs = [output for _ in range(2) for output in engine.generate(prompts, params, progress=False)]
+        assert outputs[2].usage.cached_tokens > 0
+        answers.append([(output.token_ids, output.logprobs) for output in outputs])
+    assert answers[0] == answers[1]
 
 
 RESIDENT = """

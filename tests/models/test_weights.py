@@ -17,6 +17,7 @@ from hybrid.models.causal_lm import CausalLM
 from hybrid.models.loading import load_model, open_checkpoint
 from support.checkpoints import (
     WEIGHTS,
+    cast_weights,
     edit_weights,
     layers,
     random_model,
@@ -27,6 +28,8 @@ from support.checkpoints import (
 from support.tensors import CPU, same_bits
 
 MOE = "qwen3_5_moe_text"
+
+EXPERT = "model.layers.0.mlp.experts.1.down_proj.weight"
 
 MEASURE = """
 import re, sys
@@ -74,6 +77,18 @@ def test_loading_needs_little_more_memory_than_the_weights(
 
 
 # Experts
+
+
+def test_experts_stay_bfloat16_where_all_of_them_are(tmp_path: Path) -> None:
+    path = cast_weights(write_random_checkpoint(tmp_path, "qwen3_next"), torch.bfloat16)
+    assert load(path).get_parameter("model.layers.0.mlp.experts.down_proj").dtype == torch.bfloat16
+    (file,) = (file for file in path.glob("*.safetensors") if EXPERT in load_file(file))
+    tensors = load_file(file)
+    tensors[EXPERT] = tensors[EXPERT].float() + 1e-6
+    save_file(tensors, file, {"format": "pt"})
+    experts = load(path).get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert experts.dtype == torch.float32
+    assert same_bits(experts[1], tensors[EXPERT])
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import signal
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from hybrid import (
 )
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
+from hybrid.serve.inbox import Inbox
 from support.engines import answer, engine_on, greedy, ids
 from support.planted import Planted, PlantedError
 from support.scheduling import VOCAB, Counting, Known, engine_without_model
@@ -386,6 +388,7 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             reasons = [end.finish_reason if isinstance(end, RequestOutput) else type(end) for end in ends]
             assert reasons == ["abort", "abort", ClosedError, ClosedError]
+            assert (engine.stats().waiting, engine.stats().running) == (0, 0)
             for call in (engine.generate([ids(9)]), engine.call(len), engine.abort("x")):  # type: ignore[arg-type]
                 with pytest.raises(ClosedError, match="was closed"):
                     await call
@@ -432,6 +435,80 @@ def test_whatever_line_of_the_thread_raises_no_reader_waits_for_ever() -> None:
 
     for line in range(1, 200, 3):
         run(partial(test, Planted(line, "serve/engine_thread.py")))
+
+
+def ring() -> None:
+    signal.raise_signal(signal.SIGALRM)
+
+
+@pytest.mark.usefixtures("untraced")
+def test_a_signal_at_any_line_of_the_event_loop_ends_every_reader_and_every_call() -> None:
+    """An event loop drops what a handler raises in a callback, and what the callback had still to do."""
+
+    def handle(number: int, frame: object) -> None:
+        raise PlantedError
+
+    async def test(planted: Planted) -> None:
+        engine = AsyncEngine(engine_without_model(400, 40, runner=Echo()))
+        asked = [read(engine, ids(20, seed), 3) for seed in range(4)]
+        calls = [engine.call(lambda own: own.cache.audit()) for _ in range(3)]
+        with planted.traced():
+            found = await asyncio.gather(*asked, *calls, return_exceptions=True)
+        for output in found:
+            assert isinstance(output, RequestOutput | PlantedError | None), repr(output)
+        await nothing_held(engine)
+        assert (await read(engine, ids(20), 3)).token_ids == expected(ids(20), 3)
+        await engine.close()
+
+    line, planted, before = -1, Planted(0), signal.signal(signal.SIGALRM, handle)
+    try:
+        while line < 0 or planted.was_raised:
+            line += 2
+            planted = Planted(line, "serve", rings=ring, spares_locks=True)
+            with suppress(PlantedError):  # a handler may run in the event loop's own lines
+                run(partial(test, planted))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert line > 100
+
+
+def test_a_reader_that_cannot_be_woken_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        wake, calls = Inbox.wake, []
+
+        def broken(inbox: Inbox) -> None:
+            calls.append(inbox)
+            if len(calls) in (1, 2, 6):
+                raise MemoryError("no memory for a callback")
+            wake(inbox)
+
+        async with echoing() as engine:
+            monkeypatch.setattr(Inbox, "wake", broken)
+            outputs = await engine.generate([ids(20, seed) for seed in range(4)], greedy(1))
+            assert [output.token_ids for output in outputs] == [expected(ids(20, seed), 1) for seed in range(4)]
+            assert len(calls) > 6
+
+    run(test)
+
+
+def test_a_step_that_no_request_made_fail_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with echoing() as engine:
+            scheduler, calls = engine.engine.scheduler, []
+            schedule = scheduler.schedule
+
+            def broken(*arguments: Any) -> Any:
+                calls.append(arguments)
+                if len(calls) in (3, 4, 7):
+                    raise MemoryError("no memory for a list")
+                return schedule(*arguments)
+
+            monkeypatch.setattr(scheduler, "schedule", broken)
+            outputs = await asyncio.gather(*(read(engine, ids(20, seed), 9) for seed in range(4)))
+            assert [output.token_ids for output in outputs] == [expected(ids(20, seed), 9) for seed in range(4)]
+            assert len(calls) > 7
+
+    run(test)
 
 
 def test_an_engine_that_is_dropped_ends_its_thread(tiny: Engine) -> None:

@@ -43,7 +43,8 @@ def prompt_of(engine: Engine, text: str = TEXT) -> list[int]:
 
 
 def test_parity_with_the_predictor(tiny: Engine, predicting: Engine) -> None:
-    checks = predictor(Judge(predicting, cold=Judge(tiny)))
+    judge = Judge(tiny)
+    checks = [each.check(judge) for each in predictor(Judge(predicting))]
     assert [f"{check.name}: {check.detail}" for check in checks if not check.passed] == []
     assert len(checks) == 6
 

@@ -1,12 +1,11 @@
 """The lines of `hybrid parity` on drafts: the small model, pages of 64 tokens, and the kernels of this CPU."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from hybrid import CacheConfig, Engine
-from hybrid.commands.judge import Check, Judge
+from hybrid.commands.judge import Judge
 from hybrid.commands.parity import memory_pressure
 from hybrid.commands.parity_drafts import drafts, under_pressure
 
@@ -18,7 +17,8 @@ def engine() -> Engine:
 
 
 def test_drafts_of_every_kind_change_no_bit(engine: Engine) -> None:
-    checks = drafts(Judge(engine))
+    judge = Judge(engine)
+    checks = [each.check(judge) for each in drafts(judge)]
     assert [f"{check.name}: {check.detail}" for check in checks if not check.passed] == []
     assert len(checks) == 16
 
@@ -29,14 +29,13 @@ def test_requests_are_retracted_where_pages_are_small_compared_with_a_state(page
     for less than these."""
     config = CacheConfig(memory="64MiB", deterministic=True, page_size=page_size)
     judge = Judge(Engine.from_pretrained("tiny", dtype="float32", cache=config))
-    for scenario in (under_pressure, memory_pressure):
-        check = scenario(judge)
+    for check in (under_pressure(judge).check(judge), memory_pressure(judge)):
         assert check.passed, check.detail
 
 
-@pytest.mark.parametrize("scenario", [under_pressure, memory_pressure])
+@pytest.mark.parametrize("with_drafts", [True, False])
 def test_the_first_size_of_memory_that_is_tried_retracts_a_request(
-    scenario: Callable[[Judge], Check], engine: Engine, monkeypatch: pytest.MonkeyPatch
+    with_drafts: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[object] = []
     warm = Judge.warm
@@ -46,13 +45,15 @@ def test_the_first_size_of_memory_that_is_tried_retracts_a_request(
         return warm(judge, *args, **how)
 
     monkeypatch.setattr(Judge, "warm", noted)
-    assert scenario(Judge(engine)).passed
+    judge = Judge(engine)
+    check = under_pressure(judge).check(judge) if with_drafts else memory_pressure(judge)
+    assert check.passed
     assert len(sizes) == 1
 
 
 def test_scenarios_ask_for_the_same_prompts_and_each_is_answered_cold_once(engine: Engine) -> None:
     judge = Judge(engine, seed=3)
-    other, prompt = Judge(engine, seed=3, cold=judge), judge.ids(70)
-    assert prompt == judge.ids(70) == other.ids(70)
+    prompt = judge.ids(70)
+    assert prompt == judge.ids(70) == Judge(engine, seed=3).ids(70)
     assert Judge(engine, seed=4).ids(70) != prompt != judge.ids(71)[:70]
-    assert judge.cold(prompt) is judge.cold(prompt) is other.cold(prompt)
+    assert judge.cold(prompt) is judge.cold(prompt)

@@ -106,6 +106,13 @@ def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], None]) -> Non
     save_file(tensors, path / WEIGHTS, {"format": "pt"})
 
 
+def cast_weights(path: Path, dtype: torch.dtype) -> Path:
+    """Store all weights, in one file or several, as another type; returns the path."""
+    for file in path.glob("*.safetensors"):
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return path
+
+
 def shard(path: Path) -> None:
     """Cut the one file of weights into three, with an index."""
     tensors = load_file(path / WEIGHTS)

@@ -1,7 +1,8 @@
 """An exception at any line of our code: what memory that Python does not get raises, or a bug."""
 
+import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,24 +21,32 @@ class Planted:
     Args:
         line: how many lines are run up to the one that raises.
         places: files and folders whose lines count, within the package.
+        rings: called instead of raising.
+        spares_locks: the lines of `with` do not count: nothing raises between a lock and what it guards.
 
     Attributes:
         was_raised: it has raised.
     """
 
-    def __init__(self, line: int, *places: str) -> None:
+    def __init__(
+        self, line: int, *places: str, rings: Callable[[], None] | None = None, spares_locks: bool = False
+    ) -> None:
         self.was_raised = False
         self._left = line
+        self._rings = rings
+        self._spares_locks = spares_locks
         self._places = tuple(str(Path(hybrid.__file__).parent / place) for place in places)
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         return self._line if frame.f_code.co_filename.startswith(self._places) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        self._left -= event == "line"
+        self._left -= event == "line" and not (self._spares_locks and _is_with(frame))
         if not self._left:
             self._left, self.was_raised = -1, True
-            raise PlantedError
+            if self._rings is None:
+                raise PlantedError
+            self._rings()
         return self._line
 
     @contextmanager
@@ -49,3 +58,7 @@ class Planted:
             yield
         finally:
             sys.settrace(before)
+
+
+def _is_with(frame: FrameType) -> bool:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
