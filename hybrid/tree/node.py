@@ -60,7 +60,7 @@ class NodeUsage:
         priorities: those of its namespace; None: it is compared with no other.
         turn: number of turn ends before it on its path.
         notes: the policy's own data.
-        reported_below: whether something continued from it when the policy was last told; None: it was told nothing, or
+        reported_below: whether something continued from it by the last report to the policy; None: there was none, or
             something else has changed since.
         pages_used: tick of the last use of a node below it that has gone, and with which its pages were used too; 0 if
             there was none. Kept where edges are evicted as a whole, as `cut_at` is.
