@@ -156,6 +156,11 @@ def integer(name: str, value: object, low: int, high: int = MAX_INT, *, remedy: 
     raise ArgumentError(f"{name} must be an integer from {low}{upper}{remedy}; got {shown(value)}")
 
 
+def count(name: str, value: object) -> int:
+    """A number of tokens, pages and the like: an integer from 0 on."""
+    return value if type(value) is int and value >= 0 else integer(name, value, 0)
+
+
 def number(name: str, value: object) -> float:
     """A number that is not NaN. Infinity is one."""
     if isinstance(value, Real) and not isinstance(value, bool):

@@ -100,6 +100,19 @@ class Key:
         return len(self.ids) // TOKEN_BYTES
 
 
+def check_key(call: str, key: object) -> None:
+    """Check that a key is one.
+
+    Args:
+        call: that it was given to.
+
+    Raises:
+        ArgumentError: it is not a `Key`.
+    """
+    if not isinstance(key, Key):
+        raise ArgumentError(f"{call}: key must be a hybrid.Key, as Key.of(ids) makes it; got {shown(key)}")
+
+
 def check_namespace(namespace: object) -> None:
     """Refuse a namespace that is not a string, where 1, 1.0 and True would be one, or that keys of pairs have.
 

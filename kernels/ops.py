@@ -89,6 +89,19 @@ def compiled_module(file: str) -> ModuleType | str:
         return f"{type(error).__name__}: {error}"
 
 
+def compiled_for(file: str, x: Tensor) -> ModuleType | None:
+    """A module of `hybrid.kernels.cpu`, if its functions compute what follows from a tensor: on a CPU, where no tracer
+    follows it. None: torch computes it."""
+    if type(x) not in PLAIN or x.device.type != "cpu" or torch.compiler.is_compiling() or setting() != "auto":
+        return None
+    module = compiled_module(file)
+    return None if isinstance(module, str) else module
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that no tracer follows."""
+
+
 def _like(index: int) -> Fake:
     """A fake result of the shape and type of an argument."""
     return lambda *args: args[index].new_empty(args[index].shape)
@@ -241,9 +254,6 @@ def choose_at_first_call(name: str) -> Callable[..., Any]:
 
     return call
 
-
-PLAIN = (Tensor, torch.nn.Parameter)
-"""Types of tensors that no tracer follows."""
 
 _library = torch.library.Library("hybrid", "DEF")
 

@@ -83,6 +83,9 @@ def angles(positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: 
         scale: factor of cosines and sines.
         dtype: of the result.
     """
+    compiled: Any = kernels.compiled_for("rotary", positions)
+    if compiled is not None and dtype in compiled.KINDS:
+        return Rotary(*compiled.angles(positions, inverse_frequencies, scale, dtype))
     turned = positions * inverse_frequencies
     cos, sin = turned.cos(), turned.sin()
     if scale != 1:
@@ -299,10 +302,10 @@ class CausalLM(nn.Module, ABC):
             mixer.step(inputs if rows is None else tuple(part[rows] for part in inputs), steps, state)
 
     def _rotary_of(self, batch: Batch) -> Rotary:
-        """The angles of a step's tokens. They come first, so that all operations after them are one program where a
-        pass is captured on a CPU."""
+        """The angles of a step's tokens. They come first: where torch computes them, all operations after them are one
+        program of a pass that is captured on a CPU."""
         positions = batch.positions if batch.rotary_positions is None else batch.rotary_positions
-        return self.rotary(positions, self.model.embed_tokens.weight.dtype)
+        return self.rotary(positions, self.dtype)
 
     def rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
         """The angles of a step's tokens.

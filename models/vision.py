@@ -110,7 +110,7 @@ class VisionTower:
             try:
                 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
             except ImportError as error:
-                raise PromptError("images need Pillow: pip install 'hybrid-prefix-cache[images]'") from error
+                raise PromptError("images need Pillow: pip install pillow") from error
             vision = self._config.vision_config
             shape = {
                 "patch_size": vision.patch_size,

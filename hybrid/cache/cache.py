@@ -45,9 +45,10 @@ from hybrid.cache.restores import Restores, waited_for
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers, make_tiers
+from hybrid.checks import MAX_INT, integer, shown
 from hybrid.errors import ArgumentError
 from hybrid.interrupts import deferred_interrupts
-from hybrid.key import Key
+from hybrid.key import Key, check_key
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.observe import notebook
@@ -195,7 +196,8 @@ class HybridCache:
         Raises:
             ArgumentError: `limit` is negative, or leaves no token to compute, or `key` is not a `Key`.
         """
-        if not 0 <= limit < len(key):
+        check_key("open", key)
+        if not 0 <= integer("open: limit", limit, -MAX_INT) < len(key):
             raise ArgumentError(f"open: limit must be from 0 to {len(key) - 1}, so that a token is left; got {limit}")
         return waited_for(self.begin(key, limit, num_tokens, priority), self.restores)
 
@@ -206,6 +208,7 @@ class HybridCache:
             num_tokens: tokens to allocate pages for at once.
             priority: how much its checkpoints matter, for policies that ask.
         """
+        check_key("open_whole", key)
         return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
@@ -232,6 +235,8 @@ class HybridCache:
     def record(self, explanation: Explanation) -> None:
         """Count a request and its hit in the statistics: once per request, however often its lease is opened."""
         self._owner.claim()
+        if not isinstance(explanation, Explanation):
+            raise ArgumentError(f"record: a lease's explanation is needed; got {shown(explanation)}")
         self._stats.count(explanation)
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:

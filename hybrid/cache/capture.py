@@ -5,6 +5,7 @@ from __future__ import annotations
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.lease import Lease
 from hybrid.cache.tiers import Tiers
+from hybrid.checks import MAX_INT, integer, shown
 from hybrid.errors import ArgumentError
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
@@ -33,7 +34,8 @@ class Capturer:
 
     def capture(self, lease: Lease, num_tokens: int, kind: Kind) -> Checkpoint | None:
         """See `HybridCache.capture`."""
-        self._refuse_position(lease, num_tokens)
+        num_tokens = self._position(lease, num_tokens)
+        kind = kind if type(kind) is Kind else self._kind(kind)
         if self._is_useless(lease, num_tokens):
             return None
         if not self._memory.checkpoints.num_free and not self._is_admitted(lease, num_tokens, kind):
@@ -42,13 +44,14 @@ class Capturer:
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
         """See `HybridCache.capture_spare`."""
-        self._refuse_position(lease, num_tokens)
+        num_tokens = self._position(lease, num_tokens)
         if self._memory.free_state_share <= SPARE_SHARE or self._is_useless(lease, num_tokens):
             return None
         return self._allocate(lease, num_tokens, Kind.INTERVAL)
 
     def donate(self, lease: Lease, limit: int) -> None:
         """See `HybridCache.donate_states`."""
+        limit = integer("donate_states: limit", limit, -MAX_INT)
         own = lease.front != EMPTY_STATE and lease.read_slot == lease.front
         if own and self._can_be_donated(lease, lease.front_tokens, limit):
             lease.captured.append(
@@ -67,13 +70,22 @@ class Capturer:
         lease.captured.append(checkpoint)
         return checkpoint
 
-    def _refuse_position(self, lease: Lease, num_tokens: int) -> None:
+    @staticmethod
+    def _kind(name: str) -> Kind:
+        if name in list(Kind):
+            return Kind(name)
+        raise ArgumentError(f"capture: kind must be one of {', '.join(Kind)}; got {shown(name)}")
+
+    def _position(self, lease: Lease, num_tokens: int) -> int:
+        """Check where a state is to be captured."""
+        num_tokens = integer("capture: num_tokens", num_tokens, 0)
         if num_tokens % self._tree.grid:
             raise ArgumentError(f"capture: {num_tokens} is not a multiple of the grid of {self._tree.grid}")
         if num_tokens <= lease.front_tokens:
             raise ArgumentError(f"capture: the state after {num_tokens} tokens; the front is at {lease.front_tokens}")
         if any(checkpoint.num_tokens == num_tokens for checkpoint in lease.captured):
             raise ArgumentError(f"capture: the state after {num_tokens} tokens is captured already")
+        return num_tokens
 
     def _is_useless(self, lease: Lease, num_tokens: int) -> bool:
         """Whether no match could use a checkpoint there, or the tree has one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.lease import Lease
+from hybrid.checks import count
 from hybrid.errors import OwnershipError
-from hybrid.key import TOKEN_BYTES, Key
+from hybrid.key import TOKEN_BYTES, Key, check_key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Inserted, Kind
 from hybrid.tree.tree import Tree
@@ -36,7 +37,8 @@ class Committer:
             OwnershipError: `num_tokens` is not a multiple of the page size, or beyond what was computed, or the key is
                 not that of the lease, or an extension of it. Nothing was changed.
         """
-        page_size = self._tree.page_size
+        check_key("commit", key)
+        num_tokens, page_size = count("commit: num_tokens", num_tokens), self._tree.page_size
         if num_tokens % page_size or num_tokens > len(lease.block_table) * page_size:
             raise OwnershipError(f"commit: {num_tokens} tokens, with {len(lease.block_table)} pages of {page_size}")
         if num_tokens > lease.front_tokens:
@@ -66,7 +68,7 @@ class Committer:
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
         """See `HybridCache.end_turn`."""
         node = lease.page_lock.node if lease.page_lock is not None else None
-        boundary = num_tokens // self._tree.grid * self._tree.grid
+        boundary = count("end_turn: num_tokens", num_tokens) // self._tree.grid * self._tree.grid
         while node is not None and node.end > boundary:
             node = node.parent
         if node is not None and node.end == boundary:

@@ -7,9 +7,9 @@ from array import array
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.explain import explain
 from hybrid.cache.lease import Lease
-from hybrid.checks import shown
+from hybrid.checks import MAX_INT, count, integer, shown
 from hybrid.errors import ArgumentError, OwnershipError
-from hybrid.key import Key
+from hybrid.key import Key, check_key
 from hybrid.memory.memory import CacheMemory
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.tree.node import Match
@@ -39,9 +39,11 @@ class Opener:
 
     def open(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
         """See `HybridCache.open`."""
-        if not isinstance(key, Key):
-            raise ArgumentError(f"open: key must be a hybrid.Key, as Key.of(ids) makes it; got {shown(key)}")
-        held = self.hold(key, limit, num_tokens, priority)
+        check_key("open", key)
+        limit, num_tokens = count("open: limit", limit), count("open: num_tokens", num_tokens)
+        if limit > len(key):
+            raise ArgumentError(f"open: limit must be up to {len(key)}, the length of the key; got {shown(limit)}")
+        held = self.hold(key, limit, num_tokens, integer("open: priority", priority, -MAX_INT))
         if held is None:
             return None
         lease, found = held
@@ -104,7 +106,7 @@ class Opener:
         Raises:
             OwnershipError: it is refused.
         """
-        if lease not in self.leases:
+        if not isinstance(lease, Lease) or lease not in self.leases:
             raise OwnershipError("this lease was closed before, or belongs to another cache")
         if lease.is_void and not even_void:
             raise OwnershipError("a pass of this lease was discarded: it can only be closed")

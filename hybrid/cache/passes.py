@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.lease import Lease
+from hybrid.checks import count
 from hybrid.errors import ArgumentError, OwnershipError
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.units import ceil_div
@@ -26,7 +27,7 @@ class Passes:
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
         """See `HybridCache.reserve`."""
-        missing = ceil_div(num_tokens, self._page_size) - len(lease.block_table)
+        missing = ceil_div(count("reserve: num_tokens", num_tokens), self._page_size) - len(lease.block_table)
         if missing > 0:
             pages = self._allocator.allocate_pages(missing)
             if pages is None:
@@ -36,7 +37,7 @@ class Passes:
 
     def trim(self, lease: Lease, num_pages: int) -> None:
         """See `HybridCache.trim`."""
-        if len(lease.block_table) > max(num_pages, lease.num_shared):
+        if len(lease.block_table) > max(count("trim: num_pages", num_pages), lease.num_shared):
             self._allocator.free_pages(lease.cut(num_pages))
 
     def take_back(self, lease: Lease) -> bool:
@@ -55,7 +56,7 @@ class Passes:
 
     def advance(self, lease: Lease, num_tokens: int) -> None:
         """See `HybridCache.advance`."""
-        end = len(lease.block_table) * self._page_size
+        num_tokens, end = count("advance: num_tokens", num_tokens), len(lease.block_table) * self._page_size
         if not lease.front_tokens <= num_tokens <= end:
             raise ArgumentError(f"advance: to {num_tokens} tokens, from {lease.front_tokens} on, with pages for {end}")
         if lease.front == EMPTY_STATE:

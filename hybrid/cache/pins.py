@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from hybrid.cache.allocator import Allocator
 from hybrid.checks import number, shown
 from hybrid.errors import ArgumentError, MemoryBudgetError
-from hybrid.key import Key
+from hybrid.key import Key, check_key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import StateLock
 from hybrid.tree.tree import Tree
@@ -42,6 +42,12 @@ class Pin:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Pin:
         return self
+
+
+def check_pin(call: str, pin: object) -> None:
+    """Check that a pin is one. Raises ArgumentError: it is not."""
+    if not isinstance(pin, Pin):
+        raise ArgumentError(f"{call}: pin must be a hybrid.Pin, as `pin` returns it; got {shown(pin)}")
 
 
 class Pins:
@@ -79,6 +85,7 @@ class Pins:
             ArgumentError: `ttl` is not a positive number.
             MemoryBudgetError: more than half of the memory would be pinned. Nothing was changed.
         """
+        check_key("pin", key)
         if not number("pin: ttl, in seconds,", ttl) > 0:
             raise ArgumentError(f"pin: ttl must be a positive number of seconds, got {ttl!r}")
         self.expire()
@@ -99,6 +106,8 @@ class Pins:
         Raises:
             MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
         """
+        check_key("extend_pin", key)
+        check_pin("extend_pin", pin)
         node = self._tree.peek(key, len(key)).checkpoint
         if pin not in self._locks or node is None:
             return
@@ -115,8 +124,7 @@ class Pins:
         Raises:
             ArgumentError: it is not a pin.
         """
-        if not isinstance(pin, Pin):
-            raise ArgumentError(f"unpin: pin must be a hybrid.Pin, as `pin` returns it; got {shown(pin)}")
+        check_pin("unpin", pin)
         lock = self._locks.pop(pin, None)
         if lock is not None:
             self._allocator.unlock(lock)

@@ -26,13 +26,14 @@ from hybrid.commands.parity_drafts import drafts
 from hybrid.commands.parity_files import files
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
 from hybrid.commands.second_process import predicted, rare_collections, second_process, transformers_logits
+from hybrid.engine.build import resolve_device
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.planner import plan
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.step import Part, Step
-from hybrid.kernels.batch_invariant import seconds_of
+from hybrid.kernels.batch_invariant import can_compile, seconds_of
 from hybrid.models.loading import TINY, has_predictor, open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
 
@@ -212,13 +213,15 @@ class Preparation:
     """CPU seconds from a checkpoint to an engine at full speed.
 
     Attributes:
-        loading: reading and converting the checkpoint, without the rest.
+        loading: reading and converting the checkpoint, without the rest, and without importing torch and transformers.
+        importing: of Numba, and of the functions that it compiles.
         choosing: how the rows of a batch are multiplied with each weight.
         compiling: what the first request takes more than the same one in a second engine: code is compiled, or read
             from disk.
     """
 
     loading: float
+    importing: float
     choosing: float
     compiling: float
 
@@ -276,9 +279,11 @@ def run_parity(model: str | Path, seed: int = 0) -> Parity:
 def check_all(model: str | Path, seed: int, process: Executor) -> Parity:
     """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile."""
     started = time.process_time()
+    can_compile(torch.empty(1, 1, device=resolve_device(None)))  # imports what compiles, where it does
+    imported = time.process_time()
     engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
-    seconds, judge = time.process_time() - started, Judge(engine, seed)
-    preparation, checkpoint = prepared(judge, seconds), open_checkpoint(model)
+    loaded, judge = time.process_time(), Judge(engine, seed)
+    preparation, checkpoint = prepared(judge, loaded - imported, imported - started), open_checkpoint(model)
     theirs = process.submit(transformers_logits, checkpoint.path, compared_with_transformers(judge))
     others = process.submit(predicted, str(model), seed) if has_predictor(checkpoint) else None
     checks = [judge.attempt(scenario) for scenario in SCENARIOS]
@@ -289,16 +294,17 @@ def check_all(model: str | Path, seed: int, process: Executor) -> Parity:
     return Parity(checks, product_costs(engine), preparation)
 
 
-def prepared(judge: Judge, seconds: float) -> Preparation:
-    """What it took to start: `seconds` of CPU time for the engine, and what the first request takes more than the next
-    one. No request may have been computed before."""
+def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
+    """What it took to start: `seconds` of CPU time for the engine, those of `importing` before it, and what the first
+    request takes more than the next one. No request may have been computed before."""
     prompt, times = judge.ids(2 * judge.grid + 3), []
     for _ in range(2):
         warm, started = judge.warm(), time.process_time()
         warm.generate([prompt], ANSWER, progress=False)
         times.append(time.process_time() - started)
     choosing = judge.engine.model.choosing_seconds
-    return Preparation(round(seconds - choosing, 3), round(choosing, 3), round(max(0.0, times[0] - times[1]), 3))
+    parts = seconds - choosing, importing, choosing, max(0.0, times[0] - times[1])
+    return Preparation(*(round(part, 3) for part in parts))
 
 
 def run_all_families(seed: int = 0) -> dict[str, Parity]:
@@ -338,8 +344,8 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
             table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
         if (took := result.preparation) is not None:
             table.caption = (
-                f"CPU time: loading {took.loading:.2f} s, choosing products {took.choosing:.2f} s, "
-                f"compiling {took.compiling:.2f} s"
+                f"CPU time: loading {took.loading:.2f} s, importing Numba {took.importing:.2f} s, "
+                f"choosing products {took.choosing:.2f} s, compiling {took.compiling:.2f} s"
             )
         console.print(table)
     results = {model: result.as_json() for model, result in families.items()}

@@ -103,8 +103,8 @@ def load(
     resolved, quantize = resolve_dtype(dtype, checkpoint.config, place), load_dtype == "int8"
     if quantize and not can_quantize(resolved, place):
         raise ArgumentError(
-            f"load_dtype='int8' needs a CPU with the extra numba, and dtype float32 or bfloat16; got {place} and "
-            f"{resolved}: install hybrid-prefix-cache[numba], or leave load_dtype out"
+            f"load_dtype='int8' needs a CPU, the package numba, and dtype float32 or bfloat16; got {place} and "
+            f"{resolved}: pip install numba, or leave load_dtype out"
         )
     loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)
     end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)

@@ -102,8 +102,8 @@ class Scheduler:
         if self.drafting is not None:
             for part, error in self.drafting.add(decodes):
                 self._fail(part.request, error)
-            decodes = [part for part in decodes if part.is_alive]
-            num_rows = sum(part.num_rows for part in decodes)
+                decodes = [other for other in decodes if other is not part]
+            num_rows = len(decodes) + sum([len(part.drafts) for part in decodes if part.drafts is not None])
         budget = self.config.max_num_batched_tokens - num_rows
         if self.waiting:
             self._admit(budget, only)

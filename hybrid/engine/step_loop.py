@@ -331,7 +331,7 @@ class StepLoop:
         request = part.request
         if not result.is_finite:
             raise NonFiniteError(NOT_FINITE)
-        if self._scheduler.drafting is not None:
+        if part.drafts is not None and self._scheduler.drafting is not None:
             self._scheduler.drafting.accept(part, result.path)
         for at, token in enumerate(result.tokens):
             if request.finish_reason is not None:

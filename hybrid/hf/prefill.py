@@ -146,7 +146,7 @@ class Prefiller:
             RequestError: there is no room on the stack.
         """
         check_stack()
-        with self._lock, self._mended(), deferred_interrupts() as interrupts:
+        with self._lock, self.mended(), deferred_interrupts() as interrupts:
             self._cache.adopt()
             past = self._model.empty_cache()
             position, explanation = self._prefill_committed(past, work, interrupts)
@@ -265,7 +265,7 @@ class Prefiller:
             return
         cache.adopt()
         check_stack()
-        with self._mended(), deferred_interrupts():
+        with self.mended(), deferred_interrupts():
             lease = cache.open_whole(key)
             if lease is None:
                 return
@@ -283,8 +283,8 @@ class Prefiller:
                 cache.close(lease)
 
     @contextmanager
-    def _mended(self) -> Iterator[None]:
-        """Around what holds a lease: an exception leaves the cache consistent, or empty."""
+    def mended(self) -> Iterator[None]:
+        """Around what changes the cache: an exception leaves it consistent, or empty."""
         try:
             yield
         except Exception as error:

@@ -286,9 +286,8 @@ class PrefixCache:
 
     def uninstall(self) -> None:
         """Give the model its own `generate` back. Without `install` before, nothing happens."""
-        model = self._generate_owner
-        if self._installed is not None and vars(model).get("generate") is self._installed:
-            del model.generate
+        if self._installed is not None and vars(self._generate_owner).get("generate") is self._installed:
+            del self._generate_owner.generate
         self._installed = None
 
     @contextmanager
@@ -465,12 +464,13 @@ class PrefixCache:
 
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
-        """Within this context the calling thread owns the cache, and no signal handler interrupts."""
+        """Here the calling thread owns the cache, signal handlers wait, and an exception leaves it whole, or empty."""
         with self._lock, deferred_interrupts():
             if self._missing is not None:
                 self._allocate(self._missing)
             self.cache.adopt()
-            yield
+            with self._prefiller.mended():
+                yield
 
     def _key_space(self, namespace: str) -> str:
         """The namespace of the tree for the version that the model is now. What former weights computed is evicted."""

@@ -151,6 +151,7 @@ class EngineThread:
             except BaseException as failure:
                 error = failure
             settle_there(result, error)
+            self._calls.discard(settle_there)  # where its loop was closed nothing else does
 
         try:
             self._calls.add(settle_there)

@@ -26,15 +26,25 @@ def arithmetic() -> dict[str, str]:
     """The machine, the packages and the choices that compute here, as texts by name. Where one of them is another, so
     may be bits."""
     on_gpu = torch.cuda.is_available()
-    compiled = not on_gpu and any(op.compiled_function() is not None for op in OPS.values())
     return {
         **{name: _version(name) for name in PACKAGES},
         **{name: os.environ.get(name, "") for name in VARIABLES},
         "CPU": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "GPU": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if on_gpu else "",
-        "kernels": "compiled for this CPU" if compiled else "",
+        "kernels": "" if on_gpu else _compiled(),
         "threads": str(num_threads()),
     }
+
+
+def _compiled() -> str:
+    """What compiled operations take of the CPU that may change bits. Two of one name may differ in that: a virtual
+    machine hides instructions."""
+    if all(op.compiled_function() is None for op in OPS.values()):
+        return ""
+    from hybrid.kernels.cpu import vectors  # Numba may be missing
+
+    taken = [name for name, has in (("fma", vectors.HAS_FMA), ("pairs of bfloat16", vectors.HAS_PAIRS)) if has]
+    return f"compiled for this CPU, with {' and '.join(taken) or 'no fma'}"
 
 
 def _version(package: str) -> str:

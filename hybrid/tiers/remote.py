@@ -37,7 +37,7 @@ class RedisStore:
         try:
             import redis
         except ImportError as error:
-            raise ArgumentError("RedisStore needs the package redis: install hybrid-prefix-cache[redis]") from error
+            raise ArgumentError("RedisStore needs the package redis: pip install redis") from error
         try:
             self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
         except ValueError as error:
@@ -114,9 +114,7 @@ class ObjectStore:
         try:
             import obstore
         except ImportError as error:
-            raise ArgumentError(
-                "ObjectStore needs the package obstore: install hybrid-prefix-cache[obstore]"
-            ) from error
+            raise ArgumentError("ObjectStore needs the package obstore: pip install obstore") from error
         self._obstore: Any = obstore
         self._store = store
 

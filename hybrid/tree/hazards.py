@@ -26,15 +26,11 @@ WINDOWS = (BINS, 3, 1, 0)
 """Bins on both sides of an age whose hits count as one observation, in turn."""
 
 
-def age_bin(age: int) -> int:
-    return min(BINS - 1, int(2 * log2(age + 1) + 1e-9))
-
-
 def first_ages() -> list[int]:
     """The first age of each bin, and of the one after the last. An empty bin has the first age of the next."""
     edges = []
-    age = 0
     for wanted in range(BINS + 1):
+        age = int(2 ** (wanted / 2)) - 1
         while int(2 * log2(age + 1) + 1e-9) < wanted:
             age += 1
         edges.append(age)
@@ -42,7 +38,7 @@ def first_ages() -> list[int]:
 
 
 EDGES = first_ages()
-BIN_OF = [age_bin(age) for age in range(EDGES[BINS] + 1)]
+BIN_OF = [place for place, (first, end) in enumerate(pairwise(EDGES)) for _ in range(first, end)] + [BINS - 1]
 LAST_AGE = len(BIN_OF) - 1
 
 _WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])[:, None]

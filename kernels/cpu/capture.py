@@ -6,10 +6,10 @@ long as many of them. A capture runs the pass once and keeps its compiled operat
 that is not captured.
 
 Like a CUDA graph a program reads and writes memory at fixed addresses. What the pass allocates is taken from one piece
-of memory, which all programs of a capture share: one of them runs at a time. The few operations of torch in a pass
-(rotary angles) are called again between compiled ones, but those that copy rows (the embedding, the rows to sample) are
-compiled ones: so all that follows the angles is one program. An operation that is not on the list might
-depend on values that the host has read, and is refused.
+of memory, which all programs of a capture share: one of them runs at a time. Operations of torch in a pass are called
+again between compiled ones, but those that copy rows (the embedding, the rows to sample) are compiled ones: a pass of
+most models is one program. An operation that is not on the list might depend on values that the host has read, and is
+refused.
 """
 
 from __future__ import annotations

@@ -83,12 +83,14 @@ def _load(function: Callable[..., None], arguments: tuple[Any, ...]) -> int:
     types_of_arguments = ",".join(map(str, arguments))
     name = re.sub(r"\W+", "-", f"{function.__module__}.{function.__qualname__}-{types_of_arguments}").strip("-")
     origin = _origin(Path(function.__code__.co_filename))
-    path = folder() / f"{name}.{blake2b(repr(_cpu()).encode(), digest_size=4).hexdigest()}.o"
-    code = _read(path, origin)
+    kept = folder()
+    path = kept / f"{name}.{blake2b(repr(_cpu()).encode(), digest_size=4).hexdigest()}.o" if kept is not None else None
+    code = _read(path, origin) if path is not None else None
     if code is None:
         code = _compile(function, arguments, name)
         with suppress(OSError):  # the next process compiles it again
-            _write(path, origin, code)
+            if path is not None:
+                _write(path, origin, code)
     linker = _linker()
     linker.add_object_file(llvm.ObjectFileRef.from_data(code))
     linker.finalize_object()
@@ -96,15 +98,18 @@ def _load(function: Callable[..., None], arguments: tuple[Any, ...]) -> int:
     return found
 
 
-def folder() -> Path:
+def folder() -> Path | None:
     """Where code is kept: `NUMBA_CACHE_DIR`, if it is set; else beside the sources, or in the user's cache where that
-    cannot be written."""
+    cannot be written. None, and every process compiles, where the user has no home either."""
     if numba.config.CACHE_DIR:
         return Path(numba.config.CACHE_DIR)
     beside = SOURCES / "__pycache__"
     if os.access(beside if beside.exists() else SOURCES, os.W_OK):
         return beside
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid" / "code"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid" / "code"
+    except RuntimeError:
+        return None
 
 
 def _read(path: Path, origin: bytes) -> bytes | None:

@@ -11,6 +11,7 @@ from hybrid.errors import ArgumentError, HybridError, OwnershipError
 from hybrid.key import Key
 from hybrid.memory.arena import Arena
 from hybrid.memory.memory import CacheMemory
+from hybrid.tree.node import Kind
 from support.caches import audited_cache, key_of, serve, start
 
 
@@ -217,3 +218,58 @@ def test_a_checkpoint_is_never_placed_inside_a_unit() -> None:
     cache.donate_states(lease, 4)
     assert lease.captured == []
     cache.close(lease)
+
+
+NUMBERS: dict[str, Callable[[Case, Any], Any]] = {
+    "open: limit": lambda case, value: case.open(value),
+    "open: num_tokens": lambda case, value: case.cache.open(case.key, 8, value),
+    "open: priority": lambda case, value: case.cache.open(case.key, 8, 16, value),
+    "reserve: num_tokens": lambda case, value: case.cache.reserve(case.lease, value),
+    "trim: num_pages": lambda case, value: case.cache.trim(case.lease, value),
+    "advance: num_tokens": lambda case, value: case.advance(value),
+    "capture: num_tokens": lambda case, value: case.capture(value),
+    "commit: num_tokens": lambda case, value: case.commit(value),
+    "end_turn: num_tokens": lambda case, value: case.cache.end_turn(case.lease, value),
+    "donate_states: limit": lambda case, value: case.cache.donate_states(case.lease, value),
+}
+SIGNED = ("open: limit", "open: priority", "donate_states: limit")
+"""Where a negative number is a number too, or is refused with other words."""
+
+
+@pytest.mark.parametrize("value", [None, -5, "8", 8.0, [], float("nan")])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_not_a_number_of_tokens_is_refused_and_changes_nothing(name: str, value: Any) -> None:
+    if name in SIGNED and value == -5:
+        return
+    case = Case()
+    before = case.everything()
+    with pytest.raises(ArgumentError, match=f"{name} must be an integer from"):
+        NUMBERS[name](case, value)
+    assert case.everything() == before
+
+
+@pytest.mark.parametrize("value", [None, 5, "abcd", [1, 2]])
+def test_what_is_not_a_key_a_lease_or_a_pin_is_refused_and_changes_nothing(value: Any) -> None:
+    case = Case()
+    before, cache = case.everything(), case.cache
+    for call in (
+        lambda: cache.open(value, 8, 16),
+        lambda: cache.open_whole(value),
+        lambda: cache.commit(case.lease, value, 8),
+        lambda: cache.pin(value),
+        lambda: cache.extend_pin(value, case.key),
+        lambda: cache.record(value),
+        lambda: cache.capture(case.lease, 12, value),
+    ):
+        with pytest.raises(ArgumentError, match=r"must be|is needed"):
+            call()
+    with pytest.raises(OwnershipError, match="belongs to another cache"):
+        cache.close(value)
+    assert case.everything() == before
+
+
+def test_a_kind_may_be_given_by_its_name() -> None:
+    case = Case()
+    checkpoint = case.cache.capture(case.lease, 12, "user")  # type: ignore[arg-type]
+    assert checkpoint is not None
+    assert checkpoint.kind is Kind.USER

@@ -3,7 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from hybrid import NonFiniteError, UnsupportedModelError
 from support.hf import assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
+from support.planted import Planted, PlantedError
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", "lfm3"])
@@ -193,6 +194,19 @@ def test_a_model_that_cannot_run_is_told_from_a_device_that_is_full(error: Any, 
         cache_on(model)
     hook.remove()
     assert_nothing_held(cache_on(model))
+
+
+@pytest.mark.usefixtures("untraced")
+def test_an_exception_at_any_line_of_clear_leaves_the_cache_whole() -> None:
+    model = tiny_model("llama")
+    for line in (1, 7, 19, 25, 31, 46, 58):
+        cache = cache_on(model)
+        cache.keep(ids(40)[0].tolist())
+        planted = Planted(line, "tree/evictor.py")
+        with suppress(PlantedError), planted.traced():
+            cache.clear()
+        assert planted.was_raised
+        assert_nothing_held(cache)
 
 
 @pytest.mark.parametrize("call", [1, 2])

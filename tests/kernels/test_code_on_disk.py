@@ -2,10 +2,15 @@
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+machine_code = pytest.importorskip("hybrid.kernels.cpu.machine_code")
 
 PROGRAM = """
 import json, sys, torch
@@ -25,6 +30,25 @@ def run(folder: Path, *more: str) -> Any:
         [sys.executable, "-c", PROGRAM, *more], capture_output=True, text=True, env=environment, check=True
     )
     return json.loads(found.stdout)
+
+
+def test_without_a_place_to_keep_it_code_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: object) -> None:
+        raise KeyError("no such user")
+
+    monkeypatch.setattr(machine_code.numba.config, "CACHE_DIR", "")
+    monkeypatch.setattr(machine_code, "SOURCES", Path("/nowhere"))
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert machine_code.folder() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(machine_code, "folder", lambda: None)
+    assert machine_code.Compiled(nothing)(1) is False
+
+
+def nothing(value: int) -> None:
+    """A function that is compiled."""
 
 
 def test_code_on_disk_is_loaded_alone_and_what_is_not_there_is_compiled(tmp_path: Path) -> None:

@@ -145,6 +145,18 @@ def test_a_text_is_refused_by_its_bytes_before_it_is_tokenized(text: str) -> Non
     assert seconds(lambda: encode(never, parts, LIMITS), words) < 0.5
 
 
+class Uncopied(str):
+    """A text of which no copy is made."""
+
+    def encode(self, *_: Any) -> bytes:
+        raise AssertionError("it is too long for that")
+
+
+def test_a_text_of_more_characters_than_bytes_may_be_is_not_copied() -> None:
+    with pytest.raises(PromptError, match="bytes or more"):
+        encode(never, Uncopied("a" * 20481), LIMITS)
+
+
 def test_bytes_count_and_not_characters(tokenizer: Any) -> None:
     limits = PromptLimits(max_text_bytes=9)
     assert encode(tokenizer, "日本語", limits)

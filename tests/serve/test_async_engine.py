@@ -573,6 +573,21 @@ def test_a_loop_that_ends_in_the_middle_leaves_nothing() -> None:
     asyncio.run(go_on())
 
 
+def test_a_loop_that_is_closed_during_a_call_is_let_go_of() -> None:
+    engine = AsyncEngine(engine_without_model(200, 40, runner=Echo()))
+    loop, others = asyncio.new_event_loop(), asyncio.new_event_loop()
+    dropped = weakref.ref(loop)
+    begun = loop.create_task(engine.call(lambda own: time.sleep(0.05)))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    del loop, begun
+    others.run_until_complete(nothing_held(engine))
+    gc.collect()
+    assert dropped() is None
+    others.run_until_complete(engine.close())
+    others.close()
+
+
 def test_one_task_reads_a_stream_and_any_task_may_close_it() -> None:
     async def test() -> None:
         async with echoing(seconds=0.02) as engine:

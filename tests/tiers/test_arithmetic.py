@@ -1,5 +1,6 @@
 """In deterministic mode copies on disk are used where the bits are those that would be computed."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,18 @@ def test_where_bits_do_not_count_neither_do_kernels(
     life(tiny, tmp_path, deterministic=False)
     request.getfixturevalue("other_kernels")
     assert life(tiny, tmp_path, deterministic=False)[2] == 5 * GRID
+
+
+def test_a_cpu_of_the_same_name_that_hides_an_instruction_computes_in_the_next_life(
+    tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers below the normal ones are zeros to the instruction that multiplies pairs of bfloat16 alone."""
+    vectors = pytest.importorskip("hybrid.kernels.cpu.vectors")
+    life(tiny, tmp_path)
+    monkeypatch.setattr(vectors, "HAS_PAIRS", not vectors.HAS_PAIRS)
+    found = life(tiny, tmp_path)
+    assert found[2] == 0
+    assert re.search("kernels is 'compiled.*' there and 'compiled.*' here", found[3])
 
 
 def test_it_names_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,14 @@ def test_cohorts_count_what_records_one_by_one_would(
         assert cohorts.exposure(20, now) == pytest.approx(expected)
 
 
+def test_more_records_than_a_short_integer_counts_may_come_at_one_request() -> None:
+    """As many as a file holds that is loaded between two requests."""
+    cohorts = Cohorts(EDGES)
+    for _ in range(40_000):
+        cohorts.join(0, 5, 5)
+    assert cohorts.exposure(1, 10).sum() == 40_000 * 5
+
+
 def test_a_group_not_seen_yet_and_a_long_pause_are_no_error() -> None:
     cohorts = Cohorts(EDGES)
     for _ in range(3):
