@@ -251,6 +251,12 @@ def can_compile(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
     return not isinstance(found, str) and found.can_multiply(weight, dtype or weight.dtype)
 
 
+def multiplies_pairs() -> bool:
+    """Whether compiled products of bfloat16 are faster than those of float32: the CPU multiplies pairs of numbers."""
+    vectors = ops.compiled_module("vectors")
+    return not isinstance(vectors, str) and vectors.HAS_PAIRS and can_compile(torch.empty(1, 1, dtype=torch.bfloat16))
+
+
 def choose_for_experts(weight: Tensor) -> Products:
     """Products for the weights of experts, `[experts, out, in]`, whose rows have the same bits in every batch.
 

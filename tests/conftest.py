@@ -119,6 +119,14 @@ def tiny() -> Any:
     return Engine.from_pretrained("tiny", cache=config, config=limits)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def float32_by_default() -> Iterator[None]:
+    """Engines of tests that ask for no type run in float32 on every CPU: tests mean the same on all of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hybrid.engine.build.multiplies_pairs", lambda: False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests wait for disks: what is a hit does not depend on what else the machine does. Tests of slow disks set

@@ -277,7 +277,7 @@ def calls(engine: Engine) -> list[tuple[Callable[[], Any], tuple[str, ...]]]:
         (lambda: Engine.from_pretrained("a\0b"), ("folder",)),
         (lambda: Engine.from_pretrained("tiny", cache=CacheConfig(memory=1)), ("1 B", "CacheConfig(memory=")),
         (lambda: Engine.from_pretrained("tiny", cache=CacheConfig(memory=2**62)), ("free", "memory=")),
-        (lambda: Engine.from_pretrained("tiny", dtype="auto"), ("dtype", "'auto'", "None (float32 on a CPU")),
+        (lambda: Engine.from_pretrained("tiny", dtype="auto"), ("dtype", "'auto'", "None (the checkpoint's on a GPU")),
         (lambda: Engine.from_pretrained("tiny", **MISPLACED), ("config=EngineConfig(max_model_len=...)",)),
         (lambda: Engine.from_pretrained("tiny", **{"gpu_memory_utilization": 0.9}), ("cache=CacheConfig(memory=...)",)),
         (lambda: Engine.from_pretrained("tiny", **{"torch_dtype": "auto"}), ("did you mean dtype?",)),

@@ -6,7 +6,20 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
+from hybrid.engine.build import DTYPES
 from hybrid.errors import ArgumentError
+
+
+def add_dtype(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """The argument `--dtype`: the type that a model runs in.
+
+    Args:
+        default: None: the engine's default.
+    """
+    own = (
+        "the checkpoint's on a GPU, and on a CPU where it is bfloat16 and the CPU multiplies that faster, else float32"
+    )
+    parser.add_argument("--dtype", default=default, choices=DTYPES, help=f"default: {default or own}")
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:

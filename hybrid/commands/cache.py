@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ from hybrid.kernels.packed_kv import KV_DTYPES, SCALE_BYTES, is_packed, unpack
 from hybrid.key import Key
 from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.directory import MANIFEST
+from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.manifest import DamagedError, Manifest, VersionError
 from hybrid.tiers.tier import CHECKPOINT
 
@@ -196,6 +198,13 @@ def _kv_dtype(page: str) -> Literal["auto", "int8", "fp8"]:
     return "auto"
 
 
+def _dtype(made_with: Fingerprint) -> str | None:
+    """The type of the model that made a file: that of its keys and values, or of the convolution's windows where keys
+    and values are kept in a byte. None: neither says it."""
+    found = re.search(rf"\b(?:kv|conv) ({'|'.join(DTYPES)}) ", f"{made_with.page}; {made_with.checkpoint}")
+    return found[1] if found is not None else None
+
+
 def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outcome:
     """Compute an archive again, and print what differs."""
     made_with = archive.fingerprint
@@ -205,7 +214,7 @@ def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outco
         deterministic=made_with.deterministic,
         kv_dtype=_kv_dtype(made_with.page),
     )
-    loaded = load(args.model, None, args.dtype, config.chunk_size)
+    loaded = load(args.model, None, args.dtype or _dtype(made_with), config.chunk_size)
     size = len(archive.pages) + 2, len(archive.checkpoints) + 4
     with Engine(loaded, build_cache(loaded, config, size)) as engine:
         skipped = engine.load(args.file).skipped
@@ -228,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("action", choices=("show", "check"), help="list what the file holds, or compute it again and compare")
     add("file", metavar="FILE", help="a file that engine.save has written; for show also a directory of copies")
     add("--model", default="tiny", help=MODEL_HELP)
-    add("--dtype", choices=[*DTYPES], default=None, help="the model's type when the file was saved, for check")
+    add("--dtype", choices=DTYPES, default=None, help="for check: the model's type (default: when the file was saved)")
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid.cache.config import CacheConfig
+from hybrid.commands.arguments import add_dtype
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
@@ -329,13 +330,14 @@ def _indented(text: str) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid demo`."""
     parser.add_argument("--model", default="tiny", help=MODEL_HELP)
+    add_dtype(parser)
     parser.add_argument("--no-cache", action="store_true", help="run without the prefix cache only")
     parser.add_argument("--verbose", action="store_true", help="print all answers, explanations and trees too")
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Tell the story with the cache and without, and print the verdict."""
-    demo = Demo(Engine.from_pretrained(args.model, cache=CacheConfig(memory="2GiB")))
+    demo = Demo(Engine.from_pretrained(args.model, dtype=args.dtype, cache=CacheConfig(memory="2GiB")))
     if args.no_cache:
         plain = demo.run_plain()
         for output in plain:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.arguments import integer
+from hybrid.commands.arguments import add_dtype, integer
 from hybrid.commands.command import Command, Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
     add("--memory", default="1GiB", help="size of the cache: '512MiB', or '50%%' of what is free (default: 1GiB)")
     add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", default=None, choices=dtypes, help="default: the checkpoint's on a GPU, float32 on a CPU")
+    add_dtype(parser)
     add("--no-cache", action="store_true", help="disable the prefix cache")
 
 

@@ -75,17 +75,16 @@ class Judge:
         host: str | None = None,
         directory: Path | None = None,
     ) -> Engine:
-        """An engine with an empty cache of its own: one budget, the size of `pages` and `states`. Where no request of
-        `longest` pages would fit into the pieces of that budget, because pages are small compared with a state, it has
-        pools of these sizes."""
+        """An engine with an empty cache of its own: one budget, the size of `pages` and `states`, or the smallest there
+        is. Where no request of `longest` pages would fit into the pieces of that budget, because pages are small
+        compared with a state, it has pools of these sizes."""
         page_bytes, state_bytes = self.engine.cache.unit_bytes
-        config = replace(self._config, memory=pages * page_bytes + states * state_bytes, host=host)
+        memory = pages * page_bytes + states * state_bytes
+        if longest and memory < smallest_memory(longest, page_bytes, state_bytes, None):
+            return self.engine.with_cache(self._config, size=(pages, states), speculation=speculation)
+        config = replace(self._config, memory=max(memory, smallest_memory(1, page_bytes, state_bytes, None)), host=host)
         if directory is not None:
             config = replace(config, disk="1GiB", directory=directory)
-        if longest and pages * page_bytes + states * state_bytes < smallest_memory(
-            longest, page_bytes, state_bytes, None
-        ):
-            return self.engine.with_cache(self._config, size=(pages, states), speculation=speculation)
         return self.engine.with_cache(config, speculation=speculation)
 
     def cold(self, prompt: list[int], params: SamplingParams = ANSWER) -> RequestOutput:

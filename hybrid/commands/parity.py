@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.arguments import integer
+from hybrid.commands.arguments import add_dtype, integer
 from hybrid.commands.command import MODEL_HELP, Command, Outcome
 from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
 from hybrid.commands.parity_drafts import drafts
@@ -38,7 +38,10 @@ from hybrid.models.loading import TINY, has_predictor, open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
 
 TOLERANCE = 1e-4
-"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range."""
+"""Largest difference allowed between a logit and transformers', as a fraction of the logits' range, in float32."""
+
+MAX_ERRORS = 1.5
+"""Largest error allowed in another type, in errors of transformers' own model in that type."""
 
 
 def repeated_prompt(judge: Judge) -> Check:
@@ -145,9 +148,13 @@ def compared_with_transformers(judge: Judge) -> list[int]:
     return judge.ids(4 * judge.grid + 36)
 
 
-def against_transformers(judge: Judge, expected: torch.Tensor) -> list[Check]:
+def against_transformers(judge: Judge, expected: torch.Tensor, rounded: torch.Tensor | None = None) -> list[Check]:
     """Compare logits of a prompt in one pass, in chunks, and of decoded tokens with `[tokens, vocab]` logits of
-    transformers' own model in fp32."""
+    transformers' own model in fp32.
+
+    Args:
+        rounded: its logits in the type of the judge's engine, where that is another: errors are compared.
+    """
     ids = compared_with_transformers(judge)
     decoded = 12
     ways = {
@@ -155,7 +162,13 @@ def against_transformers(judge: Judge, expected: torch.Tensor) -> list[Check]:
         "logits of a prompt in chunks": judge.engine.cache.config.chunk_size,
         "logits of decoded tokens": len(ids) - decoded,
     }
-    return [compare_logits(name, prompt_logits(judge.warm(), ids, share), expected) for name, share in ways.items()]
+    checks = []
+    for name, share in ways.items():
+        ours = prompt_logits(judge.warm(), ids, share)
+        checks.append(
+            compare_logits(name, ours, expected) if rounded is None else compare_errors(name, ours, rounded, expected)
+        )
+    return checks
 
 
 def prompt_logits(engine: Engine, ids: list[int], share: int) -> torch.Tensor:
@@ -188,6 +201,15 @@ def compare_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> Check
     top_token = "the same most likely token" if same else "ANOTHER most likely token"
     detail = f"largest difference {worst:.2e}, allowed {bound:.2e}; {top_token} in {int(clear.sum())} clear rows"
     return Check(name, worst <= bound and same, None, detail)
+
+
+def compare_errors(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> Check:
+    """Compare the errors of logits `[tokens, vocab]`, ours and transformers' in the same type: their root mean squares,
+    as a fraction of that of the exact logits."""
+    scale = exact.square().mean().sqrt()
+    our_error, their_error = (float((logits - exact).square().mean().sqrt() / scale) for logits in (ours, theirs))
+    detail = f"error {our_error:.1e}, of transformers {their_error:.1e}, allowed {MAX_ERRORS} times as much"
+    return Check(name, our_error <= MAX_ERRORS * their_error, None, detail)
 
 
 @dataclass(frozen=True)
@@ -266,29 +288,30 @@ def product_costs(engine: Engine) -> list[ProductCost]:
     return costs
 
 
-def run_parity(model: str | Path, seed: int = 0) -> Parity:
-    """Run every check on a checkpoint, in fp32.
+def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32") -> Parity:
+    """Run every check on a checkpoint, in a type.
 
     Raises:
         CheckpointError: the path holds no usable checkpoint.
     """
     with second_process(open_checkpoint(model).path) as process:
-        return check_all(model, seed, process)
+        return check_all(model, seed, dtype, process)
 
 
-def check_all(model: str | Path, seed: int, process: Executor) -> Parity:
+def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Parity:
     """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile."""
     started = time.process_time()
     can_compile(torch.empty(1, 1, device=resolve_device(None)))  # imports what compiles, where it does
     imported = time.process_time()
-    engine = Engine.from_pretrained(model, dtype="float32", cache=CacheConfig(memory="2GiB", deterministic=True))
+    engine = Engine.from_pretrained(model, dtype=dtype, cache=CacheConfig(memory="2GiB", deterministic=True))
     loaded, judge = time.process_time(), Judge(engine, seed)
     preparation, checkpoint = prepared(judge, loaded - imported, imported - started), open_checkpoint(model)
-    theirs = process.submit(transformers_logits, checkpoint.path, compared_with_transformers(judge))
-    others = process.submit(predicted, str(model), seed) if has_predictor(checkpoint) else None
+    ids, types = compared_with_transformers(judge), dict.fromkeys(("float32", dtype))
+    theirs = [process.submit(transformers_logits, checkpoint.path, ids, each) for each in types]
+    others = process.submit(predicted, str(model), seed, dtype) if has_predictor(checkpoint) else None
     checks = [judge.attempt(scenario) for scenario in SCENARIOS]
-    checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, process)
-    checks = against_transformers(judge, torch.from_numpy(theirs.result())) + checks
+    checks += [each.check(judge) for each in drafts(judge)] + files(judge, model, dtype, process)
+    checks = against_transformers(judge, *(torch.from_numpy(each.result()) for each in theirs)) + checks
     if others is not None:
         checks += [each.check(judge) for each in others.result()]
     return Parity(checks, product_costs(engine), preparation)
@@ -307,15 +330,15 @@ def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
     return Preparation(*(round(part, 3) for part in parts))
 
 
-def run_all_families(seed: int = 0) -> dict[str, Parity]:
-    """Run every check on a small random checkpoint of every family, in fp32."""
+def run_all_families(seed: int = 0, dtype: str = "float32") -> dict[str, Parity]:
+    """Run every check on a small random checkpoint of every family, in a type."""
     results = {}
     with TemporaryDirectory() as folder, second_process(TINY) as process:
         for at, name in enumerate(FAMILIES):
             path = write_random_checkpoint(Path(folder) / str(at), name, seed)
             if name.startswith("qwen"):  # the others have none
                 add_random_predictor(path)
-            results[name] = check_all(path, seed, process)
+            results[name] = check_all(path, seed, dtype, process)
     return results
 
 
@@ -331,12 +354,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
     )
+    add_dtype(parser, "float32")
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
     with rare_collections():
-        families = run_all_families(args.seed) if args.all_families else {args.model: run_parity(args.model, args.seed)}
+        if args.all_families:
+            families = run_all_families(args.seed, args.dtype)
+        else:
+            families = {args.model: run_parity(args.model, args.seed, args.dtype)}
     for model, result in families.items():
         table = Table("", "check", "hit tokens", "measured", title=f"parity of {model}")
         for check in result.checks:
@@ -358,7 +385,9 @@ COMMAND = Command(
     help="check that cache hits do not change results",
     description=(
         "Compare logits with transformers' own model on the same checkpoint, and cache hits with cold runs: every "
-        "token and every log-probability must be equal bit by bit, and every scenario must have hits. Runs in float32."
+        "token and every log-probability must be equal bit by bit, and every scenario must have hits. In float32 "
+        "logits must be those of transformers; in another type they must be as near to these as the logits of "
+        "transformers' own model in that type."
     ),
     add_arguments=add_arguments,
     run=run,

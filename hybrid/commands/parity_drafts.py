@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from hybrid.commands.judge import ANSWER, Check, Judge
 from hybrid.commands.liar import Liar
@@ -174,7 +175,7 @@ def under_pressure(judge: Judge, *others: str) -> Drafted:
     """Drafts in a memory that is too small: requests are retracted, and some aborted in the middle.
 
     Sizes are tried until one is retracted. The first, which holds little more than one request, suffices for all
-    families.
+    families in float32; where pages are half as large the memory of a state holds more of them, and one less does.
     """
     page_size = judge.engine.cache.config.page_size
     shared = judge.ids(4 * judge.grid)
@@ -183,9 +184,9 @@ def under_pressure(judge: Judge, *others: str) -> Drafted:
     longest = -(-(6 * judge.grid + ANSWER.max_new_tokens) // page_size)
     outputs: list[RequestOutput] = []
     retracted = False
-    for percent in (110, 125, 150, 175, 200, 225, 250, 300):
+    for percent, states in product((110, 125, 150, 175, 200, 225, 250, 300), (5, 4)):
         own = SpeculationConfig(drafters=(Known(answers, wrong_every=5), *others), adaptive=False)
-        warm = judge.warm(pages=longest * percent // 100, states=5, speculation=own, longest=longest)
+        warm = judge.warm(longest * percent // 100, states, own, longest)
         aborted = warm.add_request(judge.ids(judge.grid), ANSWER)
         names = [warm.add_request(prompt, ANSWER) for prompt in prompts]
         outputs = []

@@ -15,16 +15,16 @@ from hybrid.engine.output import RequestOutput
 from hybrid.tiers.transfer import Transfer
 
 
-def files(judge: Judge, model: str | Path, process: Executor) -> list[Check]:
+def files(judge: Judge, model: str | Path, dtype: str, process: Executor) -> list[Check]:
     """Prefixes go from one engine to another, by file and in memory, and to a second process, which makes engines of
     its own."""
     return [
         judge.attempt(saved_and_loaded),
         judge.attempt(prefilled_and_decoded),
-        judge.attempt(in_a_second_process, model, process),
+        judge.attempt(in_a_second_process, model, dtype, process),
         judge.attempt(to_host_memory_and_back),
         judge.attempt(to_disk_and_back),
-        judge.attempt(restarted, model, process),
+        judge.attempt(restarted, model, dtype, process),
     ]
 
 
@@ -33,21 +33,21 @@ def saved_and_loaded(judge: Judge) -> Check:
     return _saved(judge, "saved and loaded by another engine", _load_and_generate)
 
 
-def in_a_second_process(judge: Judge, model: str | Path, process: Executor) -> Check:
+def in_a_second_process(judge: Judge, model: str | Path, dtype: str, process: Executor) -> Check:
     """As `saved_and_loaded`, where another process loads, with an engine that it makes from the checkpoint."""
 
     def generate(_: Judge, path: Path, prompts: list[list[int]]) -> tuple[Transfer, list[RequestOutput]]:
         config = judge.engine.cache.config
-        return process.submit(generate_from_file, str(model), config, path, prompts).result()
+        return process.submit(generate_from_file, str(model), dtype, config, path, prompts).result()
 
     return _saved(judge, "saved and loaded by a second process", generate)
 
 
 def generate_from_file(
-    model: str, config: CacheConfig, path: Path, prompts: list[list[int]]
+    model: str, dtype: str, config: CacheConfig, path: Path, prompts: list[list[int]]
 ) -> tuple[Transfer, list[RequestOutput]]:
     """What the second process does."""
-    with Engine.from_pretrained(model, dtype="float32", cache=config) as engine:
+    with Engine.from_pretrained(model, dtype=dtype, cache=config) as engine:
         loaded = engine.load(path)
         return loaded, engine.generate(prompts, ANSWER, progress=False)
 
@@ -90,14 +90,14 @@ def to_disk_and_back(judge: Judge) -> Check:
     return check
 
 
-def restarted(judge: Judge, model: str | Path, process: Executor) -> Check:
+def restarted(judge: Judge, model: str | Path, dtype: str, process: Executor) -> Check:
     """An engine answers, and is closed. One that another process makes from the checkpoint finds what it had in the
     directory, and answers the prompts and their second turns."""
     with TemporaryDirectory() as folder:
         first = judge.warm(*_few(judge), host="1MiB", directory=Path(folder) / "cache")
         prompts = _conversations(judge, first, 3)
         first.close()
-        later = process.submit(generate_after_restart, str(model), first.cache.config, prompts)
+        later = process.submit(generate_after_restart, str(model), dtype, first.cache.config, prompts)
         outputs, stats = later.result()
     hits = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
     return judge.check(
@@ -109,10 +109,10 @@ def restarted(judge: Judge, model: str | Path, process: Executor) -> Check:
 
 
 def generate_after_restart(
-    model: str, config: CacheConfig, prompts: list[list[int]]
+    model: str, dtype: str, config: CacheConfig, prompts: list[list[int]]
 ) -> tuple[list[RequestOutput], CacheStats]:
     """What the second process does."""
-    with Engine.from_pretrained(model, dtype="float32", cache=config) as engine:
+    with Engine.from_pretrained(model, dtype=dtype, cache=config) as engine:
         outputs = [engine.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
         engine.cache.audit()
         return outputs, engine.cache.stats()

@@ -51,8 +51,8 @@ def _import(model: str) -> None:
     open_checkpoint(model)
 
 
-def transformers_logits(path: Path, ids: Sequence[int]) -> np.ndarray[Any, Any]:
-    """`[tokens, vocab]` logits of a prompt, computed by transformers' own model in fp32.
+def transformers_logits(path: Path, ids: Sequence[int], dtype: str = "float32") -> np.ndarray[Any, Any]:
+    """`[tokens, vocab]` logits of a prompt, computed by transformers' own model in a type, in fp32.
 
     They are numbers of NumPy, which go from one process to another by value.
     """
@@ -61,15 +61,15 @@ def transformers_logits(path: Path, ids: Sequence[int]) -> np.ndarray[Any, Any]:
     from hybrid.hf.torch_functions import use_torch_functions, without_kernels
 
     with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
-        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager").eval()
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
     use_torch_functions(theirs)
     with torch.inference_mode():
         logits: np.ndarray[Any, Any] = theirs(input_ids=torch.tensor([ids])).logits[0].float().numpy()
     return logits
 
 
-def predicted(model: str, seed: int) -> list[Drafted]:
+def predicted(model: str, seed: int, dtype: str) -> list[Drafted]:
     """Answers with drafts of the checkpoint's own predictor."""
     config = CacheConfig(memory="64MiB", deterministic=True)
-    engine = Engine.from_pretrained(model, dtype="float32", cache=config, speculation="mtp")
+    engine = Engine.from_pretrained(model, dtype=dtype, cache=config, speculation="mtp")
     return predictor(Judge(engine, seed))

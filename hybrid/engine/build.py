@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,15 +22,18 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
+from hybrid.kernels.batch_invariant import multiplies_pairs
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear
-from hybrid.models.loading import can_quantize, load_model, open_checkpoint
+from hybrid.models.loading import Checkpoint, can_quantize, load_model, open_checkpoint
 from hybrid.models.vision import vision_tower
 from hybrid.prompts.encode import ImageEncoder, load_tokenizer
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.tiers.fingerprint import Fingerprint, digest_of_model
+
+log: logging.Logger = logging.getLogger(__name__)
 
 IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of a configuration that change no result: the weights have their own types."""
@@ -80,12 +84,12 @@ def load(
     load_dtype: str | None = None,
     mtp: bool = False,
 ) -> LoadedModel:
-    """Load a checkpoint.
+    """Load a checkpoint. The device and the type it runs in are logged.
 
     Args:
         model: a folder, a hub id, or "tiny".
         device: None: a GPU if there is one.
-        dtype: None: the checkpoint's on a GPU, float32 on a CPU.
+        dtype: None: `default_dtype`.
         chunk_size: of the linear layers.
         load_dtype: "int8": weights of matrix products are quantized, per row; None: they have the type of the model.
         mtp: also load the checkpoint's predictor, if it has one.
@@ -96,11 +100,11 @@ def load(
     """
     if load_dtype not in (None, "int8"):
         raise ArgumentError(f"load_dtype must be 'int8' or None, got {load_dtype!r}")
-    place = resolve_device(device)
-    resolve_dtype(dtype, None, place)  # refuses another type before anything is read
+    place, asked, quantize = resolve_device(device), check_dtype(dtype), load_dtype == "int8"
     checkpoint = open_checkpoint(model)
     tokenizer = load_tokenizer(checkpoint.path)
-    resolved, quantize = resolve_dtype(dtype, checkpoint.config, place), load_dtype == "int8"
+    resolved, reason = (asked, "as asked for") if asked is not None else default_dtype(checkpoint, place)
+    log.info("%s runs on %s in %s: %s", checkpoint.path, place, resolved, reason)
     if quantize and not can_quantize(resolved, place):
         raise ArgumentError(
             f"load_dtype='int8' needs a CPU, the package numba, and dtype float32 or bfloat16; got {place} and "
@@ -140,23 +144,39 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
-def resolve_dtype(dtype: str | torch.dtype | None, config: Any, device: torch.device) -> torch.dtype:
-    """The type to run in. None: the checkpoint's on a GPU, float32 on a CPU.
+def check_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A type to run in, by name or as it is; None stays None.
 
     Raises:
         ArgumentError: the type is not supported.
     """
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype in DTYPES.values()):
+        return dtype
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
-    if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
-        return dtype
-    if dtype is not None:
-        raise ArgumentError(
-            f"dtype must be one of {', '.join(DTYPES)}, or None (float32 on a CPU, the checkpoint's on a GPU); "
-            f"got {shown(dtype)}"
-        )
-    stored = getattr(config, "dtype", None)
-    return stored if device.type != "cpu" and isinstance(stored, torch.dtype) else torch.float32
+    raise ArgumentError(
+        f"dtype must be one of {', '.join(DTYPES)}, or None (the checkpoint's on a GPU, and on a CPU where it is "
+        f"bfloat16 and the CPU multiplies that faster, else float32); got {shown(dtype)}"
+    )
+
+
+def default_dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[torch.dtype, str]:
+    """The type to run in where none is asked for, and why: the checkpoint's on a GPU, and on a CPU where it is bfloat16
+    and compiled products multiply that faster than float32; else float32.
+
+    float16 is never chosen on a CPU: nothing is compiled for it, and as bfloat16 its weights would be rounded.
+    """
+    configs = checkpoint.config, checkpoint.whole  # vision-language checkpoints state it in either
+    stored = next((found for each in configs if isinstance(found := each.dtype, torch.dtype)), None)
+    if stored is None:
+        return torch.float32, "the checkpoint states no type"
+    if device.type != "cpu" or stored == torch.float32:
+        return stored, "the checkpoint's type"
+    if stored != torch.bfloat16:
+        return torch.float32, f"products of the checkpoint's {stored} are not compiled for a CPU"
+    if not multiplies_pairs():
+        return torch.float32, f"products of the checkpoint's {stored} are no faster on this CPU, or not compiled"
+    return stored, "the checkpoint's type, whose products are faster on this CPU"
 
 
 def generation_defaults(path: Path, config: Any) -> tuple[frozenset[int], SamplingParams]:

@@ -191,10 +191,11 @@ def test_stress_notices_a_checkpoint_that_is_not_the_state_of_its_key(tiny: Engi
     assert check_checkpoints(engine)[1] == 1
 
 
-@pytest.fixture(scope="module")
-def story() -> list[demo.Act]:
-    """The demo, played once."""
-    return demo.Demo(Engine.from_pretrained("tiny", cache=CacheConfig(memory="2GiB"))).run(lambda act: None)
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def story(request: pytest.FixtureRequest) -> list[demo.Act]:
+    """The demo, played once in each type that it may run in on a CPU."""
+    engine = Engine.from_pretrained("tiny", device="cpu", dtype=request.param, cache=CacheConfig(memory="2GiB"))
+    return demo.Demo(engine).run(lambda act: None)
 
 
 def test_the_demo_shows_hits_and_the_answers_are_the_same(story: list[demo.Act]) -> None:
@@ -230,6 +231,7 @@ def test_the_demo_fits_into_a_terminal(story: list[demo.Act], width: int, verbos
         assert len(lines) < 60
 
 
+@pytest.mark.parametrize("story", ["float32"], indirect=True)  # sizes of pages are in it
 def test_the_transcript_in_the_documents_is_what_the_demo_prints(story: list[demo.Act]) -> None:
     """But for times, bars, and how many times as fast."""
     console = Console(file=io.StringIO(), width=100, highlight=False)
@@ -465,6 +467,22 @@ def test_a_file_with_smaller_keys_and_values_is_compared_too(
     replace(archive, pages=rows).write(path)
     status, result = run_json(capsys, "cache", "check", str(path))
     assert status == 1 and any("differ" in line for line in result["wrong"])
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_file_is_computed_again_in_the_type_it_was_made_in(
+    tmp_path: Path, kv_dtype: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine where another type is the default."""
+    config, path = CacheConfig(memory="16MiB", page_size=16, chunk_size=16, kv_dtype=kv_dtype), tmp_path / "half.hybrid"
+    with Engine.from_pretrained("tiny", device="cpu", dtype="bfloat16", cache=config) as engine:
+        answer(engine, [*range(3, 43)], greedy(2))
+        engine.save(path)
+    status, result = run_json(capsys, "cache", "check", str(path))
+    assert (status, result["wrong"], result["unchecked"]) == (0, [], [])
+    assert result["checked"] >= 2
+    assert main(["cache", "check", str(path), "--dtype", "float32"]) == 2
+    assert "bfloat16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["pages", "checkpoints"])

@@ -1,0 +1,110 @@
+"""The type that a model runs in where none is asked for, on CPUs that multiply pairs of bfloat16 numbers and others."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid import CacheConfig, Engine
+from hybrid.commands.judge import Judge
+from hybrid.commands.parity import busy_batch, second_turn
+from hybrid.engine import build
+from hybrid.kernels import ops
+from hybrid.kernels.batch_invariant import multiplies_pairs
+from hybrid.models.loading import TINY, Checkpoint, open_checkpoint
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+FLOAT, BRAIN, HALF = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.fixture(params=[True, False], ids=["with pairs", "without"])
+def pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the CPU multiplies pairs."""
+    has_pairs: bool = request.param
+    monkeypatch.setattr(build, "multiplies_pairs", lambda: has_pairs)
+    return has_pairs
+
+
+class Config:
+    """A configuration that states a type, or None."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+
+
+def stating(own: torch.dtype | None, whole: torch.dtype | None = None) -> Checkpoint:
+    return Checkpoint(TINY, "qwen3_5", Config(own), Config(whole))
+
+
+@pytest.mark.parametrize("stored", [FLOAT, BRAIN, HALF, None])
+def test_on_a_cpu_it_is_bfloat16_only_where_the_checkpoint_and_the_cpu_have_it(
+    stored: torch.dtype | None, pairs: bool
+) -> None:
+    found, reason = build.default_dtype(stating(stored), CPU)
+    assert found == (BRAIN if stored == BRAIN and pairs else FLOAT)
+    assert ("faster" in reason) == (stored == BRAIN)
+    assert ("float16 are not compiled" in reason) == (stored == HALF)
+
+
+@pytest.mark.parametrize("stored", [FLOAT, BRAIN, HALF])
+def test_on_a_gpu_it_is_that_of_the_checkpoint(stored: torch.dtype, pairs: bool) -> None:
+    assert build.default_dtype(stating(stored), GPU)[0] == stored
+
+
+@pytest.mark.parametrize("place", ["text_config", "outside", "both"])
+def test_vision_language_checkpoints_state_it_inside_or_outside(place: str, tmp_path: Path) -> None:
+    text = json.loads((TINY / "config.json").read_text())
+    text.pop("dtype")
+    inner = {} if place == "outside" else {"dtype": "bfloat16"}
+    outer = {} if place == "text_config" else {"dtype": "float32" if place == "both" else "bfloat16"}
+    config = {"model_type": "qwen3_5", "text_config": {**text, **inner}, **outer}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert build.default_dtype(open_checkpoint(tmp_path), GPU)[0] == BRAIN
+
+
+def test_an_engine_runs_in_it_and_says_why_once(pairs: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hybrid.engine.build")
+    engine = Engine.from_pretrained("tiny", device="cpu", cache=CacheConfig(memory="16MiB"))
+    expected = BRAIN if pairs else FLOAT
+    assert engine.cache.kv.dtype == expected
+    assert engine.deterministic
+    [line] = [record.getMessage() for record in caplog.records if record.name == "hybrid.engine.build"]
+    assert f"on cpu in {expected}: " in line
+
+
+def test_what_is_asked_for_is_taken(pairs: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hybrid.engine.build")
+    other = "float32" if pairs else "bfloat16"
+    engine = Engine.from_pretrained("tiny", device="cpu", dtype=other, cache=CacheConfig(memory="16MiB"))
+    assert engine.cache.kv.dtype == build.DTYPES[other]
+    assert "as asked for" in caplog.text
+
+
+def test_hits_are_bitwise_cold_runs_in_it(pairs: bool) -> None:
+    judge = Judge(Engine.from_pretrained("tiny", device="cpu", cache=CacheConfig(memory="64MiB", chunk_size=16)))
+    assert [check for check in (second_turn(judge), busy_batch(judge)) if not check.passed] == []
+
+
+# Which CPUs multiply pairs
+
+
+@pytest.mark.parametrize(("features", "expected"), [("+fma,+avx512f,+avx512bf16", True), ("+fma,+avx512f", False)])
+def test_pairs_are_multiplied_where_the_cpu_has_the_instruction(features: str, expected: bool) -> None:
+    program = "from hybrid.kernels.batch_invariant import multiplies_pairs; print(multiplies_pairs())"
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features, "HYBRID_KERNELS": "auto"}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == str(expected)
+
+
+def test_pairs_are_not_multiplied_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "compiled_module", lambda file: "ImportError: there is no Numba")
+    assert not multiplies_pairs()
+    monkeypatch.undo()
+    monkeypatch.setenv("HYBRID_KERNELS", "reference")
+    assert not multiplies_pairs()
