@@ -66,6 +66,7 @@ class Candidates:
     def __init__(self, policy: Policy, prices: Prices, seed: int, pools: Pools = INTEGERS) -> None:
         self.failure: str | None = None
         self.now: int = 0
+        self._moment = np.zeros((), np.int64)  # as an operand faster than a number
         self._prices = prices
         self._checkpoint_prices = replace(prices, page=0) if pools.apart else prices
         self._leaf_prices = replace(prices, checkpoint=0) if pools.apart else prices
@@ -100,8 +101,7 @@ class Candidates:
     def _queue(self, order: Order | None, is_candidate: Callable[[Node], bool], prices: Prices) -> Queue:
         policy = self._policy
         if isinstance(policy, AgingPolicy):
-            weigh, ranks = partial(self._weigh, policy, prices), partial(self._ranks, policy)
-            return AgingQueue(weigh, ranks, is_candidate, self._rng)
+            return AgingQueue(self._weigher(policy, prices), partial(self._ranks, policy), is_candidate, self._rng)
         if order is None:
             return SampledQueue(partial(self._rank, prices), is_candidate, self._rng)
         return OrderedQueue(self._rank_of(policy, is_candidate), is_candidate, falls=order == "any")
@@ -227,7 +227,9 @@ class Candidates:
     def entered(self, node: Node) -> None:
         """Report that the node got a checkpoint, or the usage of one that was not admitted."""
         if self._entered is not None:
-            self._report("entered", self._entered, Facts(node, self.now, self._prices))
+            facts = Facts(node, self.now, self._prices)
+            node.usage.reported_below = facts.has_below
+            self._report("entered", self._entered, facts)
         if self._weighs and node.children:
             self.reweigh_below(node)
 
@@ -246,10 +248,18 @@ class Candidates:
                 self._checkpoints.changed(node)
                 self._leaves.changed(node)
 
+    def relabeled(self, node: Node) -> None:
+        """Report that the kind of a node's checkpoint has changed."""
+        node.usage.reported_below = None
+        self.changed(node)
+
     def changed(self, node: Node) -> None:
-        """Report that the node got its first child or request, or lost its last one, or that its kind has changed."""
+        """Report that the node got its first child or request, or lost its last one, if it has."""
         if self._changed is not None and (node.slot is not None or node.lost_checkpoint):
-            self._report("changed", self._changed, Facts(node, self.now, self._prices))
+            usage, has_below = node.usage, bool(node.children or node.page_locks)
+            if usage.reported_below is not has_below:
+                usage.reported_below = has_below
+                self._report("changed", self._changed, Facts(node, self.now, self._prices))
         if not self._weighs:
             return
         if node.slot is not None:
@@ -277,6 +287,7 @@ class Candidates:
         freed = self._checkpoint_prices.checkpoint + num_pages * self._checkpoint_prices.page
         facts = Facts.without_node(usage, self.now, num_tokens, tokens_saved, freed, has_below=num_pages == 0)
         if self._changed is not None:
+            usage.reported_below = facts.has_below
             self._report("changed", self._changed, facts)
         return self._value(facts) >= least[0]
 
@@ -296,23 +307,30 @@ class Candidates:
         self._dismiss(reason)
         return facts.last_used
 
-    def _weigh(self, policy: AgingPolicy, prices: Prices, node: Node) -> tuple[int, float]:
-        if self.failure is None:
-            try:
-                group, weight = policy.weigh(Facts(node, self.now, prices))
-                if not math.isnan(weight):
-                    return group, weight
-                reason = "a weight is NaN"
-            except Exception as error:
-                reason = f"weigh raised {error!r}"
-            self._dismiss(reason)
-        return 0, 0.0
+    def _weigher(self, policy: AgingPolicy, prices: Prices) -> Callable[[Node], tuple[int, float]]:
+        """A function for the group and the weight of a candidate."""
+        weigh = policy.weigh
+
+        def weighed(node: Node) -> tuple[int, float]:
+            if self.failure is None:
+                try:
+                    group, weight = weigh(Facts(node, self.now, prices))
+                    if not math.isnan(weight):
+                        return group, weight
+                    reason = "a weight is NaN"
+                except Exception as error:
+                    reason = f"weigh raised {error!r}"
+                self._dismiss(reason)
+            return 0, 0.0
+
+        return weighed
 
     def _ranks(self, policy: AgingPolicy, groups: Ints, weights: Floats, used: Ints) -> tuple[Floats, int]:
         """The ranks of candidates, and the place of the lowest."""
         if self.failure is None:
             try:
-                ranks = policy.ranks(groups, weights, self.now - used)
+                self._moment[()] = self.now
+                ranks = policy.ranks(groups, weights, np.subtract(self._moment, used))
                 if ranks.shape == used.shape:
                     lowest = int(ranks.argmin())  # that of NaN, if there is one
                     if not math.isnan(ranks.item(lowest)):

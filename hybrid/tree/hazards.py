@@ -43,6 +43,10 @@ LAST_AGE = len(BIN_OF) - 1
 
 _WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])[:, None]
 _FIRST_HAZARDS = 1 / (np.array([(first + max(first, end - 1)) / 2 for first, end in pairwise(EDGES)]) + 10)
+_PRIOR, _DISCOUNT, _ONE = np.array(PRIOR), np.array(DISCOUNT), np.array(1.0)  # faster operands than numbers are
+
+_NEVER = np.array(-100.0)
+"""The logarithm of a chance that changes no sum; smaller ones are slow to compute."""
 
 
 class Hierarchy:
@@ -76,7 +80,7 @@ class Hierarchy:
         for (rows, _), cells in zip(self._levels[:0:-1], self._cells[:0:-1], strict=True):
             np.add.at(counts.reshape(-1), cells, counts[:, rows].reshape(-1))
         hits, exposure = counts
-        observed = [window(hits, reach) + PRIOR for reach in WINDOWS]
+        observed = [window(hits, reach) + _PRIOR for reach in WINDOWS]
         hazards = np.empty_like(hits)
         hazards[: self._num_roots] = _FIRST_HAZARDS
         for rows, above in self._levels:
@@ -95,7 +99,7 @@ def refined(hazards: Array, observed: list[Array], exposure: Array) -> Array:
     """
     for reach, hits in zip(WINDOWS, observed, strict=True):
         expected = window(exposure * hazards, reach)
-        expected += PRIOR
+        expected += _PRIOR
         hazards = hazards * hits
         hazards /= expected
     return hazards
@@ -121,12 +125,14 @@ def density(hazards: Array) -> Array:
     Within a bin the hazard is constant, so that both integrals have a closed form; one pass from the last bin back.
     """
     by_bin = hazards.T.copy()
-    rates = by_bin + DISCOUNT
-    stays = np.exp(-rates * _WIDTHS)
-    spent = (1 - stays) / rates
-    ahead = np.stack([spent * by_bin, spent], axis=1)  # hits and time, of each bin alone at first
-    bins, more = [*ahead], np.empty_like(ahead[0])
-    for (own, later), stay in zip(pairwise(bins[::-1]), reversed([*stays[:-1]]), strict=True):
+    num_classes = by_bin.shape[1]
+    rates = by_bin + _DISCOUNT
+    stays = np.exp(np.maximum(-rates * _WIDTHS, _NEVER))
+    spent = (_ONE - stays) / rates
+    ahead = np.concatenate([spent * by_bin, spent], axis=1)  # hits and time, of each bin alone at first
+    bins, stays = [*ahead], [*np.concatenate([stays, stays], axis=1)]
+    more = np.empty_like(bins[0])
+    for (own, later), stay in zip(pairwise(bins[::-1]), stays[-2::-1], strict=True):
         np.multiply(stay, own, more)
-        later += more
-    return np.ascontiguousarray((ahead[:, 0] / ahead[:, 1]).T)
+        np.add(later, more, later)
+    return np.ascontiguousarray((ahead[:, :num_classes] / ahead[:, num_classes:]).T)

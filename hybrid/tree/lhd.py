@@ -63,6 +63,7 @@ FINE_HITS = [max(0, min(7, int(2 * log2((hits + 1) / (EXACT_HITS + 1))))) for hi
 """Half octaves of hits from `EXACT_HITS` on; 45 and more."""
 
 _BIN_OF = np.array(BIN_OF)
+_FADING, _NONE, _ONE = np.array(FADING), np.array(0.0), np.array(1.0)  # faster operands than numbers are
 
 
 class Record:
@@ -120,7 +121,7 @@ class LearnedHitDensity(AgingPolicy):
         self._hierarchy: Hierarchy | None = None  # of the classes that there are; None: one has come
         self._counts = np.zeros((2, 2, BINS))  # hits and exposure
         self._noted: list[int] = []  # hits since the last fit, by their place in the table
-        self._densities = np.ones((2, BINS))
+        self._table = np.ones(2 * BINS)  # densities by class and bin of age
         self._fit()
 
     @property
@@ -137,13 +138,13 @@ class LearnedHitDensity(AgingPolicy):
 
     def rank(self, facts: Facts) -> float:
         row, weight = self.weigh(facts)
-        density: float = self._densities.item(row + BIN_OF[min(facts.age, LAST_AGE)])
+        density: float = self._table.item(row + BIN_OF[min(facts.age, LAST_AGE)])
         return density * weight
 
     def ranks(self, groups: Ints, weights: Floats, ages: Ints) -> Floats:
-        bins = _BIN_OF.take(ages, mode="clip")  # older ones have the bin of the last age
+        bins = _BIN_OF.take(ages, None, None, "clip")  # older ones have the bin of the last age
         bins += groups
-        ranks: Floats = self._densities.take(bins, mode="clip")  # none is outside: this is faster than to check it
+        ranks: Floats = self._table.take(bins, None, None, "clip")  # none is outside: this is faster than to check it
         ranks *= weights
         return ranks
 
@@ -195,8 +196,10 @@ class LearnedHitDensity(AgingPolicy):
 
     def _count(self, facts: Facts) -> None:
         record = facts.notes or self._record(facts)
-        age = max(0, self._now - 1 - record.last)
-        self._noted.append(record.group * BINS + BIN_OF[min(age, LAST_AGE)])
+        age = self._now - 1 - record.last
+        if not 0 <= age <= LAST_AGE:
+            age = LAST_AGE if age > 0 else 0
+        self._noted.append(record.group * BINS + BIN_OF[age])
         record.hits += 1
         self._regroup(record, self._now)
 
@@ -258,7 +261,7 @@ class LearnedHitDensity(AgingPolicy):
             self._levels[len(of) - CLASS_SIZES[0]].append(group)
             self._hierarchy = None
             self._counts = np.concatenate([self._counts, np.zeros((2, 1, BINS))], axis=1)
-            self._densities = np.concatenate([self._densities, self._densities[parent : parent + 1]])
+            self._table = np.concatenate([self._table, self._table[parent * BINS : (parent + 1) * BINS]])
         return group
 
     def _fit(self) -> None:
@@ -268,10 +271,10 @@ class LearnedHitDensity(AgingPolicy):
         counts = self._counts
         hits, exposure = counts
         exposure += self._cohorts.exposure(len(self._groups), self._now)
-        np.maximum(exposure, 0, out=exposure)  # sums and differences, which round
-        np.add.at(hits.reshape(-1), self._noted, 1.0)
+        np.maximum(exposure, _NONE, out=exposure)  # of a long pause only the end is counted
+        np.add.at(hits.reshape(-1), np.array(self._noted, np.int64), _ONE)
         self._noted = []
         self._fitted_at = self._now
-        self._densities = self._hierarchy.densities(counts)
-        self._densities[SPARE] = 1.0
-        counts *= FADING
+        self._table = self._hierarchy.densities(counts).reshape(-1)
+        self._table[SPARE * BINS : (SPARE + 1) * BINS] = 1.0
+        counts *= _FADING

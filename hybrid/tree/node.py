@@ -60,6 +60,8 @@ class NodeUsage:
         priorities: those of its namespace; None: it is compared with no other.
         turn: number of turn ends before it on its path.
         notes: the policy's own data.
+        reported_below: whether something continued from it by the last report to the policy; None: there was none, or
+            something else has changed since.
         pages_used: tick of the last use of a node below it that has gone, and with which its pages were used too; 0 if
             there was none. Kept where edges are evicted as a whole, as `cut_at` is.
         cut_at: tick at which its edge was cut; 0 if it was not.
@@ -75,6 +77,7 @@ class NodeUsage:
     turn: int = 0
     notes: Any = None
     priorities: Priorities | None = None
+    reported_below: bool | None = None
     pages_used: int = 0
     cut_at: int = 0
 

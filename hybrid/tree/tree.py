@@ -392,7 +392,7 @@ class Tree:
         """Change the kind of a node's checkpoint, stored or lost, from `old` to `new`."""
         if (node.slot is not None or node.lost_checkpoint) and node.usage.kind == old:
             node.usage.kind = new
-            self.candidates.changed(node)
+            self.candidates.relabeled(node)
 
     def _refuse_mismatch(self, key: Key, num_tokens: int, pages: PageValues, checkpoint: Checkpoint | None) -> None:
         if (

@@ -5,12 +5,16 @@ import importlib
 import json
 import subprocess
 import sys
+from collections import deque
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from hybrid.tree.policies import policy_of
+from hybrid.tree.tree import Tree
 from support.calls import calls_of
 
 BENCH = Path(__file__).parents[2] / "bench"
@@ -60,6 +64,21 @@ def test_a_request_of_the_mixed_trace_costs_a_bounded_number_of_calls(monkeypatc
     calls = calls_of(lambda: [run.request(ids) for ids in rest])
     assert run.evicted_tokens > 0
     assert calls < 175 * len(rest)
+
+
+def test_lhd_makes_less_than_twice_the_calls_that_lru_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 384 states, of which an eviction looks at a sample. The bound is lower than two: the arithmetic of the
+    tables is more than its calls."""
+    operations, calls = operations_of(monkeypatch), {}
+    trace = operations.make_trace(requests=1200)
+    for policy in ("lru", "lhd"):
+        ours = importlib.import_module("hybrid_tree").HybridTree(64, 64 * 1024, 384)
+        ours.tree = Tree(64, 64, policy_of(policy), max_ghosts=0)
+        run = operations.Mixed(ours)
+        for ids in trace[:700]:
+            run.request(ids)
+        calls[policy] = calls_of(partial(deque, map(run.request, trace[700:1000]), 0))
+    assert calls["lru"] < calls["lhd"] < 1.8 * calls["lru"]
 
 
 def test_a_trace_of_mixed_operations_has_conversations_of_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ def one_by_one(records: list[tuple[int, int]], num_groups: int, since: int, unti
 def test_cohorts_count_what_records_one_by_one_would(
     monkeypatch: pytest.MonkeyPatch, seed: int, max_noted: int
 ) -> None:
-    """Over so many requests that the columns are used again several times; records come and go at any request."""
+    """Over so many requests that the columns are used again several times; records come and go at any request, even
+    before the last use that they are noted with."""
     monkeypatch.setattr("hybrid.tree.cohorts.MAX_NOTED", max_noted)
     dice, cohorts, now = random.Random(seed), Cohorts(EDGES), 0
     records: list[tuple[int, int]] = []
@@ -33,7 +34,7 @@ def test_cohorts_count_what_records_one_by_one_would(
         expected = np.zeros((20, len(EDGES)))
         for _ in range(dice.randrange(1, 19)):
             for _ in range(dice.choice((0, 0, 1, 2))):
-                records.append((dice.randrange(20), dice.randrange(max(0, now - 60), now + 1)))
+                records.append((dice.randrange(20), dice.randrange(max(0, now - 60), now + 3)))
                 cohorts.join(*records[-1], now)
             for _ in range(dice.choice((0, 0, 1))):
                 if records:

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from hybrid.tree.hazards import BIN_OF, BINS, EDGES, PRIOR, WINDOWS, Hierarchy, age_bin, density
+from hybrid.tree.hazards import BIN_OF, BINS, EDGES, LAST_AGE, PRIOR, WINDOWS, Hierarchy, density
 
 
 def test_bins_of_age_are_half_octaves_without_a_gap() -> None:
-    assert [age_bin(age) for age in (0, 1, 2, 3, 4, 5, 7, 15, 10**9)] == [0, 2, 3, 4, 4, 5, 6, 8, BINS - 1]
+    assert [BIN_OF[age] for age in (0, 1, 2, 3, 4, 5, 7, 15, LAST_AGE)] == [0, 2, 3, 4, 4, 5, 6, 8, BINS - 1]
     for at in range(BINS - 1):
         assert EDGES[at] <= EDGES[at + 1]
         for age in range(EDGES[at], min(EDGES[at + 1], EDGES[at] + 50)):
-            assert age_bin(age) == BIN_OF[age] == at
+            assert BIN_OF[age] == at
 
 
 @pytest.mark.parametrize("hazard", [0.5, 0.01, 1e-4])
