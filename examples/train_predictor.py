@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ PREFIX = "mtp."
 SHORT, LONG = 512, 2048
 """Tokens of a sequence."""
 
-START = "\nIts predictor"
+START = "Its predictor"
 """Begins the part of the README that is about it."""
 
 
@@ -170,7 +171,9 @@ def save(folder: Path, predictor: Predictor, facts: str) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     readme = (folder / "README.md").read_text()
-    (folder / "README.md").write_text(readme.partition(START)[0].rstrip("\n") + "\n" + START + facts)
+    (folder / "README.md").write_text(
+        readme.partition(START)[0].rstrip("\n") + "\n\n" + fill(START + facts, 118) + "\n"
+    )
 
 
 def main() -> None:
@@ -212,8 +215,8 @@ def main() -> None:
         args.checkpoint,
         predictor,
         f" (`mtp`, {size:,} parameters more) drafts the token after the next one. Its first and second draft are what "
-        f"the\nmodel says for {shown}, held out. Made with `python examples/train_predictor.py`: {steps} steps\n"
-        f"of 4096 tokens, {args.minutes:.0f} minutes on {torch.get_num_threads()} CPU core(s), the model frozen.\n",
+        f"the model says for {shown}, held out. Made with `python examples/train_predictor.py`: {steps} steps of 4096 "
+        f"tokens, {args.minutes:.0f} minutes on {torch.get_num_threads()} CPU core(s), the model frozen.",
     )
     print(json.dumps(measured))
 
