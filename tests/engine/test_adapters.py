@@ -39,11 +39,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module")
-def loaded(checkpoint: Path) -> Engine:
+def load(checkpoint: Path, dtype: str) -> Engine:
     config = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB")
     limits = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, audit=True)
-    return Engine.from_pretrained(checkpoint, device="cpu", dtype="float32", cache=config, config=limits)
+    return Engine.from_pretrained(checkpoint, device="cpu", dtype=dtype, cache=config, config=limits)
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoint: Path) -> Engine:
+    return load(checkpoint, "float32")
 
 
 def engine_on(
@@ -152,11 +156,12 @@ def test_an_adapter_has_the_type_of_the_rows_whatever_that_of_the_weights_beside
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize(("dtype", "deterministic"), [("float32", True), ("float32", False), ("bfloat16", True)])
 def test_several_in_one_batch_give_each_what_it_gives_alone(
-    loaded: Engine, folders: dict[str, Path], deterministic: bool
+    checkpoint: Path, folders: dict[str, Path], dtype: str, deterministic: bool
 ) -> None:
     """In deterministic mode every bit: log-probabilities are compared as they are."""
+    loaded = load(checkpoint, dtype)
     names = [None, "one", "two", "one", None, "two"]
     lengths = [45, 45, 37, 61, 20, 33]
     params = [greedy(10, logprobs=3, adapter=name) for name in names]
@@ -171,6 +176,7 @@ def test_several_in_one_batch_give_each_what_it_gives_alone(
         assert [output.token_ids for output in together] == [output.token_ids for output in alone]
         if deterministic:
             assert [output.logprobs for output in together] == [output.logprobs for output in alone]
+    assert any(output.usage.cached_tokens for output in together)
     assert_nothing_held(engine)
 
 

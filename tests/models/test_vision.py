@@ -32,10 +32,14 @@ def path(theirs: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) 
     return write_vision_checkpoint(tmp_path_factory.mktemp("vision"), theirs, tokenizer)
 
 
+def load(path: Path, dtype: str) -> hybrid.Engine:
+    config = hybrid.CacheConfig(memory="64MiB", page_size=GRID, chunk_size=GRID, deterministic=True)
+    return hybrid.Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=config)
+
+
 @pytest.fixture(scope="module")
 def loaded(path: Path) -> hybrid.Engine:
-    config = hybrid.CacheConfig(memory="64MiB", page_size=GRID, chunk_size=GRID, deterministic=True)
-    return hybrid.Engine.from_pretrained(path, device="cpu", cache=config)
+    return load(path, "float32")
 
 
 def fresh(loaded: hybrid.Engine, **changes: Any) -> hybrid.Engine:
@@ -98,7 +102,9 @@ def test_the_same_image_shares_and_another_does_not(loaded: hybrid.Engine) -> No
     engine.cache.audit()
 
 
-def test_a_turn_about_an_image_is_hit_by_the_next_one_bitwise_in_a_busy_batch(loaded: hybrid.Engine) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_turn_about_an_image_is_hit_by_the_next_one_bitwise_in_a_busy_batch(path: Path, dtype: str) -> None:
+    loaded = load(path, dtype)
     engine, cold = fresh(loaded), fresh(loaded, enabled=False)
     prompts = [chat(picture(0)), chat(picture(0), picture(1)), "some text without any image", chat(picture(2))]
     for _ in range(2):
