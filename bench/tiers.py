@@ -29,7 +29,7 @@ class Tiers:
 
     def __init__(self, folder: Path) -> None:
         self._config = CacheConfig(memory="1GiB", disk="4GiB", directory=folder / "cache")
-        self.device: Engine = Engine.from_pretrained(folder, cache=CacheConfig(memory="1GiB"))
+        self.device: Engine = Engine.from_pretrained(folder, dtype="float32", cache=CacheConfig(memory="1GiB"))
         self.host: Engine = self.device.with_cache(CacheConfig(memory="1GiB", host="2GiB"))
         self.disk: Engine = self.device.with_cache(self._config)
 
