@@ -41,7 +41,7 @@ def test_the_first_size_of_memory_that_is_tried_retracts_a_request(
     warm = Judge.warm
 
     def noted(judge: Judge, *args: Any, **how: Any) -> Engine:
-        sizes.append(how["pages"])
+        sizes.append((*args, *how.values()))
         return warm(judge, *args, **how)
 
     monkeypatch.setattr(Judge, "warm", noted)
