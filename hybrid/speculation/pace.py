@@ -165,7 +165,7 @@ def _height(known: Sequence[tuple[int, float, int]], slope: float) -> float:
 
 def is_common(rows: int) -> bool:
     """Whether passes of this many rows are computed. Passes are captured for each number of rows, which takes as long
-    as many passes: there are to be few such numbers."""
+    as many passes: there are to be few such numbers. (Others are computed where no such number would pay.)"""
     return rows <= 4 or (rows <= 8 and rows % 2 == 0) or rows % 4 == 0
 
 
@@ -197,7 +197,8 @@ class Worth:
             expected, cost = expected + chance, cost + self._row
             if chance * cost <= expected * self._row and expected <= most * cost:  # from here on fewer and fewer
                 break
-            if expected > most * cost and (is_common(self._rows + count) or count == len(chances)):
+            is_allowed = is_common(self._rows + count) or (count == len(chances) and not best)
+            if is_allowed and expected > most * cost:
                 best, most = count, expected / cost
         return best
 

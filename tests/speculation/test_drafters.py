@@ -108,6 +108,8 @@ def test_a_pass_that_was_captured_says_nothing() -> None:
 
 def test_as_many_drafts_are_computed_as_raise_the_tokens_per_second() -> None:
     assert Worth(1, 1.1, 0.1).best([0.9**ahead for ahead in range(1, 20)]) == 11  # ten: passes of 12 rows are common
+    assert Worth(1, 1.1, 0.1).best([1.0] * 13) == 11  # a capture of 14 rows takes longer than two drafts gain
+    assert Worth(8, 1.8, 0.1).best([1.0]) == 1  # 9 rows are not common, and nothing less would pay
     assert Worth(1, 1.1, 0.1).best([0.95, 0.1]) == 1
     assert Worth(64, 7.4, 0.1).best([0.8, 0.8]) == 0  # one row more costs what it brings
     assert Worth(1, 2.0, 1.0).best([0.4]) == 0
