@@ -80,10 +80,8 @@ class DeferredInterrupts:
 
     def replace_handlers(self) -> None:
         """Put this section in the place of every handler that is written in Python."""
-        set_ones = [own for own in zip(_SIGNALS, map(getsignal, _SIGNALS), strict=True) if type(own[1]) is not int]
-        for number, handler in set_ones:
-            if handler is None or isinstance(handler, int):  # not written in Python
-                continue
+        handlers = [own for own in zip(_SIGNALS, map(getsignal, _SIGNALS), strict=True) if callable(own[1])]
+        for number, handler in handlers:  # the others are not written in Python
             if isinstance(handler, _Waiting):  # of a section whose end was interrupted
                 handler = handler.handler
             self._replaced.append((number, handler))

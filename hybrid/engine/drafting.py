@@ -139,7 +139,7 @@ class Drafting:
                 if not longest:
                     return
         else:
-            longest = max(drafts.depths)
+            longest = drafts.depth
         part.drafts = drafts
         if not self._deterministic:
             boundary = ceil_div(part.end, self._grid) * self._grid
@@ -150,7 +150,7 @@ class Drafting:
         """The paths of a tree of drafts with the memory for them, which must be free: nothing is evicted for paths of
         which only one is kept. None: it is not, and nothing was allocated."""
         lease, page_size = part.lease, self._cache.config.page_size
-        num_pages = max(len(lease.block_table), ceil_div(part.end + max(drafts.depths), page_size))
+        num_pages = max(len(lease.block_table), ceil_div(part.end + drafts.depth, page_size))
         branches = Branches.of(drafts, part.end, page_size, num_pages)
         if branches.places[0] < lease.num_shared or not extend(self._cache, lease, branches.num_pages):
             return None
@@ -167,7 +167,7 @@ class Drafting:
             first, own = part.branches.places[0], part.branches.places[part.branches.home[path[-1]]]
             for page in range(ceil_div(end, page_size) - first if own != first else 0):
                 exchange(self._cache, lease, first + page, own + page)
-        boundary = part.boundary_before(end) if part.boundary is not None else None
+        boundary = part.boundary_before(end)
         if boundary is not None:
             self._cache.advance(lease, boundary)
             self._cache.swap(lease)
@@ -187,7 +187,7 @@ class Drafting:
         """A step was computed and delivered. What drafters have computed for it is counted by itself."""
         if step.parts[0].is_prefill:  # those of prompts come first
             return
-        num_drafts = sum([len(part.drafts.tokens) for part in step.parts if part.drafts is not None])
+        num_drafts = sum([part.num_drafts for part in step.parts])
         if not num_drafts:
             self._num_plain += 1
             if self._num_plain % TIMED_EVERY:

@@ -35,11 +35,17 @@ class Pieces:
         count = len(values)
         if expected is not None and count != expected:
             raise AuditError(f"plan: {name} has {count} numbers, expected {expected}")
-        self._place(name, values, (count,))
+        self.add_rows(name, values, (count,))
 
     def add_rows(self, name: str, values: Sequence[int | None], shape: tuple[int, ...]) -> None:
         """A piece of few rows of numbers, one after another."""
-        self._place(name, values, shape)
+        count = len(values)
+        self.layout[name] = (self._end, shape)
+        self._list += values
+        if count % ALIGNMENT:
+            self._list += [0] * (-count % ALIGNMENT)
+            count += -count % ALIGNMENT
+        self._end += count
 
     def add_array(self, name: str, values: np.ndarray) -> None:
         """A piece that is an array of int64 or float64."""
@@ -49,15 +55,6 @@ class Pieces:
         self._arrays += [np.array(self._list, np.int64), flat]
         self._list = [0] * (-count % ALIGNMENT)
         self._end += count + -count % ALIGNMENT
-
-    def _place(self, name: str, values: Sequence[int | None], shape: tuple[int, ...]) -> None:
-        count = len(values)
-        self.layout[name] = (self._end, shape)
-        self._list += values
-        if count % ALIGNMENT:
-            self._list += [0] * (-count % ALIGNMENT)
-            count += -count % ALIGNMENT
-        self._end += count
 
     def numbers(self) -> Tensor:
         """All of them."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hybrid.engine.constraints import Edits
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.kernels.ops import compiled_module
+from hybrid.kernels.ops import compiled_for
 
 GREEDY = SamplingParams()
 
@@ -237,8 +237,8 @@ def most_likely(logits: Tensor) -> Tensor:
     Args:
         logits: `[S, vocab]` fp32.
     """
-    module: Any = compiled_module("drafts") if logits.device.type == "cpu" else ""
-    if isinstance(module, str) or logits.stride(1) != 1:
+    module: Any = compiled_for("drafts", logits)
+    if module is None or logits.stride(1) != 1:
         return checked(logits.argmax(-1), logits)
     tokens: Tensor = module.most_likely(logits, NOT_FINITE)
     return tokens

@@ -103,7 +103,7 @@ class Scheduler:
             for part, error in self.drafting.add(decodes):
                 self._fail(part.request, error)
                 decodes = [other for other in decodes if other is not part]
-            num_rows = len(decodes) + sum([len(part.drafts) for part in decodes if part.drafts is not None])
+            num_rows = len(decodes) + sum([part.num_drafts for part in decodes])
         budget = self.config.max_num_batched_tokens - num_rows
         if self.waiting:
             self._admit(budget, only)

@@ -58,9 +58,8 @@ class Verification:
 def _writes(part: Part, count: int) -> list[int]:
     """Where the states after `count` accepted drafts are kept: the last one; and one at a boundary in the front, which
     the scheduler then swaps with the back."""
-    writes = [-1] * count
+    writes, boundary = [-1] * count, part.boundary_before(part.end + count)
     writes[-1] = part.lease.front
-    boundary = part.boundary_before(part.end + count) if part.boundary is not None else None
     if boundary is not None:
         assert part.lease.back is not None
         writes[-1] = part.lease.back

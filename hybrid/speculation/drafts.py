@@ -71,6 +71,11 @@ class Drafts:
             depths.append(depths[parent] + 1 if parent >= 0 else 1)
         return tuple(depths)
 
+    @property
+    def depth(self) -> int:
+        """Number of tokens on the longest path."""
+        return len(self.tokens) if self.is_chain else max(self.depths)
+
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """The path to every token that none follows, in the order of their tokens: the first one has the first token,
         the first one after it, and so on."""

@@ -339,7 +339,7 @@ class Speculator:
                 joined.firsts[asked.name] = drafts.tokens[0], claimed
                 if asked.computes or claimed is None:
                     joined.asked[asked.name] = asked.computes
-                longest = max(longest, len(drafts.tokens) if drafts.is_chain else max(drafts.depths))
+                longest = max(longest, drafts.depth)
                 self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
         if asked.computes and wanted:
             self._cost.drafted(asked.name, longest, seconds)

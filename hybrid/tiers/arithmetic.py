@@ -7,11 +7,12 @@ import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from hybrid.kernels.cpu.threads import num_threads
-from hybrid.kernels.ops import OPS
+from hybrid.kernels.ops import OPS, compiled_module
 
 PACKAGES = ("torch", "numba", "llvmlite", "triton", "transformers")
 """They compute, or compile what computes."""
@@ -41,8 +42,7 @@ def _compiled() -> str:
     machine hides instructions."""
     if all(op.compiled_function() is None for op in OPS.values()):
         return ""
-    from hybrid.kernels.cpu import vectors  # Numba may be missing
-
+    vectors: Any = compiled_module("vectors")
     taken = [name for name, has in (("fma", vectors.HAS_FMA), ("pairs of bfloat16", vectors.HAS_PAIRS)) if has]
     return f"compiled for this CPU, with {' and '.join(taken) or 'no fma'}"
 

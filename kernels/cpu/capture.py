@@ -117,8 +117,7 @@ class _Pass(TorchDispatchMode):
         elif func is aten.index.Tensor and len(args[1]) == 1 and can_take_rows(args[0], *args[1]):
             x, (rows,) = args
         elif func is aten.cat.default and args[1:] in ((-1,), (1,)) and can_join(args[0]):
-            (parts,) = args[:1]
-            sizes = [part.shape[1] for part in parts]
+            parts, sizes = args[0], [part.shape[1] for part in args[0]]
             return join(parts, self._allocate(parts[0].new_empty(len(parts[0]), sum(sizes))))
         else:
             return None

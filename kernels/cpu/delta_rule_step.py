@@ -124,8 +124,26 @@ def _update(vectors: int, is_narrow: bool = False) -> Any:
     return write
 
 
-_sums_wide, _sums_1, _sums_narrow = outer(2, _VECTORS), outer(2, 1), outer(2, 1, True)
-_update_wide, _update_1, _update_narrow = _update(_VECTORS), _update(1), _update(1, True)
+def _columns(vectors: int, is_narrow: bool = False) -> Any:
+    """The rule of one head for `vectors` times LANES columns of its state, `width` where it `is_narrow`: `(keys, v,
+    decay, beta, old, new, y, sums, sizes, together, width, ahead, asks)`, as `_rule` has them. `together`: k q."""
+    sum_up, update = outer(2, vectors, is_narrow), _update(vectors, is_narrow)
+
+    @compiled_inline
+    def change(keys, v, decay, beta, old, new, y, sums, sizes, together, width, ahead, asks):  # type: ignore[no-untyped-def]
+        key_dim, value_dim = sizes
+        from_k, from_q = sums, at(sums, value_dim)
+        sum_up(sums, value_dim, keys, key_dim, old, value_dim, key_dim, width)
+        for j in range(width):
+            added = (get(v, j) - decay * get(from_k, j)) * beta
+            put(from_k, j, added)
+            put(y, j, fma(together, added, decay * get(from_q, j)))
+        update(new, old, value_dim, key_dim, keys, from_k, decay, width, ahead, asks)
+
+    return change
+
+
+_change_wide, _change_1, _change_narrow = _columns(_VECTORS), _columns(1), _columns(1, True)
 
 
 @compiled_inline
@@ -136,44 +154,20 @@ def _rule(keys, v, decay, beta, old, new, y, sums, sizes, ahead, asks):  # type:
     from `ahead` on is asked for, if it `asks`.
     """
     key_dim, value_dim = sizes
-    from_k, from_q = sums, at(sums, value_dim)
     for j in range(2 * value_dim):
         put(sums, j, ZERO)
-    column = 0
-    while column < value_dim:
-        out, s, left = at(sums, column), at(old, column), value_dim - column
-        if left >= _VECTORS * LANES:
-            _sums_wide(out, value_dim, keys, key_dim, s, value_dim, key_dim, left)
-            column += _VECTORS * LANES
-        elif left >= LANES:
-            _sums_1(out, value_dim, keys, key_dim, s, value_dim, key_dim, left)
-            column += LANES
-        else:
-            _sums_narrow(out, value_dim, keys, key_dim, s, value_dim, key_dim, left)
-            column = value_dim
     together = dot(at(keys, key_dim), keys, key_dim)
-    for j in range(value_dim):
-        added = (get(v, j) - decay * get(from_k, j)) * beta
-        put(from_k, j, added)
-        put(y, j, fma(together, added, decay * get(from_q, j)))
-    column = 0
-    while column < value_dim:
-        s, t, added, left, far = (
-            at(old, column),
-            at(new, column),
-            at(from_k, column),
-            value_dim - column,
-            at(ahead, column),
-        )
-        if left >= _VECTORS * LANES:
-            _update_wide(t, s, value_dim, key_dim, keys, added, decay, left, far, asks)
-            column += _VECTORS * LANES
-        elif left >= LANES:
-            _update_1(t, s, value_dim, key_dim, keys, added, decay, left, far, asks)
-            column += LANES
+    c = 0
+    while c < value_dim:
+        own, s, t, o, place, far = at(v, c), at(old, c), at(new, c), at(y, c), at(sums, c), at(ahead, c)
+        width = _VECTORS * LANES if value_dim - c >= _VECTORS * LANES else min(LANES, value_dim - c)
+        if width == _VECTORS * LANES:
+            _change_wide(keys, own, decay, beta, s, t, o, place, sizes, together, width, far, asks)
+        elif width == LANES:
+            _change_1(keys, own, decay, beta, s, t, o, place, sizes, together, width, far, asks)
         else:
-            _update_narrow(t, s, value_dim, key_dim, keys, added, decay, left, far, asks)
-            column = value_dim
+            _change_narrow(keys, own, decay, beta, s, t, o, place, sizes, together, width, far, asks)
+        c += width
 
 
 @compiled
