@@ -7,9 +7,9 @@ that is not captured.
 
 Like a CUDA graph a program reads and writes memory at fixed addresses. What the pass allocates is taken from one piece
 of memory, which all programs of a capture share: one of them runs at a time. Operations of torch in a pass are called
-again between compiled ones, but those that copy rows (the embedding, the rows to sample) are compiled ones: a pass of
-most models is one program. An operation that is not on the list might depend on values that the host has read, and is
-refused.
+again between compiled ones, but those that copy (the embedding, the rows to sample, bfloat16 to fp32) are compiled
+ones: a pass of most models is one program. An operation that is not on the list might depend on values that the host
+has read, and is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid.kernels.cpu.memory import can_join, can_take_rows, join, take_rows
+from hybrid.kernels.cpu.memory import can_join, can_take_rows, join, take_rows, widen
 from hybrid.kernels.cpu.tasks import Task, Tasks, recorder
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 
@@ -75,6 +75,12 @@ def _is_view(result: Any, args: Any) -> bool:
     return all(isinstance(part, Tensor) and part.untyped_storage().data_ptr() in memory for part in tree_leaves(result))
 
 
+def _widens(func: Any, args: Any) -> bool:
+    """Whether an operation makes bfloat16 numbers fp32."""
+    is_wide = func is aten.to.dtype and args[1:] == (torch.float32,)
+    return is_wide and args[0].dtype == torch.bfloat16 and args[0].is_contiguous()
+
+
 class _Pass(TorchDispatchMode):
     """Keeps what a pass does.
 
@@ -111,7 +117,7 @@ class _Pass(TorchDispatchMode):
         return result
 
     def _compiled(self, func: Any, args: Any) -> Tensor | None:
-        """The result of an operation of torch that only copies rows, by a compiled one; None: it is another one."""
+        """The result of an operation of torch that only copies, by a compiled one; None: it is another one."""
         if func is aten.embedding.default and len(args) == 2 and can_take_rows(*args):
             x, rows = args
         elif func is aten.index.Tensor and len(args[1]) == 1 and can_take_rows(args[0], *args[1]):
@@ -119,6 +125,8 @@ class _Pass(TorchDispatchMode):
         elif func is aten.cat.default and args[1:] in ((-1,), (1,)) and can_join(args[0]):
             parts, sizes = args[0], [part.shape[1] for part in args[0]]
             return join(parts, self._allocate(parts[0].new_empty(len(parts[0]), sum(sizes))))
+        elif _widens(func, args):
+            return widen(args[0], self._allocate(torch.empty(args[0].shape)))
         else:
             return None
         return take_rows(x, rows, self._allocate(x.new_empty(len(rows), x.shape[1])))

@@ -1,5 +1,5 @@
 """Rows that are copied: the one before each decoded token, over state slots, those that an index names, and those of
-several tensors side by side."""
+several tensors side by side; and numbers of bfloat16 as fp32."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hybrid.kernels.cpu.machine_code import compiled
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.vectors import INDEX, KINDS, at, numbers
+from hybrid.kernels.cpu.vectors import INDEX, KINDS, ZERO, at, get, numbers, put
 from hybrid.kernels.reference import memory as twins
 
 MIN_SHARED = 1 << 16
@@ -113,4 +113,19 @@ def join(parts: Sequence[Tensor], output: Tensor) -> Tensor:
         args = part.data_ptr(), output[:, start:].data_ptr(), part.stride(0), output.stride(0), part.shape[1]
         run(_copy, KINDS[part.dtype], args, len(part), 1, part.numel() // MIN_SHARED)
         start += part.shape[1]
+    return output
+
+
+@compiled
+def _widen(args, kind, first, last):  # type: ignore[no-untyped-def]
+    """Elements `[first, last)`."""
+    a = numbers(args, INDEX)
+    x, output = numbers(a[0], kind), numbers(a[1], ZERO)
+    for i in range(first, last):
+        put(output, i, get(x, i))
+
+
+def widen(x: Tensor, output: Tensor) -> Tensor:
+    """Write bfloat16 numbers as fp32 to `output`, and return it. Both are contiguous, and of the same shape."""
+    run(_widen, KINDS[x.dtype], (x.data_ptr(), output.data_ptr()), x.numel(), 16, x.numel() // MIN_SHARED)
     return output
