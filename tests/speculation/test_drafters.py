@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 
 from hybrid import Drafter, History, Key, SpeculationConfig
-from hybrid.speculation.cached import BLOCK, GramDrafter
+from hybrid.speculation import cached
+from hybrid.speculation.cached import BLOCK, LEAST_TOKENS, GramDrafter
 from hybrid.speculation.grams import GRAMS, GramIndex
 from hybrid.speculation.pace import Acceptance, PassCost, Worth
 from hybrid.speculation.speculator import Speculator
@@ -76,6 +77,64 @@ def test_a_long_prompt_takes_the_memory_of_its_index() -> None:
     finally:
         tracemalloc.stop()
     assert taken < 1.5 * drafter.num_bytes
+
+
+def test_an_index_forgets_the_pieces_that_were_not_extended_for_longest() -> None:
+    rng, index = random.Random(0), GramIndex(1000)
+    bound = index.num_bytes + 4 * 1000  # the table has slots for more
+    texts = [array("i", [rng.randrange(50_000) for _ in range(100)]) for _ in range(30)]
+
+    def is_known(text: array[int]) -> bool:
+        return any(index.find(text[:at]) == (text, at) for at in range(50, 99))  # newer ones take slots of older ones
+
+    first, *pieces = [index.open(text) for text in texts]
+    index.extend(first, texts[0][:50])
+    for at, (piece, text) in enumerate(zip(pieces, texts[1:], strict=True)):
+        index.extend(piece, text)
+        assert index.num_tokens <= 1000 and index.num_bytes <= bound
+        if at == 5:
+            index.extend(first, texts[0][50:])
+        assert at != 12 or is_known(texts[0])
+
+    assert [is_known(text) for text in texts] == [False] * 20 + [True] * 10
+    texts[0].extend([7, 8])
+    index.extend(first, texts[0][100:])  # all of it is known again
+    assert is_known(texts[0]) and index.num_tokens == 102 + 8 * 100
+
+
+@pytest.mark.parametrize("count", [10, 3000])
+def test_the_indices_of_many_namespaces_are_bounded(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens, and the memory that an index takes without any. Those that were used last stay."""
+    monkeypatch.setattr(cached, "MAX_TOKENS", 32 * 1024)
+    rng, drafter = random.Random(0), GramDrafter()
+
+    def end(namespace: int, ids: array[int]) -> None:
+        drafter.end(history_of(ids, str(namespace)))
+
+    texts = [array("i", [rng.randrange(50_000) for _ in range(count)]) for _ in range(100)]
+    for namespace, text in enumerate(texts):
+        end(namespace, text)
+        end(0, texts[0])
+    assert drafter.num_tokens <= 32 * 1024 and drafter.num_bytes <= 24 * 32 * 1024
+    drafted = [bool(drafter.propose(history_of(texts[at][-9:-1], str(at)), 1)[0]) for at in (0, *range(99, 0, -1))]
+    assert drafted[:8] == [True] * 8 and sum(drafted) <= 16
+
+
+def test_a_request_continues_in_a_namespace_that_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens have a piece of their own, whatever others came meanwhile."""
+    monkeypatch.setattr(cached, "MAX_TOKENS", 2 * LEAST_TOKENS - 1)
+    rng, drafter = random.Random(0), GramDrafter()
+    ids, other, more = (array("i", [rng.randrange(50_000) for _ in range(300)]) for _ in range(3))
+    history = history_of(ids, "a")
+    drafter.propose(history, 7)
+    drafter.end(history_of(array("i", range(900)), "b"))  # "a" is forgotten
+    drafter.propose(history_of(other, "a"), 7)
+    ids.extend(more)
+    for _ in range(2):
+        drafter.propose(history, 7)
+    assert drafter.num_tokens == 900
+    for text in (ids, other):
+        assert drafter.propose(history_of(text[:100], "a"), 3)[0] == text[100:103]
 
 
 def test_grams_do_not_cross_namespaces() -> None:
