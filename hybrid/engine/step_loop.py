@@ -335,6 +335,7 @@ class StepLoop:
             self._scheduler.drafting.accept(part, result.path)
         for at, token in enumerate(result.tokens):
             if request.finish_reason is not None:
+                request.num_accepted -= len(result.path) - at  # these drafts are after the end
                 break
             if token == NO_TOKEN:
                 raise SamplingError(request.why_no_token or NO_TOKEN_LEFT)

@@ -241,6 +241,18 @@ def test_drafts_that_become_right_are_computed_though_none_was_for_long() -> Non
     assert len([at for at in computed if at >= 900]) == 300
 
 
+def test_each_drafter_hears_once_that_a_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Drafter] = []
+    cached, own = GramDrafter(), Silent(True)
+    for drafter in (cached, own):
+        monkeypatch.setattr(drafter, "end", lambda history, each=drafter: heard.append(each))
+    speculator = Speculator(SpeculationConfig(), (own, cached), 1000)
+    history = history_of(array("i", [1]))
+    speculator.propose(history, 7, 1)
+    speculator.end(history)
+    assert heard == [own, cached]
+
+
 @pytest.mark.parametrize("claimed", [1.0, 0.5])
 def test_a_drafter_that_says_more_than_is_true_is_not_believed_for_long(claimed: float) -> None:
     class Boasting(Drafter):

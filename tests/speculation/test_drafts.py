@@ -1,8 +1,12 @@
 """Drafts, their check, and which of them are accepted."""
 
+from array import array
+from typing import Any
+
+import numpy as np
 import pytest
 
-from hybrid import ArgumentError, SpeculationConfig
+from hybrid import ArgumentError, Drafter, SpeculationConfig
 from hybrid.speculation.drafts import Drafts, accepted, checked
 
 
@@ -49,6 +53,10 @@ def test_more_than_the_limit_is_left_out() -> None:
         ([-1], [-1], "outside the vocabulary"),
         ([1.0], [-1], "integers"),
         ([1], [None], "integers"),
+        ([True], [-1], "integers"),
+        (array("d", [1.0, 2.0]), range(-1, 1), "integers"),
+        (array("d", [1.0, float("nan")]), range(-1, 1), "integers"),
+        (np.array([1]), [-1], "such as lists; got ndarray and list of 1"),
         ([1], [0], "parents come first"),
         ([1, 2], [-1, 1], "parents come first"),
         ([1], [-2], "parents come first"),
@@ -74,6 +82,25 @@ def test_a_speculation_that_is_not_known_is_refused(bad: object) -> None:
 def test_a_number_of_drafts_that_cannot_be_is_refused(bad: object) -> None:
     with pytest.raises(ArgumentError, match="max_drafts"):
         SpeculationConfig(max_drafts=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"name": 5}, "name must be a string"),
+        ({"name": []}, "name must be a string"),
+        ({"prior": "a"}, "prior must be a number"),
+        ({"prior": None}, "prior must be a number"),
+        ({"prior": float("nan")}, "prior must be a number"),
+        ({"prior": 1.5}, "prior must be from 0 to 1"),
+        ({"prior": -1}, "prior must be from 0 to 1"),
+    ],
+    ids=str,
+)
+def test_what_a_drafter_says_of_itself_is_checked(own: dict[str, Any], message: str) -> None:
+    drafter = type("Own", (Drafter,), {"propose": lambda *_: ([], []), **own})()
+    with pytest.raises(ArgumentError, match=f"drafter Own: {message}"):
+        SpeculationConfig(drafters=(drafter,))
 
 
 def test_a_configuration_needs_a_drafter() -> None:

@@ -1,6 +1,7 @@
 """What happens to drafts where something else happens: ends inside them, boundaries, retraction, full memory."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_stop_text_inside_drafts_ends_the_answer_and_nothing_after_it_is_cache
     engine = engine_with(tiny, following({tuple(prompt): whole.token_ids}), deterministic=deterministic)
     output = answer(engine, prompt, params)
     assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
-    assert output.usage.accepted_tokens > 0
+    assert 0 < output.usage.accepted_tokens < len(output.token_ids)  # without those after the stop
     assert_nothing_held(engine)
     again = [*prompt, *whole.token_ids]
     assert answer(engine, again, greedy(1)).usage.page_tokens <= len(prompt) + len(output.token_ids)
@@ -106,6 +107,33 @@ def test_requests_with_and_without_drafts_are_computed_in_one_step(tiny: Engine)
     outputs.update(run_to_end(engine))
     assert [output.token_ids for output in outputs.values()] == [answers[tuple(p)][:30] for p in prompts]
     assert [output.usage.accepted_tokens > 0 for output in outputs.values()] == [True, False, True, False, True]
+    assert_nothing_held(engine)
+
+
+def fails_at_the_twelfth(answer: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+    if len(answer) > 10:
+        raise ValueError(f"no token {len(answer)} after {answer[-1]}")
+    return row
+
+
+@pytest.mark.parametrize("right", [1.0, 0.5])
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_an_answer_ends_with_the_error_of_its_own_token_and_not_with_one_of_a_draft(
+    tiny: Engine, right: float, as_tree: bool
+) -> None:
+    prompt = ids(20)
+    params = greedy(30, logits_processors=[fails_at_the_twelfth])
+    expected = answer(engine_with(tiny, Scripted(lambda *_: chain([]))), prompt, params)
+    assert expected.error == f"ValueError: no token 11 after {expected.token_ids[-1]}"
+    whole = known(tiny, prompt)
+
+    def tree(history: Any, limit: int) -> Any:
+        tokens, parents = following(whole, right).script(history, limit - 2)
+        return [*tokens, 5, 6], [*parents, -1, len(tokens)]
+
+    engine = engine_with(tiny, Scripted(tree) if as_tree else following(whole, right))
+    output = answer(engine, prompt, params)
+    assert (output.token_ids, output.error) == (expected.token_ids, expected.error)
     assert_nothing_held(engine)
 
 
