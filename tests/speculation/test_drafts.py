@@ -32,6 +32,9 @@ def test_nothing_is_accepted_after_an_end_token_or_a_row_that_is_not_finite() ->
     drafts = made((5, 6, 7), (-1, 0, 1))
     assert accepted(drafts, [5, 6, 7, 1], lambda token: token == 6) == [0]
     assert accepted(drafts, [5, -1, 7, 1], never) == [0]
+    tree = made((8, 5, 6, 7), (-1, -1, 1, 2))
+    assert accepted(tree, [5, 1, 6, 7, 1], lambda token: token == 6) == [1]
+    assert accepted(tree, [5, 1, -1, 7, 1], never) == [1]
 
 
 def test_brothers_with_the_same_token_are_one_and_keep_all_their_children() -> None:
