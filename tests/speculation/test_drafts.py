@@ -70,6 +70,22 @@ def test_what_cannot_be_computed_is_refused(tokens: object, parents: object, mes
         checked(tokens, parents, "test", 4, 100)
 
 
+def test_probabilities_are_those_of_the_drafts_that_are_kept() -> None:
+    assert checked([5, 6, 7], range(-1, 2), "test", 2, 100, [0.5, 0.25, 1]).chances == (0.5, 0.25)
+    assert checked([5, 5, 6, 7], [-1, -1, 1, 2], "test", 2, 100, [0.5, 0.4, 0.25, 1]).chances == (0.5, 0.25)
+    assert checked(array("i", [5, 6]), range(-1, 1), "test", 7, 100, np.float32([0.5, 1]).tolist()).chances == (0.5, 1)
+
+
+@pytest.mark.parametrize(
+    "bad", [[1.5], [-0.1], [float("nan")], ["1"], [None], [], [0.5, 0.5], 0.5, np.ones(1)], ids=str
+)
+def test_a_probability_that_is_none_is_refused(bad: object) -> None:
+    for parents in ([-1], range(-1, 0)):
+        for tokens in ([5], array("i", [5])):
+            with pytest.raises(ArgumentError, match="a probability"):
+                checked(tokens, parents, "test", 4, 100, bad)
+
+
 def test_of_a_tree_the_first_path_is_a_chain() -> None:
     drafts = made((5, 8, 6, 9, 7), (-1, -1, 0, 1, 2))
     assert drafts.first_path() == made((5, 6, 7), (-1, 0, 1))
