@@ -116,6 +116,40 @@ def test_a_turn_after_a_stop_text_resumes_where_it_would_without_drafts(tiny: En
     assert hits == {3 * GRID, 4 * GRID}
 
 
+@pytest.mark.parametrize("length", range(17, 25))
+def test_a_boundary_may_be_anywhere_among_accepted_drafts(tiny: Engine, length: int) -> None:
+    prompt = ids(length)
+    plain, turn = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=False), ids(5, seed=9)
+    expected = answer(plain, prompt, greedy(40)).token_ids
+    engine = engine_with(tiny, following({tuple(prompt): expected}), deterministic=False)
+    assert answer(engine, prompt, greedy(40)).token_ids == expected
+    again = answer(engine, [*prompt, *expected, *turn], greedy(1, logprobs=3))
+    assert again.usage.cached_tokens == (length + 39) // GRID * GRID
+    first = answer(plain, [*prompt, *expected, *turn], greedy(1, logprobs=3))
+    assert again.logprobs is not None and first.logprobs is not None
+    assert again.logprobs[0] == pytest.approx(first.logprobs[0], abs=1e-3)  # the state is the one at the boundary
+    assert_nothing_held(engine)
+
+
+def test_drafts_of_all_requests_fit_into_a_step(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [ids(20, seed=seed) for seed in range(3)]
+    answers = known(tiny, *prompts, count=30)
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID)
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=GRID + 3 + 5, audit=True)
+    drafts = SpeculationConfig(drafters=(following(answers),), adaptive=False)
+    engine = tiny.with_cache(settings, size=(96, 24), config=config, speculation=drafts)
+    plan, drafted = engine.runner.plan, list[int]()
+
+    def noted(step: Any, under_way: Any) -> Any:
+        drafted.append(sum(part.num_drafts for part in step.parts))
+        return plan(step, under_way)
+
+    monkeypatch.setattr(engine.runner, "plan", noted)
+    outputs = engine.generate(prompts, greedy(30), progress=False)
+    assert [output.token_ids for output in outputs] == [*answers.values()]
+    assert max(drafted) == 5
+
+
 def test_requests_with_and_without_drafts_are_computed_in_one_step(tiny: Engine) -> None:
     prompts = [ids(20, seed=seed) for seed in range(5)]
     answers = known(tiny, *prompts)
