@@ -373,7 +373,7 @@ class EngineThread:
 
 
 def _insist(function: Callable[[], None]) -> None:
-    """Call what goes on where it was when it is called again after it has raised: nothing may wait for ever."""
+    """Call a function, and once more if it raises: it continues then, and nothing may wait for ever."""
     try:
         function()
     except BaseException:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import random
 import signal
 import sys
@@ -513,22 +514,21 @@ def test_a_callback_that_the_event_loop_drops_holds_up_nothing(monkeypatch: pyte
     """It drops one when a signal's handler raises in its own lines."""
 
     async def test() -> None:
-        run_handle, seen = asyncio.Handle._run, 0
+        loop, calls = asyncio.get_running_loop(), itertools.count()
+        schedule = loop.call_soon_threadsafe
 
-        def run_or_drop(handle: asyncio.Handle) -> None:
-            nonlocal seen
-            if str(getattr(handle._callback, "__module__", "")).startswith("hybrid."):
-                seen += 1
-                if seen % 2:
-                    return
-            run_handle(handle)
+        def schedule_or_drop(callback: Callable[..., object], *arguments: Any, context: Any = None) -> asyncio.Handle:
+            if next(calls) % 2 == 0:
+                return asyncio.Handle(callback, arguments, loop)
+            return schedule(callback, *arguments, context=context)
 
         async with echoing(seconds=0.001) as engine:
-            monkeypatch.setattr(asyncio.Handle, "_run", run_or_drop)
-            outputs = await asyncio.gather(*(read(engine, ids(20, seed), 4) for seed in range(4)))
+            with monkeypatch.context() as patched:
+                patched.setattr(loop, "call_soon_threadsafe", schedule_or_drop)
+                outputs = await asyncio.gather(*(read(engine, ids(20, seed), 4) for seed in range(4)))
+                assert await engine.call(lambda own: own.cache.audit()) is None
             assert [output.token_ids for output in outputs] == [expected(ids(20, seed), 4) for seed in range(4)]
-            assert await engine.call(lambda own: own.cache.audit()) is None
-            assert seen > 4
+            assert next(calls) > 4
 
     run(test)
 
