@@ -46,7 +46,7 @@ def test_parity_with_the_predictor(tiny: Engine, predicting: Engine) -> None:
     judge = Judge(tiny)
     checks = [each.check(judge) for each in predictor(Judge(predicting))]
     assert [f"{check.name}: {check.detail}" for check in checks if not check.passed] == []
-    assert len(checks) == 6
+    assert len(checks) == 7
 
 
 def test_most_drafts_are_what_the_model_says(tiny: Engine, predicting: Engine) -> None:

@@ -70,24 +70,50 @@ def test_the_last_token_that_there_is_room_for_is_no_draft(tiny: Engine) -> None
 
 @pytest.mark.parametrize("max_drafts", [1, 5, 7, GRID, 3 * GRID])
 @pytest.mark.parametrize("right", [1.0, 0.8])
+@pytest.mark.parametrize("count", [45, 55])
 def test_a_turn_that_follows_resumes_at_the_last_boundary_of_the_answer(
-    tiny: Engine, max_drafts: int, right: float
+    tiny: Engine, max_drafts: int, right: float, count: int
 ) -> None:
     """Without determinism the state at a boundary is kept in the back, also when it is inside accepted drafts."""
     prompt = ids(20)
     plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=False)
-    whole = answer(plain, prompt, greedy(45))
+    whole = answer(plain, prompt, greedy(count))
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=False)
     drafter = following({tuple(prompt): whole.token_ids}, right)
     own = SpeculationConfig(drafters=(drafter,), adaptive=False, max_drafts=max_drafts)
     engine = tiny.with_cache(settings, size=(64, 8), config=EngineConfig(audit=True), speculation=own)
-    output = answer(engine, prompt, greedy(45))
+    output = answer(engine, prompt, greedy(count))
     assert output.token_ids == whole.token_ids
     turn = [*prompt, *whole.token_ids, *ids(5, seed=9)]
     expected, found = answer(plain, turn, greedy(5)), answer(engine, turn, greedy(5))
     assert found.usage.cached_tokens == expected.usage.cached_tokens == 4 * GRID
     assert found.token_ids == expected.token_ids
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_turn_after_a_stop_text_resumes_where_it_would_without_drafts(tiny: Engine, deterministic: bool) -> None:
+    """A boundary after the stop text, in the same drafts, does not take the place of the one before it."""
+    prompt, decode = ids(20), tiny.tokenizer.decode
+    plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=deterministic)
+    whole = answer(plain, prompt, greedy(60))
+    tokens, hits = whole.token_ids, set()
+    for at in range(30, 46):
+        stop = decode(tokens[at : at + 2])
+        if whole.text.find(stop) != len(decode(tokens[:at])):
+            continue
+        params = greedy(60, stop=stop)
+        outputs = []
+        for drafter in (Scripted(lambda *_: chain([])), following({tuple(prompt): tokens})):
+            engine = engine_with(tiny, drafter, deterministic=deterministic)
+            first = answer(engine, prompt, params)
+            turn = [*prompt, *first.token_ids[:at], *ids(20, seed=9)]
+            second = answer(engine, turn, greedy(3))
+            outputs.append((first.token_ids, first.text, second.usage.cached_tokens, second.token_ids))
+            assert_nothing_held(engine)
+        assert outputs[0] == outputs[1]
+        hits.add(outputs[0][2])
+    assert hits == {3 * GRID, 4 * GRID}
 
 
 def test_requests_with_and_without_drafts_are_computed_in_one_step(tiny: Engine) -> None:
