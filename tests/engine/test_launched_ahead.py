@@ -290,6 +290,25 @@ def test_the_fork_of_a_prompt_is_not_of_the_state_after_its_first_token(tiny: En
     assert [own.token_ids for own in output.outputs] == [own.token_ids for own in expected.outputs]
 
 
+@pytest.mark.parametrize("way", [{"bad_words": ["e", "a"]}, {"repetition_penalty": 1.5}, {"logit_bias": {5: 100.0}}])
+def test_an_abort_of_several_answers_leaves_the_rows_of_others_what_they_are(tiny: Engine, way: dict[str, Any]) -> None:
+    """It comes after their pass was launched, and before tokens are chosen."""
+    params = greedy(12, temperature=1.0, seed=2, logprobs=1, **way)
+    expected = cold(tiny, ids(30), params)
+    for steps in range(2, 5):
+        engine = overlapping(engine_on(tiny))
+        name = engine.add_request(ids(30), params)
+        for _ in range(steps):
+            engine.step()
+        others = engine.add_request(ids(20, 1), greedy(8, n=3, temperature=1.0, seed=3))
+        engine.step()
+        engine.abort(others)
+        outputs = run_to_end(engine)
+        assert (outputs[name].token_ids, outputs[name].logprobs) == (expected.token_ids, expected.logprobs)
+        assert outputs[others].finish_reason == "abort"
+        assert_nothing_held(engine)
+
+
 class Silent(Drafter):
     """Has nothing."""
 

@@ -147,7 +147,7 @@ def test_the_indices_of_many_namespaces_are_bounded(count: int, monkeypatch: pyt
     texts = [array("i", [rng.randrange(50_000) for _ in range(count)]) for _ in range(100)]
     for namespace, text in enumerate(texts):
         end(namespace, text)
-        end(0, texts[0])
+        end(0, array("i", [1, 2, 3]))  # which is used, and so is kept
     assert drafter.num_tokens <= 32 * 1024 and drafter.num_bytes <= 24 * 32 * 1024
     drafted = [bool(drafter.propose(history_of(texts[at][-9:-1], str(at)), 1)[0]) for at in (0, *range(99, 0, -1))]
     assert drafted[:8] == [True] * 8 and sum(drafted) <= 16
@@ -330,9 +330,9 @@ def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
     for text in ("abcd", "abxx", "abcdabcdab"):
         ids = array("i", map(ord, text))
         history = history_of(ids)
-        for _ in range(3):
+        for token in "efg":
             speculator.propose(history, 7, 1)
-            ids.append(ord("e"))
+            ids.append(ord(token))
         speculator.end(history)
         gone.append(weakref.ref(history))
         del history

@@ -73,7 +73,7 @@ def test_what_cannot_be_computed_is_refused(tokens: object, parents: object, mes
 def test_probabilities_are_those_of_the_drafts_that_are_kept() -> None:
     assert checked([5, 6, 7], range(-1, 2), "test", 2, 100, [0.5, 0.25, 1]).chances == (0.5, 0.25)
     assert checked([5, 5, 6, 7], [-1, -1, 1, 2], "test", 2, 100, [0.5, 0.4, 0.25, 1]).chances == (0.5, 0.25)
-    assert checked(array("i", [5, 6]), range(-1, 1), "test", 7, 100, np.float32([0.5, 1]).tolist()).chances == (0.5, 1)
+    assert checked(array("i", [5, 6, 7]), range(-1, 2), "test", 2, 100, [np.float32(0.5), 1, 0]).chances == (0.5, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, SamplingParams
+from hybrid.commands.parity_drafts import Known
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from support.drafters import Scripted, chain, following
@@ -114,6 +115,40 @@ def test_a_turn_after_a_stop_text_resumes_where_it_would_without_drafts(tiny: En
         assert outputs[0] == outputs[1]
         hits.add(outputs[0][2])
     assert hits == {3 * GRID, 4 * GRID}
+
+
+@pytest.mark.parametrize("length", [17, 24, 29, 30, 31, 32])
+def test_a_boundary_may_be_anywhere_among_accepted_drafts(tiny: Engine, length: int) -> None:
+    prompt = ids(length)
+    plain, turn = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=False), ids(5, seed=9)
+    expected = answer(plain, prompt, greedy(40)).token_ids
+    engine = engine_with(tiny, following({tuple(prompt): expected}), deterministic=False)
+    assert answer(engine, prompt, greedy(40)).token_ids == expected
+    again = answer(engine, [*prompt, *expected, *turn], greedy(1, logprobs=3))
+    assert again.usage.cached_tokens == (length + 39) // GRID * GRID
+    first = answer(plain, [*prompt, *expected, *turn], greedy(1, logprobs=3))
+    assert again.logprobs is not None and first.logprobs is not None
+    assert again.logprobs[0] == pytest.approx(first.logprobs[0], abs=1e-3)  # the state is the one at the boundary
+    assert_nothing_held(engine)
+
+
+def test_drafts_of_all_requests_fit_into_a_step(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [ids(20, seed=seed) for seed in range(3)]
+    answers = known(tiny, *prompts, count=30)
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID)
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=GRID + 3 + 5, audit=True)
+    drafts = SpeculationConfig(drafters=(following(answers),), adaptive=False)
+    engine = tiny.with_cache(settings, size=(96, 24), config=config, speculation=drafts)
+    plan, drafted = engine.runner.plan, list[int]()
+
+    def noted(step: Any, under_way: Any) -> Any:
+        drafted.append(sum(part.num_drafts for part in step.parts))
+        return plan(step, under_way)
+
+    monkeypatch.setattr(engine.runner, "plan", noted)
+    outputs = engine.generate(prompts, greedy(30), progress=False)
+    assert [output.token_ids for output in outputs] == [*answers.values()]
+    assert max(drafted) == 5
 
 
 def test_requests_with_and_without_drafts_are_computed_in_one_step(tiny: Engine) -> None:
@@ -296,12 +331,17 @@ def test_rows_that_change_hands_keep_nothing_of_those_before(tiny: Engine, deter
 
 
 @pytest.mark.parametrize("params", [greedy(30, logprobs=2), greedy(30, logprobs=2, temperature=1.0, seed=3)])
-def test_answers_to_prompts_with_images_are_drafted_too(tiny: Engine, params: SamplingParams) -> None:
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_answers_to_prompts_with_images_are_drafted_too(tiny: Engine, params: SamplingParams, as_tree: bool) -> None:
     values = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
-    prompt = ImagePrompt([*ids(10), *[9] * 9, *ids(5, seed=1)], [Image(10, values)])
+    positions = torch.arange(24).expand(3, -1).clone()
+    positions[:, 19:] += 4  # as are those of what is generated
+    prompt = ImagePrompt([*ids(10), *[9] * 9, *ids(5, seed=1)], [Image(10, values)], positions)
     plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=True)
     expected = answer(plain, prompt, params)
-    engine = engine_with(tiny, following({tuple(prompt.token_ids): expected.token_ids}, 0.8), deterministic=True)
+    known = {tuple(prompt.token_ids): expected.token_ids}
+    drafter = Known(known, wrong_every=7, as_tree=True) if as_tree else following(known, 0.8)
+    engine = engine_with(tiny, drafter, deterministic=True)
     for _ in range(2):  # computed, and hit
         output = answer(engine, prompt, params)
         assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
@@ -365,6 +405,17 @@ def test_what_pays_is_computed_where_drafters_lie_and_requests_are_aborted_and_r
     stats = engine.stats().speculation
     assert engine.scheduler.num_retractions > 0
     assert stats["Boasting"].accepted_tokens > 50 and sum(own.refused for own in stats.values()) == 0
+
+
+def test_no_draft_crosses_a_namespace(tiny: Engine) -> None:
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID)
+    drafts = SpeculationConfig(drafters=("cache",), adaptive=False)
+    engine, prompt = tiny.with_cache(settings, size=(96, 24), speculation=drafts), list(range(3, 43))  # none twice
+    expected = answer(engine, prompt, greedy(30), namespace="a").token_ids
+    for namespace, others in (("b", False), ("", False), ("a", True)):
+        output = answer(engine, prompt, greedy(4), namespace=namespace)
+        assert output.token_ids == expected[:4]
+        assert (output.usage.drafted_tokens > 0) == others
 
 
 def test_a_drafter_that_fails_when_a_request_ends_holds_up_nothing(tiny: Engine) -> None:

@@ -219,12 +219,14 @@ def test_two_drafters_of_which_one_is_right_at_a_time_are_both_computed(tiny: En
 # Other states and other kernels
 
 
-@pytest.mark.parametrize("name", ["bamba", "tiny"])
-@pytest.mark.parametrize("wrong_every", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "wrong_every"),
+    [("bamba", 0), ("bamba", 3), ("tiny", 0), ("tiny", 3), ("gemma3_text", 3), ("qwen3_next", 3)],
+)
 def test_trees_change_no_bit_of_the_twins(
     name: str, wrong_every: int, tmp_path: Path, use_kernels: Callable[[str], None]
 ) -> None:
-    """The states of Mamba-2, and those of the delta rule, in plain torch."""
+    """The states of Mamba-2, those of the delta rule, and windows, and experts, in plain torch."""
     use_kernels("reference")
     path = "tiny" if name == "tiny" else write_random_checkpoint(tmp_path, name, 0)
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB", deterministic=True)
