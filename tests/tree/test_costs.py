@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from hybrid.key import Key
+from hybrid.tree.candidates import MAX_NOTIFIED
 from hybrid.tree.descent import descend
 from hybrid.tree.ghosts import BlockHash
+from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Node
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.tree import Tree
@@ -83,6 +85,23 @@ def test_a_node_s_place_in_its_run_and_the_checkpoint_above_it_are_found_without
     assert nodes[30].checkpoint_above() is nodes[29]
     assert nodes[0].checkpoint_above() is None
     assert [run.index(node) for node in (nodes[0], nodes[30], nodes[-1])] == [0, 30, 49]
+
+
+def test_of_many_children_few_are_weighed_again() -> None:
+    class Children(dict[bytes, Node]):
+        def values(self) -> Any:
+            for seen, child in enumerate(super().values()):
+                assert seen <= MAX_NOTIFIED, "many children are looked at"
+                yield child
+
+    tree = Tree(PAGE, PAGE, LearnedHitDensity())
+    for last in range(3 * MAX_NOTIFIED):
+        put(tree, Key.of([1, 1, last, last]), Checkpoint(last, 2 * PAGE))
+    above = tree.peek(Key.of([1, 1]), PAGE).deepest
+    assert above is not None
+    assert len(above.children) == 3 * MAX_NOTIFIED
+    above.children = Children(above.children)
+    tree.candidates.reweigh_below(above)
 
 
 @pytest.mark.parametrize("lock", ["lock_pages", "lock_state", "pin"])
