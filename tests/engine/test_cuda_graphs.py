@@ -291,3 +291,33 @@ def test_the_graph_that_was_not_used_for_longest_goes(tiny: Engine, monkeypatch:
         engine.generate([ids(20, seed=n) for n in range(count)], greedy(3), progress=False)
     assert sizes == [1, 2, 3, 2]
     assert len(graphs.graphs) == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "occurs", "captured"),
+    [
+        ({}, [0, 2, 0, 0, 2], [2, 4]),
+        ({"MAX_GRAPHS": 1}, [0, 0, 2, 2, 0, 0], [1, 3, 5]),  # whose graph went is new again
+        ({"MAX_OCCURRED": 2}, [0, 2, 4, 0, 0], [4]),  # the first was forgotten when it came again
+    ],
+)
+def test_a_layout_with_prompts_is_captured_when_it_occurs_again(
+    tiny: Engine, limits: dict[str, int], occurs: list[int], captured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"hybrid.engine.cuda_graphs.{name}", limit)
+    captures: list[int] = []
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        captures.append(number)
+        return replays(run)
+
+    engine, graphs = with_graphs(engine_on(tiny), capture, max_prompt_tokens=512, on_gpu=True)
+    engine.add_request(ids(30), greedy(8))
+    step = engine.scheduler.schedule()
+    plan_ = engine.runner.plan(step, None)
+    for number, shift in enumerate(occurs):  # noqa: B007 - `capture` notes it
+        layout = {name: (start + shift * (start > 0), shape) for name, (start, shape) in plan_.layout.items()}
+        graphs.run(replace(plan_, layout=layout, numbers=torch.cat((plan_.numbers[:shift], plan_.numbers))))
+    assert captures == captured
+    engine.scheduler.roll_back(step)
