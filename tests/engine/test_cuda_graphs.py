@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybrid import Engine, SamplingParams
+from hybrid.engine.cuda_graphs import SharedLogits
 from hybrid.engine.model_runner import Pending
 from hybrid.engine.padding import Padding
 from hybrid.engine.planner import Plan, plan
@@ -321,3 +322,11 @@ def test_a_layout_with_prompts_is_captured_when_it_occurs_again(
         graphs.run(replace(plan_, layout=layout, numbers=torch.cat((plan_.numbers[:shift], plan_.numbers))))
     assert captures == captured
     engine.scheduler.roll_back(step)
+
+
+def test_the_logits_of_all_graphs_are_in_few_memories() -> None:
+    shared = SharedLogits()
+    held = [shared.hold(torch.full((count, 3), float(count))) for count in range(1, 65)]
+    assert [len(logits) for logits in held] == [*range(1, 65)]
+    assert len({logits.untyped_storage().data_ptr() for logits in held}) == 7  # powers of two up to 64
+    assert held[-1].eq(64).all()
