@@ -12,7 +12,7 @@ from torch import Tensor
 from hybrid import Engine, SamplingParams
 from hybrid.engine.cuda_graphs import SharedLogits
 from hybrid.engine.model_runner import Pending
-from hybrid.engine.padding import Padding
+from hybrid.engine.padding import Padding, padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
@@ -330,3 +330,25 @@ def test_the_logits_of_all_graphs_are_in_few_memories() -> None:
     assert [len(logits) for logits in held] == [*range(1, 65)]
     assert len({logits.untyped_storage().data_ptr() for logits in held}) == 7  # powers of two up to 64
     assert held[-1].eq(64).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "attributes"),
+    [
+        ({"prompt_logprobs": 1}, {}),  # rows of logits as many as the prompt has tokens
+        ({"n": 2}, {}),
+        ({}, {"media": object()}),  # embeddings and weights of adapters are not among the numbers of a plan
+        ({}, {"adapter": "one"}),
+    ],
+)
+def test_prompts_that_graphs_do_not_know_are_not_padded(
+    tiny: Engine, params: dict[str, Any], attributes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(tiny)
+    engine.add_request(ids(30), greedy(8))
+    assert padding_of(engine.scheduler.schedule(), 512) is not None
+    engine.add_request(ids(30, seed=1), greedy(8, **params))
+    step = engine.scheduler.schedule()
+    for name, value in attributes.items():
+        monkeypatch.setattr(step.parts[-1].request, name, value)
+    assert padding_of(step, 512) is None
