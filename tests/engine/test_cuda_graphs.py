@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from hybrid import Engine, SamplingParams
 from hybrid.engine.cuda_graphs import SharedLogits
 from hybrid.engine.model_runner import Pending
 from hybrid.engine.padding import Padding, padding_of
+from hybrid.engine.pieces import ALIGNMENT, Pieces
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
+from hybrid.speculation.drafts import Drafts
 from support.engines import GRID, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.graphs import overlapping, replays, with_graphs
 
@@ -352,3 +355,27 @@ def test_prompts_that_graphs_do_not_know_are_not_padded(
     for name, value in attributes.items():
         monkeypatch.setattr(step.parts[-1].request, name, value)
     assert padding_of(step, 512) is None
+
+
+def test_prompts_beside_drafts_are_not_padded(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    engine.add_request(ids(30), greedy(8))
+    engine.step()
+    engine.add_request(ids(30, seed=1), greedy(8))
+    step = engine.scheduler.schedule()
+    assert [part.is_prefill for part in step.parts] == [True, False]
+    assert padding_of(step, 512) is not None
+    drafted = replace(step.parts[1], drafts=Drafts.chain([1, 2], "mine", [0.5, 0.5]))
+    assert padding_of(Step([step.parts[0], drafted]), 512) is None
+    assert padding_of(Step([drafted]), 512) is not None
+
+
+def test_every_piece_of_a_plan_begins_where_kernels_expect_it() -> None:
+    pieces = Pieces()
+    for count in (1, 2, 3, 5):
+        pieces.add(f"few {count}", range(count))
+        pieces.add_array(f"array {count}", np.arange(count))
+    numbers = pieces.numbers()
+    for name, (start, shape) in pieces.layout.items():
+        assert start % ALIGNMENT == 0, name
+        assert numbers[start : start + shape[0]].tolist() == [*range(shape[0])], name
