@@ -170,6 +170,17 @@ def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch
     assert max(kept) == 2
 
 
+def test_hooks_of_a_predictor_that_was_captured_are_called(model: Engine) -> None:
+    engine, prompts, calls = engine_of(model, "mtp"), prompts_of(model, 1), list[int]()
+    expected = engine.generate(prompts, greedy(9), progress=False)
+    handle = engine.model.mtp.register_forward_hook(lambda *_: calls.append(1))
+    engine.cache.clear()
+    outputs = engine.generate(prompts, greedy(9), progress=False)
+    handle.remove()
+    assert outputs[0].token_ids == expected[0].token_ids
+    assert len(calls) > 0
+
+
 def test_a_predictor_that_cannot_be_captured_is_launched(
     model: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
