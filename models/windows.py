@@ -34,19 +34,20 @@ def decode_windows(
         key, value: `[N, kv_heads, head_dim]`.
         positions: `[N]`.
         rings: one layer's rings, `[slots, 2, window, kv_heads, head_dim]`; written.
-        steps: where the rings of tokens are read and written.
+        steps: where the rings of tokens are read and written. A token that is no draft and whose ring is not kept is
+            none that was asked for, and its output is anything.
 
     Returns:
         `[N, heads, head_dim]`.
     """
     window, count = rings.shape[2], len(positions)
     places = positions % window
-    if len(steps.read) == len(steps.starts) - 1:  # the usual case: every token is alone, and its ring is kept
-        pages, table = rings, steps.write
-        moved = (steps.read != steps.write).nonzero().squeeze(1)
+    if len(steps.read) == len(steps.starts) - 1:  # the usual case: every token is alone
+        pages, table = rings, steps.write.clamp(min=0)
+        moved = ((steps.read != steps.write) & (steps.write >= 0)).nonzero().squeeze(1)
         if len(moved):
             rings[steps.write[moved]] = rings[steps.read[moved]]
-        kernels.store_kv(key, value, rings, table * window + places)
+        kernels.store_kv(key, value, rings, steps.write * window + places)  # negative where the ring is not kept
     else:
         pages, table = _one_by_one(key, value, places, rings, steps), torch.arange(count, device=query.device)
     starts = torch.arange(count + 1, device=query.device)

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
-from hybrid.engine.build import DTYPES
+from hybrid.dtypes import DTYPE_NAMES
 from hybrid.errors import ArgumentError
 
 
@@ -19,7 +19,7 @@ def add_dtype(parser: argparse.ArgumentParser, default: str | None = None) -> No
     own = (
         "the checkpoint's on a GPU, and on a CPU where it is bfloat16 and the CPU multiplies that faster, else float32"
     )
-    parser.add_argument("--dtype", default=default, choices=DTYPES, help=f"default: {default or own}")
+    parser.add_argument("--dtype", default=default, choices=DTYPE_NAMES, help=f"default: {default or own}")
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.command import MODEL_HELP, Command, Outcome
+from hybrid.commands.command import Outcome
 from hybrid.engine.adapters import MARK
 from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine
@@ -231,15 +231,6 @@ def check(archive: Archive, args: argparse.Namespace, console: Console) -> Outco
 # The command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `hybrid cache`."""
-    add = parser.add_argument
-    add("action", choices=("show", "check"), help="list what the file holds, or compute it again and compare")
-    add("file", metavar="FILE", help="a file that engine.save has written; for show also a directory of copies")
-    add("--model", default="tiny", help=MODEL_HELP)
-    add("--dtype", choices=DTYPES, default=None, help="for check: the model's type (default: when the file was saved)")
-
-
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Read the file, and list or check it."""
     if args.action == "show" and (Path(args.file) / MANIFEST).is_file():
@@ -248,16 +239,3 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     if args.action == "show":
         return show(archive, console)
     return check(archive, args, console)
-
-
-COMMAND = Command(
-    name="cache",
-    help="list a file of cached prefixes, or check it against the model",
-    description=(
-        "List the prefixes that a file of engine.save holds, or compute all of them again and compare every page and "
-        "checkpoint: bit by bit where the file was made in deterministic mode on such a machine, else within rounding. "
-        "States are reproducible, so a file need not be trusted."
-    ),
-    add_arguments=add_arguments,
-    run=run,
-)

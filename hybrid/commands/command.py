@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from rich.console import Console
@@ -27,18 +28,22 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Command:
-    """One command of `hybrid`. A module defines one, and `main` lists it.
+    """One command of `hybrid`.
 
     Attributes:
-        name: as it is typed.
+        name: as it is typed, and of the module of `hybrid.commands` whose function `run(args, console)` does the work
+            and prints to the console what people read. With `--json` the console is silent.
         help: one line for the list of commands.
         description: a paragraph for `hybrid NAME --help`.
         add_arguments: adds the command's arguments to its parser; `--json` is added for every command.
-        run: does the work, and prints to the console what people read. With `--json` the console is silent.
     """
 
     name: str
     help: str
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Console], Outcome]
+
+    def run(self, args: argparse.Namespace, console: Console) -> Outcome:
+        """Import the command's module, and run it."""
+        outcome: Outcome = import_module(f"hybrid.commands.{self.name}").run(args, console)
+        return outcome

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.arguments import add_dtype
-from hybrid.commands.command import MODEL_HELP, Command, Outcome
+from hybrid.commands.command import Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
@@ -327,14 +326,6 @@ def _indented(text: str) -> str:
 # The command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `hybrid demo`."""
-    parser.add_argument("--model", default="tiny", help=MODEL_HELP)
-    add_dtype(parser)
-    parser.add_argument("--no-cache", action="store_true", help="run without the prefix cache only")
-    parser.add_argument("--verbose", action="store_true", help="print all answers, explanations and trees too")
-
-
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Tell the story with the cache and without, and print the verdict."""
     demo = Demo(Engine.from_pretrained(args.model, dtype=args.dtype, cache=CacheConfig(memory="2GiB")))
@@ -351,16 +342,3 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     narrator.conclude(verdict)
     passed = verdict.identical or not demo.engine.deterministic
     return Outcome(passed, as_json(acts, verdict))
-
-
-COMMAND = Command(
-    name="demo",
-    help="show the prefix cache at work on real text",
-    description=(
-        "Four questions about one long document, launched together; a second turn of each; a memory that is too small; "
-        "a branch in the middle of the document. Each act runs with the cache and without it, and times and answers "
-        "are compared."
-    ),
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -9,35 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.arguments import add_dtype, integer
-from hybrid.commands.command import Command, Outcome
+from hybrid.commands.command import Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.prompts.encode import Prompt
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `hybrid generate`."""
-    add = parser.add_argument
-    add("model", metavar="MODEL", help="folder, hub id, or 'tiny', the model inside the package")
-    add("prompts", metavar="PROMPT", nargs="+", help="text to continue; several prompts run in one batch")
-    add("--chat", action="store_true", help="apply the chat template: each prompt is a user message")
-    add("--max-new-tokens", type=integer(1), default=64, help="maximum length of an answer, in tokens (default: 64)")
-    add("--temperature", type=float, default=0.0, help="0: greedy (default); 1: sample from the model's distribution")
-    add("--top-k", type=integer(0), default=0, help="sample from the k most likely tokens (default: 0, all)")
-    add("--top-p", type=float, default=1.0, help="sample from the most likely tokens of this total probability")
-    add(
-        "--seed",
-        type=integer(0, 2**63 - 1),
-        default=None,
-        help="seed of the sampling: the same seed gives the same answer",
-    )
-    add("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
-    add("--memory", default="1GiB", help="size of the cache: '512MiB', or '50%%' of what is free (default: 1GiB)")
-    add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
-    add_dtype(parser)
-    add("--no-cache", action="store_true", help="disable the prefix cache")
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
@@ -131,15 +107,3 @@ def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
         "explain": output.explain,
         "error": output.error,
     }
-
-
-COMMAND = Command(
-    name="generate",
-    help="continue prompts",
-    description=(
-        "Continue prompts in one batch, print the answers as they are computed, and report for each how much of it was "
-        "cached and why."
-    ),
-    add_arguments=add_arguments,
-    run=run,
-)

@@ -1,4 +1,4 @@
-"""The command line. Each command is a module that defines a `Command`; `COMMANDS` lists them."""
+"""The command line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,9 @@ from types import FrameType
 from rich.console import Console
 
 from hybrid import __version__
-from hybrid.commands import cache, demo, generate, parity, stress, tree
 from hybrid.commands.arguments import check_encoding
-from hybrid.commands.command import Command
+from hybrid.commands.commands import COMMANDS
 from hybrid.errors import HybridError
-
-COMMANDS: tuple[Command, ...] = (
-    demo.COMMAND,
-    generate.COMMAND,
-    tree.COMMAND,
-    cache.COMMAND,
-    parity.COMMAND,
-    stress.COMMAND,
-)
 
 ENDS = ("SIGTERM", "SIGHUP")
 """Signals that end a process, where the system has them."""

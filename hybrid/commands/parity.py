@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.arguments import add_dtype, integer
-from hybrid.commands.command import MODEL_HELP, Command, Outcome
+from hybrid.commands.command import Outcome
 from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
 from hybrid.commands.parity_drafts import drafts
 from hybrid.commands.parity_files import files
@@ -345,18 +344,6 @@ def run_all_families(seed: int = 0, dtype: str = "float32") -> dict[str, Parity]
 # The command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `hybrid parity`."""
-    parser.add_argument("--model", default="tiny", help=MODEL_HELP)
-    parser.add_argument(
-        "--all-families", action="store_true", help="check small random checkpoints of every model family instead"
-    )
-    parser.add_argument(
-        "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
-    )
-    add_dtype(parser, "float32")
-
-
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the checks, and print one table per checkpoint."""
     with rare_collections():
@@ -378,17 +365,3 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     results = {model: result.as_json() for model, result in families.items()}
     passed = all(result.passed for result in families.values())
     return Outcome(passed, {"passed": passed, "families": results} if args.all_families else results[args.model])
-
-
-COMMAND = Command(
-    name="parity",
-    help="check that cache hits do not change results",
-    description=(
-        "Compare logits with transformers' own model on the same checkpoint, and cache hits with cold runs: every "
-        "token and every log-probability must be equal bit by bit, and every scenario must have hits. In float32 "
-        "logits must be those of transformers; in another type they must be as near to these as the logits of "
-        "transformers' own model in that type."
-    ),
-    add_arguments=add_arguments,
-    run=run,
-)

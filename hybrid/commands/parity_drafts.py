@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import cycle, product
 
 from hybrid.commands.judge import ANSWER, Check, Judge
 from hybrid.commands.liar import Liar
@@ -114,7 +114,7 @@ def drafts(judge: Judge) -> list[Drafted]:
         "lies": Liar(0, judge.engine.model.config.vocab_size, right.following),
     }
     found = [each for name, drafter in drafters.items() for each in _drafted(judge, f"drafts: {name}", drafter)]
-    return [*found, regenerated(judge), under_pressure(judge)]
+    return [*found, regenerated(judge), *under_pressure(judge)]
 
 
 def predictor(judge: Judge) -> list[Drafted]:
@@ -122,7 +122,7 @@ def predictor(judge: Judge) -> list[Drafted]:
     tree = Known(_answers(judge), wrong_every=2, stride=2, as_tree=True)
     found = _drafted(judge, "drafts of the predictor", "mtp")
     found += _drafted(judge, "drafts of the predictor and trees", tree, "mtp")
-    return [*found, _next_turns(judge), under_pressure(judge, "mtp")]
+    return [*found, _next_turns(judge), *under_pressure(judge, "mtp")]
 
 
 def _next_turns(judge: Judge) -> Drafted:
@@ -153,11 +153,7 @@ def _drafted(judge: Judge, name: str, drafter: Drafter | str, *others: str) -> l
     requests = _requests(judge)
     prompts, asked = [prompt for prompt, _ in requests], [params for _, params in requests]
     outputs = [output for _ in range(2) for output in warm.generate(prompts, asked, progress=False)]
-    found = []
-    for mode, params in MODES.items():
-        own = [output for output, given in zip(outputs, asked * 2, strict=True) if given is params]
-        found.append(Drafted(f"{name}, {mode}", own, params))
-    return found
+    return _by_mode(name, [*zip(outputs, asked * 2, strict=True)])
 
 
 def regenerated(judge: Judge) -> Drafted:
@@ -171,24 +167,26 @@ def regenerated(judge: Judge) -> Drafted:
     return Drafted("answers again, drafts from the cache", outputs, params, (("few were accepted", share),))
 
 
-def under_pressure(judge: Judge, *others: str) -> Drafted:
-    """Drafts in a memory that is too small: requests are retracted, and some aborted in the middle.
+def under_pressure(judge: Judge, *others: str) -> list[Drafted]:
+    """Chains, trees and lies in a memory that is too small: requests are retracted, and some aborted in the middle.
 
-    Sizes are tried until one is retracted. The first, which holds little more than one request, suffices for all
+    Sizes and lies are tried until one is retracted. The first, which hold little more than one request, suffice for all
     families in float32; where pages are half as large the memory of a state holds more of them, and one less does.
     """
     page_size = judge.engine.cache.config.page_size
     shared = judge.ids(4 * judge.grid)
     prompts = [shared + judge.ids(judge.grid - missing) for missing in (2, 5, 9, 14, 20)]
-    answers = {tuple(prompt): judge.cold(prompt).token_ids for prompt in prompts}
+    asked = {tuple(prompt): params for prompt, params in zip(prompts, cycle(MODES.values()), strict=False)}
+    right = Known({prompt: judge.cold(list(prompt), params).token_ids for prompt, params in asked.items()})
     longest = -(-(6 * judge.grid + ANSWER.max_new_tokens) // page_size)
     outputs: list[RequestOutput] = []
     retracted = False
-    for percent, states in product((110, 125, 150, 175, 200, 225, 250, 300), (5, 4)):
-        own = SpeculationConfig(drafters=(Known(answers, wrong_every=5), *others), adaptive=False)
+    for percent, states, seed in product((110, 125, 150, 175, 200, 225, 250, 300), (5, 4), range(3)):
+        liar = Liar(seed, judge.engine.model.config.vocab_size, right.following)
+        own = SpeculationConfig(drafters=(liar, *others), adaptive=False)
         warm = judge.warm(longest * percent // 100, states, own, longest)
         aborted = warm.add_request(judge.ids(judge.grid), ANSWER)
-        names = [warm.add_request(prompt, ANSWER) for prompt in prompts]
+        names = [warm.add_request(list(prompt), params) for prompt, params in asked.items()]
         outputs = []
         for step in range(10_000):
             outputs += [output for output in warm.step() if output.finish_reason == "length"]
@@ -203,4 +201,15 @@ def under_pressure(judge: Judge, *others: str) -> Drafted:
             break
     complete = len(outputs) == len(prompts)
     conditions = (("no request was retracted", retracted), ("an answer is missing", complete))
-    return Drafted(" and ".join(("drafts under memory pressure", *others)), outputs, ANSWER, conditions)
+    name = " and ".join(("drafts under memory pressure", *others))
+    return _by_mode(name, [(output, asked[tuple(output.prompt_token_ids)]) for output in outputs], conditions)
+
+
+def _by_mode(
+    name: str, outputs: Sequence[tuple[RequestOutput, SamplingParams]], conditions: tuple[tuple[str, bool], ...] = ()
+) -> list[Drafted]:
+    """Outputs, each with how it was chosen: a check for each mode."""
+    return [
+        Drafted(f"{name}, {mode}", [output for output, given in outputs if given is params], params, conditions)
+        for mode, params in MODES.items()
+    ]

@@ -26,8 +26,7 @@ from tqdm import tqdm
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.arguments import integer, seconds
-from hybrid.commands.command import MODEL_HELP, Command, Outcome
+from hybrid.commands.command import Outcome
 from hybrid.commands.faults import (
     Alarm,
     Faults,
@@ -191,24 +190,6 @@ def run_stress(
 # The command
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `hybrid stress`."""
-    add = parser.add_argument
-    add("--model", default="tiny", help=MODEL_HELP)
-    add("--no-model", action="store_true", help="use a model of arithmetic, whose right answers are known")
-    add("--seconds", type=seconds, default=20.0, help="duration (default: 20)")
-    add("--operations", type=integer(1), default=None, help="stop after this number of operations instead")
-    add("--no-signals", action="store_true", help="do not interrupt calls by a timer: the same seed gives the same run")
-    add("--audit-every", type=integer(1), help="operations between audits (default: 1 with a model, 100 without)")
-    add(
-        "--seed",
-        type=integer(0),
-        default=0,
-        help="of requests and failures; it also selects mode (odd: not deterministic), memory, policy, overlap, drafts "
-        "(8 to 15), host memory (16 to 31), disk (32 to 47) and both (48 to 63)",
-    )
-
-
 def run(args: argparse.Namespace, console: Console) -> Outcome:
     """Run the stress test, and print its report."""
     report = run_stress(
@@ -224,16 +205,3 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     for name, value in result.items():
         console.print(f"{name.replace('_', ' '):>22}: {value}")
     return Outcome(report.passed, result)
-
-
-COMMAND = Command(
-    name="stress",
-    help="random requests with injected failures, audited",
-    description=(
-        "Random conversations, forks, aborts, streams, images, pins and priorities in a tiny memory. Allocations, "
-        "passes and deliveries fail, passes yield NaN, other threads call, and a timer interrupts. Nothing may leak, "
-        "no output may be lost, every answer must be right, and every checkpoint must be the state of its key."
-    ),
-    add_arguments=add_arguments,
-    run=run,
-)

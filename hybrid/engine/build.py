@@ -14,6 +14,7 @@ from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
 from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.checks import integer, shown
+from hybrid.dtypes import DTYPE_NAMES
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
@@ -41,7 +42,7 @@ IGNORED = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 MAX_UNITS = 2**31 - 1
 """Pages of a cache, at most, and state slots."""
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
 
 @dataclass(frozen=True, kw_only=True)

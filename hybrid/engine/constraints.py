@@ -56,9 +56,6 @@ class Constraints:
         bad_words: token ids of each of its bad words.
         matcher: the grammar that its answer follows; None: there is none.
 
-    Attributes:
-        failure: why the last row that was asked for has no token: its own functions or its grammar failed. None: they
-            did not.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Constraints:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        self.failure: str | None = None
+        self._failures: dict[tuple[int, ...], str] = {}  # of the latest pass, by the answer before the row
         self._params = params
         self._matcher = matcher
         self._end_tokens = sorted(end_tokens)
@@ -85,6 +82,11 @@ class Constraints:
         self._tokens: list[int] = tokens.tolist()
         self._counts: list[int] = [0] * len(self._tokens)
         self._place: dict[int, int] = {token: place for place, token in enumerate(self._tokens)}
+
+    @property
+    def failure(self) -> str | None:
+        """Why the row after the answer has no token: its own functions or its grammar failed. None: they did not."""
+        return self._failures.get(tuple(self._answer)) if self._failures else None
 
     @property
     def is_complete(self) -> bool:
@@ -104,20 +106,24 @@ class Constraints:
             self._count(token)
 
     def after(self, drafts: Sequence[int] = ()) -> RowEdits:
-        """What is done to the logits of the token after the history and these draft tokens."""
+        """What is done to the logits of the token after the history and these draft tokens. Without drafts it is the
+        first row of a pass."""
         answer = [*self._answer, *drafts]
+        if not drafts:
+            self._failures = {}
         process = self._process(answer)
         mask = None
         if self._matcher is not None:
             try:
                 mask = self._matcher.mask(drafts)
             except SamplingError as error:
-                process = partial(self._fail, error)
+                process = partial(self._fail, error, answer)
         return RowEdits(self._bias, self._penalty(drafts), process, self._excluded(answer), mask)
 
-    def _fail(self, error: Exception, row: Tensor) -> Tensor:
+    def _fail(self, error: Exception, answer: Sequence[int], row: Tensor) -> Tensor:
         """A row of which no token can be chosen."""
-        self.failure = str(error) if isinstance(error, SamplingError) else f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, SamplingError) else f"{type(error).__name__}: {error}"
+        self._failures[tuple(answer)] = message
         return torch.full_like(row, torch.nan)
 
     def _count(self, token: int) -> None:
@@ -160,7 +166,7 @@ class Constraints:
         try:
             return _processed(tuple(self._params.logits_processors), self._prompt, answer, row)
         except Exception as error:
-            return self._fail(error, row)
+            return self._fail(error, answer, row)
 
 
 def has_penalty(params: SamplingParams) -> bool:

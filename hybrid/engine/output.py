@@ -19,7 +19,7 @@ class Usage:
         page_tokens: prompt tokens whose pages were cached (the page hit).
         completion_tokens: tokens of the answer.
         drafted_tokens: drafts that were computed for the answer.
-        accepted_tokens: of these, those that were what came next.
+        accepted_tokens: of these, those that were what came next, and are in the answer.
     """
 
     prompt_tokens: int

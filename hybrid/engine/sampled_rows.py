@@ -93,7 +93,8 @@ def tokens_of(parts: Sequence[Part], sampled: Sequence[SampledRows]) -> list[tup
         else:
             tokens += [(request, path, part.num_unknown) for path in own.drafts.after()]
         if own.forks:
-            tokens += [(fork, (), 0) for fork in part.request.forks]
+            forks: Sequence[Request | None] = part.request.forks or [None] * own.forks  # None: it has ended since
+            tokens += [(fork, (), 0) for fork in forks]
     return tokens
 
 

@@ -64,11 +64,12 @@ class Launched:
     started: float
 
     def drop(self, requests: Set[Request], scheduler: Scheduler) -> None:
-        """Drop the parts of requests whose tokens the device did not know: they are computed again."""
+        """Drop the parts of requests whose tokens the device did not know: they are computed again. One that was
+        retracted meanwhile begins again with tokens that are known."""
         for part in self.parts:
-            if part.request in requests:
+            if part.num_unknown and part.request in requests:
                 scheduler.retreat(part)
-        self.parts = [part for part in self.parts if part.request not in requests]
+        self.parts = [part for part in self.parts if not part.num_unknown or part.request not in requests]
 
 
 class StepLoop:
@@ -335,6 +336,7 @@ class StepLoop:
             self._scheduler.drafting.accept(part, result.path)
         for at, token in enumerate(result.tokens):
             if request.finish_reason is not None:
+                request.num_accepted -= len(result.path) - at  # these drafts are after the end
                 break
             if token == NO_TOKEN:
                 raise SamplingError(request.why_no_token or NO_TOKEN_LEFT)

@@ -159,10 +159,13 @@ class WaitingQueue:
         queues: dict[str, Iterator[tuple[int, Request]]] = {}
         while begun or following is not None:
             if following is not None and (not begun or following[0] < begun[0][0]):
-                name, following = following[1], next(others, None)
+                (served, name), following = following, next(others, None)
                 queues[name] = self._by_namespace[name].visit() if name in self._by_namespace else iter(())
             else:
-                name = heappop(begun)[1]
+                served, name = heappop(begun)
+            if self.num_served(name) > served:  # an overtaken request of it has started meanwhile
+                heappush(begun, (self.num_served(name), name))
+                continue
             _, request = next(queues[name], (0, None))
             if request is not None and name not in skipped:
                 yield request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -41,7 +41,7 @@ class Drafting:
         self._model = model
         self._cache = cache
         self._lock = lock
-        self._speculators: OrderedDict[SpeculationConfig, Speculator] = OrderedDict()  # the last one is at the end
+        self._speculators: OrderedDict[Hashable, Speculator] = OrderedDict()  # the last one is at the end
         self._ended: dict[str, DrafterStats] = {}  # of drafters that are not asked any more
 
     @property
@@ -101,17 +101,18 @@ class Drafting:
 
     def _speculator(self, config: SpeculationConfig) -> Speculator:
         """The speculator of a configuration. It learns from call to call; of many configurations the last ones do."""
+        key = _identity(config)
         with self._lock:
-            if config not in self._speculators:
+            if key not in self._speculators:
                 clock = clock_of(self._model.device.type)
                 made = make_speculator(config, self._cache, self._model.vocab_size, clock=clock)
                 assert made is not None
-                self._speculators[config] = made
+                self._speculators[key] = made
                 if len(self._speculators) > MAX_SPECULATORS:
                     _, unused = self._speculators.popitem(last=False)
                     _add(self._ended, unused.stats)
-            self._speculators.move_to_end(config)
-            return self._speculators[config]
+            self._speculators.move_to_end(key)
+            return self._speculators[key]
 
     def _assistance(self, assistance: Assistance) -> Speculator:
         """The speculator of one call with assisted decoding."""
@@ -152,6 +153,12 @@ class _Locked:
     def end(self, history: History) -> None:
         with self._lock, deferred_interrupts():
             self._speculator.end(history)
+
+
+def _identity(config: SpeculationConfig) -> Hashable:
+    """What a configuration is known by. Drafters that are equal are not the same one, and need not be hashable."""
+    drafters = tuple([drafter if isinstance(drafter, str) else id(drafter) for drafter in config.drafters])
+    return drafters, config.max_drafts, config.adaptive
 
 
 def _add(total: dict[str, DrafterStats], stats: dict[str, DrafterStats]) -> None:

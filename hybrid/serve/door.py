@@ -35,6 +35,9 @@ class Door:
     def __len__(self) -> int:
         return len(self._namespaces)
 
+    def __contains__(self, inbox: object) -> bool:
+        return inbox in self._namespaces
+
     def __iter__(self) -> Iterator[tuple[Inbox, Asked]]:
         for own in self._by_namespace.values():
             yield from own.items()
@@ -67,3 +70,9 @@ class Door:
         del own[inbox]
         if not own:
             del self._by_namespace[namespace]
+
+    def mend(self) -> None:
+        """Make it consistent after an exception in one of the calls. Who was added or removed then may be there."""
+        for namespace in [name for name, own in self._by_namespace.items() if not own]:
+            del self._by_namespace[namespace]
+        self._namespaces = {inbox: asked.namespace for inbox, asked in self}

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,17 +25,20 @@ from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.stats import EngineStats
 from hybrid.errors import AuditError, ClosedError, QueueFullError, RequestError
-from hybrid.interrupts import deferred_interrupts
 from hybrid.serve.door import Asked, Door
 from hybrid.serve.inbox import Courier, Inbox
+from hybrid.serve.loop_call import LoopCall
 
 log: logging.Logger = logging.getLogger(__name__)
 
 ADMISSION_SECONDS = 0.01
 """Between two steps prompts are encoded for about this long, so that many at once do not hold up those that run."""
 
-MAX_FAILED_STEPS = 3
-"""The thread ends when this many steps in a row failed and no request is the reason."""
+Settle = Callable[[Any, BaseException | None], None]
+"""Ends a call, with its result or an exception."""
+
+MAX_FAILURES = 3
+"""The thread ends when this many unexpected exceptions came in a row and no request is the reason."""
 
 FORKED = (
     "this process was forked from the one that has the engine's thread, and does not have it. Load the model in this "
@@ -70,14 +74,15 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.RLock()  # re-entrant: a stream may be collected at any time, and posts its abort then
         self._end: Callable[[], ClosedError] | None = None  # set when no command is run any more
-        self._is_closing = False
+        self._is_asked_to_close = False
+        self._is_closing = False  # no command is run any more, and no step
         self._process = os.getpid()
         self._door = Door()
         self._inboxes: dict[str, Inbox] = {}  # of the engine's requests, by their ids
-        self._names: dict[Inbox, str] = {}  # the reverse
+        self._outputs: deque[RequestOutput] = deque()  # of the engine's latest step, not delivered yet
         self._unanswered: set[Inbox] = set()  # wherever they are: whatever raises, their readers get an error
-        self._calls: set[Callable[[Any, BaseException | None], None]] = set()  # settle those that were not answered
-        self._failed_steps = 0  # one after the other
+        self._calls: set[Settle] = set()  # settle those that were not answered
+        self._failures = 0  # one after the other
         self._ending: set[str] = set()  # ids of requests that were aborted, and whose last output the engine has
         self._couriers: WeakKeyDictionary[asyncio.AbstractEventLoop, Courier] = WeakKeyDictionary()
         self._thread = threading.Thread(target=self._run, name="hybrid-engine", daemon=True)
@@ -89,7 +94,7 @@ class EngineThread:
     @property
     def is_running(self) -> bool:
         """Whether requests are taken: it was not closed, did not end with an error, and is in this process."""
-        return self._end is None and not self._is_closing and self._process == os.getpid()
+        return self._end is None and not self._is_asked_to_close and self._process == os.getpid()
 
     def stats(self) -> EngineStats:
         """The engine's, with all that wait."""
@@ -103,9 +108,10 @@ class EngineThread:
             ClosedError: the thread has ended.
         """
         inboxes = {inbox for inbox, _ in asked}
-        self._unanswered.update(inboxes)
         try:
-            self._post(partial(self._take_in, asked))
+            with self._lock:
+                self._unanswered.update(inboxes)
+                self._post(partial(self._take_in, asked))
         except ClosedError:
             self._unanswered.difference_update(inboxes)
             raise
@@ -126,17 +132,15 @@ class EngineThread:
         future: asyncio.Future[Any] = loop.create_future()
 
         def settle(result: Any, error: BaseException | None) -> None:
-            with deferred_interrupts():  # an event loop drops what a handler raises in a callback
-                if future.done():  # the caller was cancelled
-                    return
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
+            if future.done():  # the caller was cancelled
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
         def settle_there(result: Any, error: BaseException | None) -> None:
-            with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(settle, result, error)
+            LoopCall(loop, partial(settle, result, error))
 
         def run() -> None:
             result: Any = None
@@ -154,14 +158,16 @@ class EngineThread:
             self._calls.discard(settle_there)  # where its loop was closed nothing else does
 
         try:
-            self._calls.add(settle_there)
-            self._post(run)
+            with self._lock:
+                self._calls.add(settle_there)
+                self._post(run)
             return await future
         finally:
             self._calls.discard(settle_there)
 
     def close(self) -> None:
         """End the thread after the step that is under way. Does not wait for it. From any thread, at any time."""
+        self._is_asked_to_close = True
         with suppress(ClosedError):
             self._post(self._begin_to_close)
 
@@ -184,17 +190,55 @@ class EngineThread:
         try:
             self.engine.cache.adopt()
             while not self._is_closing:
-                self._run_commands()
-                self._admit()
-                if self.engine.has_work:
-                    self._step()
+                try:
+                    self._advance()
+                except Exception as error:
+                    self._continue_after(error)
         except BaseException as error:
             log.exception("the thread of the engine ends with an error")
-            self._finish(partial(_caused_by, error))
-            self._close_engine()
+            _insist(partial(self._finish, partial(_caused_by, error)))
+            _insist(self._close_engine)
         else:
-            self._close_engine()
-            self._finish(partial(ClosedError, "this engine was closed; make another one with from_pretrained"))
+            _insist(self._close_engine)
+            end = partial(ClosedError, "this engine was closed; make another one with from_pretrained")
+            _insist(partial(self._finish, end))
+
+    def _advance(self) -> None:
+        """Run the commands that are there, and a step."""
+        self._run_commands()
+        self._admit()
+        self._deliver_outputs()  # those that an exception has left
+        if self.engine.has_work:
+            self._outputs.extend(self.engine.step())
+        self._deliver_outputs()
+        self._failures = 0
+
+    def _continue_after(self, error: Exception) -> None:
+        """After an unexpected exception: what is not answered because of it ends with it, and nothing else.
+
+        Raises:
+            Exception: this one, if it came again and again, or the cache is inconsistent.
+        """
+        self._failures += not self.engine.is_retrying
+        if self._failures == MAX_FAILURES or isinstance(error, AuditError):
+            raise error
+        log.warning("an unexpected exception; the engine continues", exc_info=error)
+        self._door.mend()
+        with self._lock:  # what was asked up to now has its command in the queue, or had it
+            self._commands.put(partial(self._fail_lost, [*self._unanswered], [*self._calls], error))
+            if self._is_asked_to_close:
+                self._commands.put(self._begin_to_close)
+
+    def _fail_lost(self, inboxes: list[Inbox], calls: list[Settle], error: Exception) -> None:
+        """Fail the prompts and calls of which nothing else knows: their commands have been run."""
+        for inbox in inboxes:
+            is_known = inbox in self._door or self._inboxes.get(inbox.request_id or "") is inbox
+            if inbox in self._unanswered and not is_known:
+                self._fail(inbox, error)
+        for settle in calls:
+            if settle in self._calls:
+                settle(None, error)
+                self._calls.discard(settle)
 
     def _run_commands(self) -> None:
         """Run the commands that are there; without other work, wait for one."""
@@ -206,38 +250,30 @@ class EngineThread:
         except Empty:
             pass
 
-    def _step(self) -> None:
-        try:
-            outputs = self.engine.step()
-        except Exception as error:
-            self._failed_steps += not self.engine.is_retrying
-            if self._failed_steps == MAX_FAILED_STEPS or isinstance(error, AuditError):
-                raise
-            log.warning("a step failed, and is made again", exc_info=True)
-            return
-        self._failed_steps = 0
-        for output in outputs:
-            self._deliver(output)
+    def _deliver_outputs(self) -> None:
+        while self._outputs:
+            self._deliver(self._outputs[0])
+            self._outputs.popleft()
 
     def _deliver(self, output: RequestOutput) -> None:
-        inbox = self._inboxes.get(output.request_id)
-        if inbox is not None and inbox.loop.is_closed() and output.finish_reason is None:
+        """Nothing of it is lost by an exception: it is delivered again then."""
+        inbox, has_ended = self._inboxes.get(output.request_id), output.finish_reason is not None
+        if inbox is not None and inbox.loop.is_closed() and not has_ended:
             self._drop(inbox)  # it has no reader any more
             return
-        if output.finish_reason is not None:
-            self._ending.discard(output.request_id)
-        if inbox is not None and output.finish_reason is not None:
-            del self._inboxes[self._names.pop(inbox)]
-        if inbox is not None and (output.finish_reason is not None or not inbox.only_ends):
+        if inbox is not None and (has_ended or not inbox.only_ends):
             inbox.put(output)
             self._notify(inbox)
-        if inbox is not None and output.finish_reason is not None:
-            self._unanswered.discard(inbox)
+        if has_ended:
+            self._ending.discard(output.request_id)
+            if inbox is not None:
+                self._unanswered.discard(inbox)
+                del self._inboxes[output.request_id]
 
     def _notify(self, inbox: Inbox) -> None:
         courier = self._couriers.get(inbox.loop)
         if courier is None:
-            courier = self._couriers[inbox.loop] = Courier(inbox.loop)
+            courier = self._couriers[inbox.loop] = Courier()
         courier.notify(inbox)
 
     def _fail(self, inbox: Inbox, error: BaseException) -> None:
@@ -273,7 +309,7 @@ class EngineThread:
                 name = self.engine.add_request(
                     asked.prompt, asked.params, namespace=asked.namespace, request_id=asked.request_id
                 )
-                self._inboxes[name], self._names[inbox] = inbox, name
+                self._inboxes[name], inbox.request_id = inbox, name
             except QueueFullError as error:  # it is more than one request, and fewer are allowed now
                 if waiting:
                     self._door.put_back(inbox, asked)
@@ -302,8 +338,8 @@ class EngineThread:
         """Abort the request of an inbox, wherever it is."""
         self._door.remove(inbox)
         self._unanswered.discard(inbox)
-        name = self._names.pop(inbox, None)
-        if name is not None:
+        name = inbox.request_id
+        if name is not None and self._inboxes.get(name) is inbox:
             del self._inboxes[name]
             self._ending.add(name)
             with suppress(RequestError):  # it has ended, and its output was not taken yet
@@ -314,13 +350,11 @@ class EngineThread:
 
     def _close_engine(self) -> None:
         """Abort what runs, for readers that have not got an error."""
-        try:
-            self.engine.close()
-            while self.engine.has_work:
-                for output in self.engine.step():
-                    self._deliver(output)
-        except BaseException:
-            log.exception("the engine could not be closed")
+        self._deliver_outputs()
+        self.engine.close()
+        while self.engine.has_work:
+            self._outputs.extend(self.engine.step())
+            self._deliver_outputs()
 
     def _finish(self, end: Callable[[], ClosedError]) -> None:
         """From now on every call fails, and so do the readers that wait."""
@@ -334,8 +368,17 @@ class EngineThread:
             settle(None, end())
         self._door = Door()
         self._inboxes.clear()
-        self._names.clear()
+        self._outputs.clear()
         self._ending.clear()
+
+
+def _insist(function: Callable[[], None]) -> None:
+    """Call a function, and once more if it raises: it continues then, and nothing may wait for ever."""
+    try:
+        function()
+    except BaseException:
+        log.exception("ending the engine failed, and is tried again")
+        function()
 
 
 def _caused_by(error: BaseException) -> ClosedError:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 from hybrid.engine.output import RequestOutput
 from hybrid.errors import RequestError
-from hybrid.interrupts import deferred_interrupts
+from hybrid.serve.loop_call import LoopCall
 
 
 class Inbox:
@@ -24,11 +24,13 @@ class Inbox:
     Attributes:
         loop: the event loop that it is read in.
         only_ends: as given.
+        request_id: of the request of the engine; None: the engine has not taken it.
     """
 
     def __init__(self, *, only_ends: bool = False) -> None:
         self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
         self.only_ends = only_ends
+        self.request_id: str | None = None
         self._lock = threading.Lock()
         self._latest: RequestOutput | None = None
         self._read: RequestOutput | None = None  # what the reader had last
@@ -87,7 +89,7 @@ class Inbox:
                     latest, self._latest, error = self._latest, None, self._error
                 if error is not None:
                     self._arrived.set()  # it stays
-                if latest is not None:
+                if latest is not None and latest is not self._read:  # it may be put twice
                     before, self._read = self._read, latest
                     return latest.since(before)
                 if error is not None:
@@ -98,12 +100,11 @@ class Inbox:
 
 
 class Courier:
-    """Wakes the readers of one event loop, with one callback for all of them."""
+    """Wakes the readers of one event loop, with one callback for all of them. Keeps neither them nor the loop alive."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[Inbox, None] = {}
+        self._waiting: WeakKeyDictionary[Inbox, None] = WeakKeyDictionary()
         self._is_due = False  # the loop has the callback
 
     def notify(self, inbox: Inbox) -> None:
@@ -111,18 +112,12 @@ class Courier:
         with self._lock:
             self._waiting[inbox] = None
             if not self._is_due:
-                with suppress(RuntimeError):  # the loop was closed
-                    self._loop.call_soon_threadsafe(self._wake)
+                LoopCall(inbox.loop, self._wake)
                 self._is_due = True
 
     def _wake(self) -> None:
-        # an event loop drops what is raised in a callback, a signal's handler included
-        with deferred_interrupts(), self._lock:
-            try:
-                for inbox in self._waiting:
-                    inbox.wake()
-                self._waiting.clear()
-                self._is_due = False
-            finally:
-                if self._is_due:
-                    self._loop.call_soon(self._wake)
+        with self._lock:
+            for inbox in self._waiting:
+                inbox.wake()
+            self._waiting.clear()
+            self._is_due = False

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from hybrid.engine.output import RequestOutput
+from hybrid.interrupts import deferred_interrupts
 from hybrid.key import check_namespace
 from hybrid.serve.door import Asked
 from hybrid.serve.engine_thread import EngineThread
@@ -27,12 +28,13 @@ class OutputStream(AsyncIterator[RequestOutput]):
         ArgumentError: the namespace is not a string.
     """
 
+    _inbox: Inbox | None = None  # in a stream that was not made wholly
+
     def __init__(self, asked: Asked, thread: EngineThread, *, keeps: object, only_ends: bool = False) -> None:
         self._asked = asked
         self._thread = thread
         self._keeps = keeps
         self._only_ends = only_ends
-        self._inbox: Inbox | None = None
         self._has_ended = False
         self._task: asyncio.Task[Any] | None = None
         # a task that was cancelled between two outputs may keep the stream alive; it is watched, without the reverse
@@ -79,10 +81,11 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     def abort(self) -> None:
         """As `aclose`, for callers that cannot wait."""
-        if not self._has_ended and self._inbox is not None:
-            self._thread.forget(self._inbox)
-            self._inbox.close()
-        self._end()
+        with deferred_interrupts():
+            if not self._has_ended and self._inbox is not None:
+                self._thread.forget(self._inbox)
+                self._inbox.close()
+            self._end()
 
     def _end(self) -> None:
         self._has_ended = True

@@ -10,7 +10,7 @@ from itertools import count, pairwise
 
 from hybrid.speculation.chances import Chances
 from hybrid.speculation.drafter import Drafter, History
-from hybrid.speculation.grams import GRAMS, MAX_BACK, GramIndex, Piece, common_length, match_length
+from hybrid.speculation.grams import FIRST_SLOTS, GRAMS, MAX_BACK, GramIndex, Piece, common_length, match_length
 from hybrid.tree.following import following
 from hybrid.tree.tree import Tree
 
@@ -19,6 +19,9 @@ AHEAD = 256
 
 MAX_TOKENS = 1 << 20
 """Tokens that all indices of n-grams remember together."""
+
+LEAST_TOKENS = FIRST_SLOTS // 2
+"""An index counts as this many tokens at least: its table takes memory without any."""
 
 BLOCK = 128
 """The tokens of an answer are indexed when there are this many."""
@@ -214,6 +217,7 @@ class GramDrafter(Drafter):
         self._learned = Chances(REPEATED)
         self._indices: OrderedDict[str, GramIndex] = OrderedDict()
         self._readings: dict[History, _Reading] = {}
+        self._size = 0  # tokens of all indices, as they count
 
     @property
     def name(self) -> str:
@@ -298,6 +302,7 @@ class GramDrafter(Drafter):
         """The index of a namespace, which was used last of all."""
         if namespace not in self._indices:
             self._indices[namespace] = GramIndex(MAX_TOKENS)
+            self._size += LEAST_TOKENS
         self._indices.move_to_end(namespace)
         return self._indices[namespace]
 
@@ -305,13 +310,22 @@ class GramDrafter(Drafter):
         """Index the tokens of a history that are not. When all indices are too large, the one that was not used for
         longest goes."""
         if len(history) > piece.end:
-            self._index(history.namespace).extend(piece, history[piece.end :])
-        while len(self._indices) > 1 and self.num_tokens > MAX_TOKENS:
-            self._indices.popitem(last=False)
+            index = self._index(history.namespace)
+            before = _size(index)
+            index.extend(piece, history[piece.end :])
+            self._size += _size(index) - before
+        while len(self._indices) > 1 and self._size > MAX_TOKENS:
+            _, oldest = self._indices.popitem(last=False)
+            self._size -= _size(oldest)
 
 
 CachedDrafter = ContinuationDrafter | GramDrafter
 """Those that learn themselves how probable their drafts are."""
+
+
+def _size(index: GramIndex) -> int:
+    """Tokens that an index counts as."""
+    return max(index.num_tokens, LEAST_TOKENS)
 
 
 def _cycle(period: array[int]) -> array[int]:

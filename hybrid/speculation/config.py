@@ -48,6 +48,8 @@ class SpeculationConfig:
                     f"SpeculationConfig: each of drafters must be one of {', '.join(BY_NAME)}, or a hybrid.Drafter; "
                     f"got {checks.shown(drafter)}"
                 )
+            if isinstance(drafter, Drafter):
+                _check_described(drafter)
         if not self.drafters:
             raise ArgumentError("SpeculationConfig: drafters is empty; give one, or speculation=None to the engine")
         max_drafts = checks.integer("SpeculationConfig: max_drafts", self.max_drafts, 1, MAX_DRAFTS)
@@ -74,3 +76,12 @@ class SpeculationConfig:
                 f"hybrid.SpeculationConfig; got {checks.shown(speculation)}"
             )
         return cls(drafters=tuple(speculation.split("+")))
+
+
+def _check_described(drafter: Drafter) -> None:
+    """Check what a drafter says of itself."""
+    kind = f"drafter {type(drafter).__name__}"
+    if not isinstance(drafter.name, str):
+        raise ArgumentError(f"{kind}: name must be a string; got {checks.shown(drafter.name)}")
+    if not 0 <= checks.number(f"{kind}: prior", drafter.prior) <= 1:
+        raise ArgumentError(f"{kind}: prior must be from 0 to 1; got {checks.shown(drafter.prior)}")

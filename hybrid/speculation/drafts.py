@@ -18,6 +18,9 @@ from hybrid.errors import ArgumentError
 USUAL = frozenset((tuple, list, range, array))
 """Types of the sequences that drafters usually return."""
 
+INTEGERS = frozenset("bBhHiIlLqQ")
+"""Types of arrays of integers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
@@ -156,7 +159,10 @@ def checked(
             vocabulary, a parent that does not come before its child, or a probability that is none.
     """
     if not (_is_sequence(tokens) and _is_sequence(parents)) or len(tokens) != len(parents):
-        raise ArgumentError(f"drafter {drafter}: propose must return two sequences of the same length")
+        raise ArgumentError(
+            f"drafter {drafter}: propose must return two sequences of the same length, such as lists; got "
+            f"{_described(tokens)} and {_described(parents)}"
+        )
     known = _probabilities(chances, len(tokens), drafter) if chances is not None else None
     if parents == range(-1, len(tokens) - 1) and _are_tokens(tokens, vocab_size):  # a chain has no brothers
         count = min(len(tokens), limit)
@@ -166,7 +172,7 @@ def checked(
     kept: list[int] = []
     for at, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if type(token) is not int or type(parent) is not int:  # the usual case needs no look at abstract types
-            if not isinstance(token, Integral) or not isinstance(parent, Integral):
+            if not (_is_integer(token) and _is_integer(parent)):
                 raise ArgumentError(
                     f"drafter {drafter}: tokens and parents must be integers, got {token!r} and {parent!r}"
                 )
@@ -203,7 +209,19 @@ def _is_sequence(found: object) -> TypeGuard[Sequence[Any]]:
 
 def _are_tokens(tokens: object, vocab_size: int) -> bool:
     """Whether all are tokens, as far as that is known at once."""
-    return isinstance(tokens, array) and len(tokens) > 0 and min(tokens) >= 0 and max(tokens) < vocab_size
+    if not isinstance(tokens, array) or tokens.typecode not in INTEGERS or not tokens:
+        return False
+    return bool(min(tokens) >= 0 and max(tokens) < vocab_size)
+
+
+def _is_integer(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
+def _described(found: object) -> str:
+    """What a drafter has returned, in a message."""
+    kind = type(found).__name__
+    return f"{kind} of {len(found)}" if _is_sequence(found) else kind
 
 
 def _probabilities(chances: object, count: int, drafter: str) -> tuple[float, ...]:

@@ -58,14 +58,15 @@ class GramIndex:
     tokens themselves. It takes 8 to 16 bytes a token, and the tokens 4.
 
     Args:
-        capacity: number of tokens that it remembers. Beyond that the oldest pieces are forgotten.
+        capacity: number of tokens that it remembers. Beyond that the pieces are forgotten that were not
+            extended for longest.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._pieces: OrderedDict[int, Piece] = OrderedDict()
         self._num_tokens = 0
-        self._next = 1
+        self._next = 0
         self._make_table(FIRST_SLOTS)
 
     @property
@@ -87,16 +88,16 @@ class GramIndex:
                 break
             known += length
             known += common_length(other[at : at + len(ids) - known], ids[known:])
-        piece = Piece(self._next, known)
-        self._next += 1
-        return piece
+        return Piece(self._number(), known)
 
     def extend(self, piece: Piece, ids: array[int]) -> None:
         """Index more tokens of a sequence: those after the end of the piece."""
         start, count = len(piece.ids), len(ids)
-        if piece.number not in self._pieces:
+        if self._pieces.get(piece.number) is not piece:  # it was forgotten, or another index was
             start, count = 0, count + start
+            piece.number = self._number()
             self._pieces[piece.number] = piece
+        self._pieces.move_to_end(piece.number)
         piece.ids.extend(ids)
         piece.end += len(ids)
         self._num_tokens += count
@@ -152,6 +153,11 @@ class GramIndex:
             slots &= np.uint64(self._last_slot)
             end = (piece.number << 32) + begin + length
             self._table[slots.view(np.int64)] = np.arange(end, end + count)
+
+    def _number(self) -> int:
+        """Of a piece, which no other one of this index has had."""
+        self._next += 1
+        return self._next
 
     def _make_table(self, slots: int) -> None:
         self._table = np.zeros(slots, np.int64)

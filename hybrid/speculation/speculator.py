@@ -131,10 +131,11 @@ class Speculator:
         self._cached = tuple([drafter for drafter in drafters if isinstance(drafter, CachedDrafter)])
         first = [*takewhile(lambda drafter: isinstance(drafter, CachedDrafter), drafters)]
         self._first = self._cached[: len(first)]
-        self._others = tuple(map(_Asked.of, drafters[len(first) :]))
+        self._all = tuple(map(_Asked.of, drafters))
+        self._others = self._all[len(first) :]
         self._vocab_size = vocab_size
-        self._stats = {drafter.name: DrafterStats() for drafter in drafters}
-        self._expected = {drafter.name: Acceptance(min(max(drafter.prior, 0.0), 1.0)) for drafter in drafters}
+        self._stats = {asked.name: DrafterStats() for asked in self._all}
+        self._expected = {asked.name: Acceptance(asked.drafter.prior) for asked in self._all}
         self._pauses = dict.fromkeys(self._stats, 0)
         self._known: dict[History, _Known] = {}
         self._cost = PassCost()
@@ -400,11 +401,11 @@ class Speculator:
         """A request has ended."""
         if self._known.pop(history, None) is None:
             return
-        for drafter in (*self._cached, *[asked.drafter for asked in self._others]):
+        for asked in self._all:
             try:
-                drafter.end(history)
+                asked.drafter.end(history)
             except Exception as error:
-                self._count_refusal(drafter.name, error)
+                self._count_refusal(asked.name, error)
 
     def _ask(self, asked: _Asked, history: History, count: int, limit: int) -> Drafts | None:
         """What a drafter proposes. If that fails, it is as if it had proposed nothing.

@@ -326,6 +326,20 @@ def test_a_command_whose_output_is_closed_runs() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("arguments", [[], *([command.name] for command in COMMANDS)], ids=" ".join)
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    """It takes ten times as long as the help."""
+    code = (
+        "import sys; from hybrid.commands.main import main\n"
+        "try: main()\n"
+        "finally: print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, *arguments, "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("usage: ")
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
 SMALL = {
     "generate": ["tiny", "a", "--max-new-tokens", "2"],
     "tree": ["a", "--max-new-tokens", "2"],

@@ -6,7 +6,6 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +71,7 @@ def test_a_signal_that_is_ignored_ends_no_command(
         signal.raise_signal(signal.SIGHUP)
         raise HybridError("it went on")
 
-    monkeypatch.setattr("hybrid.commands.main.COMMANDS", (replace(stress.COMMAND, run=run),))
+    monkeypatch.setattr(stress, "run", run)
     assert main(["stress"]) == 2
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
@@ -90,7 +89,7 @@ def test_a_command_that_is_ended_leaves_nothing_behind(
             signal.raise_signal(number)
         raise AssertionError("it went on")
 
-    monkeypatch.setattr("hybrid.commands.main.COMMANDS", (replace(stress.COMMAND, run=run),))
+    monkeypatch.setattr(stress, "run", run)
     with pytest.raises(SystemExit) as ended:
         main(["stress"])
     assert ended.value.code == 128 + number

@@ -5,16 +5,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hybrid import Engine, SamplingParams
+from hybrid.engine.cuda_graphs import SharedLogits
 from hybrid.engine.model_runner import Pending
-from hybrid.engine.padding import Padding
+from hybrid.engine.padding import Padding, padding_of
+from hybrid.engine.pieces import ALIGNMENT, Pieces
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.results import Result
 from hybrid.engine.step import Step
+from hybrid.speculation.drafts import Drafts
 from support.engines import GRID, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.graphs import overlapping, replays, with_graphs
 
@@ -291,3 +295,87 @@ def test_the_graph_that_was_not_used_for_longest_goes(tiny: Engine, monkeypatch:
         engine.generate([ids(20, seed=n) for n in range(count)], greedy(3), progress=False)
     assert sizes == [1, 2, 3, 2]
     assert len(graphs.graphs) == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "occurs", "captured"),
+    [
+        ({}, [0, 2, 0, 0, 2], [2, 4]),
+        ({"MAX_GRAPHS": 1}, [0, 0, 2, 2, 0, 0], [1, 3, 5]),  # whose graph went is new again
+        ({"MAX_OCCURRED": 2}, [0, 2, 4, 0, 0], [4]),  # the first was forgotten when it came again
+    ],
+)
+def test_a_layout_with_prompts_is_captured_when_it_occurs_again(
+    tiny: Engine, limits: dict[str, int], occurs: list[int], captured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"hybrid.engine.cuda_graphs.{name}", limit)
+    captures: list[int] = []
+
+    def capture(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        captures.append(number)
+        return replays(run)
+
+    engine, graphs = with_graphs(engine_on(tiny), capture, max_prompt_tokens=512, on_gpu=True)
+    engine.add_request(ids(30), greedy(8))
+    step = engine.scheduler.schedule()
+    plan_ = engine.runner.plan(step, None)
+    for number, shift in enumerate(occurs):  # noqa: B007 - `capture` notes it
+        layout = {name: (start + shift * (start > 0), shape) for name, (start, shape) in plan_.layout.items()}
+        graphs.run(replace(plan_, layout=layout, numbers=torch.cat((plan_.numbers[:shift], plan_.numbers))))
+    assert captures == captured
+    engine.scheduler.roll_back(step)
+
+
+def test_the_logits_of_all_graphs_are_in_few_memories() -> None:
+    shared = SharedLogits()
+    held = [shared.hold(torch.full((count, 3), float(count))) for count in range(1, 65)]
+    assert [len(logits) for logits in held] == [*range(1, 65)]
+    assert len({logits.untyped_storage().data_ptr() for logits in held}) == 7  # powers of two up to 64
+    assert held[-1].eq(64).all()
+
+
+@pytest.mark.parametrize(
+    ("params", "attributes"),
+    [
+        ({"prompt_logprobs": 1}, {}),  # rows of logits as many as the prompt has tokens
+        ({"n": 2}, {}),
+        ({}, {"media": object()}),  # embeddings and weights of adapters are not among the numbers of a plan
+        ({}, {"adapter": "one"}),
+    ],
+)
+def test_prompts_that_graphs_do_not_know_are_not_padded(
+    tiny: Engine, params: dict[str, Any], attributes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_on(tiny)
+    engine.add_request(ids(30), greedy(8))
+    assert padding_of(engine.scheduler.schedule(), 512) is not None
+    engine.add_request(ids(30, seed=1), greedy(8, **params))
+    step = engine.scheduler.schedule()
+    for name, value in attributes.items():
+        monkeypatch.setattr(step.parts[-1].request, name, value)
+    assert padding_of(step, 512) is None
+
+
+def test_prompts_beside_drafts_are_not_padded(tiny: Engine) -> None:
+    engine = engine_on(tiny)
+    engine.add_request(ids(30), greedy(8))
+    engine.step()
+    engine.add_request(ids(30, seed=1), greedy(8))
+    step = engine.scheduler.schedule()
+    assert [part.is_prefill for part in step.parts] == [True, False]
+    assert padding_of(step, 512) is not None
+    drafted = replace(step.parts[1], drafts=Drafts.chain([1, 2], "mine", [0.5, 0.5]))
+    assert padding_of(Step([step.parts[0], drafted]), 512) is None
+    assert padding_of(Step([drafted]), 512) is not None
+
+
+def test_every_piece_of_a_plan_begins_where_kernels_expect_it() -> None:
+    pieces = Pieces()
+    for count in (1, 2, 3, 5):
+        pieces.add(f"few {count}", range(count))
+        pieces.add_array(f"array {count}", np.arange(count))
+    numbers = pieces.numbers()
+    for name, (start, shape) in pieces.layout.items():
+        assert start % ALIGNMENT == 0, name
+        assert numbers[start : start + shape[0]].tolist() == [*range(shape[0])], name

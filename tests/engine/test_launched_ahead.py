@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -17,12 +17,14 @@ from torch import Tensor
 from hybrid import Drafter, Engine, History, SamplingParams, SpeculationConfig
 from hybrid.cache.retreat import retreat
 from hybrid.engine import sampler
-from hybrid.engine.request import Status
+from hybrid.engine.request import Request, Status
 from hybrid.engine.results import PendingTokens
 from hybrid.engine.scheduler import Scheduler
-from hybrid.engine.step import Part
+from hybrid.engine.step import Part, Step
+from hybrid.engine.step_loop import Launched
 from hybrid.errors import ArgumentError
 from hybrid.memory.device import Arriving
+from hybrid.prompts.encode import EncodedPrompt
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.graphs import overlapping, with_graphs
 
@@ -145,6 +147,20 @@ def test_a_token_that_only_sorting_tells_is_computed_again(
     engine.cache.audit(contents=True)
     assert_nothing_held(engine)
     assert answer(engine, prompts[2] + outputs[2].token_ids, greedy(5)).usage.cached_tokens >= 2 * GRID
+
+
+def test_a_request_that_was_retracted_before_its_token_was_known_keeps_its_part() -> None:
+    """It begins again in the next step, with tokens that are known. The other one's part wrote nothing."""
+    requests = [Request(name, EncodedPrompt(ids(20)), greedy(9), 30) for name in ("retracted", "late", "known")]
+    parts = [
+        Part(requests[0], Mock(), 0, 20, True),
+        Part(requests[1], Mock(), 25, 26, False, num_unknown=1),
+        Part(requests[2], Mock(), 25, 26, False, num_unknown=1),
+    ]
+    launched, scheduler = Launched(Step(parts), list(parts), Mock(), 0.0), Mock()
+    launched.drop({requests[0], requests[1]}, scheduler)
+    assert [call.args[0].request.request_id for call in scheduler.retreat.mock_calls] == ["late"]
+    assert [part.request.request_id for part in launched.parts] == ["retracted", "known"]
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -288,6 +304,38 @@ def test_the_fork_of_a_prompt_is_not_of_the_state_after_its_first_token(tiny: En
     expected = answer(engine_on(tiny, overlap=False), prompt, params)
     output = answer(overlapping(engine_on(tiny)), prompt, params)
     assert [own.token_ids for own in output.outputs] == [own.token_ids for own in expected.outputs]
+
+
+@pytest.mark.parametrize("way", [{"bad_words": ["e", "a"]}, {"repetition_penalty": 1.5}, {"logit_bias": {5: 100.0}}])
+def test_an_abort_of_several_answers_leaves_the_rows_of_others_what_they_are(tiny: Engine, way: dict[str, Any]) -> None:
+    """It comes after their pass was launched, and before tokens are chosen."""
+    params = greedy(12, temperature=1.0, seed=2, logprobs=1, **way)
+    expected = cold(tiny, ids(30), params)
+    for steps in range(2, 5):
+        engine = overlapping(engine_on(tiny))
+        name = engine.add_request(ids(30), params)
+        for _ in range(steps):
+            engine.step()
+        others = engine.add_request(ids(20, 1), greedy(8, n=3, temperature=1.0, seed=3))
+        engine.step()
+        engine.abort(others)
+        outputs = run_to_end(engine)
+        assert (outputs[name].token_ids, outputs[name].logprobs) == (expected.token_ids, expected.logprobs)
+        assert outputs[others].finish_reason == "abort"
+        assert_nothing_held(engine)
+
+
+def test_a_step_with_drafts_is_waited_for_though_nothing_more_is_drafted(tiny: Engine) -> None:
+    """What was cached ends with its drafts: how many are accepted is not known before."""
+    drafts = SpeculationConfig(drafters=("cache",), adaptive=False)
+    for known in range(10, 20):
+        engine = overlapping(engine_on(tiny, deterministic=False), speculation=drafts)
+        prompt, params = ids(20), greedy(40, logprobs=1)
+        answer(engine, prompt, greedy(known))
+        output = answer(engine, prompt, params)
+        assert output.token_ids == cold(tiny, prompt, params).token_ids
+        assert output.usage.accepted_tokens > 0
+        assert_nothing_held(engine)
 
 
 class Silent(Drafter):

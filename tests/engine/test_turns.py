@@ -146,8 +146,10 @@ class Waits:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_turns_are_those_of_a_plain_search(seed: int) -> None:
+def test_turns_are_those_of_a_plain_search(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits is looked through whole for each request that starts."""
+    if seed % 2:
+        monkeypatch.setattr("hybrid.engine.waiting.MAX_OVERTAKING", 10)  # so that some are overtaken by as many
     rng = random.Random(seed)
     queue, waiting = WaitingQueue(), list[Any]()
     served: dict[str, int] = {}
@@ -164,6 +166,7 @@ def test_turns_are_those_of_a_plain_search(seed: int) -> None:
         passed: set[Any] = set()  # offered, and not started
         served = {request.namespace: queue.num_served(request.namespace) for request in waiting}
         for request, _ in zip(queue.in_turn(skipped), range(rng.randrange(25)), strict=False):
+            assert request.namespace not in skipped
             left = [other for other in waiting if other.namespace not in skipped and other not in passed]
             urgent = [other for other in left if other.latest_turn <= num_started]
             least = min(served[other.namespace] for other in left)
@@ -182,6 +185,25 @@ def test_turns_are_those_of_a_plain_search(seed: int) -> None:
                 passed.add(request)
         queue.serve(f"n{rng.randrange(6)}", rng.randrange(200))
         assert queue.num_requests == len(waiting)
+
+
+def test_a_namespace_that_comes_late_is_served_as_the_others_are_from_then_on() -> None:
+    """What they were served before does not make them wait."""
+    queue = WaitingQueue()
+
+    def start(count: int) -> list[str]:
+        names = []
+        for request, _ in zip(queue.in_turn(set()), range(count), strict=False):
+            queue.started(request, 100)
+            names.append(request.namespace)
+        return names
+
+    for _ in range(20):
+        queue.add(cast(Any, Waits("early")))
+    assert start(10) == ["early"] * 10
+    for _ in range(10):
+        queue.add(cast(Any, Waits("late")))
+    assert sorted(start(6)) == ["early"] * 3 + ["late"] * 3
 
 
 @pytest.mark.parametrize("num_namespaces", [1, 3000])

@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessor, TextStreamer
 
-from hybrid import ArgumentError, SpeculationConfig
+from hybrid import ArgumentError, Drafter, History, SpeculationConfig
 from hybrid.speculation.speculator import Speculator
 from support.drafters import Scripted, chain
 from support.hf import SUPPORTED, VOCAB, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
@@ -379,6 +380,22 @@ def test_a_pass_is_timed_by_what_it_computes(model: Any, monkeypatch: pytest.Mon
     hook.remove()
     assert len(seconds) == 3
     assert max(seconds) < 0.09
+
+
+def test_each_call_asks_its_own_drafter_though_another_one_is_equal(model: Any) -> None:
+    @dataclass
+    class Counting(Drafter):  # which makes it equal to others, and not hashable
+        calls: list[int] = field(default_factory=list, compare=False)
+
+        def propose(self, history: History, limit: int) -> tuple[list[int], list[int]]:
+            self.calls.append(limit)
+            return [4], [-1]
+
+    cache, drafters = cache_on(model, deterministic=False), [Counting(), Counting()]
+    for drafter in (*drafters, drafters[0]):
+        config = SpeculationConfig(drafters=(drafter,), adaptive=False)
+        cache.generate(ids(10), speculation=config, **greedy(4))
+    assert [len(drafter.calls) for drafter in drafters] == [4, 2]
 
 
 def test_a_drafter_of_its_own_for_each_call_is_not_kept_for_ever(model: Any) -> None:

@@ -3,6 +3,7 @@
 Its logits are compared with transformers' in `test_families.py`, where it is one of the families.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid import CacheConfig, Engine, Key, SpeculationConfig, UnsupportedModelError
+from hybrid import CacheConfig, Engine, EngineConfig, Key, SpeculationConfig, UnsupportedModelError
+from hybrid.batch import StateSteps
 from hybrid.cache.lease import Lease
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.models.gemma3 import Gemma3ForCausalLM
 from hybrid.models.loading import open_checkpoint
+from hybrid.models.windows import decode_windows
 from support.checkpoints import edit_config
 from support.engines import answer, assert_nothing_held, greedy, ids, run_to_end
+from support.tensors import same_bits
 
 WINDOW = 47
 
@@ -148,6 +152,44 @@ def test_drafts_change_no_token(loaded: Engine) -> None:
     outputs = [answer(engine, prompt_of(30), greedy(60, logprobs=2)) for _ in range(2)]
     assert all(output.logprobs == expected.logprobs for output in outputs)
     assert outputs[1].usage.accepted_tokens > 20
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_a_token_whose_ring_is_not_kept_changes_no_ring(kernels: str, use_kernels: Callable[[str], None]) -> None:
+    """It was launched before it was known that there is none."""
+    use_kernels(kernels)
+    rng = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, heads, 16, generator=rng) for heads in (4, 2, 2))
+    before = torch.randn(5, 2, 7, 2, 16, generator=rng)
+    positions, starts = torch.tensor([30, 31, 2]), torch.arange(4)
+
+    def after(write: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        rings = before.clone()
+        steps = StateSteps(starts, torch.tensor([1, 2, 3]), torch.tensor(write))
+        return decode_windows(query, key, value, positions, rings, steps, 0.25), rings
+
+    output, rings = after([1, -1, 2])
+    expected, others = after([1, 4, 2])
+    assert same_bits(output[::2], expected[::2])
+    assert same_bits(rings[[0, 1, 2, 3]], others[[0, 1, 2, 3]])
+    assert same_bits(rings[4], before[4])
+
+
+def test_a_request_without_a_next_token_fails_alone_where_steps_are_launched_ahead(loaded: Engine) -> None:
+    """The one beside it has the last state slot."""
+
+    def fails_at_the_fifth(answer: list[int], row: torch.Tensor) -> torch.Tensor:
+        return row if len(answer) < 4 else torch.full_like(row, torch.nan)
+
+    settings = CacheConfig(page_size=16, chunk_size=16)
+    engine = loaded.with_cache(settings, size=(64, 3), config=EngineConfig(overlap=True))
+    bad = engine.add_request(prompt_of(20), greedy(30, logits_processors=[fails_at_the_fifth]))
+    good = engine.add_request(prompt_of(33, 1), greedy(30, logprobs=2))
+    outputs = run_to_end(engine)
+    assert outputs[bad].finish_reason == "error" and len(outputs[bad].token_ids) == 4
+    expected = answer(engine_on(loaded, enabled=False), prompt_of(33, 1), greedy(30, logprobs=2))
+    assert outputs[good].logprobs == expected.logprobs
     assert_nothing_held(engine)
 
 

@@ -207,6 +207,12 @@ def test_ids_are_refused_by_their_number_before_their_values() -> None:
     assert seconds(lambda: encoder.encode(ImagePrompt(Unread([0] * 1_000_000), [])), words) < 0.1
 
 
+def test_the_parts_of_a_message_are_refused_by_their_number_before_they_are_looked_at() -> None:
+    encoder = PromptEncoder(never, None, hidden_size=4, page_size=8, limits=LIMITS)
+    with pytest.raises(PromptError, match="2000 tokens; this model takes 1000"):
+        encoder.encode(chat(Unread([{"type": "text", "text": ""}] * 2000)))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [-1, 500, 2**31, -(2**31) - 1, *(pytest.param(10**digits, id=f"{digits} digits") for digits in (400, 5000))],

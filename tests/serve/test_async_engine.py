@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import random
 import signal
 import sys
@@ -423,18 +424,55 @@ def test_a_thread_that_dies_ends_all_with_an_error() -> None:
 
 
 @pytest.mark.usefixtures("untraced")
-def test_whatever_line_of_the_thread_raises_no_reader_waits_for_ever() -> None:
+def test_whatever_line_of_the_thread_raises_one_prompt_or_call_ends_with_it() -> None:
     async def test(planted: Planted) -> None:
         engine = AsyncEngine(engine_without_model(400, 40, runner=Echo()))
-        with suppress(ClosedError):
+        with suppress(PlantedError):
             await engine.call(lambda own: sys.settrace(planted))
-        asked = (read(engine, ids(20, seed), 3) for seed in range(4))
-        for found in await asyncio.gather(*asked, return_exceptions=True):
-            assert isinstance(found, RequestOutput | ClosedError | PlantedError), repr(found)
+        asked = [read(engine, ids(20, seed), 3) for seed in range(4)]
+        calls = [engine.call(lambda own: own.cache.audit()) for _ in range(2)]
+        dropped = engine.stream(ids(20, 9), greedy(900))
+        with suppress(PlantedError):
+            await anext(dropped)
+        await dropped.aclose()
+        found = await asyncio.gather(*asked, *calls, return_exceptions=True)
+        assert sum(isinstance(one, PlantedError) for one in found) <= 1, found
+        for one in found:
+            assert isinstance(one, RequestOutput | PlantedError | None), repr(one)
+        with suppress(PlantedError):
+            await engine.call(lambda own: sys.settrace(None))
+        await nothing_held(engine)
+        assert (await read(engine, ids(20), 3)).token_ids == expected(ids(20), 3)
         await engine.close()
 
-    for line in range(1, 200, 3):
-        run(partial(test, Planted(line, "serve/engine_thread.py")))
+    line, planted = -2, Planted(0)
+    while line < 0 or planted.was_raised:
+        line += 3
+        planted = Planted(line, "serve", spares_locks=True)
+        run(partial(test, planted))
+    assert line > 300
+
+
+@pytest.mark.usefixtures("untraced")
+def test_whatever_line_of_the_thread_raises_it_can_be_closed() -> None:
+    async def test(planted: Planted) -> None:
+        engine = AsyncEngine(engine_without_model(400, 40, runner=Echo()))
+        asked = [asyncio.create_task(read(engine, ids(20, seed), 900)) for seed in range(2)]
+        await until_running(engine, 2)
+        with suppress(PlantedError):
+            await engine.call(lambda own: sys.settrace(planted))
+        await engine.close()
+        for found in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(found, RequestOutput | PlantedError | ClosedError), repr(found)
+        with pytest.raises(ClosedError):
+            await engine.call(len)  # type: ignore[arg-type]
+
+    line, planted = -2, Planted(0)
+    while line < 0 or planted.was_raised:
+        line += 3
+        planted = Planted(line, "serve", spares_locks=True)
+        run(partial(test, planted))
+    assert line > 30
 
 
 def ring() -> None:
@@ -470,6 +508,29 @@ def test_a_signal_at_any_line_of_the_event_loop_ends_every_reader_and_every_call
     finally:
         signal.signal(signal.SIGALRM, before)
     assert line > 100
+
+
+def test_a_callback_that_the_event_loop_drops_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drops one when a signal's handler raises in its own lines."""
+
+    async def test() -> None:
+        loop, calls = asyncio.get_running_loop(), itertools.count()
+        schedule = loop.call_soon_threadsafe
+
+        def schedule_or_drop(callback: Callable[..., object], *arguments: Any, context: Any = None) -> asyncio.Handle:
+            if next(calls) % 2 == 0:
+                return asyncio.Handle(callback, arguments, loop)
+            return schedule(callback, *arguments, context=context)
+
+        async with echoing(seconds=0.001) as engine:
+            with monkeypatch.context() as patched:
+                patched.setattr(loop, "call_soon_threadsafe", schedule_or_drop)
+                outputs = await asyncio.gather(*(read(engine, ids(20, seed), 4) for seed in range(4)))
+                assert await engine.call(lambda own: own.cache.audit()) is None
+            assert [output.token_ids for output in outputs] == [expected(ids(20, seed), 4) for seed in range(4)]
+            assert next(calls) > 4
+
+    run(test)
 
 
 def test_a_reader_that_cannot_be_woken_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,17 +573,18 @@ def test_a_step_that_no_request_made_fail_is_made_again(monkeypatch: pytest.Monk
 
 
 def test_an_engine_that_is_dropped_ends_its_thread(tiny: Engine) -> None:
-    before = threading.active_count()
+    before = {*threading.enumerate()}
 
     async def test() -> None:
         engine = AsyncEngine(engine_on(tiny))
+        [own] = (thread for thread in threading.enumerate() if thread not in before)  # a step may start others
         await engine.generate([ids(20)], greedy(2))
         dropped = weakref.ref(engine.engine)
         del engine
         while dropped() is not None:
             await asyncio.sleep(0.005)
             gc.collect()
-        while threading.active_count() > before:
+        while own.is_alive():
             await asyncio.sleep(0.005)
 
     run(test)
@@ -586,6 +648,21 @@ def test_a_loop_that_is_closed_during_a_call_is_let_go_of() -> None:
     assert dropped() is None
     others.run_until_complete(engine.close())
     others.close()
+
+
+def test_a_loop_that_has_ended_is_let_go_of() -> None:
+    engine = AsyncEngine(engine_without_model(200, 40, runner=Echo()))
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
+    async def test() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        await read(engine, ids(20), 3)
+
+    for _ in range(3):
+        run(test)
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 3
+    asyncio.run(engine.close())
 
 
 def test_one_task_reads_a_stream_and_any_task_may_close_it() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hybrid import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, SpeculationConfig
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
-from hybrid.engine import cuda_graphs
+from hybrid.engine import cuda_graphs, drafting, predictor_passes
+from hybrid.engine.capture import capture_for
 from hybrid.engine.replay import Replay, ReplayOfAll
 from hybrid.speculation.drafter import Drafter, History
 from support.drafters import Scripted, chain
@@ -136,6 +137,48 @@ def test_the_predictor_captured_drafts_what_it_drafts_launched(model: Engine) ->
         assert_nothing_held(engine)
         stats.append(engine.stats().speculation["mtp"])
     assert stats[0] == stats[1] and stats[0].refused == 0
+
+
+def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predictor_passes, "MAX_PASSES", 2)
+    made, kept = list[int](), list[int]()
+    run = predictor_passes.PredictorPasses.run
+
+    def noted(passes: Any, numbers: Any, before: Any) -> Any:
+        predicted = run(passes, numbers, before)
+        kept.append(passes.num_captured)
+        return predicted
+
+    def counted(device: Any) -> Any:
+        capture = capture_for(device)
+
+        def capturing(again: Any) -> Any:
+            made.append(len(kept))
+            return capture(again)
+
+        return capturing
+
+    monkeypatch.setattr(predictor_passes.PredictorPasses, "run", noted)
+    monkeypatch.setattr(drafting, "capture_for", counted)
+    engine, prompts = engine_of(model, "mtp"), prompts_of(model, 3)
+    captures = []
+    for count in (1, 2, 1, 3, 1, 2):  # two are kept: the one that was not used for longest goes
+        before = len(made)
+        engine.generate([prompt[:5] for prompt in prompts[:count]], greedy(9), progress=False)
+        captures.append(len(made) - before)
+    assert captures == [1, 1, 0, 1, 0, 1]
+    assert max(kept) == 2
+
+
+def test_hooks_of_a_predictor_that_was_captured_are_called(model: Engine) -> None:
+    engine, prompts, calls = engine_of(model, "mtp"), prompts_of(model, 1), list[int]()
+    expected = engine.generate(prompts, greedy(9), progress=False)
+    handle = engine.model.mtp.register_forward_hook(lambda *_: calls.append(1))
+    engine.cache.clear()
+    outputs = engine.generate(prompts, greedy(9), progress=False)
+    handle.remove()
+    assert outputs[0].token_ids == expected[0].token_ids
+    assert len(calls) > 0
 
 
 def test_a_predictor_that_cannot_be_captured_is_launched(

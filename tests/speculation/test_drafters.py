@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import tracemalloc
+import weakref
 from array import array
 from functools import partial
 
 import pytest
 
 from hybrid import Drafter, History, Key, SpeculationConfig
-from hybrid.speculation.cached import BLOCK, GramDrafter
+from hybrid.speculation import cached
+from hybrid.speculation.cached import BLOCK, LEAST_TOKENS, ContinuationDrafter, GramDrafter
 from hybrid.speculation.grams import GRAMS, GramIndex
 from hybrid.speculation.pace import Acceptance, PassCost, Worth
 from hybrid.speculation.speculator import Speculator
+from support.pictures import cache_with, serve
 
 
 def history_of(ids: array[int], namespace: str = "") -> History:
@@ -29,6 +33,36 @@ def test_the_latest_place_of_the_longest_gram_is_found() -> None:
     assert all(place in (None, (ids, at)) for at, place in enumerate(found, GRAMS[0]))
     assert sum(place is not None for place in found) > 0.95 * len(found)  # a newer one takes the slot of an older one
     assert index.find(ids[:20] + array("i", [7, 7, 7, 7])) is None
+
+
+def test_what_is_found_has_the_last_tokens_before_it() -> None:
+    """Whatever has the same hash. And nothing is lost when the table grows."""
+    rng, index = random.Random(0), GramIndex(100_000)
+    texts = [array("i", [rng.randrange(200) for _ in range(2500)]) for _ in range(3)]
+    for text in texts:
+        index.extend(index.open(text), text)
+    found = {2: 0, 6: 0}
+    for _ in range(5000):
+        ids = array("i", [rng.randrange(200) for _ in range(8)])
+        place = index.find(ids)
+        if place is not None:
+            assert place[0][place[1] - 2 : place[1]] == ids[-2:]
+            found[2] += 1
+    for text in texts:
+        for at in range(6, 2499, 5):
+            place = index.find(text[:at])
+            found[6] += place is not None and place[0][place[1] - 6 : place[1]] == text[at - 6 : at]
+    assert found[2] > 100
+    assert found[6] > 0.5 * 1500
+
+
+def test_what_is_known_of_a_sequence_is_not_indexed_again() -> None:
+    rng, drafter = random.Random(0), GramDrafter()
+    text = array("i", [rng.randrange(50_000) for _ in range(1000)])
+    drafter.end(history_of(text))
+    turn = array("i", [*text, *range(60_000, 60_050)])
+    drafter.end(history_of(turn))
+    assert drafter.num_tokens == 1050
 
 
 def test_an_image_has_placeholders_that_are_indexed_as_tokens() -> None:
@@ -76,6 +110,64 @@ def test_a_long_prompt_takes_the_memory_of_its_index() -> None:
     finally:
         tracemalloc.stop()
     assert taken < 1.5 * drafter.num_bytes
+
+
+def test_an_index_forgets_the_pieces_that_were_not_extended_for_longest() -> None:
+    rng, index = random.Random(0), GramIndex(1000)
+    bound = index.num_bytes + 4 * 1000  # the table has slots for more
+    texts = [array("i", [rng.randrange(50_000) for _ in range(100)]) for _ in range(30)]
+
+    def is_known(text: array[int]) -> bool:
+        return any(index.find(text[:at]) == (text, at) for at in range(50, 99))  # newer ones take slots of older ones
+
+    first, *pieces = [index.open(text) for text in texts]
+    index.extend(first, texts[0][:50])
+    for at, (piece, text) in enumerate(zip(pieces, texts[1:], strict=True)):
+        index.extend(piece, text)
+        assert index.num_tokens <= 1000 and index.num_bytes <= bound
+        if at == 5:
+            index.extend(first, texts[0][50:])
+        assert at != 12 or is_known(texts[0])
+
+    assert [is_known(text) for text in texts] == [False] * 20 + [True] * 10
+    texts[0].extend([7, 8])
+    index.extend(first, texts[0][100:])  # all of it is known again
+    assert is_known(texts[0]) and index.num_tokens == 102 + 8 * 100
+
+
+@pytest.mark.parametrize("count", [10, 3000])
+def test_the_indices_of_many_namespaces_are_bounded(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens, and the memory that an index takes without any. Those that were used last stay."""
+    monkeypatch.setattr(cached, "MAX_TOKENS", 32 * 1024)
+    rng, drafter = random.Random(0), GramDrafter()
+
+    def end(namespace: int, ids: array[int]) -> None:
+        drafter.end(history_of(ids, str(namespace)))
+
+    texts = [array("i", [rng.randrange(50_000) for _ in range(count)]) for _ in range(100)]
+    for namespace, text in enumerate(texts):
+        end(namespace, text)
+        end(0, array("i", [1, 2, 3]))  # which is used, and so is kept
+    assert drafter.num_tokens <= 32 * 1024 and drafter.num_bytes <= 24 * 32 * 1024
+    drafted = [bool(drafter.propose(history_of(texts[at][-9:-1], str(at)), 1)[0]) for at in (0, *range(99, 0, -1))]
+    assert drafted[:8] == [True] * 8 and sum(drafted) <= 16
+
+
+def test_a_request_continues_in_a_namespace_that_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens have a piece of their own, whatever others came meanwhile."""
+    monkeypatch.setattr(cached, "MAX_TOKENS", 2 * LEAST_TOKENS - 1)
+    rng, drafter = random.Random(0), GramDrafter()
+    ids, other, more = (array("i", [rng.randrange(50_000) for _ in range(300)]) for _ in range(3))
+    history = history_of(ids, "a")
+    drafter.propose(history, 7)
+    drafter.end(history_of(array("i", range(900)), "b"))  # "a" is forgotten
+    drafter.propose(history_of(other, "a"), 7)
+    ids.extend(more)
+    for _ in range(2):
+        drafter.propose(history, 7)
+    assert drafter.num_tokens == 900
+    for text in (ids, other):
+        assert drafter.propose(history_of(text[:100], "a"), 3)[0] == text[100:103]
 
 
 def test_grams_do_not_cross_namespaces() -> None:
@@ -184,6 +276,82 @@ def test_the_chance_of_a_draft_follows_from_how_long_its_source_was_right() -> N
     assert chances[4][-1] < 0.5 < 0.9 < chances[12][-1]
 
 
+def test_what_a_request_has_shown_is_expected_of_the_next_one() -> None:
+    """After two tokens that were the same nothing of the source followed: less is expected of such a match."""
+    rng, drafter = random.Random(0), GramDrafter()
+    document = [rng.randrange(1000) for _ in range(600)]
+    drafter.end(history_of(array("i", document)))
+
+    def misled(start: int) -> float:
+        ids = array("i", [5000, *document[start : start + 2]])
+        history = history_of(ids)
+        tokens, _, likely = drafter.propose(history, 3)
+        ids.append(2000 + start)
+        drafter.propose(history, 3)
+        drafter.end(history)
+        return likely[0] if len(tokens) else 1.0
+
+    expected = [misled(start) for start in range(20, 500, 30)]
+    assert expected[0] == pytest.approx(0.3) and expected[-1] < 0.2
+
+
+def test_a_continuation_that_came_meanwhile_is_found_with_the_next_page() -> None:
+    cache = cache_with("abcdefghij")  # pages of two tokens
+    drafter = ContinuationDrafter(lambda: cache.tree)
+    assert [*drafter.propose(history_of(array("i", map(ord, "abc"))), 9)[0]] == [*map(ord, "defghij")]
+    ids = array("i", map(ord, "abx"))
+    history = history_of(ids)
+    assert not drafter.propose(history, 9)[0]
+    serve(cache, "abxyzzyy")
+    assert not drafter.propose(history, 9)[0]  # it is not looked up again before that
+    ids.append(ord("y"))
+    assert [*drafter.propose(history, 9)[0]] == [*map(ord, "zzyy")]
+    ids.extend(map(ord, "zz"))
+    assert [*drafter.propose(history, 1)[0]] == [ord("y")]
+
+
+def test_less_is_expected_of_continuations_that_were_wrong() -> None:
+    cache = cache_with("abcdefghijklmnop")
+    drafter, expected = ContinuationDrafter(lambda: cache.tree), []
+    for length in range(1, 9):
+        ids = array("i", map(ord, "abcdefgh"[:length]))
+        history = history_of(ids)
+        expected.append(drafter.propose(history, 1)[2][0])
+        ids.append(ord("!"))
+        drafter.propose(history, 1)
+        drafter.end(history)
+    assert expected[0] == pytest.approx(0.8) and expected[-1] < 0.6
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
+    cache = cache_with("abcdefgh")
+    drafters = ContinuationDrafter(lambda: cache.tree), GramDrafter(), Silent(True)
+    speculator, gone = Speculator(SpeculationConfig(drafters=drafters[2:]), drafters, 1000), []
+    for text in ("abcd", "abxx", "abcdabcdab"):
+        ids = array("i", map(ord, text))
+        history = history_of(ids)
+        for token in "efg":
+            speculator.propose(history, 7, 1)
+            ids.append(ord(token))
+        speculator.end(history)
+        gone.append(weakref.ref(history))
+        del history
+    gc.collect()
+    assert [history() for history in gone] == [None] * 3
+
+
+def test_a_drafter_that_fails_is_asked_less_and_less() -> None:
+    class Failing(Silent):
+        def propose(self, history: History, limit: int) -> tuple[list[int], range]:
+            super().propose(history, limit)
+            raise RuntimeError("no idea")
+
+    drafter = Failing(True)
+    speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000)
+    assert drafted(speculator, requests=2, passes=300) == []
+    assert speculator.stats["Failing"].refused == drafter.calls < 30
+
+
 class Silent(Drafter):
     """Drafts tokens that never come, and counts how often it is asked."""
 
@@ -239,6 +407,18 @@ def test_drafts_that_become_right_are_computed_though_none_was_for_long() -> Non
         ids.extend([token] * (1 + len(path)))
     assert len([at for at in computed if at < 400]) < 10
     assert len([at for at in computed if at >= 900]) == 300
+
+
+def test_each_drafter_hears_once_that_a_request_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[Drafter] = []
+    cached, own = GramDrafter(), Silent(True)
+    for drafter in (cached, own):
+        monkeypatch.setattr(drafter, "end", lambda history, each=drafter: heard.append(each))
+    speculator = Speculator(SpeculationConfig(), (own, cached), 1000)
+    history = history_of(array("i", [1]))
+    speculator.propose(history, 7, 1)
+    speculator.end(history)
+    assert heard == [own, cached]
 
 
 @pytest.mark.parametrize("claimed", [1.0, 0.5])

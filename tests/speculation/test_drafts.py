@@ -1,8 +1,12 @@
 """Drafts, their check, and which of them are accepted."""
 
+from array import array
+from typing import Any
+
+import numpy as np
 import pytest
 
-from hybrid import ArgumentError, SpeculationConfig
+from hybrid import ArgumentError, Drafter, SpeculationConfig
 from hybrid.speculation.drafts import Drafts, accepted, checked
 
 
@@ -28,6 +32,9 @@ def test_nothing_is_accepted_after_an_end_token_or_a_row_that_is_not_finite() ->
     drafts = made((5, 6, 7), (-1, 0, 1))
     assert accepted(drafts, [5, 6, 7, 1], lambda token: token == 6) == [0]
     assert accepted(drafts, [5, -1, 7, 1], never) == [0]
+    tree = made((8, 5, 6, 7), (-1, -1, 1, 2))
+    assert accepted(tree, [5, 1, 6, 7, 1], lambda token: token == 6) == [1]
+    assert accepted(tree, [5, 1, -1, 7, 1], never) == [1]
 
 
 def test_brothers_with_the_same_token_are_one_and_keep_all_their_children() -> None:
@@ -49,6 +56,10 @@ def test_more_than_the_limit_is_left_out() -> None:
         ([-1], [-1], "outside the vocabulary"),
         ([1.0], [-1], "integers"),
         ([1], [None], "integers"),
+        ([True], [-1], "integers"),
+        (array("d", [1.0, 2.0]), range(-1, 1), "integers"),
+        (array("d", [1.0, float("nan")]), range(-1, 1), "integers"),
+        (np.array([1]), [-1], "such as lists; got ndarray and list of 1"),
         ([1], [0], "parents come first"),
         ([1, 2], [-1, 1], "parents come first"),
         ([1], [-2], "parents come first"),
@@ -57,6 +68,22 @@ def test_more_than_the_limit_is_left_out() -> None:
 def test_what_cannot_be_computed_is_refused(tokens: object, parents: object, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         checked(tokens, parents, "test", 4, 100)
+
+
+def test_probabilities_are_those_of_the_drafts_that_are_kept() -> None:
+    assert checked([5, 6, 7], range(-1, 2), "test", 2, 100, [0.5, 0.25, 1]).chances == (0.5, 0.25)
+    assert checked([5, 5, 6, 7], [-1, -1, 1, 2], "test", 2, 100, [0.5, 0.4, 0.25, 1]).chances == (0.5, 0.25)
+    assert checked(array("i", [5, 6, 7]), range(-1, 2), "test", 2, 100, [np.float32(0.5), 1, 0]).chances == (0.5, 1)
+
+
+@pytest.mark.parametrize(
+    "bad", [[1.5], [-0.1], [float("nan")], ["1"], [None], [], [0.5, 0.5], 0.5, np.ones(1)], ids=str
+)
+def test_a_probability_that_is_none_is_refused(bad: object) -> None:
+    for parents in ([-1], range(-1, 0)):
+        for tokens in ([5], array("i", [5])):
+            with pytest.raises(ArgumentError, match="a probability"):
+                checked(tokens, parents, "test", 4, 100, bad)
 
 
 def test_of_a_tree_the_first_path_is_a_chain() -> None:
@@ -74,6 +101,25 @@ def test_a_speculation_that_is_not_known_is_refused(bad: object) -> None:
 def test_a_number_of_drafts_that_cannot_be_is_refused(bad: object) -> None:
     with pytest.raises(ArgumentError, match="max_drafts"):
         SpeculationConfig(max_drafts=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"name": 5}, "name must be a string"),
+        ({"name": []}, "name must be a string"),
+        ({"prior": "a"}, "prior must be a number"),
+        ({"prior": None}, "prior must be a number"),
+        ({"prior": float("nan")}, "prior must be a number"),
+        ({"prior": 1.5}, "prior must be from 0 to 1"),
+        ({"prior": -1}, "prior must be from 0 to 1"),
+    ],
+    ids=str,
+)
+def test_what_a_drafter_says_of_itself_is_checked(own: dict[str, Any], message: str) -> None:
+    drafter = type("Own", (Drafter,), {"propose": lambda *_: ([], []), **own})()
+    with pytest.raises(ArgumentError, match=f"drafter Own: {message}"):
+        SpeculationConfig(drafters=(drafter,))
 
 
 def test_a_configuration_needs_a_drafter() -> None:

@@ -46,7 +46,7 @@ def test_parity_with_the_predictor(tiny: Engine, predicting: Engine) -> None:
     judge = Judge(tiny)
     checks = [each.check(judge) for each in predictor(Judge(predicting))]
     assert [f"{check.name}: {check.detail}" for check in checks if not check.passed] == []
-    assert len(checks) == 6
+    assert len(checks) == 7
 
 
 def test_most_drafts_are_what_the_model_says(tiny: Engine, predicting: Engine) -> None:
@@ -59,7 +59,7 @@ def test_most_drafts_are_what_the_model_says(tiny: Engine, predicting: Engine) -
         first += output.usage.drafted_tokens // 3
     stats = engine.stats().speculation["mtp"]
     assert (stats.accepted_tokens, stats.refused) == (accepted, 0)
-    assert accepted > 0.8 * first  # of three in a chain
+    assert accepted > 1.9 * first  # of three in a chain
     assert_nothing_held(engine)
 
 
@@ -110,16 +110,37 @@ def test_drafts_pause_where_they_do_not_pay_and_alternatives_form_trees(tiny: En
     assert_nothing_held(engine)
 
 
-def test_what_follows_images_is_drafted_too(tiny: Engine, predicting: Engine) -> None:
+def test_requests_of_which_few_tokens_are_left_change_no_draft_of_others(predicting: Engine) -> None:
+    """Chains of several lengths are computed together."""
+    prompts = [prompt_of(predicting, text) for text in (TEXT, "class Queue:\n    def put(", "import json\n\ndef load(")]
+    params = [greedy(count) for count in (5, 24, 9)]
+    for eager in (False, True):
+        engine = with_drafts(predicting, eager=eager, enabled=False)
+        alone = [answer(engine, prompt, own).usage for prompt, own in zip(prompts, params, strict=True)]
+        together = engine.generate(prompts, params, progress=False)
+        assert [output.usage for output in together] == alone
+        assert alone[1].accepted_tokens > 8
+
+
+def test_what_follows_images_is_drafted_too(tiny: Engine, predicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     size = tiny.model.config.hidden_size
     values = torch.randn(12, size, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(40).expand(3, -1).clone()
     positions[1:, 10:22] += torch.arange(12) % 3
+    positions[:, 22:] += 5  # as are those of what is generated
     prompt = ImagePrompt(ids(40), [Image(10, values)], positions)
-    engine = with_drafts(predicting)
+    engine = with_drafts(predicting, eager=True)
+    shifts, draft = set(), engine.model.draft
+
+    def watched(batch: Any, *more: Any) -> Any:
+        shifts.add(int(batch.positions - batch.decodes.seq_lens))
+        return draft(batch, *more)
+
+    monkeypatch.setattr(engine.model, "draft", watched)
     for _ in range(2):
         assert answer(engine, prompt, greedy(30)).token_ids == cold(tiny, prompt, greedy(30)).token_ids  # type: ignore[arg-type]
     assert engine.stats().speculation["mtp"].drafted_tokens > 0
+    assert shifts == {5 - 1}
     assert_nothing_held(engine)
 
 

@@ -1,12 +1,14 @@
 """What happens to drafts where something else happens: ends inside them, boundaries, retraction, full memory."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, SamplingParams
+from hybrid.commands.parity_drafts import Known
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from support.drafters import Scripted, chain, following
@@ -52,7 +54,7 @@ def test_a_stop_text_inside_drafts_ends_the_answer_and_nothing_after_it_is_cache
     engine = engine_with(tiny, following({tuple(prompt): whole.token_ids}), deterministic=deterministic)
     output = answer(engine, prompt, params)
     assert (output.text, output.token_ids) == (expected.text, expected.token_ids)
-    assert output.usage.accepted_tokens > 0
+    assert 0 < output.usage.accepted_tokens < len(output.token_ids)  # without those after the stop
     assert_nothing_held(engine)
     again = [*prompt, *whole.token_ids]
     assert answer(engine, again, greedy(1)).usage.page_tokens <= len(prompt) + len(output.token_ids)
@@ -69,24 +71,84 @@ def test_the_last_token_that_there_is_room_for_is_no_draft(tiny: Engine) -> None
 
 @pytest.mark.parametrize("max_drafts", [1, 5, 7, GRID, 3 * GRID])
 @pytest.mark.parametrize("right", [1.0, 0.8])
+@pytest.mark.parametrize("count", [45, 55])
 def test_a_turn_that_follows_resumes_at_the_last_boundary_of_the_answer(
-    tiny: Engine, max_drafts: int, right: float
+    tiny: Engine, max_drafts: int, right: float, count: int
 ) -> None:
     """Without determinism the state at a boundary is kept in the back, also when it is inside accepted drafts."""
     prompt = ids(20)
     plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=False)
-    whole = answer(plain, prompt, greedy(45))
+    whole = answer(plain, prompt, greedy(count))
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=False)
     drafter = following({tuple(prompt): whole.token_ids}, right)
     own = SpeculationConfig(drafters=(drafter,), adaptive=False, max_drafts=max_drafts)
     engine = tiny.with_cache(settings, size=(64, 8), config=EngineConfig(audit=True), speculation=own)
-    output = answer(engine, prompt, greedy(45))
+    output = answer(engine, prompt, greedy(count))
     assert output.token_ids == whole.token_ids
     turn = [*prompt, *whole.token_ids, *ids(5, seed=9)]
     expected, found = answer(plain, turn, greedy(5)), answer(engine, turn, greedy(5))
     assert found.usage.cached_tokens == expected.usage.cached_tokens == 4 * GRID
     assert found.token_ids == expected.token_ids
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_turn_after_a_stop_text_resumes_where_it_would_without_drafts(tiny: Engine, deterministic: bool) -> None:
+    """A boundary after the stop text, in the same drafts, does not take the place of the one before it."""
+    prompt, decode = ids(20), tiny.tokenizer.decode
+    plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=deterministic)
+    whole = answer(plain, prompt, greedy(60))
+    tokens, hits = whole.token_ids, set()
+    for at in range(30, 46):
+        stop = decode(tokens[at : at + 2])
+        if whole.text.find(stop) != len(decode(tokens[:at])):
+            continue
+        params = greedy(60, stop=stop)
+        outputs = []
+        for drafter in (Scripted(lambda *_: chain([])), following({tuple(prompt): tokens})):
+            engine = engine_with(tiny, drafter, deterministic=deterministic)
+            first = answer(engine, prompt, params)
+            turn = [*prompt, *first.token_ids[:at], *ids(20, seed=9)]
+            second = answer(engine, turn, greedy(3))
+            outputs.append((first.token_ids, first.text, second.usage.cached_tokens, second.token_ids))
+            assert_nothing_held(engine)
+        assert outputs[0] == outputs[1]
+        hits.add(outputs[0][2])
+    assert hits == {3 * GRID, 4 * GRID}
+
+
+@pytest.mark.parametrize("length", [17, 24, 29, 30, 31, 32])
+def test_a_boundary_may_be_anywhere_among_accepted_drafts(tiny: Engine, length: int) -> None:
+    prompt = ids(length)
+    plain, turn = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=False), ids(5, seed=9)
+    expected = answer(plain, prompt, greedy(40)).token_ids
+    engine = engine_with(tiny, following({tuple(prompt): expected}), deterministic=False)
+    assert answer(engine, prompt, greedy(40)).token_ids == expected
+    again = answer(engine, [*prompt, *expected, *turn], greedy(1, logprobs=3))
+    assert again.usage.cached_tokens == (length + 39) // GRID * GRID
+    first = answer(plain, [*prompt, *expected, *turn], greedy(1, logprobs=3))
+    assert again.logprobs is not None and first.logprobs is not None
+    assert again.logprobs[0] == pytest.approx(first.logprobs[0], abs=1e-3)  # the state is the one at the boundary
+    assert_nothing_held(engine)
+
+
+def test_drafts_of_all_requests_fit_into_a_step(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [ids(20, seed=seed) for seed in range(3)]
+    answers = known(tiny, *prompts, count=30)
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID)
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=GRID + 3 + 5, audit=True)
+    drafts = SpeculationConfig(drafters=(following(answers),), adaptive=False)
+    engine = tiny.with_cache(settings, size=(96, 24), config=config, speculation=drafts)
+    plan, drafted = engine.runner.plan, list[int]()
+
+    def noted(step: Any, under_way: Any) -> Any:
+        drafted.append(sum(part.num_drafts for part in step.parts))
+        return plan(step, under_way)
+
+    monkeypatch.setattr(engine.runner, "plan", noted)
+    outputs = engine.generate(prompts, greedy(30), progress=False)
+    assert [output.token_ids for output in outputs] == [*answers.values()]
+    assert max(drafted) == 5
 
 
 def test_requests_with_and_without_drafts_are_computed_in_one_step(tiny: Engine) -> None:
@@ -106,6 +168,33 @@ def test_requests_with_and_without_drafts_are_computed_in_one_step(tiny: Engine)
     outputs.update(run_to_end(engine))
     assert [output.token_ids for output in outputs.values()] == [answers[tuple(p)][:30] for p in prompts]
     assert [output.usage.accepted_tokens > 0 for output in outputs.values()] == [True, False, True, False, True]
+    assert_nothing_held(engine)
+
+
+def fails_at_the_twelfth(answer: Sequence[int], row: torch.Tensor) -> torch.Tensor:
+    if len(answer) > 10:
+        raise ValueError(f"no token {len(answer)} after {answer[-1]}")
+    return row
+
+
+@pytest.mark.parametrize("right", [1.0, 0.5])
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_an_answer_ends_with_the_error_of_its_own_token_and_not_with_one_of_a_draft(
+    tiny: Engine, right: float, as_tree: bool
+) -> None:
+    prompt = ids(20)
+    params = greedy(30, logits_processors=[fails_at_the_twelfth])
+    expected = answer(engine_with(tiny, Scripted(lambda *_: chain([]))), prompt, params)
+    assert expected.error == f"ValueError: no token 11 after {expected.token_ids[-1]}"
+    whole = known(tiny, prompt)
+
+    def tree(history: Any, limit: int) -> Any:
+        tokens, parents = following(whole, right).script(history, limit - 2)
+        return [*tokens, 5, 6], [*parents, -1, len(tokens)]
+
+    engine = engine_with(tiny, Scripted(tree) if as_tree else following(whole, right))
+    output = answer(engine, prompt, params)
+    assert (output.token_ids, output.error) == (expected.token_ids, expected.error)
     assert_nothing_held(engine)
 
 
@@ -242,12 +331,17 @@ def test_rows_that_change_hands_keep_nothing_of_those_before(tiny: Engine, deter
 
 
 @pytest.mark.parametrize("params", [greedy(30, logprobs=2), greedy(30, logprobs=2, temperature=1.0, seed=3)])
-def test_answers_to_prompts_with_images_are_drafted_too(tiny: Engine, params: SamplingParams) -> None:
+@pytest.mark.parametrize("as_tree", [False, True])
+def test_answers_to_prompts_with_images_are_drafted_too(tiny: Engine, params: SamplingParams, as_tree: bool) -> None:
     values = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
-    prompt = ImagePrompt([*ids(10), *[9] * 9, *ids(5, seed=1)], [Image(10, values)])
+    positions = torch.arange(24).expand(3, -1).clone()
+    positions[:, 19:] += 4  # as are those of what is generated
+    prompt = ImagePrompt([*ids(10), *[9] * 9, *ids(5, seed=1)], [Image(10, values)], positions)
     plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=True)
     expected = answer(plain, prompt, params)
-    engine = engine_with(tiny, following({tuple(prompt.token_ids): expected.token_ids}, 0.8), deterministic=True)
+    known = {tuple(prompt.token_ids): expected.token_ids}
+    drafter = Known(known, wrong_every=7, as_tree=True) if as_tree else following(known, 0.8)
+    engine = engine_with(tiny, drafter, deterministic=True)
     for _ in range(2):  # computed, and hit
         output = answer(engine, prompt, params)
         assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
@@ -311,6 +405,17 @@ def test_what_pays_is_computed_where_drafters_lie_and_requests_are_aborted_and_r
     stats = engine.stats().speculation
     assert engine.scheduler.num_retractions > 0
     assert stats["Boasting"].accepted_tokens > 50 and sum(own.refused for own in stats.values()) == 0
+
+
+def test_no_draft_crosses_a_namespace(tiny: Engine) -> None:
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID)
+    drafts = SpeculationConfig(drafters=("cache",), adaptive=False)
+    engine, prompt = tiny.with_cache(settings, size=(96, 24), speculation=drafts), list(range(3, 43))  # none twice
+    expected = answer(engine, prompt, greedy(30), namespace="a").token_ids
+    for namespace, others in (("b", False), ("", False), ("a", True)):
+        output = answer(engine, prompt, greedy(4), namespace=namespace)
+        assert output.token_ids == expected[:4]
+        assert (output.usage.drafted_tokens > 0) == others
 
 
 def test_a_drafter_that_fails_when_a_request_ends_holds_up_nothing(tiny: Engine) -> None:

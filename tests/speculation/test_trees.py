@@ -159,6 +159,17 @@ def test_drafts_of_several_drafters_are_one_tree_the_most_likely_first() -> None
     assert tree.best(4) == Drafts((5, 8, 9, 6), (-1, -1, 1, 0), (("a",), ("b",), ("b",), ("a",)))
 
 
+def test_of_the_drafts_of_one_drafter_the_most_probable_are_computed() -> None:
+    tree = DraftTree()
+    tree.add(made([5, 6, 7], [-1, -1, 1]), 0.6)  # the second one is right where the first is wrong
+    assert tree.chances == pytest.approx([0.6, 0.4 * 0.6, 0.4 * 0.6 * 0.6])
+    tree = DraftTree()
+    tree.add(Drafts((5, 6, 7), (-1, -1, 1), (("a",),) * 3, (0.2, 0.7, 0.9)), 0.6)
+    assert tree.chances == pytest.approx([0.7, 0.7 * 0.9, 0.2])
+    assert tree.best(2) == Drafts((6, 7), (-1, 0), (("a",),) * 2)
+    assert tree.best(3).chances == (0.2, 0.7, 0.9)  # as they were proposed
+
+
 def test_a_token_that_two_drafters_name_is_one_draft_and_likelier() -> None:
     tree = DraftTree()
     tree.add(made([5, 6], [-1, 0]), 0.5)
@@ -208,12 +219,14 @@ def test_two_drafters_of_which_one_is_right_at_a_time_are_both_computed(tiny: En
 # Other states and other kernels
 
 
-@pytest.mark.parametrize("name", ["bamba", "tiny"])
-@pytest.mark.parametrize("wrong_every", [0, 3])
+@pytest.mark.parametrize(
+    ("name", "wrong_every"),
+    [("bamba", 0), ("bamba", 3), ("tiny", 0), ("tiny", 3), ("gemma3_text", 3), ("qwen3_next", 3)],
+)
 def test_trees_change_no_bit_of_the_twins(
     name: str, wrong_every: int, tmp_path: Path, use_kernels: Callable[[str], None]
 ) -> None:
-    """The states of Mamba-2, and those of the delta rule, in plain torch."""
+    """The states of Mamba-2, those of the delta rule, and windows, and experts, in plain torch."""
     use_kernels("reference")
     path = "tiny" if name == "tiny" else write_random_checkpoint(tmp_path, name, 0)
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, memory="16MiB", deterministic=True)

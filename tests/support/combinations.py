@@ -17,6 +17,7 @@ import torch
 from hybrid import CacheConfig, Drafter, Engine, EngineConfig, History, MemoryBudgetError, SpeculationConfig
 from hybrid.commands.liar import Liar
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
+from hybrid.memory.memory import MIN_STATE_SLOTS
 from support.checkpoints import byte_tokenizer
 from support.peft_adapters import TARGETS, make_adapter
 
@@ -310,7 +311,7 @@ class Makes:
             "fixed": (0, 0),
         }[own["memory"]]
         if own["memory"] == "fixed":
-            size = self._rng.randint(longest, 3 * longest), self._rng.randint(2, 12)
+            size = self._rng.randint(longest, 3 * longest), max(MIN_STATE_SLOTS, self._rng.randint(2, 12))
         config = CacheConfig(
             page_size=self.page_size,
             chunk_size=self.chunk,

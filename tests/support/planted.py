@@ -22,7 +22,8 @@ class Planted:
         line: how many lines are run up to the one that raises.
         places: files and folders whose lines count, within the package.
         rings: called instead of raising.
-        spares_locks: the lines of `with` do not count: nothing raises between a lock and what it guards.
+        spares_locks: the lines of `with` and of `try` do not count: nothing raises between a lock and what it guards,
+            and `try` does nothing.
 
     Attributes:
         was_raised: it has raised.
@@ -41,7 +42,7 @@ class Planted:
         return self._line if frame.f_code.co_filename.startswith(self._places) else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        self._left -= event == "line" and not (self._spares_locks and _is_with(frame))
+        self._left -= event == "line" and not (self._spares_locks and _begins_block(frame))
         if not self._left:
             self._left, self.was_raised = -1, True
             if self._rings is None:
@@ -60,5 +61,5 @@ class Planted:
             sys.settrace(before)
 
 
-def _is_with(frame: FrameType) -> bool:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
+def _begins_block(frame: FrameType) -> bool:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))

@@ -1,0 +1,161 @@
+"""The commands: their names, their help and their arguments. What a command runs is in the module of its name, which is
+imported when it runs: that of torch alone takes longer than the help."""
+
+from __future__ import annotations
+
+import argparse
+
+from hybrid.commands.arguments import add_dtype, integer, seconds
+from hybrid.commands.command import MODEL_HELP, Command
+from hybrid.dtypes import DTYPE_NAMES
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid demo`."""
+    parser.add_argument("--model", default="tiny", help=MODEL_HELP)
+    add_dtype(parser)
+    parser.add_argument("--no-cache", action="store_true", help="run without the prefix cache only")
+    parser.add_argument("--verbose", action="store_true", help="print all answers, explanations and trees too")
+
+
+def add_generate(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid generate`."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="folder, hub id, or 'tiny', the model inside the package")
+    add("prompts", metavar="PROMPT", nargs="+", help="text to continue; several prompts run in one batch")
+    add("--chat", action="store_true", help="apply the chat template: each prompt is a user message")
+    add("--max-new-tokens", type=integer(1), default=64, help="maximum length of an answer, in tokens (default: 64)")
+    add("--temperature", type=float, default=0.0, help="0: greedy (default); 1: sample from the model's distribution")
+    add("--top-k", type=integer(0), default=0, help="sample from the k most likely tokens (default: 0, all)")
+    add("--top-p", type=float, default=1.0, help="sample from the most likely tokens of this total probability")
+    add(
+        "--seed",
+        type=integer(0, 2**63 - 1),
+        default=None,
+        help="seed of the sampling: the same seed gives the same answer",
+    )
+    add("--stop", action="append", default=[], help="text that ends an answer; may be repeated")
+    add("--memory", default="1GiB", help="size of the cache: '512MiB', or '50%%' of what is free (default: 1GiB)")
+    add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
+    add_dtype(parser)
+    add("--no-cache", action="store_true", help="disable the prefix cache")
+
+
+def add_tree(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid tree`."""
+    add = parser.add_argument
+    add("prompts", metavar="PROMPT", nargs="*", help="texts to continue first (default: the prompts of the demo)")
+    add("--model", default="tiny", help=MODEL_HELP)
+    add("--memory", default="8MiB", help="size of the cache (default: 8MiB, so that the demo's prompts do not all fit)")
+    add("--max-new-tokens", type=integer(1), default=16, help="maximum length of an answer, in tokens (default: 16)")
+    add("--out", metavar="FILE", help="write a page for a browser, tree.html for example, instead of text")
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid cache`."""
+    add = parser.add_argument
+    add("action", choices=("show", "check"), help="list what the file holds, or compute it again and compare")
+    add("file", metavar="FILE", help="a file that engine.save has written; for show also a directory of copies")
+    add("--model", default="tiny", help=MODEL_HELP)
+    add(
+        "--dtype",
+        choices=DTYPE_NAMES,
+        default=None,
+        help="for check: the model's type (default: when the file was saved)",
+    )
+
+
+def add_parity(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid parity`."""
+    parser.add_argument("--model", default="tiny", help=MODEL_HELP)
+    parser.add_argument(
+        "--all-families", action="store_true", help="check small random checkpoints of every model family instead"
+    )
+    parser.add_argument(
+        "--seed", type=integer(0), default=0, help="seed of random prompts and checkpoints (default: 0)"
+    )
+    add_dtype(parser, "float32")
+
+
+def add_stress(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `hybrid stress`."""
+    add = parser.add_argument
+    add("--model", default="tiny", help=MODEL_HELP)
+    add("--no-model", action="store_true", help="use a model of arithmetic, whose right answers are known")
+    add("--seconds", type=seconds, default=20.0, help="duration (default: 20)")
+    add("--operations", type=integer(1), default=None, help="stop after this number of operations instead")
+    add("--no-signals", action="store_true", help="do not interrupt calls by a timer: the same seed gives the same run")
+    add("--audit-every", type=integer(1), help="operations between audits (default: 1 with a model, 100 without)")
+    add(
+        "--seed",
+        type=integer(0),
+        default=0,
+        help="of requests and failures; it also selects mode (odd: not deterministic), memory, policy, overlap, drafts "
+        "(8 to 15), host memory (16 to 31), disk (32 to 47) and both (48 to 63)",
+    )
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        name="demo",
+        help="show the prefix cache at work on real text",
+        description=(
+            "Four questions about one long document, launched together; a second turn of each; a memory that is too "
+            "small; a branch in the middle of the document. Each act runs with the cache and without it, and times "
+            "and answers are compared."
+        ),
+        add_arguments=add_demo,
+    ),
+    Command(
+        name="generate",
+        help="continue prompts",
+        description=(
+            "Continue prompts in one batch, print the answers as they are computed, and report for each how much of "
+            "it was cached and why."
+        ),
+        add_arguments=add_generate,
+    ),
+    Command(
+        name="tree",
+        help="draw the prefix tree, as text or as a page for a browser",
+        description=(
+            "Run prompts, those of the demo by default, and draw the prefix tree that they leave in the cache: as "
+            "text, or with --out as a page of one file, to zoom and fold, coloured by value, last use, hits, locks "
+            "or tier, with the checkpoints that were evicted as a timeline. From Python: "
+            "engine.cache.draw('tree.html')."
+        ),
+        add_arguments=add_tree,
+    ),
+    Command(
+        name="cache",
+        help="list a file of cached prefixes, or check it against the model",
+        description=(
+            "List the prefixes that a file of engine.save holds, or compute all of them again and compare every page "
+            "and checkpoint: bit by bit where the file was made in deterministic mode on such a machine, else within "
+            "rounding. States are reproducible, so a file need not be trusted."
+        ),
+        add_arguments=add_cache,
+    ),
+    Command(
+        name="parity",
+        help="check that cache hits do not change results",
+        description=(
+            "Compare logits with transformers' own model on the same checkpoint, and cache hits with cold runs: "
+            "every token and every log-probability must be equal bit by bit, and every scenario must have hits. In "
+            "float32 logits must be those of transformers; in another type they must be as near to these as the "
+            "logits of transformers' own model in that type."
+        ),
+        add_arguments=add_parity,
+    ),
+    Command(
+        name="stress",
+        help="random requests with injected failures, audited",
+        description=(
+            "Random conversations, forks, aborts, streams, images, pins and priorities in a tiny memory. "
+            "Allocations, passes and deliveries fail, passes yield NaN, other threads call, and a timer interrupts. "
+            "Nothing may leak, no output may be lost, every answer must be right, and every checkpoint must be the "
+            "state of its key."
+        ),
+        add_arguments=add_stress,
+    ),
+)
