@@ -40,7 +40,7 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     status, result = run_json(capsys, "parity")
     assert status == 0
     assert result["passed"]
-    assert len(result["checks"]) == 37
+    assert len(result["checks"]) == 39
     assert all(check["hit_tokens"] for check in result["checks"][3:])
 
 
