@@ -55,7 +55,6 @@ class Constraints:
         end_tokens: the tokens that end its answer, those of `params` included.
         bad_words: token ids of each of its bad words.
         matcher: the grammar that its answer follows; None: there is none.
-
     """
 
     def __init__(

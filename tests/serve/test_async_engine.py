@@ -423,6 +423,16 @@ def test_a_thread_that_dies_ends_all_with_an_error() -> None:
     run(test)
 
 
+def num_lines(test: Callable[[Planted], Coroutine[Any, Any, None]]) -> int:
+    """Run a test with an exception at every third line of the thread; the number of those that it runs."""
+    line, planted = -2, Planted(0)
+    while line < 0 or planted.was_raised:
+        line += 3
+        planted = Planted(line, "serve", spares_locks=True)
+        run(partial(test, planted))
+    return line
+
+
 @pytest.mark.usefixtures("untraced")
 def test_whatever_line_of_the_thread_raises_one_prompt_or_call_ends_with_it() -> None:
     async def test(planted: Planted) -> None:
@@ -445,12 +455,7 @@ def test_whatever_line_of_the_thread_raises_one_prompt_or_call_ends_with_it() ->
         assert (await read(engine, ids(20), 3)).token_ids == expected(ids(20), 3)
         await engine.close()
 
-    line, planted = -2, Planted(0)
-    while line < 0 or planted.was_raised:
-        line += 3
-        planted = Planted(line, "serve", spares_locks=True)
-        run(partial(test, planted))
-    assert line > 300
+    assert num_lines(test) > 300
 
 
 @pytest.mark.usefixtures("untraced")
@@ -467,12 +472,7 @@ def test_whatever_line_of_the_thread_raises_it_can_be_closed() -> None:
         with pytest.raises(ClosedError):
             await engine.call(len)  # type: ignore[arg-type]
 
-    line, planted = -2, Planted(0)
-    while line < 0 or planted.was_raised:
-        line += 3
-        planted = Planted(line, "serve", spares_locks=True)
-        run(partial(test, planted))
-    assert line > 30
+    assert num_lines(test) > 30
 
 
 def ring() -> None:
