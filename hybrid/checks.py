@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -144,13 +144,18 @@ def boolean(name: str, value: object) -> bool:
     raise ArgumentError(f"{name} must be True or False; got {shown(value)}")
 
 
+def is_integer(value: object) -> TypeGuard[Integral]:
+    """Whether a value is an integer of any type, and no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def integer(name: str, value: object, low: int, high: int = MAX_INT, *, remedy: str = "") -> int:
     """An integer in `[low, high]`.
 
     Args:
         remedy: what else may be given, for the message.
     """
-    if isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high:
+    if is_integer(value) and low <= int(value) <= high:
         return int(value)
     upper = f" to {high}" if high < MAX_INT else " on"
     raise ArgumentError(f"{name} must be an integer from {low}{upper}{remedy}; got {shown(value)}")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from numbers import Integral
 
-from hybrid.checks import MAX_INT, shown
+from hybrid.checks import MAX_INT, is_integer, shown
 from hybrid.errors import ArgumentError
 
 UNITS: dict[str, int] = {
@@ -74,7 +73,7 @@ def byte_count(name: str, given: object, *, remedy: str = "") -> int:
         count = parse_memory(given) if isinstance(given, str) else given
     except ArgumentError as error:
         raise ArgumentError(f"{name} is {error}") from None
-    if isinstance(count, bool) or not isinstance(count, Integral) or not 1 <= int(count) <= MAX_INT:
+    if not is_integer(count) or not 1 <= int(count) <= MAX_INT:
         raise ArgumentError(
             f"{name} must be a number of bytes, or a string such as '16GiB'{remedy}; got {shown(given)}"
         )

@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -220,7 +220,7 @@ def _short(value: object) -> str:
 
 def _integer(name: str, value: object, low: int, high: int, remedy: str = "") -> int:
     """A value as an integer in `[low, high]`."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high:
+    if checks.is_integer(value) and low <= int(value) <= high:
         return int(value)
     raise _refuse(name, f"an integer from {low} to {high}{remedy}", value)
 
@@ -232,9 +232,9 @@ def _optional(name: str, value: object, low: int, high: int) -> int | None:
 
 def _truncation(value: object) -> int | None:
     expected = "a positive number of tokens, -1 for as many as the model takes, or None"
-    if value is None or (isinstance(value, Integral) and not isinstance(value, bool) and int(value) == -1):
+    if value is None or (checks.is_integer(value) and int(value) == -1):
         return None if value is None else -1
-    if isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= MAX_INT:
+    if checks.is_integer(value) and 1 <= int(value) <= MAX_INT:
         return int(value)
     raise _refuse("truncate_prompt_tokens", expected, value)
 

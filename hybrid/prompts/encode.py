@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.checks import boolean, shown
+from hybrid.checks import boolean, is_integer, shown
 from hybrid.errors import CheckpointError, PromptError
 from hybrid.files import is_file
 from hybrid.key import Key
@@ -243,7 +242,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"{type(prompts).__name__} {shown(prompts)}{_remedy(prompts)}"
         )
     many: list[Any] = list(prompts)
-    return [many] if many and (_is_integer(many[0]) or _is_message(many[0])) else many
+    return [many] if many and (is_integer(many[0]) or _is_message(many[0])) else many
 
 
 def embed_images(ids: list[int], images: list[Any], image_encoder: ImageEncoder, limits: PromptLimits) -> ImagePrompt:
@@ -439,16 +438,12 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def _is_integer(item: Any) -> bool:
-    return isinstance(item, Integral) and not isinstance(item, bool)
-
-
 def _integers(values: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> list[int] | None:
     """Values as a list of integers that a key can hold; None: some are not."""
     if isinstance(values, np.ndarray | Tensor):
         values = cast("list[int]", values.tolist())
     if not all(type(value) is int for value in values):
-        if not all(_is_integer(value) for value in values):
+        if not all(is_integer(value) for value in values):
             return None
         values = [int(value) for value in values]
     return list(values)

@@ -11,12 +11,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.checks import is_integer
 from hybrid.errors import PromptError
 from hybrid.key import Key, PagedUnits, Unit
 
@@ -145,7 +145,7 @@ class Media:
 
 
 def _check_embeddings(image: Image, hidden_size: int) -> None:
-    if not isinstance(image.start, Integral) or isinstance(image.start, bool):
+    if not is_integer(image.start):
         raise PromptError(f"an image must start at a position, an integer; got {image.start!r:.100}")
     embeddings = image.embeddings
     if not isinstance(embeddings, Tensor):

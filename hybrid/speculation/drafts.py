@@ -10,9 +10,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, TypeGuard
 
+from hybrid.checks import is_integer
 from hybrid.errors import ArgumentError
 
 USUAL = frozenset((tuple, list, range, array))
@@ -172,7 +173,7 @@ def checked(
     kept: list[int] = []
     for at, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if type(token) is not int or type(parent) is not int:  # the usual case needs no look at abstract types
-            if not (_is_integer(token) and _is_integer(parent)):
+            if not (is_integer(token) and is_integer(parent)):
                 raise ArgumentError(
                     f"drafter {drafter}: tokens and parents must be integers, got {token!r} and {parent!r}"
                 )
@@ -212,10 +213,6 @@ def _are_tokens(tokens: object, vocab_size: int) -> bool:
     if not isinstance(tokens, array) or tokens.typecode not in INTEGERS or not tokens:
         return False
     return bool(min(tokens) >= 0 and max(tokens) < vocab_size)
-
-
-def _is_integer(number: object) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _described(found: object) -> str:
