@@ -10,7 +10,7 @@ present sources, versions and CPU.
 from __future__ import annotations
 
 import ctypes
-import re
+import os
 import threading
 from array import array
 from functools import lru_cache, partial
@@ -68,7 +68,7 @@ class Compiled:
 
 def _load(module: str, name: str, arguments: tuple[Kind, ...]) -> int:
     """Load the code of a function; returns its address."""
-    symbol = re.sub(r"\W+", "-", f"{module}.{name}-{arguments}").strip("-")
+    symbol = ".".join((module, name, *(kind if isinstance(kind, str) else "+".join(kind) for kind in arguments)))
     file, origin = f"{symbol}.{kept.short(repr(target()[:2]))}.code", _origin(module)
     code = kept.read(file, origin)
     if code is None:
@@ -94,5 +94,5 @@ def _origin(module: str) -> bytes:
 def _of_sources() -> bytes:
     """The digest of what compiled functions are made of: constants of their modules come from the folders above."""
     folders = kept.SOURCES / "compiled", kept.SOURCES, kept.SOURCES.parent
-    sources = [source for folder in folders for source in sorted(folder.glob("*.py"))]
-    return kept.digest(repr(target()).encode(), *(source.read_bytes() for source in sources))
+    names = [folder / name for folder in folders for name in sorted(os.listdir(folder)) if name.endswith(".py")]
+    return kept.digest(repr(target()).encode(), *(name.read_bytes() for name in names))
