@@ -16,7 +16,7 @@ import torch
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.predictor_passes import Predicted, PredictorNumbers, PredictorPasses
+from hybrid.engine.predictor_passes import ChainNumbers, Predicted, PredictorPasses
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.drafter import Drafter, History
@@ -53,8 +53,8 @@ class MtpDrafter(Drafter):
     ) -> None:
         self._waits = device.type == "cpu"
         self._alternatives = 1 if self._waits else ALTERNATIVES
-        hidden = cache.state_tensors[HIDDEN]
-        self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, capture)
+        hidden, page_size = cache.state_tensors[HIDDEN], cache.config.page_size
+        self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, page_size, capture)
         self._least = least
         self._cache = cache
         self._parts: dict[History, Part] = {}
@@ -90,15 +90,16 @@ class MtpDrafter(Drafter):
 
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
         """What follows the last known token of each part, for each as many tokens as are asked for."""
-        tables = [part.lease.block_table for part, _ in asked]
-        numbers = PredictorNumbers.of(tables, self._passes.width(max(map(len, tables))))
+        tables, page_size = [part.lease.block_table for part, _ in asked], self._cache.config.page_size
+        width = self._passes.width(max(map(len, tables)))
+        numbers = ChainNumbers([self._row(part) for part, _ in asked], tables, width, page_size)
         found: list[Predicted] = []
         lists: list[tuple[list[list[int]], list[list[float]]]] = []
         before: Predicted | None = None
         reached = [1.0] * len(asked)
         for ahead in range(asked[0][1]):
-            rows = [self._row(part, ahead) for part, wanted in asked if wanted > ahead]
-            before = self._passes.run(numbers.at(rows), before.first(len(rows)) if before is not None else None)
+            count = len(asked) if len(asked) == 1 else sum([wanted > ahead for _, wanted in asked])
+            before = self._passes.run(numbers, ahead, count, before.first(count) if before is not None else None)
             if not self._waits:
                 found.append(before)
                 continue
@@ -117,13 +118,11 @@ class MtpDrafter(Drafter):
         chain = range(-1, len(lists) - 1)
         return tokens, chain if len(ranks) == 1 else [*chain] * len(ranks), chances
 
-    def _row(self, part: Part, ahead: int) -> tuple[int, ...]:
-        """The numbers of the token that is `ahead` of the last known one of a part, without its page ids."""
+    def _row(self, part: Part) -> tuple[int, ...]:
+        """The numbers of the last known token of a part, as `ChainNumbers` has them."""
         lease, media, page_size = part.lease, part.request.media, self._cache.config.page_size
-        page, offset = divmod(part.start + ahead, page_size)
-        # the tree's pages have what is kept of the last known token
-        is_own = lease.num_shared <= page < len(lease.block_table)
-        slot = lease.block_table[page] * page_size + offset if is_own else -1
+        page, offset = divmod(part.start, page_size)
+        # the tree's pages have what is kept of it
+        slot = lease.block_table[page] * page_size + offset if page >= lease.num_shared else -1
         shift = media.shift if media is not None else 0  # what is generated after images has text positions
-        token = 0 if ahead else part.request.ids[-1]
-        return token, part.start + shift + ahead, slot, part.end + ahead, -1 if ahead else lease.read_slot
+        return part.request.ids[-1], part.start + shift, slot, part.end, lease.read_slot

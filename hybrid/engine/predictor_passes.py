@@ -28,48 +28,47 @@ COLUMNS = 5
 """Integers of a request, besides its page ids: token, rotary position, slot, length, state slot."""
 
 
-class PredictorNumbers(NamedTuple):
-    """The integers of a pass over one token of each of some requests.
+class ChainNumbers:
+    """The integers of passes over the last known token of each of some requests, and over those after it.
 
-    Attributes:
-        count: number of requests.
-        columns: `COLUMNS` with a number of each request, filled up to whole `ALIGNMENT`s.
-        tables: the page ids of each request, and of more, in rows of `width`.
-        width: of a row.
+    Args:
+        rows: of each request `COLUMNS` without the places of its pages: its last token, that token's rotary position,
+            the slot of its keys and values (-1: they are not written), the sequence's length up to there, and the state
+            slot with the hidden state before it.
+        tables: the page ids of each request.
+        width: as many page ids are given of each.
+        page_size: tokens of a page.
     """
 
-    count: int  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
-    columns: list[int]
-    tables: list[int]
-    width: int
-
-    @classmethod
-    def of(cls, tables: Sequence[Sequence[int]], width: int) -> PredictorNumbers:
-        """Page ids of requests, in rows of `width`, without a number of any."""
-        pages: list[int] = []
+    def __init__(
+        self, rows: Sequence[tuple[int, ...]], tables: Sequence[Sequence[int]], width: int, page_size: int
+    ) -> None:
+        self._rows = rows
+        self._tables: list[int] = []
         for table in tables:
-            pages += table
-            pages += [0] * (width - len(table))
-        return cls(0, [], pages, width)
+            self._tables += table
+            self._tables += [0] * (width - len(table))
+        self._page_size = page_size
+        self.width: int = width
 
-    def at(self, rows: Sequence[tuple[int, ...]]) -> PredictorNumbers:
-        """With the numbers of the first requests."""
-        columns: list[int] = []
-        idle = [0] * (-len(rows) % ALIGNMENT)
+    def at(self, ahead: int, count: int) -> list[int]:
+        """Those of the pass over the token that is `ahead` of the last known one, of the first `count` requests: the
+        columns, each filled up to whole `ALIGNMENT`s, and then the page ids."""
+        rows = [self._next(row, ahead) for row in range(count)] if ahead else self._rows[:count]
+        numbers: list[int] = []
+        idle = [0] * (-count % ALIGNMENT)
         for column in zip(*rows, strict=True):
-            columns += column
-            columns += idle
-        return PredictorNumbers(len(rows), columns, self.tables, self.width)
+            numbers += column
+            numbers += idle
+        return numbers + self._tables[: count * self.width]
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """What a pass is captured for."""
-        return self.count, self.width
-
-    @property
-    def values(self) -> list[int]:
-        """All integers of the pass: the columns, and then the page ids."""
-        return self.columns + self.tables[: self.count * self.width]
+    def _next(self, row: int, ahead: int) -> tuple[int, ...]:
+        """What the row of a token becomes: as `hybrid.kernels.cpu.drafts.go_on` has it. Its own token is not known to
+        the host, and the hidden state before it is in no slot."""
+        _, position, _, length, _ = self._rows[row]
+        page, offset = divmod(length + ahead - 1, self._page_size)
+        slot = self._tables[row * self.width + page] * self._page_size + offset
+        return 0, position + ahead, slot, length + ahead, -1
 
 
 class PredictorInputs(NamedTuple):
@@ -95,7 +94,7 @@ class PredictorInputs(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, count: int, hidden: Tensor) -> PredictorInputs:
-        """Views of `PredictorNumbers.values`, and what is read besides."""
+        """Views of `ChainNumbers.at`, and what is read besides."""
         length = count + -count % ALIGNMENT
         columns = [numbers[length * column :][:count] for column in range(COLUMNS)]
         tokens, positions, slots, lengths, states = columns
@@ -127,24 +126,30 @@ class Predicted(NamedTuple):
         tokens: `[N, K]` the most probable tokens of each, falling.
         chances: `[N, K]` fp32, their probabilities.
         hidden: `[N, hidden_size]` the hidden states that they follow from.
+        host: tokens and probabilities once more, where the host reads them in the same memory.
     """
 
     tokens: Tensor
     chances: Tensor
     hidden: Tensor
+    host: tuple[np.ndarray, np.ndarray] | None = None
 
     def first(self, count: int) -> Predicted:
         """Of the first requests."""
-        return self if self.tokens.shape[0] == count else Predicted(*(part[:count] for part in self))
+        if self.tokens.shape[0] == count:
+            return self
+        return Predicted(self.tokens[:count], self.chances[:count], self.hidden[:count])
 
     def lists(self) -> tuple[list[list[int]], list[list[float]]]:
         """The tokens and their probabilities, once they are there."""
-        return self.tokens.tolist(), self.chances.tolist()
+        tokens, chances = self.host or (self.tokens, self.chances)
+        return tokens.tolist(), chances.tolist()
 
 
 class _Captured(NamedTuple):
-    """A captured pass: its integers as the host writes them, what it reads, what runs it, and what it writes: tokens
-    and hidden states where the pass after it reads them. All that it reads must stay where it is."""
+    """A captured pass: its integers as the host writes them, what it reads, what runs it, and what it writes: the
+    tokens, the hidden states and all other integers of the pass after it, where that reads them. So to run it again is
+    to continue the chain. All that it reads must stay where it is."""
 
     values: np.ndarray
     inputs: PredictorInputs
@@ -162,6 +167,7 @@ class PredictorPasses:
         states: `[slots, hidden_size]` the last hidden state of each sequence.
         device: of the model.
         alternatives: tokens that are found for each position.
+        page_size: tokens of a page.
         capture: captures passes, on a CPU, where there are no alternatives; None: each is launched kernel by kernel.
     """
 
@@ -172,8 +178,10 @@ class PredictorPasses:
         states: Tensor,
         device: torch.device,
         alternatives: int,
+        page_size: int,
         capture: Capture | None = None,
     ) -> None:
+        self._page_size = page_size
         self._model = model
         self._kv = kv
         self._states = states
@@ -182,6 +190,8 @@ class PredictorPasses:
         self._capture = capture
         self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()  # in the order in which they were used
         self._captured_model = CapturedModel(model)
+        self._latest: Predicted | None = None  # of the captured pass that ran last, and what runs it again
+        self._again: Callable[[], None] = lambda: None
 
     @property
     def num_captured(self) -> int:
@@ -192,38 +202,40 @@ class PredictorPasses:
         """Columns of a block table of this many pages, such that few widths occur where passes are captured."""
         return num_pages if self._capture is None else Padding.of(1, num_pages).width
 
-    def run(self, numbers: PredictorNumbers, before: Predicted | None) -> Predicted:
+    def run(self, numbers: ChainNumbers, ahead: int, count: int, before: Predicted | None) -> Predicted:
         """The tokens after each.
 
         Args:
-            before: of the pass over the tokens before, which are those that it found most probable; None: the tokens
-                and the state slots of the numbers are taken.
+            numbers: of the requests.
+            ahead: how far the tokens of this pass are after the last known ones.
+            count: the first `count` requests are computed.
+            before: of the pass over the tokens before, which are those that it found most probable; None: this is the
+                first one.
         """
-        captured = None
+        if before is not None and before is self._latest:  # it has left all that the next one reads
+            self._again()
+            return before
+        shape, values, captured = (count, numbers.width), numbers.at(ahead, count), None
         if self._capture is not None and not self._captured_model.is_hooked:
-            captured = self._captured.get(numbers.shape) or self._record(self._capture, numbers)
+            captured = self._captured.get(shape) or self._record(self._capture, shape, values)
         if captured is None:
-            inputs = self._inputs(numbers)
+            inputs = self._inputs(values, count)
             self._fill(inputs, before)
             logits, hidden = self._model.draft(inputs.batch(), inputs.hidden, self._kv)
             chances, tokens = logits.softmax(-1).topk(self._alternatives)
             return Predicted(tokens, chances, hidden)
-        if before is captured.predicted:  # its tokens and hidden states are there, and its page ids
-            columns = numbers.columns
-            known = len(columns) // COLUMNS
-            captured.values[known : len(columns)] = columns[known:]
-        else:
-            self._captured.move_to_end(numbers.shape)
-            captured.values[:] = numbers.values
-            if before is not None:
-                self._fill(captured.inputs, before)
+        self._captured.move_to_end(shape)
+        captured.values[:] = values
+        if before is not None:
+            self._fill(captured.inputs, before)
         captured.run()
+        self._latest, self._again = captured.predicted, captured.run
         return captured.predicted
 
-    def _inputs(self, numbers: PredictorNumbers) -> PredictorInputs:
+    def _inputs(self, values: list[int], count: int) -> PredictorInputs:
         """What a pass reads, without hidden states."""
-        hidden = self._states.new_empty(numbers.count, self._states.shape[1])
-        return PredictorInputs.of(on_device(torch.tensor(numbers.values), self._device), numbers.count, hidden)
+        hidden = self._states.new_empty(count, self._states.shape[1])
+        return PredictorInputs.of(on_device(torch.tensor(values), self._device), count, hidden)
 
     def _fill(self, inputs: PredictorInputs, before: Predicted | None) -> None:
         """Write the hidden states that a pass reads, and tokens that are not known to the host."""
@@ -233,22 +245,26 @@ class PredictorPasses:
             inputs.tokens.copy_(before.tokens[:, 0])
             inputs.hidden.copy_(before.hidden)
 
-    def _record(self, capture: Capture, numbers: PredictorNumbers) -> _Captured | None:
+    def _record(self, capture: Capture, shape: tuple[int, int], values: list[int]) -> _Captured | None:
         """Capture a pass of this shape, which is run for that with these numbers. If it fails, no other is tried."""
-        inputs = self._inputs(numbers)
+        inputs = self._inputs(values, shape[0])
         batch = inputs.batch()
         drafts: Any = compiled_module("drafts")
         memory: Any = compiled_module("memory")
-        predicted = Predicted(inputs.tokens.unsqueeze(1), torch.empty(numbers.count, 1), inputs.hidden)
+        predicted = Predicted(inputs.tokens.unsqueeze(1), torch.empty(shape[0], 1), inputs.hidden)
+        host = inputs.tokens.as_strided((len(values),), (1,)).numpy()  # all integers, which begin with the tokens
 
         def run() -> Tensor:
             memory.take_rows(self._states, inputs.states, inputs.hidden)
             logits, hidden = self._model.draft(batch, inputs.hidden, self._kv)
             drafts.choose_drafts(logits, hidden, inputs.tokens, inputs.hidden, predicted.chances)
+            places = inputs.positions, inputs.slots, inputs.lengths, inputs.states
+            drafts.go_on(*places, inputs.block_table, self._page_size)
             return predicted.chances
 
         try:
             run()  # what a model computes once is no part of the program
+            host[:] = values
             again, _ = capture(run)
         except Exception as error:
             self._capture = None
@@ -256,7 +272,6 @@ class PredictorPasses:
             return None
         if len(self._captured) == MAX_PASSES:
             self._captured.popitem(last=False)
-        size = len(numbers.values)
-        values = inputs.tokens.as_strided((size,), (1,)).numpy()  # of all integers, which begin with the tokens
-        captured = self._captured[numbers.shape] = _Captured(values, inputs, batch, again, predicted)
+        predicted = predicted._replace(host=(predicted.tokens.numpy(), predicted.chances.numpy()))
+        captured = self._captured[shape] = _Captured(host, inputs, batch, again, predicted)
         return captured

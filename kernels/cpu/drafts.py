@@ -99,3 +99,34 @@ def choose_drafts(logits: Tensor, hidden: Tensor, tokens: Tensor, before: Tensor
     (count, vocab), size = logits.shape, hidden.shape[1]
     addresses = tuple(tensor.data_ptr() for tensor in (logits, hidden, tokens, before, chances))
     run(_choose_drafts, KINDS[hidden.dtype], (*addresses, vocab, size), count, 1, 1)
+
+
+@compiled
+def _go_on(args, kind, first, last):  # type: ignore[no-untyped-def]
+    a = numbers(args, INDEX)
+    positions, slots, lengths = numbers(a[0], INDEX), numbers(a[1], INDEX), numbers(a[2], INDEX)
+    states, table, width, page_size = numbers(a[3], INDEX), numbers(a[4], INDEX), a[5], a[6]
+    for row in range(first, last):
+        place = lengths[row]
+        page, slot = place // page_size, -1
+        if page < width:
+            slot = table[row * width + page] * page_size + place % page_size
+        positions[row], slots[row], lengths[row], states[row] = positions[row] + 1, slot, place + 1, -1
+
+
+def go_on(
+    positions: Tensor, slots: Tensor, lengths: Tensor, states: Tensor, block_table: Tensor, page_size: int
+) -> None:
+    """Turn the numbers of a pass over one token of each sequence into those of the pass over the token after it.
+
+    Args:
+        positions: `[N]` int64, rotary positions; written, as all but the table.
+        slots: `[N]` int64, where keys and values are written; afterwards -1 where the table has no page.
+        lengths: `[N]` int64, of the sequences up to there.
+        states: `[N]` int64, slots of the states that are read; afterwards -1.
+        block_table: `[N, max_pages]` int64, contiguous.
+        page_size: tokens of a page.
+    """
+    addresses = tuple(tensor.data_ptr() for tensor in (positions, slots, lengths, states, block_table))
+    count, width = block_table.shape
+    run(_go_on, ZERO, (*addresses, width, page_size), count, 1, 1)

@@ -144,8 +144,8 @@ def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch
     made, kept = list[int](), list[int]()
     run = predictor_passes.PredictorPasses.run
 
-    def noted(passes: Any, numbers: Any, before: Any) -> Any:
-        predicted = run(passes, numbers, before)
+    def noted(passes: Any, *given: Any) -> Any:
+        predicted = run(passes, *given)
         kept.append(passes.num_captured)
         return predicted
 
