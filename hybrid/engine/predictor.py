@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from hybrid.engine.capture import Capture
 from hybrid.engine.predictor_passes import ChainNumbers, Predicted, PredictorPasses
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
+from hybrid.speculation.chances import CLAIMED, Claims
 from hybrid.speculation.drafter import Drafter, History
 
 ALTERNATIVES = 2
@@ -32,15 +34,44 @@ Proposed = tuple[Sequence[int], Sequence[int], Sequence[float]]
 NOTHING: Proposed = ((), (), ())
 
 
+@dataclass(eq=False, slots=True)
+class _Known:
+    """What is known of a request.
+
+    Attributes:
+        claims: how often drafts were right, by the probability that the predictor gave them.
+        position: of the first token of the latest chain.
+        tokens: of that chain.
+        claimed: the probability that the predictor gave each.
+    """
+
+    claims: Claims
+    position: int = 0
+    tokens: Sequence[int] = ()
+    claimed: Sequence[float] = ()
+
+    def compare(self, ids: Sequence[int]) -> None:
+        """Compare the latest chain with the tokens that came, whether they were computed as drafts or not."""
+        for at, (token, claimed) in enumerate(zip(self.tokens, self.claimed, strict=True), self.position):
+            if at == len(ids):
+                break
+            self.claims.observe(claimed, ids[at] == token)
+            if ids[at] != token:
+                break
+        self.tokens = self.claimed = ()
+
+
 class MtpDrafter(Drafter):
     """Drafts what the predictor says: a chain of its most probable tokens, each with alternatives.
+
+    How often it was right with what it gave some probability is learned; these are the probabilities of its drafts.
+    On a CPU, where the host waits for each pass, a chain is not continued where one more token would not pay.
 
     Args:
         model: has a predictor.
         cache: the memory that the model reads and writes.
         device: of the model.
         capture: captures passes of the predictor; None: each is launched kernel by kernel.
-        least: on a CPU, where the host waits for each pass, the chance of a chain below which it is not continued.
     """
 
     def __init__(
@@ -49,14 +80,15 @@ class MtpDrafter(Drafter):
         cache: HybridCache,
         device: torch.device,
         capture: Capture | None = None,
-        least: float = 0.0,
     ) -> None:
         self._waits = device.type == "cpu"
         self._alternatives = 1 if self._waits else ALTERNATIVES
         hidden, page_size = cache.state_tensors[HIDDEN], cache.config.page_size
         self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, page_size, capture)
-        self._least = least
+        self._least = 0.0
         self._cache = cache
+        self._claims = Claims(CLAIMED)
+        self._known: dict[History, _Known] = {}
         self._parts: dict[History, Part] = {}
         self._proposed: dict[History, Proposed] = {}
 
@@ -65,10 +97,12 @@ class MtpDrafter(Drafter):
         """Of the drafter."""
         return "mtp"
 
-    def begin(self, parts: Sequence[Part]) -> None:
-        """The parts of the next step whose requests may have drafts."""
+    def begin(self, parts: Sequence[Part], least: float) -> None:
+        """The parts of the next step whose requests may have drafts, and the chance of a chain below which one more
+        token would not pay."""
         self._parts = {part.request.history: part for part in parts}
         self._proposed = {}
+        self._least = least
 
     def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:
         """Predict up to this many tokens after each of these histories, as far as there is memory for them."""
@@ -93,7 +127,8 @@ class MtpDrafter(Drafter):
         tables, page_size = [part.lease.block_table for part, _ in asked], self._cache.config.page_size
         width = self._passes.width(max(map(len, tables)))
         numbers = ChainNumbers([self._row(part) for part, _ in asked], tables, width, page_size)
-        found: list[Predicted] = []
+        known = [self._compared(part.request.history) for part, _ in asked]
+        passes: list[Predicted] = []
         lists: list[tuple[list[list[int]], list[list[float]]]] = []
         before: Predicted | None = None
         reached = [1.0] * len(asked)
@@ -101,22 +136,48 @@ class MtpDrafter(Drafter):
             count = len(asked) if len(asked) == 1 else sum([wanted > ahead for _, wanted in asked])
             before = self._passes.run(numbers, ahead, count, before.first(count) if before is not None else None)
             if not self._waits:
-                found.append(before)
+                passes.append(before)
                 continue
             lists.append(before.lists())
-            reached = [chance * own[0] for chance, own in zip(reached, lists[-1][1], strict=False)]
+            reached = [
+                chance * own.claims.of(claimed[0])
+                for chance, own, claimed in zip(reached, known, lists[-1][1], strict=False)
+            ]
             if max(reached) < self._least:
                 break
-        lists += [predicted.lists() for predicted in found]
-        return [self._proposal(lists[:count], row) for row, (_, count) in enumerate(asked)]
+        lists += [predicted.lists() for predicted in passes]
+        return [self._proposal(lists[:count], row, known[row]) for row, (_, count) in enumerate(asked)]
 
-    def _proposal(self, lists: Sequence[tuple[list[list[int]], list[list[float]]]], row: int) -> Proposed:
+    def _compared(self, history: History) -> _Known:
+        """What is known of a request, up to its last token."""
+        known = self._known.get(history)
+        if known is None:
+            known = self._known[history] = _Known(self._claims.of_request())
+        elif known.tokens:
+            known.compare(history.ids)
+        known.position = len(history.ids)
+        return known
+
+    def _proposal(self, lists: Sequence[tuple[list[list[int]], list[list[float]]]], row: int, known: _Known) -> Proposed:
         """The chain of a request, and then its alternatives, from the tokens and probabilities of each pass."""
-        ranks = range(self._alternatives)
-        tokens = array("q", [tokens[row][rank] for rank in ranks for tokens, _ in lists])
-        chances = [chances[row][rank] for rank in ranks for _, chances in lists]
-        chain = range(-1, len(lists) - 1)
-        return tokens, chain if len(ranks) == 1 else [*chain] * len(ranks), chances
+        known.tokens = [tokens[row][0] for tokens, _ in lists]
+        known.claimed = [chances[row][0] for _, chances in lists]
+        tokens, count = array("q", known.tokens), len(lists)
+        chances = [*map(known.claims.of, known.claimed)]
+        for rank in range(1, self._alternatives):  # what is left of the probability, in parts as they are claimed
+            tokens.extend([tokens[row][rank] for tokens, _ in lists])
+            for (_, claimed), chance in zip(lists, chances[:count], strict=True):
+                left = 1 - claimed[row][0]
+                chances.append((1 - chance) * min(claimed[row][rank] / left, 1.0) if left > 0 else 0.0)
+        chain = range(-1, count - 1)
+        return tokens, chain if self._alternatives == 1 else [*chain] * self._alternatives, chances
+
+    def end(self, history: History) -> None:
+        """Learn from a request that has ended."""
+        known = self._known.pop(history, None)
+        if known is not None:
+            known.compare(history.ids)
+            self._claims.absorb(known.claims)
 
     def _row(self, part: Part) -> tuple[int, ...]:
         """The numbers of the last known token of a part, as `ChainNumbers` has them."""

@@ -156,6 +156,14 @@ class Speculator:
         """What each drafter has done, by its name."""
         return {name: replace(stats) for name, stats in self._stats.items()}
 
+    def least(self, drafter: str, rows: int) -> float:
+        """The chance below which one more draft of a drafter that takes time for each would not pay.
+
+        Args:
+            rows: rows of the pass without drafts.
+        """
+        return self._cost.least(rows, drafter) if self._config.adaptive else 0.0
+
     def propose(self, history: History, limit: int, rows: int) -> Drafts | None:
         """Drafts for a request; None: it has none, or they would not pay.
 
@@ -281,10 +289,10 @@ class Speculator:
         known = joined.known
         for name, computes in joined.asked.items():
             own = known.measured[name]
-            if not computes:
+            if joined.count or not computes:
                 own.paid(joined.count > 0, known.passes)
-            elif not joined.count and not own.pauses:  # they were expected to pay
-                own.paid(False, known.passes)
+            else:
+                own.missed(known.passes)
             self._pauses[name] = own.pauses
         known.position = len(joined.history.ids)
         known.watched = {  # what was computed of drafters that say nothing is counted when it is verified
