@@ -82,7 +82,7 @@ class Drafting:
                     parts.append(part)
                     asked.append((part.request.history, limit))
         if self._mtp is not None:
-            self._mtp.begin(parts, self._speculator.least(self._mtp.name, len(decodes)))
+            self._mtp.begin(parts)
         proposed = self._speculator.propose_all(asked, len(decodes))
         left = self._most
         for part, drafts in zip(parts, proposed, strict=True):

@@ -21,7 +21,7 @@ from hybrid.engine.predictor_passes import ChainNumbers, Predicted, PredictorPas
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.chances import CLAIMED, Claims
-from hybrid.speculation.drafter import Drafter, History
+from hybrid.speculation.drafter import ChainDrafter, History
 
 ALTERNATIVES = 2
 """Tokens that are proposed for each position: the most probable ones. On a CPU the most probable one alone is: passes
@@ -61,7 +61,7 @@ class _Known:
         self.tokens = self.claimed = ()
 
 
-class MtpDrafter(Drafter):
+class MtpDrafter(ChainDrafter):
     """Drafts what the predictor says: a chain of its most probable tokens, each with alternatives.
 
     How often it was right with what it gave some probability is learned; these are the probabilities of its drafts.
@@ -85,7 +85,6 @@ class MtpDrafter(Drafter):
         self._alternatives = 1 if self._waits else ALTERNATIVES
         hidden, page_size = cache.state_tensors[HIDDEN], cache.config.page_size
         self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, page_size, capture)
-        self._least = 0.0
         self._cache = cache
         self._claims = Claims(CLAIMED)
         self._known: dict[History, _Known] = {}
@@ -97,12 +96,10 @@ class MtpDrafter(Drafter):
         """Of the drafter."""
         return "mtp"
 
-    def begin(self, parts: Sequence[Part], least: float) -> None:
-        """The parts of the next step whose requests may have drafts, and the chance of a chain below which one more
-        token would not pay."""
+    def begin(self, parts: Sequence[Part]) -> None:
+        """The parts of the next step whose requests may have drafts."""
         self._parts = {part.request.history: part for part in parts}
         self._proposed = {}
-        self._least = least
 
     def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:
         """Predict up to this many tokens after each of these histories, as far as there is memory for them."""
@@ -134,7 +131,7 @@ class MtpDrafter(Drafter):
         reached = [1.0] * len(asked)
         for ahead in range(asked[0][1]):
             count = len(asked) if len(asked) == 1 else sum([wanted > ahead for _, wanted in asked])
-            before = self._passes.run(numbers, ahead, count, before.first(count) if before is not None else None)
+            before = self._passes.run(numbers, ahead, count, before)
             if not self._waits:
                 passes.append(before)
                 continue
@@ -143,7 +140,7 @@ class MtpDrafter(Drafter):
                 chance * own.claims.of(claimed[0])
                 for chance, own, claimed in zip(reached, known, lists[-1][1], strict=False)
             ]
-            if max(reached) < self._least:
+            if max(reached) < self.least:
                 break
         lists += [predicted.lists() for predicted in passes]
         return [self._proposal(lists[:count], row, known[row]) for row, (_, count) in enumerate(asked)]

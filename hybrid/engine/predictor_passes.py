@@ -190,7 +190,8 @@ class PredictorPasses:
         self._capture = capture
         self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()  # in the order in which they were used
         self._captured_model = CapturedModel(model)
-        self._latest: Predicted | None = None  # of the captured pass that ran last, and what runs it again
+        self._latest: Predicted | None = None  # of the captured pass that ran last, its requests, what runs it again
+        self._count = 0
         self._again: Callable[[], None] = lambda: None
 
     @property
@@ -209,15 +210,16 @@ class PredictorPasses:
             numbers: of the requests.
             ahead: how far the tokens of this pass are after the last known ones.
             count: the first `count` requests are computed.
-            before: of the pass over the tokens before, which are those that it found most probable; None: this is the
-                first one.
+            before: of the pass over the tokens before, which are those that it found most probable, of at least as many
+                requests; None: this is the first one.
         """
-        if before is not None and before is self._latest:  # it has left all that the next one reads
+        if before is not None and before is self._latest and count == self._count:  # it left all that this one reads
             self._again()
             return before
         shape, values, captured = (count, numbers.width), numbers.at(ahead, count), None
         if self._capture is not None and not self._captured_model.is_hooked:
             captured = self._captured.get(shape) or self._record(self._capture, shape, values)
+        before = before.first(count) if before is not None else None
         if captured is None:
             inputs = self._inputs(values, count)
             self._fill(inputs, before)
@@ -229,7 +231,7 @@ class PredictorPasses:
         if before is not None:
             self._fill(captured.inputs, before)
         captured.run()
-        self._latest, self._again = captured.predicted, captured.run
+        self._latest, self._count, self._again = captured.predicted, count, captured.run
         return captured.predicted
 
     def _inputs(self, values: list[int], count: int) -> PredictorInputs:

@@ -40,11 +40,8 @@ LEAST_PASSES = 3
 MOST_OFF = 0.25
 """How far a pass may be from what is expected, in the logarithm of its time: what is more does not count."""
 
-FOLLOW = 0.03
+FOLLOW = 0.005
 """What a pass counts for how fast the machine is at the time."""
-
-NEAR = 4
-"""Passes of a kind in a row, of which another kind's time is compared with that of the first ones."""
 
 MAX_WEIGHT = 32
 """Passes of as many rows count as this many, at most: the latest ones."""
@@ -70,58 +67,76 @@ def clock_of(device_type: str) -> Callable[[], float]:
 
 
 Kind = int | str
-"""A kind of pass: its rows, negative where some of them are drafts; or the name of a drafter, a token of which it
-computes."""
+"""A kind of pass: its rows, negative where some of them are drafts; or the name of a drafter, which computes a token."""
+
+
+class _Kind:
+    """The latest passes of a kind, compared with the level of the machine at their times.
+
+    Attributes:
+        shares: the logarithms, at most `MAX_WEIGHT`.
+        usual: what an eighth of them are less than.
+        middle: what half of them are less than.
+    """
+
+    __slots__ = ("middle", "shares", "usual")
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self.usual = self.middle = 0.0
+
+    def add(self, share: float) -> None:
+        """A pass."""
+        shares = self.shares
+        if len(shares) == MAX_WEIGHT:
+            del shares[0]
+        shares.append(share)
+        ordered, count = sorted(shares), len(shares)
+        self.usual, self.middle = ordered[count // 8], ordered[count // 2]
 
 
 class Times:
     """How long passes of several kinds take, compared with each other.
 
     What else a machine does makes all passes slower for a while: as slow as passes are at the time is the *level*, which
-    follows every pass. What a kind takes in comparison is learned where passes of another kind were just before, so
-    that a busy machine does not make a kind slow for which it was measured then. Of those passes the slower ones say
-    nothing: they may have been captured, or their replay. One or two say nothing at all.
+    follows every pass. What passes with drafts take in comparison with those without is learned, after the first ones,
+    where one follows the other: from as many of both, so that a busy machine does not make those slow that were
+    measured then. Of these the slower ones say nothing: they may have been captured, or their replay.
     """
 
     def __init__(self) -> None:
         self._level = 0.0
-        self._shares: dict[Kind, list[float]] = {}
-        self._latest: Kind = 0
-        self._in_a_row = 0
+        self._kinds: dict[Kind, _Kind] = {}
+        self._was_plain = False  # the latest pass
 
     def observe(self, kind: Kind, seconds: float) -> None:
         """A pass of a kind took so long."""
         took = log(max(seconds, 1e-9))
-        self._in_a_row = self._in_a_row + 1 if kind == self._latest else 1
-        self._latest = kind
-        if not self._shares:
+        if not self._kinds:
             self._level = took
-        shares = self._shares.setdefault(kind, [])
-        if len(shares) >= LEAST_PASSES:
-            off = took - self._level - sorted(shares)[len(shares) // 2]
-            self._level += FOLLOW * max(-MOST_OFF, min(off, MOST_OFF))
-        if self._in_a_row <= NEAR:
-            shares.append(took - self._level)
-            if len(shares) > MAX_WEIGHT:
-                del shares[0]
+        own = self._kinds.get(kind)
+        if own is None:
+            own = self._kinds[kind] = _Kind()
+        count, is_plain = len(own.shares), isinstance(kind, int) and kind > 0
+        if count >= LEAST_PASSES:
+            self._level += FOLLOW * max(-MOST_OFF, min(took - self._level - own.middle, MOST_OFF))
+        if is_plain is not self._was_plain or count < FIT_EVERY:
+            own.add(took - self._level)
+        if isinstance(kind, int):
+            self._was_plain = is_plain
 
     def of(self, kind: Kind) -> float:
         """Seconds of a pass of a kind, as fast as the machine is now; 0: it is not known."""
-        shares = self._shares.get(kind, ())
-        return exp(self._level + _usual(shares)) if len(shares) >= LEAST_PASSES else 0.0
+        own = self._kinds.get(kind)
+        return exp(self._level + own.usual) if own is not None and len(own.shares) >= LEAST_PASSES else 0.0
 
     def passes(self, with_drafts: bool) -> list[tuple[int, float, int]]:
         """Rows, seconds, and what they count."""
         return [
-            (abs(kind), self.of(kind), len(shares))
-            for kind, shares in self._shares.items()
-            if isinstance(kind, int) and (kind < 0) is with_drafts and len(shares) >= LEAST_PASSES
+            (abs(kind), self.of(kind), len(own.shares))
+            for kind, own in self._kinds.items()
+            if isinstance(kind, int) and (kind < 0) is with_drafts and len(own.shares) >= LEAST_PASSES
         ]
-
-
-def _usual(shares: Sequence[float]) -> float:
-    """What an eighth of these are less than."""
-    return sorted(shares)[len(shares) // 8]
 
 
 class PassCost:
@@ -257,6 +272,16 @@ class Worth:
             if is_allowed and expected > most * cost:
                 best, most = count, expected / cost
         return best
+
+    def gain(self, chances: Sequence[float], drafting: float) -> float:
+        """Tokens per second with these drafts, as a multiple of those without.
+
+        Args:
+            chances: that each is accepted.
+            drafting: cost of having them.
+        """
+        cost = self._without + self._extra + self._row * len(chances) + drafting
+        return (self._rows + sum(chances)) * self._without / (self._rows * cost)
 
     def pays(self, chance: float, others: Sequence[float]) -> bool:
         """Whether one more draft that is accepted with this chance raises the tokens per second.

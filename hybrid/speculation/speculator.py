@@ -15,9 +15,9 @@ from hybrid.errors import ArgumentError
 from hybrid.speculation.cached import NOTHING, CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.draft_tree import DraftTree
-from hybrid.speculation.drafter import Drafter, History
+from hybrid.speculation.drafter import ChainDrafter, Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
-from hybrid.speculation.pace import Acceptance, PassCost, Worth
+from hybrid.speculation.pace import MAX_WEIGHT, Acceptance, PassCost, Worth
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class Speculator:
         self._pauses = dict.fromkeys(self._stats, 0)
         self._known: dict[History, _Known] = {}
         self._cost = PassCost()
+        self._gain = 1.0  # tokens per second with drafts, of those without, lately
         self._spent = 0.0
 
     @property
@@ -155,14 +156,6 @@ class Speculator:
     def stats(self) -> dict[str, DrafterStats]:
         """What each drafter has done, by its name."""
         return {name: replace(stats) for name, stats in self._stats.items()}
-
-    def least(self, drafter: str, rows: int) -> float:
-        """The chance below which one more draft of a drafter that takes time for each would not pay.
-
-        Args:
-            rows: rows of the pass without drafts.
-        """
-        return self._cost.least(rows, drafter) if self._config.adaptive else 0.0
 
     def propose(self, history: History, limit: int, rows: int) -> Drafts | None:
         """Drafts for a request; None: it has none, or they would not pay.
@@ -271,9 +264,11 @@ class Speculator:
             return [min(joined.limit, len(joined.tree)) for joined in trees]
         each = [joined.tree.chances[: joined.limit] for joined in trees]
         every = each[0] if len(each) == 1 else sorted(chain.from_iterable(each), reverse=True)
-        count = self._cost.worth(rows).best(every)
+        worth = self._cost.worth(rows)
+        count = worth.best(every)
         if count:
             self._cost.is_paid()
+            self._gain += (max(worth.gain(every[:count], self._spent), 1.0) - self._gain) / MAX_WEIGHT
         elif self._cost.is_doubted(rows, every[0]):
             count = 1
         if len(each) == 1:
@@ -331,6 +326,8 @@ class Speculator:
             if count > 0:
                 wanted.append((joined, count))
         longest, seconds = 1, 0.0
+        if isinstance(asked.drafter, ChainDrafter) and self._config.adaptive:
+            asked.drafter.least = self._gain * self._cost.least(rows, asked.name)
         if asked.computes and wanted:
             found = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
             if found is None:
@@ -371,6 +368,8 @@ class Speculator:
         count = joined.limit
         if asked.computes and count > 0:
             count = own.count(count, worth, joined.known.passes)
+            if isinstance(asked.drafter, ChainDrafter):  # it ends a chain itself
+                count = min(2 * count + 2, joined.limit)
         joined.count = max(joined.count, count)
         return count
 
