@@ -253,8 +253,8 @@ def can_compile(weight: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 def multiplies_pairs() -> bool:
     """Whether compiled products of bfloat16 are faster than those of float32: the CPU multiplies pairs of numbers."""
-    vectors = ops.compiled_module("vectors")
-    return not isinstance(vectors, str) and vectors.HAS_PAIRS and can_compile(torch.empty(1, 1, dtype=torch.bfloat16))
+    target = ops.compiled_module("target")
+    return not isinstance(target, str) and target.HAS_PAIRS and can_compile(torch.empty(1, 1, dtype=torch.bfloat16))
 
 
 def choose_for_experts(weight: Tensor) -> Products:

@@ -81,7 +81,7 @@ class Op(NamedTuple):
 
 @lru_cache
 def compiled_module(file: str) -> ModuleType | str:
-    """A module of `hybrid.kernels.cpu`, or why it cannot be used. The first call imports Numba."""
+    """A module of `hybrid.kernels.cpu`, or why it cannot be used."""
     try:
         return import_module(f"hybrid.kernels.cpu.{file}")
     except Exception as error:  # a broken installation fails in any way: a missing library, a version of NumPy

@@ -20,6 +20,7 @@ from torch import Tensor
 from hybrid.errors import CheckpointError
 from hybrid.files import is_file
 from hybrid.models.json_files import MAX_INDEX_BYTES, parse_json, read_json
+from hybrid.models.weight_memory import WeightMemory, aligned
 
 SLICE_BYTES = 4 * 2**20
 """Bytes of a tensor that are read at a time."""
@@ -304,6 +305,7 @@ class Loader:
     kept: frozenset[str] = frozenset()
     parameters: dict[str, Tensor] = field(default_factory=dict)
     scales: dict[str, Tensor] = field(default_factory=dict)
+    _memory: WeightMemory = field(init=False)
 
     def load(self, tensors: Mapping[str, Stored], on_read: Callable[[int], object]) -> dict[str, Tensor]:
         """Make the parameters.
@@ -334,14 +336,27 @@ class Loader:
             self._check(stored, uses[name])
             for parameter, _ in uses[name]:
                 on_disk[parameter].add(stored.dtype)
+        types = {parameter: self._type(parameter, on_disk[parameter]) for parameter in self.shapes}
+        self._memory = self._memory_for(types)
         missing_parts = Counter(parameter for pairs in uses.values() for parameter, _ in pairs)
         for name, stored in tensors.items():  # in their order on disk
             for parameter, source in uses[name]:
-                self._fill(self._parameter(parameter, on_disk[parameter]), source, stored, on_read)
+                self._fill(self._parameter(parameter, types[parameter]), source, stored, on_read)
                 missing_parts[parameter] -= 1
                 if parameter in self.quantized and not missing_parts[parameter]:
-                    self.parameters[parameter], self.scales[parameter] = quantize_rows(self.parameters[parameter])
+                    weight, self.scales[parameter] = quantize_rows(self.parameters[parameter])
+                    self.parameters[parameter] = self._memory.empty(weight.shape, weight.dtype).copy_(weight)
         return self.parameters
+
+    def _type(self, name: str, on_disk: set[torch.dtype]) -> torch.dtype:
+        """The type of a parameter, before it is quantized. `on_disk`: those of the tensors that make it up."""
+        return torch.bfloat16 if name in self.kept and on_disk == {torch.bfloat16} else self.dtype
+
+    def _memory_for(self, types: Mapping[str, torch.dtype]) -> WeightMemory:
+        """Memory for all parameters, as they are in the end."""
+        sizes = {name: 1 if name in self.quantized else dtype.itemsize for name, dtype in types.items()}
+        num_bytes = sum(aligned(prod(self.shapes[name]) * size) for name, size in sizes.items())
+        return WeightMemory(num_bytes, self.device)
 
     def _check(self, stored: Stored, uses: list[tuple[str, Source]]) -> None:
         parameter, source = uses[0]
@@ -358,16 +373,16 @@ class Loader:
                 f"({stored.name}{SCALE}) are supported, else use the checkpoint in bfloat16"
             )
 
-    def _parameter(self, name: str, on_disk: set[torch.dtype]) -> Tensor:
-        """The parameter, made when it is first asked for. `on_disk`: the types of the tensors that make it up."""
+    def _parameter(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The parameter, made when it is first asked for."""
         if name not in self.parameters:
             shape = self.shapes[name]
-            dtype = torch.bfloat16 if name in self.kept and on_disk == {torch.bfloat16} else self.dtype
-            if name in self.by_columns:
-                turned = (*shape[:-2], shape[-1], shape[-2])
-                tensor = torch.empty(turned, dtype=dtype, device=self.device).transpose(-1, -2)
-            else:
+            if name in self.quantized:  # it is freed when it is complete
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            elif name in self.by_columns:
+                tensor = self._memory.empty((*shape[:-2], shape[-1], shape[-2]), dtype).transpose(-1, -2)
+            else:
+                tensor = self._memory.empty(shape, dtype)
             self.parameters[name] = tensor
         return self.parameters[name]
 

@@ -235,10 +235,10 @@ class Preparation:
 
     Attributes:
         loading: reading and converting the checkpoint, without the rest, and without importing torch and transformers.
-        importing: of Numba, and of the functions that it compiles.
+        importing: of the modules that run compiled code.
         choosing: how the rows of a batch are multiplied with each weight.
-        compiling: what the first request takes more than the same one in a second engine: code is compiled, or read
-            from disk.
+        compiling: what the first request takes more than the same one in a second engine: code is compiled, for which
+            Numba is imported, or read from disk.
     """
 
     loading: float
@@ -300,7 +300,7 @@ def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32") -> Pari
 def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Parity:
     """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile."""
     started = time.process_time()
-    can_compile(torch.empty(1, 1, device=resolve_device(None)))  # imports what compiles, where it does
+    can_compile(torch.empty(1, 1, device=resolve_device(None)))  # imports what runs compiled code
     imported = time.process_time()
     engine = Engine.from_pretrained(model, dtype=dtype, cache=CacheConfig(memory="2GiB", deterministic=True))
     loaded, judge = time.process_time(), Judge(engine, seed)
@@ -358,7 +358,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
             table.add_row(mark, check.name, "" if check.hit_tokens is None else str(check.hit_tokens), check.detail)
         if (took := result.preparation) is not None:
             table.caption = (
-                f"CPU time: loading {took.loading:.2f} s, importing Numba {took.importing:.2f} s, "
+                f"CPU time: loading {took.loading:.2f} s, importing what runs compiled code {took.importing:.2f} s, "
                 f"choosing products {took.choosing:.2f} s, compiling {took.compiling:.2f} s"
             )
         console.print(table)

@@ -42,8 +42,8 @@ def _compiled() -> str:
     machine hides instructions."""
     if all(op.compiled_function() is None for op in OPS.values()):
         return ""
-    vectors: Any = compiled_module("vectors")
-    taken = [name for name, has in (("fma", vectors.HAS_FMA), ("pairs of bfloat16", vectors.HAS_PAIRS)) if has]
+    target: Any = compiled_module("target")
+    taken = [name for name, has in (("fma", target.HAS_FMA), ("pairs of bfloat16", target.HAS_PAIRS)) if has]
     return f"compiled for this CPU, with {' and '.join(taken) or 'no fma'}"
 
 

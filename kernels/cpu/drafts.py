@@ -1,44 +1,18 @@
 """The most likely tokens of rows of logits: of a model's, and what a predictor's passes over single tokens end with, so
 that a chain of them needs no torch in between."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.machine_code import compiled, compiled_inline
+from hybrid.kernels.cpu.kinds import FLOAT, KINDS
+from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.tiles import row_max, row_sum
-from hybrid.kernels.cpu.vectors import INDEX, KINDS, LANES, ZERO, allocate, at, exp, get, numbers, put, release
 
 MIN_SHARED = 1 << 16
 """Logits that are worth a thread."""
 
-
-@compiled_inline
-def _first_largest(own, vocab):  # type: ignore[no-untyped-def]
-    """The largest number of a row, and its first place."""
-    whole, token = vocab // LANES * LANES, 0
-    most = row_max(own, whole) if whole else get(own, 0)
-    for i in range(whole, vocab):
-        most = max(most, get(own, i))
-    while token < vocab - 1 and get(own, token) != most:
-        token += 1
-    return most, token
-
-
-@compiled
-def _most_likely(args, kind, first, last):  # type: ignore[no-untyped-def]
-    """Tokens `[first, last)`."""
-    a = numbers(args, INDEX)
-    logits, tokens, vocab, of_row, not_finite = numbers(a[0], kind), numbers(a[1], INDEX), a[2], a[3], a[4]
-    whole = vocab // LANES * LANES
-    for row in range(first, last):
-        own = at(logits, row * of_row)
-        total = row_sum(own, whole) if whole else ZERO
-        for i in range(whole, vocab):
-            total += get(own, i)
-        _, token = _first_largest(own, vocab)
-        tokens[row] = token if total - total == ZERO else not_finite  # NaN and infinity remain in a sum
+_most_likely = Compiled(f"{COMPILED}.drafts", "most_likely")
+_choose_drafts = Compiled(f"{COMPILED}.drafts", "choose_drafts")
 
 
 def most_likely(logits: Tensor, not_finite: int) -> Tensor:
@@ -53,37 +27,8 @@ def most_likely(logits: Tensor, not_finite: int) -> Tensor:
     """
     tokens = logits.new_empty(len(logits), dtype=torch.int64)
     args = logits.data_ptr(), tokens.data_ptr(), logits.shape[1], logits.stride(0), not_finite
-    run(_most_likely, ZERO, args, len(logits), 1, logits.numel() // MIN_SHARED)
+    run(_most_likely, FLOAT, args, len(logits), 1, logits.numel() // MIN_SHARED)
     return tokens
-
-
-@compiled
-def _choose_drafts(args, kind, first, last):  # type: ignore[no-untyped-def]
-    a = numbers(args, INDEX)
-    logits, hidden, tokens = numbers(a[0], ZERO), numbers(a[1], kind), numbers(a[2], INDEX)
-    before, chances, vocab, size = numbers(a[3], kind), numbers(a[4], ZERO), a[5], a[6]
-    whole = vocab // LANES * LANES
-    memory = allocate(LANES)
-    sums = numbers(memory, ZERO)
-    for row in range(first, last):
-        own = at(logits, row * vocab)
-        most, token = _first_largest(own, vocab)
-        for lane in range(LANES):
-            put(sums, lane, ZERO)
-        for i in range(0, whole, LANES):
-            for lane in range(LANES):
-                put(sums, lane, get(sums, lane) + exp(get(own, i + lane) - most))
-        total = ZERO
-        for lane in range(LANES):
-            total += get(sums, lane)
-        for i in range(whole, vocab):
-            total += exp(get(own, i) - most)
-        tokens[row] = token
-        put(chances, row, np.float32(1) / total)
-        source, target = at(hidden, row * size), at(before, row * size)
-        for i in range(size):
-            target[i] = source[i]
-    release(memory)
 
 
 def choose_drafts(logits: Tensor, hidden: Tensor, tokens: Tensor, before: Tensor, chances: Tensor) -> None:

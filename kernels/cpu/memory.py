@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.machine_code import compiled
+from hybrid.kernels.cpu.kinds import KINDS
+from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
 from hybrid.kernels.cpu.tasks import run
-from hybrid.kernels.cpu.vectors import INDEX, KINDS, ZERO, at, get, numbers, put
 from hybrid.kernels.reference import memory as twins
 
 MIN_SHARED = 1 << 16
@@ -16,25 +16,10 @@ MIN_SHARED = 1 << 16
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-
-@compiled
-def _shift(args, kind, first, last):  # type: ignore[no-untyped-def]
-    """Columns `[first, last)` of all tokens."""
-    a = numbers(args, INDEX)
-    x, state, output = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind)
-    reads, writes = numbers(a[3], INDEX), numbers(a[4], INDEX)
-    of_row, of_slot, tokens, size = a[5], a[6], a[7], a[8]
-    for token in range(tokens):
-        row, read, write = at(x, token * of_row), reads[token], writes[token]
-        before, target = at(x, (token - 1) * of_row), at(output, token * size)
-        if read >= 0:
-            before = at(state, read * of_slot)
-        for column in range(first, last):
-            target[column] = before[column]
-        if write >= 0:
-            slot = at(state, write * of_slot)
-            for column in range(first, last):
-                slot[column] = row[column]
+_shift = Compiled(f"{COMPILED}.memory", "shift")
+_take = Compiled(f"{COMPILED}.memory", "take")
+_copy = Compiled(f"{COMPILED}.memory", "copy")
+_widen = Compiled(f"{COMPILED}.memory", "widen")
 
 
 def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
@@ -49,19 +34,6 @@ def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor,
     args = (*addresses, x.stride(0), state.stride(0), tokens, size)
     run(_shift, KINDS[x.dtype], args, size, 16, x.numel() // MIN_SHARED)
     return output
-
-
-@compiled
-def _take(args, kind, first, last):  # type: ignore[no-untyped-def]
-    """Rows `[first, last)` of the output."""
-    a = numbers(args, INDEX)
-    x, output, rows, of_row, size = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], INDEX), a[3], a[4]
-    for row in range(first, last):
-        if rows[row] < 0:
-            continue
-        source, target = at(x, rows[row] * of_row), at(output, row * size)
-        for column in range(size):
-            target[column] = source[column]
 
 
 def can_take_rows(x: Tensor, rows: Tensor) -> bool:
@@ -81,17 +53,6 @@ def take_rows(x: Tensor, rows: Tensor, output: Tensor) -> Tensor:
     args = x.data_ptr(), output.data_ptr(), rows.data_ptr(), x.stride(0), x.shape[1]
     run(_take, KINDS[x.dtype], args, len(rows), 1, output.numel() // MIN_SHARED)
     return output
-
-
-@compiled
-def _copy(args, kind, first, last):  # type: ignore[no-untyped-def]
-    """Rows `[first, last)`."""
-    a = numbers(args, INDEX)
-    x, output, of_row, of_output, size = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3], a[4]
-    for row in range(first, last):
-        source, target = at(x, row * of_row), at(output, row * of_output)
-        for column in range(size):
-            target[column] = source[column]
 
 
 def can_join(parts: Sequence[Tensor]) -> bool:
@@ -114,15 +75,6 @@ def join(parts: Sequence[Tensor], output: Tensor) -> Tensor:
         run(_copy, KINDS[part.dtype], args, len(part), 1, part.numel() // MIN_SHARED)
         start += part.shape[1]
     return output
-
-
-@compiled
-def _widen(args, kind, first, last):  # type: ignore[no-untyped-def]
-    """Elements `[first, last)`."""
-    a = numbers(args, INDEX)
-    x, output = numbers(a[0], kind), numbers(a[1], ZERO)
-    for i in range(first, last):
-        put(output, i, get(x, i))
 
 
 def widen(x: Tensor, output: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Compiled operations as tasks: run by as many threads as torch uses, one at a time or a recorded program at once.
 
 A compiled operation is a function `(args, kind, first, last)`. `args` is the address of its numbers (addresses, sizes,
-strides) as int64; `kind` says what types its memory holds (`hybrid.kernels.cpu.vectors.KINDS`). It computes the
+strides) as int64; `kind` says what types its memory holds (`hybrid.kernels.cpu.kinds`). It computes the
 elements `[first, last)` of its result, and what it does with an element does not depend on the range: threads change no
 bit.
 """
@@ -13,13 +13,13 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from numba import typeof, types
 from torch import Tensor
 
+from hybrid.kernels.cpu.kinds import INTEGER, SIGNATURES, Kind
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.team import SIGNATURES, compute, team
+from hybrid.kernels.cpu.team import compute, team
 from hybrid.kernels.cpu.threads import num_threads
 
 
@@ -37,7 +37,7 @@ class Task(NamedTuple):
     """
 
     function: Compiled
-    kind: Any
+    kind: Kind
     numbers: tuple[int, ...]
     elements: int
     multiple: int
@@ -54,7 +54,7 @@ recorder: ContextVar[Callable[[Task], None] | None] = ContextVar("recorder", def
 """Is called with every task that is run in its context."""
 
 
-def run(function: Compiled, kind: Any, numbers: Sequence[int], elements: int, multiple: int, most: int) -> None:
+def run(function: Compiled, kind: Kind, numbers: Sequence[int], elements: int, multiple: int, most: int) -> None:
     """Run a task; the arguments are those of `Task`."""
     task = Task(function, kind, tuple(numbers), elements, multiple, most)
     tell = recorder.get()
@@ -64,7 +64,7 @@ def run(function: Compiled, kind: Any, numbers: Sequence[int], elements: int, mu
         Tasks([task])()
         return
     args = array("q", task.numbers)
-    compute(*_code(function, _classes(kind)), args.buffer_info()[0], elements)
+    compute(*_code(function, kind), args.buffer_info()[0], elements)
 
 
 def side_by_side(calls: Iterable[Callable[[], Tensor]]) -> list[Tensor]:
@@ -107,7 +107,7 @@ class Tasks:
         rows: list[int] = []
         is_joined = [task.joins for task in tasks[1:]] + [False]
         for task, args, followed in zip(tasks, self._args, is_joined, strict=True):
-            rows += _code(task.function, _classes(task.kind))
+            rows += _code(task.function, task.kind)
             rows += task.elements, task.multiple, task.most, args.buffer_info()[0], followed
         self._program = array("q", rows)
         self._address = self._program.buffer_info()[0]
@@ -118,17 +118,10 @@ class Tasks:
         team().run(self._address, len(self._args), min(num_threads(), self._worth))
 
 
-def _classes(kind: Any) -> Any:
-    """What the Numba type of a kind follows from: numbers of two classes may be equal, and to find the type takes
-    longer than most operations."""
-    return tuple(map(type, kind)) if isinstance(kind, tuple) else type(kind)
-
-
 @cache
-def _code(function: Compiled, classes: Any) -> tuple[int, int]:
-    """The address of the machine code of an operation for memory of a kind of these classes, and its signature."""
-    kind = typeof(tuple(of() for of in classes) if isinstance(classes, tuple) else classes())
-    return function.address(types.int64, kind, types.int64, types.int64), SIGNATURES.index(kind)
+def _code(function: Compiled, kind: Kind) -> tuple[int, int]:
+    """The address of the machine code of an operation for memory of a kind, and its signature."""
+    return function.address(INTEGER, kind, INTEGER, INTEGER), SIGNATURES.index(kind)
 
 
 @lru_cache

@@ -16,11 +16,43 @@ from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.kernels.cpu import elementwise, matmul, tasks
 from hybrid.kernels.cpu.capture import CpuCapture, NotCapturedError
-from hybrid.kernels.cpu.machine_code import compiled
+from hybrid.kernels.cpu.compiled.vectors import INDEX, numbers
+from hybrid.kernels.cpu.kinds import FLOAT
+from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.team import Team
-from hybrid.kernels.cpu.vectors import INDEX, ZERO, numbers
 from support.engines import ids
 from support.tensors import same_bits
+
+
+def count(args: Any, kind: Any, first: int, last: int) -> None:
+    counts = numbers(numbers(args, INDEX)[0], INDEX)
+    for element in range(first, last):
+        counts[element] += 1
+
+
+def count_late(args: Any, kind: Any, first: int, last: int) -> None:
+    """Element 0 takes long."""
+    counts = numbers(numbers(args, INDEX)[0], INDEX)
+    for element in range(first, last):
+        for spins in range(1_000_000 if element == 0 else 1):
+            counts[element] += spins % 2 if element == 0 else 1
+
+
+def copy(args: Any, kind: Any, first: int, last: int) -> None:
+    a = numbers(args, INDEX)
+    source, target = numbers(a[0], INDEX), numbers(a[1], INDEX)
+    for element in range(first, last):
+        target[element] = source[element]
+
+
+def fails(args: Any, kind: Any, first: int, last: int) -> None:
+    place = numbers(numbers(args, INDEX)[0], INDEX)
+    for element in range(first, last):
+        if element == place[0]:
+            raise MemoryError
+
+
+COUNT, COUNT_LATE, COPY, FAILS = (Compiled(__name__, name) for name in ("count", "count_late", "copy", "fails"))
 
 
 @pytest.fixture
@@ -264,49 +296,25 @@ def test_rows_with_given_numbers_are_copied_by_the_program() -> None:
     assert same_bits(result, elementwise.rms_norm(x[rows], norm, 1e-6))
 
 
-@compiled
-def _count(args: Any, kind: Any, first: int, last: int) -> None:
-    counts = numbers(numbers(args, INDEX)[0], INDEX)
-    for element in range(first, last):
-        counts[element] += 1
-
-
 @pytest.mark.parametrize("elements", [1, 2, 15, 16, 31, 32, 33, 200, 1000])
 def test_every_element_is_computed_once(elements: int, threads: Callable[[int], None]) -> None:
     for count, multiple, most in ((2, 1, 99), (3, 1, 5), (4, 12, 99), (4, 1, 99)):
         threads(count)
         counts = torch.zeros(elements, dtype=torch.int64)
-        tasks.run(_count, ZERO, (counts.data_ptr(),), elements, multiple, most)
+        tasks.run(COUNT, FLOAT, (counts.data_ptr(),), elements, multiple, most)
         assert (counts == 1).all()
-
-
-@compiled
-def _count_late(args: Any, kind: Any, first: int, last: int) -> None:
-    """Element 0 takes long."""
-    counts = numbers(numbers(args, INDEX)[0], INDEX)
-    for element in range(first, last):
-        for spins in range(1_000_000 if element == 0 else 1):
-            counts[element] += spins % 2 if element == 0 else 1
-
-
-@compiled
-def _copy(args: Any, kind: Any, first: int, last: int) -> None:
-    a = numbers(args, INDEX)
-    source, target = numbers(a[0], INDEX), numbers(a[1], INDEX)
-    for element in range(first, last):
-        target[element] = source[element]
 
 
 def test_an_operation_waits_for_all_that_were_computed_side_by_side(threads: Callable[[int], None]) -> None:
     late, soon, copied = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
 
-    def counted(function: Any, counts: Tensor) -> Tensor:
-        tasks.run(function, ZERO, (counts.data_ptr(),), 8, 1, 8)
+    def counted(function: Compiled, counts: Tensor) -> Tensor:
+        tasks.run(function, FLOAT, (counts.data_ptr(),), 8, 1, 8)
         return counts
 
     def run() -> Tensor:
-        both = tasks.side_by_side([lambda: counted(_count_late, late), lambda: counted(_count, soon)])
-        tasks.run(_copy, ZERO, (both[0].data_ptr(), copied.data_ptr()), 8, 1, 8)
+        both = tasks.side_by_side([lambda: counted(COUNT_LATE, late), lambda: counted(COUNT, soon)])
+        tasks.run(COPY, FLOAT, (both[0].data_ptr(), copied.data_ptr()), 8, 1, 8)
         return copied
 
     again, _ = CpuCapture()(run)
@@ -315,14 +323,6 @@ def test_an_operation_waits_for_all_that_were_computed_side_by_side(threads: Cal
         again()
         assert torch.equal(copied, late)
     assert soon.tolist() == [4] * 8
-
-
-@compiled
-def _fails(args: Any, kind: Any, first: int, last: int) -> None:
-    place = numbers(numbers(args, INDEX)[0], INDEX)
-    for element in range(first, last):
-        if element == place[0]:
-            raise MemoryError
 
 
 @pytest.mark.parametrize("element", [0, 299])
@@ -336,7 +336,7 @@ def test_an_operation_that_fails_in_one_thread_fails_the_pass(
 
     def failing() -> Tensor:
         y = run()
-        tasks.run(_fails, ZERO, (number.data_ptr(),), 300, 1, 3)
+        tasks.run(FAILS, FLOAT, (number.data_ptr(),), 300, 1, 3)
         return elementwise.silu_and_mul(y, y)
 
     again, result = CpuCapture()(failing)

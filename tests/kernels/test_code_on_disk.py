@@ -1,4 +1,4 @@
-"""Compiled code is kept on disk, and a process that finds it there runs it without preparing to compile."""
+"""Compiled code is kept on disk, and a process that finds it there runs it without what compiles."""
 
 import json
 import os
@@ -12,22 +12,47 @@ import pytest
 
 machine_code = pytest.importorskip("hybrid.kernels.cpu.machine_code")
 
+from hybrid.kernels.cpu import kept  # noqa: E402
+
 PROGRAM = """
 import json, sys, torch
 from hybrid.kernels.cpu import elementwise
 x = torch.linspace(-3, 5, 60).view(3, 20)
 norms = elementwise.rms_norm(x, torch.ones(20), 1e-6).tolist()
-prepared = "numba.np.arraymath" in sys.modules
+prepared = "numba" in sys.modules
 gated = elementwise.gated_rms_norm(x, x + 1, torch.ones(20), 1e-6).tolist() if "gated" in sys.argv else None
 print(json.dumps([prepared, norms, gated]))
 """
 
+GENERATE = """
+import json, sys
+from hybrid import CacheConfig, Engine, SamplingParams
+engine = Engine.from_pretrained("tiny", cache=CacheConfig(memory="64MiB"))
+texts = engine.generate(["The with statement " * 20], SamplingParams(max_new_tokens=4), progress=False)
+print(json.dumps([[name for name in ("numba",) if name in sys.modules], texts[0].text]))
+"""
 
-def run(folder: Path, *more: str) -> Any:
-    """Whether a new process prepared to compile for a norm; the norm, and that of another function."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
+WITHOUT_NUMBA = """
+import json, sys
+sys.modules["numba"] = None
+import torch
+from hybrid.kernels import ops
+from hybrid.kernels.reference import elementwise as twins
+x = torch.linspace(-3, 5, 60).view(3, 20)
+is_twin = torch.equal(ops.rms_norm(x, torch.ones(20), 1e-6), twins.rms_norm(x, torch.ones(20), 1e-6))
+print(json.dumps([ops.compiled_module("elementwise"), is_twin]))
+"""
+
+
+def run(folder: Path, program: str = PROGRAM, *more: str) -> Any:
+    """What a new process prints that keeps code in a folder."""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder), "HYBRID_KERNELS": "auto"}
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *more], capture_output=True, text=True, env=environment, check=True
+        [sys.executable, "-W", "ignore", "-c", program, *more],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
     )
     return json.loads(found.stdout)
 
@@ -36,15 +61,14 @@ def test_without_a_place_to_keep_it_code_is_compiled(monkeypatch: pytest.MonkeyP
     def unknown(_: object) -> None:
         raise KeyError("no such user")
 
-    monkeypatch.setattr(machine_code.numba.config, "CACHE_DIR", "")
-    monkeypatch.setattr(machine_code, "SOURCES", Path("/nowhere"))
+    monkeypatch.setattr(kept, "SOURCES", Path("/nowhere"))
     monkeypatch.setattr(pwd, "getpwuid", unknown)
-    for name in ("HOME", "XDG_CACHE_HOME"):
+    for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    assert machine_code.folder() is None
+    assert kept.folder() is None
     monkeypatch.undo()
-    monkeypatch.setattr(machine_code, "folder", lambda: None)
-    assert machine_code.Compiled(nothing)(1) is False
+    monkeypatch.setattr(kept, "folder", lambda: None)
+    assert machine_code.Compiled(__name__, "nothing")(1) is False
 
 
 def nothing(value: int) -> None:
@@ -54,15 +78,29 @@ def nothing(value: int) -> None:
 def test_code_on_disk_is_loaded_alone_and_what_is_not_there_is_compiled(tmp_path: Path) -> None:
     compiled, expected, _ = run(tmp_path)
     assert compiled
-    (norm,) = tmp_path.rglob("*-_rms_norm-*.o")
-    prepared, norms, gated = run(tmp_path, "gated")
+    (norm,) = tmp_path.rglob("*-rms_norm-*.o")
+    prepared, norms, gated = run(tmp_path, PROGRAM, "gated")
     assert not prepared
     assert norms == expected
-    (other,) = tmp_path.rglob("*-_gated_rms_norm-*.o")
+    (other,) = tmp_path.rglob("*-gated_rms_norm-*.o")
     norm.write_bytes(norm.read_bytes()[:100])
     changed = bytearray(other.read_bytes())
     changed[-100] ^= 1
     other.write_bytes(changed)
-    again, norms, from_disk = run(tmp_path, "gated")
+    again, norms, from_disk = run(tmp_path, PROGRAM, "gated")
     assert again
     assert (norms, from_disk) == (expected, gated)
+
+
+def test_what_compiles_is_not_imported_where_all_code_is_on_disk() -> None:
+    """The code is where tests keep it, and is compiled by the first process if they have not run before."""
+    folder = kept.folder()
+    assert folder is not None
+    _, expected = run(folder, GENERATE)
+    assert run(folder, GENERATE) == [[], expected]
+
+
+def test_where_numba_does_not_run_the_twins_compute(tmp_path: Path) -> None:
+    reason, is_twin = run(tmp_path, WITHOUT_NUMBA)
+    assert "numba" in reason
+    assert is_twin

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels import reference
-from hybrid.kernels.cpu import attention, convolution, delta_rule, delta_rule_step, elementwise, experts, matmul, panels
+from hybrid.kernels.cpu import attention, convolution, delta_rule, delta_rule_step, elementwise, experts, matmul
+from hybrid.kernels.cpu.compiled.panels import MAX_NEAR
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
@@ -134,7 +135,7 @@ def test_large_products_have_the_same_bits_on_any_number_of_threads(
 
 @pytest.mark.parametrize(("inner", "outputs"), [(300, 70), (3300, 40)])
 def test_rows_have_the_bits_of_few_rows_where_x_and_the_weight_are_taken_in_parts(inner: int, outputs: int) -> None:
-    weight, x = torch.randn(outputs, inner), torch.randn(panels.MAX_NEAR // inner + 50, inner)
+    weight, x = torch.randn(outputs, inner), torch.randn(MAX_NEAR // inner + 50, inner)
     few = [matmul.multiply(rows, weight) for rows in x.split(matmul.MANY_ROWS - 1)]
     assert same_bits(matmul.multiply(x, weight), torch.cat(few))
 

@@ -59,9 +59,9 @@ def test_a_cpu_of_the_same_name_that_hides_an_instruction_computes_in_the_next_l
     tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers below the normal ones are zeros to the instruction that multiplies pairs of bfloat16 alone."""
-    vectors = pytest.importorskip("hybrid.kernels.cpu.vectors")
+    target = pytest.importorskip("hybrid.kernels.cpu.target")
     life(tiny, tmp_path)
-    monkeypatch.setattr(vectors, "HAS_PAIRS", not vectors.HAS_PAIRS)
+    monkeypatch.setattr(target, "HAS_PAIRS", not target.HAS_PAIRS)
     found = life(tiny, tmp_path)
     assert found[2] == 0
     assert re.search("kernels is 'compiled.*' there and 'compiled.*' here", found[3])

@@ -1,5 +1,5 @@
 """What compiled operations are built from: numbers in memory of either type, functions whose order of operations is
-fixed, and vectors of LANES numbers (whose sums and products are in `hybrid.kernels.cpu.tiles`).
+fixed, and vectors of LANES numbers (whose sums and products are in `hybrid.kernels.cpu.compiled.tiles`).
 
 Nothing here is left to the compiler's rounding: a product that is added is written as `fma`, sums run over `LANES`
 partial sums that are added up as a tree. So bits do not depend on the width of the CPU's vectors, on a row's address
@@ -13,37 +13,14 @@ one first. On other CPUs two `fma` do the same. (Numbers below the normal ones a
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, config
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from hybrid.kernels.cpu.machine_code import compiled_inline
-
-LANES = 16
-"""Partial sums of a sum along a row: element i is added to sum i % LANES."""
-
-
-def _features() -> dict[str, bool]:
-    """What is compiled for: the CPU at hand, or what Numba was asked for by `NUMBA_CPU_FEATURES`."""
-    if config.CPU_FEATURES is None:
-        return dict(llvm.get_host_cpu_features())
-    return {name[1:]: name[0] == "+" for name in config.CPU_FEATURES.split(",") if name}
-
-
-FEATURES: dict[str, bool] = _features()
-
-HAS_FMA: bool = FEATURES.get("fma", False) or FEATURES.get("neon", False)
-"""Whether the CPU multiplies and adds with one rounding; otherwise `fma` would be a slow function."""
-
-HAS_WIDE_REGISTERS: bool = FEATURES.get("avx512f", False)
-"""Whether a register holds `LANES` numbers, and there are 32 of them."""
-
-HAS_PAIRS: bool = HAS_WIDE_REGISTERS and FEATURES.get("avx512bf16", False)
-"""Whether the CPU multiplies pairs of bfloat16 numbers and adds both products, as `add_product_of` does."""
+from hybrid.kernels.cpu.compiled.build import compiled_inline
+from hybrid.kernels.cpu.target import HAS_PAIRS, LANES
 
 _FLOAT, _HALF = ir.FloatType(), ir.IntType(16)
 INT, LONG = ir.IntType(32), ir.IntType(64)
@@ -55,15 +32,12 @@ ZERO = np.float32(0)
 
 INDEX = np.int64(0)
 
-KINDS: dict[torch.dtype, Any] = {torch.float32: ZERO, torch.bfloat16: np.uint16(0), torch.int8: np.int8(0)}
-"""A number of the kind that memory of a type holds: from its type compiled code knows what to compile."""
-
 
 @intrinsic
-def numbers(context, address, kind):  # type: ignore[no-untyped-def]
+def numbers(context, address, kind):
     """A pointer to numbers of a kind at an address."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return builder.inttoptr(args[0], args[1].type.as_pointer())
 
     return types.CPointer(kind)(types.int64, kind), generate
@@ -76,12 +50,12 @@ def are_pairs(kinds: types.Type) -> bool:
 
 
 @intrinsic
-def rows_of_x(context, address, kinds):  # type: ignore[no-untyped-def]
+def rows_of_x(context, address, kinds):
     """A pointer to x at an address, as it is multiplied where the weight and the output have these kinds: fp32, but
     pairs of bfloat16 numbers where both are bfloat16, or, where the CPU does not multiply these, the bits of the fp32
     numbers of pairs (`hybrid.kernels.cpu.matmul`)."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     in_pairs = types.uint16 if HAS_PAIRS else types.int32
@@ -122,7 +96,7 @@ release: Any = types.ExternalFunction("free", types.void(types.int64))
 
 
 @compiled_inline
-def allocate(count):  # type: ignore[no-untyped-def]
+def allocate(count):
     """The address, a multiple of 64, of memory for `count` fp32 numbers. Who takes it gives it back with `release`.
 
     Raises:
@@ -135,30 +109,30 @@ def allocate(count):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def at(context, pointer, index):  # type: ignore[no-untyped-def]
+def at(context, pointer, index):
     """A pointer to element `index`."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return builder.gep(args[0], [args[1]])
 
     return pointer(pointer, types.int64), generate
 
 
 @intrinsic
-def get(context, pointer, index):  # type: ignore[no-untyped-def]
+def get(context, pointer, index):
     """Element `index` as fp32."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return _widened(builder, builder.load(builder.gep(args[0], [args[1]])))
 
     return types.float32(pointer, types.int64), generate
 
 
 @intrinsic
-def put(context, pointer, index, value):  # type: ignore[no-untyped-def]
+def put(context, pointer, index, value):
     """Write element `index`, rounded to the type in memory."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         target, index, value = args
         builder.store(narrowed(builder, value, target.type.pointee), builder.gep(target, [index]))
         return context.get_dummy_value()
@@ -167,30 +141,30 @@ def put(context, pointer, index, value):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def fma(context, x, y, z):  # type: ignore[no-untyped-def]
+def fma(context, x, y, z):
     """`x * y + z` in fp32, rounded once."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return fma_of(builder, *args)
 
     return types.float32(types.float32, types.float32, types.float32), generate
 
 
 @intrinsic
-def as_int(context, x):  # type: ignore[no-untyped-def]
+def as_int(context, x):
     """The 32 bits of an fp32 number."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return builder.bitcast(args[0], INT)
 
     return types.int32(types.float32), generate
 
 
 @intrinsic
-def as_float(context, x):  # type: ignore[no-untyped-def]
+def as_float(context, x):
     """The fp32 number of 32 bits."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return builder.bitcast(args[0], _FLOAT)
 
     return types.float32(types.int32), generate
@@ -204,7 +178,7 @@ _C4, _C5, _C6, _C7 = np.float32(1 / 24), np.float32(1 / 120), np.float32(1 / 720
 
 
 @compiled_inline
-def exp(x):  # type: ignore[no-untyped-def]
+def exp(x):
     """e to the power of x in fp32, to two units in the last place. Beyond [-87, 88] that of the nearest end; of NaN
     NaN."""
     x = _LARGEST if x > _LARGEST else x
@@ -224,7 +198,7 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 
 @compiled_inline
-def sigmoid(x):  # type: ignore[no-untyped-def]
+def sigmoid(x):
     """The logistic function in fp32."""
     return _C0 / (_C0 + exp(-x))
 

@@ -11,12 +11,10 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from hybrid.kernels.cpu.machine_code import compiled_inline
-from hybrid.kernels.cpu.vectors import (
+from hybrid.kernels.cpu.compiled.build import compiled_inline
+from hybrid.kernels.cpu.compiled.vectors import (
     FLOATS,
-    HAS_WIDE_REGISTERS,
     INT,
-    LANES,
     LINE,
     LONG,
     NEAR,
@@ -34,12 +32,11 @@ from hybrid.kernels.cpu.vectors import (
     repeated,
     store_lanes,
 )
+from hybrid.kernels.cpu.matmul import COLUMNS
+from hybrid.kernels.cpu.target import HAS_WIDE_REGISTERS, LANES
 
 SHORT = 3072
 """Bytes of a row of a weight below which hardware reads it from memory late."""
-
-COLUMNS = 12
-"""Rows of a weight that few rows of x are multiplied with before the next ones; tiles divide it."""
 
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
@@ -137,10 +134,10 @@ def _sums_of_products(
 
 
 @intrinsic
-def dot(context, x, y, length):  # type: ignore[no-untyped-def]
+def dot(context, x, y, length):
     """The sum of the products of two rows, fp32."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         x, y, length = args
         return _sum(builder, _sums_of_products(builder, [x], [y], length)[0])
 
@@ -152,8 +149,8 @@ def _of_row(combine: Callable[[Any, Any, Any], Any]) -> Any:
     than 0."""
 
     @intrinsic
-    def reduce(context, x, length):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def reduce(context, x, length):
+        def generate(context, builder, signature, args):
             x, length = args
 
             def step(index: Any, totals: list[Any]) -> list[Any]:
@@ -207,11 +204,11 @@ def _of_next_rows(builder: Any, w: Any, stride: Any, columns: int, taken: int) -
 
 
 @intrinsic
-def is_read_by_rows(context, w):  # type: ignore[no-untyped-def]
+def is_read_by_rows(context, w):
     """Whether one row of x is multiplied with one row of w at a time, a constant: a single stream, which CPUs with wide
     registers read from memory faster than several. Bytes are made fp32, which takes longer."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         return ir.Constant(ir.IntType(1), HAS_WIDE_REGISTERS and w.dtype != types.int8)
 
     return types.boolean(w), generate
@@ -241,10 +238,10 @@ def tile(rows: int, columns: int) -> Any:
     """
 
     @intrinsic
-    def product(context, x, x_stride, w, w_stride, scale, out, out_stride, length):  # type: ignore[no-untyped-def]
+    def product(context, x, x_stride, w, w_stride, scale, out, out_stride, length):
         long = types.int64
 
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):
             x, x_stride, w, w_stride, scale, out, out_stride, length = args
             xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
             ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
@@ -279,10 +276,10 @@ def outer(rows: int, vectors: int, is_narrow: bool = False) -> Any:
     """
 
     @intrinsic
-    def add(context, y, y_stride, a, a_stride, b, b_stride, length, width):  # type: ignore[no-untyped-def]
+    def add(context, y, y_stride, a, a_stride, b, b_stride, length, width):
         long = types.int64
 
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):
             y, y_stride, a, a_stride, b, b_stride, length, width = args
             mask = first_lanes(builder, width) if is_narrow else None
             factors = [builder.gep(a, [builder.mul(a_stride, LONG(row))]) for row in range(rows)]
@@ -317,7 +314,7 @@ _outer_narrow_4, _outer_narrow_1 = outer(4, 1, True), outer(1, 1, True)
 
 
 @compiled_inline
-def add_product(y, y_stride, a, a_stride, b, b_stride, rows, inner, width):  # type: ignore[no-untyped-def]
+def add_product(y, y_stride, a, a_stride, b, b_stride, rows, inner, width):
     """`y += a @ b`, y and a fp32, b of any type; an output is added up in the order of `inner`."""
     row = 0
     while row < rows:

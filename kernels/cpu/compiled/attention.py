@@ -1,0 +1,170 @@
+"""Attention over keys and values in pages.
+
+Queries that read the same keys are taken together: a few tokens, and the heads of a group. They pass over the keys
+block by block, each with its own maximum and sum (Milakov, Gimelshein, "Online normalizer calculation for softmax",
+2018). Blocks end at fixed positions of the sequence, whatever pages they are in, and a query's sums do not depend on
+the others: a token's bits depend on its own sequence alone, however prompts are cut, alone or in a batch.
+"""
+
+import numpy as np
+
+from hybrid.kernels.cpu.attention import TOKENS
+from hybrid.kernels.cpu.compiled.build import compiled_inline
+from hybrid.kernels.cpu.compiled.matmul import multiply_rows
+from hybrid.kernels.cpu.compiled.packed_kv import unpack
+from hybrid.kernels.cpu.compiled.tiles import add_product, row_max, row_sum
+from hybrid.kernels.cpu.compiled.vectors import (
+    INDEX,
+    ZERO,
+    allocate,
+    as_float,
+    at,
+    exp,
+    get,
+    numbers,
+    put,
+    release,
+)
+from hybrid.kernels.cpu.packed_kv import UNPACKED
+from hybrid.kernels.cpu.target import LANES
+
+BLOCK = 64
+"""Keys that are taken at once, a multiple of LANES."""
+
+_LOWEST = np.float32(-np.inf)
+
+
+@compiled_inline
+def _normalise(scores, count, state, output, size):
+    """Make the scores of a row in a block weights. `state` is the row's maximum and sum so far; they, and its output
+    so far, are changed to the maximum with this block."""
+    for j in range(count, (count + LANES - 1) // LANES * LANES):
+        put(scores, j, _LOWEST)
+    padded = (count + LANES - 1) // LANES * LANES
+    before, most = get(state, 0), row_max(scores, padded)
+    most = most if most > before else before
+    for j in range(padded):
+        put(scores, j, exp(get(scores, j) - most))
+    for j in range(count, padded):
+        put(scores, j, ZERO)
+    if before != most:
+        factor = exp(before - most)
+        put(state, 0, most)
+        put(state, 1, get(state, 1) * factor)
+        for j in range(size):
+            put(output, j, get(output, j) * factor)
+    put(state, 1, get(state, 1) + row_sum(scores, padded))
+
+
+@compiled_inline
+def _place(pages, position, most):
+    """Where the key of a position is, and how many keys, up to `most`, follow each other from there. `pages`: the table
+    of the sequence, tokens of a page, and the strides of pages and of tokens."""
+    table, page_size, of_page, of_offset = pages
+    offset = position % page_size
+    return table[position // page_size] * of_page + offset * of_offset, min(page_size - offset, most)
+
+
+@compiled_inline
+def _add_values(outputs, scores, values, of_value, done, sizes):
+    """Add the values of the keys of a block from `done` on, as far as tokens see them, times their weights."""
+    tokens, group, size, count, seen = sizes
+    if seen >= done + count:
+        add_product(outputs, size, at(scores, done), BLOCK, values, of_value, tokens * group, count, size)
+        return
+    for token in range(tokens):
+        own, row = min(count, seen + token - done), token * group
+        if own > 0:
+            y = at(outputs, row * size)
+            add_product(y, size, at(scores, row * BLOCK + done), BLOCK, values, of_value, group, own, size)
+
+
+@compiled_inline
+def _add_block(queries, cache, of_values, pages, position, count, memory, sizes):
+    """Attend to a block of `count` keys and values, from a position on.
+
+    `memory`: scores, states and outputs. `sizes`: tokens, queries of each, size of a head, and how many keys of the
+    block the first token sees: each of the next ones sees one more.
+    """
+    scores, states, outputs = memory
+    tokens, group, size, seen = sizes
+    rows, done = tokens * group, 0
+    while done < count:
+        place, part = _place(pages, position + done, count - done)
+        multiply_rows(queries, size, at(cache, place), pages[3], states, at(scores, done), BLOCK, rows, part, size)
+        done += part
+    for row in range(rows):
+        own = min(count, seen + row // group)
+        if own > 0:
+            _normalise(at(scores, row * BLOCK), own, at(states, 2 * row), at(outputs, row * size), size)
+    done = 0
+    while done < count:
+        place, part = _place(pages, position + done, count - done)
+        _add_values(outputs, scores, at(cache, place + of_values), pages[3], done, (tokens, group, size, part, seen))
+        done += part
+
+
+def attend(args, kind, first, last):
+    """The KV heads `[first, last)`, counted through the tiles of up to TOKENS tokens of all requests. There may be
+    fewer tiles."""
+    a = numbers(args, INDEX)
+    query, cache, output = numbers(a[0], kind), numbers(a[1], kind), numbers(a[5], kind)
+    table, starts, lengths = numbers(a[2], INDEX), numbers(a[3], INDEX), numbers(a[4], INDEX)
+    of_page, of_kind, of_offset, of_head, of_query, width = a[6], a[7], a[8], a[9], a[10], a[11]
+    requests, heads, kv_heads, size, page_size = a[12], a[13], a[14], a[15], a[16]
+    scale, begin, kept, row_bytes = as_float(np.int32(a[17])), a[18], a[19], a[20]
+    group = heads // kv_heads
+    most = TOKENS * group
+    own_size = most * (2 * size + BLOCK + 2)
+    memory = allocate(own_size + (2 * BLOCK * size if kept else 0))
+    queries = numbers(memory, ZERO)
+    outputs, scores = at(queries, most * size), at(queries, 2 * most * size)
+    states = at(scores, most * BLOCK)
+    unpacked = numbers(memory + 4 * own_size, kind)
+    request, before = 0, 0
+    for each in range(first, last):
+        tile, kv_head = each // kv_heads, each % kv_heads
+        while request < requests:
+            tiles = (starts[request + 1] - starts[request] + TOKENS - 1) // TOKENS
+            if tile < before + tiles:
+                break
+            before += tiles
+            request += 1
+        if request == requests:
+            break
+        start, length = starts[request] + (tile - before) * TOKENS, lengths[request]
+        tokens = min(TOKENS, starts[request + 1] - start)
+        end = length - starts[request + 1] + start + tokens  # what the last token sees
+        for token in range(tokens):
+            for i in range(group):
+                row = token * group + i
+                q, own = at(query, (start + token) * of_query + (kv_head * group + i) * size), at(queries, row * size)
+                for j in range(size):
+                    put(own, j, get(q, j) * scale)
+                    put(outputs, row * size + j, ZERO)
+                put(states, 2 * row, _LOWEST)
+                put(states, 2 * row + 1, ZERO)
+        pages = at(table, request * width), page_size, of_page, of_offset
+        position = begin
+        while position < end:
+            count = min(BLOCK - position % BLOCK, end - position)
+            own, sizes = (scores, states, outputs), (tokens, group, size, end - tokens + 1 - position)
+            if kept == UNPACKED:
+                _add_block(queries, at(cache, kv_head * of_head), of_kind, pages, position, count, own, sizes)
+            else:
+                for i in range(count):
+                    place, _ = _place(pages, position + i, 1)
+                    source = a[1] + place + kv_head * of_head
+                    unpack(source, row_bytes, at(unpacked, i * size), size, kept)
+                    unpack(source + of_kind, row_bytes, at(unpacked, (BLOCK + i) * size), size, kept)
+                page = table, BLOCK, 0, size  # they are one page
+                _add_block(queries, unpacked, BLOCK * size, page, 0, count, own, sizes)
+            position += count
+        for token in range(tokens):
+            is_blind = end - tokens + token < begin
+            for i in range(group):
+                row = token * group + i
+                y = at(output, ((start + token) * heads + kv_head * group + i) * size)
+                for j in range(size):
+                    put(y, j, ZERO if is_blind else get(outputs, row * size + j) / get(states, 2 * row + 1))
+    release(memory)

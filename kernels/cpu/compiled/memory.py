@@ -1,0 +1,52 @@
+"""Rows that are copied, and numbers of bfloat16 as fp32."""
+
+from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, at, get, numbers, put
+
+
+def shift(args, kind, first, last):
+    """Columns `[first, last)` of all tokens."""
+    a = numbers(args, INDEX)
+    x, state, output = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind)
+    reads, writes = numbers(a[3], INDEX), numbers(a[4], INDEX)
+    of_row, of_slot, tokens, size = a[5], a[6], a[7], a[8]
+    for token in range(tokens):
+        row, read, write = at(x, token * of_row), reads[token], writes[token]
+        before, target = at(x, (token - 1) * of_row), at(output, token * size)
+        if read >= 0:
+            before = at(state, read * of_slot)
+        for column in range(first, last):
+            target[column] = before[column]
+        if write >= 0:
+            slot = at(state, write * of_slot)
+            for column in range(first, last):
+                slot[column] = row[column]
+
+
+def take(args, kind, first, last):
+    """Rows `[first, last)` of the output."""
+    a = numbers(args, INDEX)
+    x, output, rows, of_row, size = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], INDEX), a[3], a[4]
+    for row in range(first, last):
+        if rows[row] < 0:
+            continue
+        source, target = at(x, rows[row] * of_row), at(output, row * size)
+        for column in range(size):
+            target[column] = source[column]
+
+
+def copy(args, kind, first, last):
+    """Rows `[first, last)`."""
+    a = numbers(args, INDEX)
+    x, output, of_row, of_output, size = numbers(a[0], kind), numbers(a[1], kind), a[2], a[3], a[4]
+    for row in range(first, last):
+        source, target = at(x, row * of_row), at(output, row * of_output)
+        for column in range(size):
+            target[column] = source[column]
+
+
+def widen(args, kind, first, last):
+    """Elements `[first, last)`."""
+    a = numbers(args, INDEX)
+    x, output = numbers(a[0], kind), numbers(a[1], ZERO)
+    for i in range(first, last):
+        put(output, i, get(x, i))

@@ -1,0 +1,216 @@
+"""What the threads of a team do (`hybrid.kernels.cpu.team`), without the interpreter."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic
+
+from hybrid.kernels.cpu.compiled.build import compiled_inline, type_of
+from hybrid.kernels.cpu.compiled.vectors import INDEX, INT, LONG, at, numbers
+from hybrid.kernels.cpu.kinds import SIGNATURES
+from hybrid.kernels.cpu.team import (
+    ASLEEP,
+    BUSY,
+    CLOSED,
+    DONE,
+    ENDED,
+    GATE,
+    HELPERS,
+    JOB,
+    LINE,
+    PATIENCE,
+    POSTED,
+    SECONDS,
+    SHARES,
+    STOPPED,
+    TAKEN,
+    TASK,
+    TASKS,
+)
+
+SPINS = 4096
+"""Looks at what another thread changes before a thread lets others run."""
+
+
+_BILLION = 1_000_000_000
+_LIMIT, _CLOCK = int(PATIENCE * _BILLION), int(time.CLOCK_MONOTONIC)
+
+_yield = types.ExternalFunction("sched_yield", types.int32())
+_clock = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.int64))
+
+
+@intrinsic
+def _call(context, address, signature, args, first, last):
+    """Call a compiled operation by the address of its code; returns whether it failed."""
+
+    def generate(context, builder, _, values):
+        address, number, args, first, last = values
+        convention, entry = context.call_conv, builder.basic_block
+        end = builder.append_basic_block("end")
+        found = [(INT(1), entry)]
+        blocks = []
+        for kind in map(type_of, SIGNATURES):
+            block = builder.append_basic_block("call")
+            builder.position_at_end(block)
+            of_call = (types.int64, kind, types.int64, types.int64)
+            code = builder.inttoptr(address, convention.get_function_type(types.none, of_call).as_pointer())
+            given = (args, context.get_constant_undef(kind), first, last)
+            status, _result = convention.call_function(builder, code, types.none, of_call, given)
+            found.append((builder.zext(status.is_error, INT), builder.basic_block))
+            builder.branch(end)
+            blocks.append(block)
+        builder.position_at_end(entry)
+        switch = builder.switch(number, end)
+        for index, block in enumerate(blocks):
+            switch.add_case(LONG(index), block)
+        builder.position_at_end(end)
+        failed = builder.phi(INT)
+        for value, block in found:
+            failed.add_incoming(value, block)
+        return failed
+
+    return types.int32(types.int64, types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _load(context, pointer, index):
+    """A number that other threads write."""
+
+    def generate(context, builder, signature, values):
+        return builder.load_atomic(builder.gep(values[0], [values[1]]), "acquire", 8)
+
+    return types.int64(pointer, types.int64), generate
+
+
+def _changing(operation: str) -> Any:
+    @intrinsic
+    def change(context, pointer, index, value):
+        """Change a number that other threads change; returns what it was before."""
+
+        def generate(context, builder, signature, values):
+            return builder.atomic_rmw(operation, builder.gep(values[0], [values[1]]), values[2], "seq_cst")
+
+        return types.int64(pointer, types.int64, types.int64), generate
+
+    return change
+
+
+_add, _swap = _changing("add"), _changing("xchg")
+
+
+@compiled_inline
+def _cut(blocks, share, shares):
+    """The block that a share begins with. Shares grow from the first one, a block or two in most operations, to the
+    last: as the small ones are taken last, threads end an operation at nearly the same time."""
+    if blocks < 2 * shares:
+        return blocks * share // shares
+    return blocks * share * (share + 1) // (shares * (shares + 1))
+
+
+@compiled_inline
+def _shares(program, index, threads):
+    """The number of shares of a task, and of blocks that they consist of."""
+    task = at(program, index * TASK)
+    blocks = (task[2] + task[3] - 1) // task[3]
+    return min(threads * SHARES, blocks, max(task[4], 1)), blocks
+
+
+@compiled_inline
+def _run(program, count, progress, threads):
+    """Run `count` tasks together with other threads that do the same; returns whether one failed.
+
+    Shares are taken from the last one on: the largest first, and of attention to a prompt the last tokens, which take
+    longest.
+    """
+    program, progress, begun = numbers(program, INDEX), numbers(progress, INDEX), 0
+    for index in range(count):
+        task = at(program, index * TASK)
+        elements, multiple = task[2], task[3]
+        if threads == 1:
+            if _call(task[0], task[1], task[5], 0, elements):
+                return True
+            continue
+        shares, blocks = _shares(program, index, threads)
+        own = TASKS + index * LINE
+        share = shares - 1 - _add(progress, own + TAKEN, 1)
+        while share >= 0:
+            first = min(elements, _cut(blocks, share, shares) * multiple)
+            last = min(elements, _cut(blocks, share + 1, shares) * multiple)
+            if first < last and _call(task[0], task[1], task[5], first, last):
+                _swap(progress, STOPPED, 1)  # the others would wait for ever
+            _add(progress, own + DONE, 1)
+            share = shares - 1 - _add(progress, own + TAKEN, 1)
+        if task[6]:
+            continue
+        spins = 0
+        for each in range(begun, index + 1):
+            while _load(progress, TASKS + each * LINE + DONE) < _shares(program, each, threads)[0]:
+                spins += 1
+                if spins > SPINS:
+                    _yield()
+        begun = index + 1
+        if _load(progress, STOPPED):
+            return True
+    return False
+
+
+def lead(shared, program, count, progress, threads):
+    """Run a program with the threads of a team that are awake, or alone where it has another caller. No thread is at
+    work on it when this returns, or raises because a task failed."""
+    shared = numbers(shared, INDEX)
+    if threads == 1 or _swap(shared, BUSY, 1):
+        if _run(program, count, progress, 1):
+            raise MemoryError
+        return
+    job = at(shared, JOB)
+    job[0], job[1], job[2], job[3] = program, count, progress, threads
+    _add(shared, GATE, -CLOSED)
+    _add(shared, POSTED, 1)
+    failed = _run(program, count, progress, threads)
+    _add(shared, GATE, CLOSED)
+    spins = 0
+    while _load(shared, GATE) != CLOSED:
+        spins += 1
+        if spins > SPINS:
+            _yield()
+    _swap(shared, BUSY, 0)
+    if failed:
+        raise MemoryError
+
+
+def compute(code, signature, args, elements):
+    """Run one task in this thread."""
+    if _call(code, signature, args, 0, elements):
+        raise MemoryError
+
+
+@compiled_inline
+def _nanoseconds(place):
+    """A clock that only goes forward, read by way of two numbers in memory."""
+    _clock(_CLOCK, place)
+    read = numbers(place, INDEX)
+    return read[0] * _BILLION + read[1]
+
+
+def help(address, number):
+    """Take part in every program that has a thread of this number, until there was none for a while."""
+    shared, clock = numbers(address, INDEX), address + 8 * (HELPERS + number * LINE + SECONDS)
+    own, spins, seen, since = HELPERS + number * LINE, 0, 0, _nanoseconds(clock)
+    _swap(shared, own + ASLEEP, 0)
+    while not _load(shared, ENDED):
+        posted = _load(shared, POSTED)
+        if posted != seen:
+            seen = posted
+            if _add(shared, GATE, 1) < CLOSED and number < shared[JOB + 3] - 1:
+                _run(shared[JOB], shared[JOB + 1], shared[JOB + 2], shared[JOB + 3])
+                spins, since = 0, _nanoseconds(clock)
+            _add(shared, GATE, -1)
+        spins += 1
+        if spins > SPINS:
+            _yield()
+            if _nanoseconds(clock) - since > _LIMIT:
+                _swap(shared, own + ASLEEP, 1)
+                return

@@ -1,0 +1,69 @@
+"""Files that are kept from one process to the next: each holds the digest of its content and of what that follows
+from."""
+
+import os
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from uuid import uuid4
+
+SOURCES = Path(__file__).parent
+"""The host side of compiled operations."""
+
+DIGEST_BYTES = 32
+
+
+def folder() -> Path | None:
+    """Where files are kept: `NUMBA_CACHE_DIR`, if it is set; else beside the sources, or in the user's cache where that
+    cannot be written. None, and every process compiles, where the user has no home either."""
+    if asked := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(asked)
+    beside = SOURCES / "__pycache__"
+    if os.access(beside if beside.exists() else SOURCES, os.W_OK):
+        return beside
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid" / "code"
+    except RuntimeError:
+        return None
+
+
+def read(name: str, origin: bytes) -> bytes | None:
+    """The content of a file; None: there is none, it is torn, or it has another origin."""
+    place = folder()
+    if place is None:
+        return None
+    try:
+        whole = (place / name).read_bytes()
+    except OSError:
+        return None
+    own, content = whole[:DIGEST_BYTES], whole[DIGEST_BYTES:]
+    return content if own == digest(origin, content) else None
+
+
+def write(name: str, origin: bytes, content: bytes) -> None:
+    """Write a file that other processes find whole, or not at all; where it cannot be written, they do without."""
+    place = folder()
+    if place is None:
+        return
+    own = place / f"{name}.{uuid4().hex}"
+    with suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        try:
+            own.write_bytes(digest(origin, content) + content)
+            own.replace(place / name)
+        except BaseException:
+            own.unlink(missing_ok=True)
+            raise
+
+
+def digest(*parts: bytes) -> bytes:
+    """Of parts, one after another."""
+    found = blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        found.update(part)
+    return found.digest()
+
+
+def short(text: str) -> str:
+    """A digest as a part of a file's name."""
+    return blake2b(text.encode(), digest_size=4).hexdigest()
