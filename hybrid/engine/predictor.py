@@ -17,7 +17,7 @@ import torch
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.predictor_passes import ChainNumbers, Predicted, PredictorPasses
+from hybrid.engine.predictor_passes import ChainNumbers, Found, PredictorPasses
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.chances import CLAIMED, Claims
@@ -81,8 +81,7 @@ class MtpDrafter(ChainDrafter):
         device: torch.device,
         capture: Capture | None = None,
     ) -> None:
-        self._waits = device.type == "cpu"
-        self._alternatives = 1 if self._waits else ALTERNATIVES
+        self._alternatives = 1 if device.type == "cpu" else ALTERNATIVES
         hidden, page_size = cache.state_tensors[HIDDEN], cache.config.page_size
         self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, page_size, capture)
         self._cache = cache
@@ -110,8 +109,6 @@ class MtpDrafter(ChainDrafter):
             if part.end + count - 1 > known and not self._cache.reserve(part.lease, part.end + count - 1):
                 count = known - part.start
             asked.append((part, count))
-        if len(asked) > 1:
-            asked.sort(key=lambda each: -each[1])  # those of which another token is wanted are the first rows
         for (part, _), proposed in zip(asked, self._predict(asked), strict=True):
             self._proposed[part.request.history] = proposed
 
@@ -125,25 +122,9 @@ class MtpDrafter(ChainDrafter):
         width = self._passes.width(max(map(len, tables)))
         numbers = ChainNumbers([self._row(part) for part, _ in asked], tables, width, page_size)
         known = [self._compared(part.request.history) for part, _ in asked]
-        passes: list[Predicted] = []
-        lists: list[tuple[list[list[int]], list[list[float]]]] = []
-        before: Predicted | None = None
-        reached = [1.0] * len(asked)
-        for ahead in range(asked[0][1]):
-            count = len(asked) if len(asked) == 1 else sum([wanted > ahead for _, wanted in asked])
-            before = self._passes.run(numbers, ahead, count, before)
-            if not self._waits:
-                passes.append(before)
-                continue
-            lists.append(before.lists())
-            reached = [
-                chance * own.claims.of(claimed[0])
-                for chance, own, claimed in zip(reached, known, lists[-1][1], strict=False)
-            ]
-            if max(reached) < self.least:
-                break
-        lists += [predicted.lists() for predicted in passes]
-        return [self._proposal(lists[:count], row, known[row]) for row, (_, count) in enumerate(asked)]
+        counts = [count for _, count in asked]
+        found = self._passes.chains(numbers, max(counts), [each.claims for each in known], self.least)
+        return [self._proposal(found, row, known[row], count) for row, count in enumerate(counts)]
 
     def _compared(self, history: History) -> _Known:
         """What is known of a request, up to its last token."""
@@ -155,15 +136,16 @@ class MtpDrafter(ChainDrafter):
         known.position = len(history.ids)
         return known
 
-    def _proposal(self, lists: Sequence[tuple[list[list[int]], list[list[float]]]], row: int, known: _Known) -> Proposed:
-        """The chain of a request, and then its alternatives, from the tokens and probabilities of each pass."""
-        known.tokens = [tokens[row][0] for tokens, _ in lists]
-        known.claimed = [chances[row][0] for _, chances in lists]
-        tokens, count = array("q", known.tokens), len(lists)
+    def _proposal(self, found: Found, row: int, known: _Known, most: int) -> Proposed:
+        """The chain of a request, and then its alternatives."""
+        passes, claims = found
+        known.tokens = [tokens[row][0] for tokens in passes[:most]]
+        known.claimed = [claimed[row][0] for claimed in claims[:most]]
+        tokens, count = array("q", known.tokens), len(known.tokens)
         chances = [*map(known.claims.of, known.claimed)]
         for rank in range(1, self._alternatives):  # what is left of the probability, in parts as they are claimed
-            tokens.extend([tokens[row][rank] for tokens, _ in lists])
-            for (_, claimed), chance in zip(lists, chances[:count], strict=True):
+            tokens.extend([own[row][rank] for own in passes[:most]])
+            for claimed, chance in zip(claims, chances[:count], strict=False):
                 left = 1 - claimed[row][0]
                 chances.append((1 - chance) * min(claimed[row][rank] / left, 1.0) if left > 0 else 0.0)
         chain = range(-1, count - 1)

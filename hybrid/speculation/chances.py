@@ -74,6 +74,11 @@ class Claims(_Rates):
     """Of the drafts of a predictor, one rate for each tenth of what it claims. Where the model takes its most probable
     token, which the predictor names, that token comes more often than its probability says."""
 
+    @property
+    def rates(self) -> Sequence[float]:
+        """Those of each tenth."""
+        return self._rates
+
     def of(self, claimed: float) -> float:
         """The chance of a draft that was said to have this one."""
         return self._rates[min(int(claimed * CLAIMS), CLAIMS - 1)] if claimed > 0 else 0.0  # it may be NaN

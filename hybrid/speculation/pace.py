@@ -67,7 +67,7 @@ def clock_of(device_type: str) -> Callable[[], float]:
 
 
 Kind = int | str
-"""A kind of pass: its rows, negative where some of them are drafts; or the name of a drafter, which computes a token."""
+"""A kind of pass: its rows, negative where some of them are drafts; or a token of the drafter of this name."""
 
 
 class _Kind:
@@ -98,7 +98,7 @@ class _Kind:
 class Times:
     """How long passes of several kinds take, compared with each other.
 
-    What else a machine does makes all passes slower for a while: as slow as passes are at the time is the *level*, which
+    What else a machine does makes all passes slower for a while: as slow as they are at the time is the *level*, which
     follows every pass. What passes with drafts take in comparison with those without is learned, after the first ones,
     where one follows the other: from as many of both, so that a busy machine does not make those slow that were
     measured then. Of these the slower ones say nothing: they may have been captured, or their replay.

@@ -1,6 +1,8 @@
 """The most likely tokens of rows of logits: of a model's, and what a predictor's passes over single tokens end with, so
 that a chain of them needs no torch in between."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ MIN_SHARED = 1 << 16
 
 _most_likely = Compiled(f"{COMPILED}.drafts", "most_likely")
 _choose_drafts = Compiled(f"{COMPILED}.drafts", "choose_drafts")
+_go_on = Compiled(f"{COMPILED}.drafts", "go_on")
 
 
 def most_likely(logits: Tensor, not_finite: int) -> Tensor:
@@ -46,32 +49,43 @@ def choose_drafts(logits: Tensor, hidden: Tensor, tokens: Tensor, before: Tensor
     run(_choose_drafts, KINDS[hidden.dtype], (*addresses, vocab, size), count, 1, 1)
 
 
-@compiled
-def _go_on(args, kind, first, last):  # type: ignore[no-untyped-def]
-    a = numbers(args, INDEX)
-    positions, slots, lengths = numbers(a[0], INDEX), numbers(a[1], INDEX), numbers(a[2], INDEX)
-    states, table, width, page_size = numbers(a[3], INDEX), numbers(a[4], INDEX), a[5], a[6]
-    for row in range(first, last):
-        place = lengths[row]
-        page, slot = place // page_size, -1
-        if page < width:
-            slot = table[row * width + page] * page_size + place % page_size
-        positions[row], slots[row], lengths[row], states[row] = positions[row] + 1, slot, place + 1, -1
+class Chains(NamedTuple):
+    """What a chain of passes over one token of each of N sequences goes on with, and leaves to the host. M passes at
+    most, P kinds of claims.
+
+    Attributes:
+        columns: `[6, N or more]` int64: of each sequence its token, rotary position, where its keys and values are
+            written (-1: nowhere), its length up to there, the state slot that is read (-1: none), and the tokens for
+            which it has pages.
+        block_table: `[N, max_pages]` int64.
+        chances: `[N]` fp32, what the predictor claims of the tokens of the latest pass.
+        beliefs: `[1 + N + N P]` fp32: the chance of a chain below which it is not continued; of each sequence the
+            chance of its chain so far, and how often it was right with claims of each P-th.
+        control: `[2]` int64: the passes so far, and whether no chain is worth another one.
+        tokens: `[M, N, 1]` int64, of each pass.
+        claims: `[M, N, 1]` fp32.
+    """
+
+    columns: Tensor
+    block_table: Tensor
+    chances: Tensor
+    beliefs: Tensor
+    control: Tensor
+    tokens: Tensor
+    claims: Tensor
 
 
-def go_on(
-    positions: Tensor, slots: Tensor, lengths: Tensor, states: Tensor, block_table: Tensor, page_size: int
-) -> None:
-    """Turn the numbers of a pass over one token of each sequence into those of the pass over the token after it.
+def go_on(chains: Chains, page_size: int) -> None:
+    """Keep what a pass has found, turn its numbers into those of the pass over the token after it, and say whether that
+    is worth it.
 
     Args:
-        positions: `[N]` int64, rotary positions; written, as all but the table.
-        slots: `[N]` int64, where keys and values are written; afterwards -1 where the table has no page.
-        lengths: `[N]` int64, of the sequences up to there.
-        states: `[N]` int64, slots of the states that are read; afterwards -1.
-        block_table: `[N, max_pages]` int64, contiguous.
+        chains: all contiguous; columns, beliefs, control, tokens and claims are written.
         page_size: tokens of a page.
     """
-    addresses = tuple(tensor.data_ptr() for tensor in (positions, slots, lengths, states, block_table))
-    count, width = block_table.shape
-    run(_go_on, ZERO, (*addresses, width, page_size), count, 1, 1)
+    columns, table, chances, *rest = chains
+    (count, width), of_column = table.shape, columns.shape[1]
+    kinds = (len(chains.beliefs) - 1 - count) // count
+    addresses = chances.data_ptr(), *(tensor.data_ptr() for tensor in rest)
+    args = (columns.data_ptr(), table.data_ptr(), count, of_column, width, page_size, *addresses, kinds)
+    run(_go_on, FLOAT, args, 1, 1, 1)
