@@ -30,6 +30,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     phis,
     prefetch,
     repeated,
+    size_of,
     store_lanes,
 )
 from hybrid.kernels.cpu.matmul import COLUMNS
@@ -62,12 +63,12 @@ def _sum(builder: Any, vector: Any) -> Any:
 
 
 def _sums(builder: Any, vectors: list[Any]) -> Any:
-    """A vector of the sums of the lanes of 1, 2 or 4 vectors, added up as in `_sum`; halves of two vectors are added at
-    once."""
+    """A vector of the sums of the lanes of up to LANES vectors, added up as in `_sum`; halves of two vectors are added
+    at once. Where the number of vectors is not a power of two, other numbers follow."""
     lanes = LANES
     while lanes > 1:
         half, is_paired = lanes // 2, len(vectors) > 1
-        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if is_paired else [(vectors[0], vectors[0])]
+        pairs = list(zip(vectors[::2], vectors[1::2] + vectors[-1:], strict=False))
         starts = range(0, vectors[0].type.count * (2 if is_paired else 1), lanes)
         lower = [start + lane for start in starts for lane in range(half)]
         kind = ir.VectorType(INT, len(lower))
@@ -192,8 +193,7 @@ def _of_next_rows(builder: Any, w: Any, stride: Any, columns: int, taken: int) -
     all rows of x were with these: the next tile would come too late, and the second cache is near enough. Each line
     once, in the order of memory: a short row ends before hardware has found it."""
     following = builder.gep(w, [builder.mul(stride, LONG(COLUMNS))])
-    element = w.type.pointee
-    of_line = LINE // (4 if isinstance(element, ir.FloatType) else element.width // 8)
+    of_line = LINE // size_of(w.type.pointee)
 
     def fetch(index: Any) -> None:
         start = builder.mul(index, LONG(columns))
@@ -214,19 +214,28 @@ def is_read_by_rows(context, w):
     return types.boolean(w), generate
 
 
-def _write(builder: Any, values: Any, scale: Any | None, column: int, out: Any) -> None:
-    """Write a vector of outputs from a column on, times the scales of a weight that has them."""
-    at, kind = LONG(column), values.type.as_pointer()
+def _write(builder: Any, values: Any, scale: Any | None, columns: int, outs: list[Any]) -> None:
+    """Write a vector of outputs, `columns` of them to each place, times the scales of a weight that has them."""
+    element = outs[0].type.pointee
+
+    def of(lanes: list[int]) -> Any:
+        return ir.Constant(ir.VectorType(INT, len(lanes)), lanes)
+
     if scale is not None:
-        factors = builder.load(builder.bitcast(builder.gep(scale, [at]), kind))
+        factors = builder.load(builder.bitcast(scale, ir.VectorType(ir.FloatType(), columns).as_pointer()))
         factors.align = 4
-        values = builder.fmul(values, factors)
-    if isinstance(out.type.pointee, ir.FloatType):
-        builder.store(values, builder.bitcast(out, kind), align=4)
-        return
-    for lane in range(values.type.count):
-        value = builder.extract_element(values, INT(lane))
-        builder.store(narrowed(builder, value, out.type.pointee), builder.gep(out, [LONG(lane)]))
+        each = of([lane % columns for lane in range(values.type.count)])
+        values = builder.fmul(values, builder.shuffle_vector(factors, factors, each))
+    if HAS_WIDE_REGISTERS:
+        values = narrowed(builder, values, element)
+    for row, out in enumerate(outs):
+        own = builder.shuffle_vector(values, values, of([*range(row * columns, (row + 1) * columns)]))
+        if own.type.element == element:
+            builder.store(own, builder.bitcast(out, own.type.as_pointer()), align=size_of(element))
+            continue
+        for column in range(columns):
+            value = narrowed(builder, builder.extract_element(own, INT(column)), element)
+            builder.store(value, builder.gep(out, [LONG(column)]))
 
 
 def tile(rows: int, columns: int) -> Any:
@@ -252,11 +261,15 @@ def tile(rows: int, columns: int) -> Any:
                 fetch = _of_next_tile(builder, w, w_stride, columns, _taken(x), length)
             sums = _sums_of_products(builder, xs, ws, length, fetch)
             of_column = scale if w.type.pointee == ir.IntType(8) else None
-            together = next(count for count in (4, 2, 1) if columns % count == 0)
+            # all at once, where there are registers for the constants of that beside those of the loop
+            together = len(sums) if HAS_WIDE_REGISTERS else next(n for n in (4, 2, 1) if columns % n == 0)
             for first in range(0, len(sums), together):
                 row, column = divmod(first, columns)
-                place = builder.gep(out, [builder.add(builder.mul(out_stride, LONG(row)), LONG(column))])
-                _write(builder, _sums(builder, sums[first : first + together]), of_column, column, place)
+                width = min(together, columns)
+                places = range(row, row + together // width)
+                outs = [builder.gep(out, [builder.add(builder.mul(out_stride, LONG(i)), LONG(column))]) for i in places]
+                factors = None if of_column is None else builder.gep(of_column, [LONG(column)])
+                _write(builder, _sums(builder, sums[first : first + together]), factors, width, outs)
             return context.get_dummy_value()
 
         return types.void(x, long, w, long, FLOATS, out, long, long), generate

@@ -78,15 +78,29 @@ def _widened(builder: Any, value: Any, count: int | None = None) -> Any:
 
 
 def narrowed(builder: Any, value: Any, element: Any) -> Any:
-    """A number as it is in memory: fp32, or bfloat16 rounded to the nearest, ties to even; NaN stays NaN."""
+    """A number, or a vector of numbers, as it is in memory: fp32, or bfloat16 rounded to the nearest, ties to even; NaN
+    stays NaN."""
     if isinstance(element, ir.FloatType):
         return value
-    bits = builder.bitcast(value, INT)
-    odd = builder.and_(builder.lshr(bits, INT(16)), INT(1))
-    rounded = builder.add(builder.add(bits, odd), INT(0x7FFF))
-    quiet = builder.or_(bits, INT(0x400000))
+    count = value.type.count if isinstance(value.type, ir.VectorType) else None
+
+    def of(kind: Any) -> Any:
+        return kind if count is None else ir.VectorType(kind, count)
+
+    def each(number: int) -> Any:
+        return ir.Constant(of(INT), number if count is None else [number] * count)
+
+    bits = builder.bitcast(value, of(INT))
+    odd = builder.and_(builder.lshr(bits, each(16)), each(1))
+    rounded = builder.add(builder.add(bits, odd), each(0x7FFF))
+    quiet = builder.or_(bits, each(0x400000))
     bits = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
-    return builder.trunc(builder.lshr(bits, INT(16)), _HALF)
+    return builder.trunc(builder.lshr(bits, each(16)), of(_HALF))
+
+
+def size_of(element: Any) -> int:
+    """Bytes of a number in memory."""
+    return 4 if isinstance(element, ir.FloatType) else int(element.width) // 8
 
 
 _aligned_alloc = types.ExternalFunction("aligned_alloc", types.int64(types.int64, types.int64))
@@ -251,7 +265,7 @@ def load_lanes(builder: Any, pointer: Any, index: Any, mask: Any | None = None) 
     element = pointer.type.pointee
     vector = ir.VectorType(element, LANES)
     at = builder.bitcast(builder.gep(pointer, [index]), vector.as_pointer())
-    size = 4 if isinstance(element, ir.FloatType) else element.width // 8
+    size = size_of(element)
     if mask is None:
         value = builder.load(at)
         value.align = size
