@@ -40,7 +40,7 @@ LEAST_PASSES = 3
 MOST_OFF = 0.25
 """How far a pass may be from what is expected, in the logarithm of its time: what is more does not count."""
 
-FOLLOW = 0.005
+FOLLOW = 0.02
 """What a pass counts for how fast the machine is at the time."""
 
 MAX_WEIGHT = 32
@@ -98,10 +98,10 @@ class _Kind:
 class Times:
     """How long passes of several kinds take, compared with each other.
 
-    What else a machine does makes all passes slower for a while: as slow as they are at the time is the *level*, which
-    follows every pass. What passes with drafts take in comparison with those without is learned, after the first ones,
-    where one follows the other: from as many of both, so that a busy machine does not make those slow that were
-    measured then. Of these the slower ones say nothing: they may have been captured, or their replay.
+    What else a machine does makes all passes slower for a while: as slow as they are at the time is the *level*. After
+    the first ones only passes are looked at where one with drafts follows one without, or the other way round: as many
+    of both, so that a busy machine does not make those slow that were measured then. Of these the slower ones say
+    nothing: they may have been captured, or their replay.
     """
 
     def __init__(self) -> None:
@@ -111,19 +111,20 @@ class Times:
 
     def observe(self, kind: Kind, seconds: float) -> None:
         """A pass of a kind took so long."""
-        took = log(max(seconds, 1e-9))
-        if not self._kinds:
-            self._level = took
-        own = self._kinds.get(kind)
-        if own is None:
-            own = self._kinds[kind] = _Kind()
-        count, is_plain = len(own.shares), isinstance(kind, int) and kind > 0
-        if count >= LEAST_PASSES:
-            self._level += FOLLOW * max(-MOST_OFF, min(took - self._level - own.middle, MOST_OFF))
-        if is_plain is not self._was_plain or count < FIT_EVERY:
-            own.add(took - self._level)
+        own, is_plain = self._kinds.get(kind), isinstance(kind, int) and kind > 0
+        follows = is_plain is not self._was_plain
         if isinstance(kind, int):
             self._was_plain = is_plain
+        if not follows and own is not None and len(own.shares) >= FIT_EVERY:
+            return
+        took = log(max(seconds, 1e-9))
+        if own is None:
+            if not self._kinds:
+                self._level = took
+            own = self._kinds[kind] = _Kind()
+        if len(own.shares) >= LEAST_PASSES:
+            self._level += FOLLOW * max(-MOST_OFF, min(took - self._level - own.middle, MOST_OFF))
+        own.add(took - self._level)
 
     def of(self, kind: Kind) -> float:
         """Seconds of a pass of a kind, as fast as the machine is now; 0: it is not known."""
@@ -305,6 +306,7 @@ class Acceptance:
 
     Attributes:
         pauses: the same for this one.
+        longest: tokens of the latest chain of a drafter that ends it by itself.
     """
 
     def __init__(self, prior: float, pauses: int = 0, trust: float = 1.0) -> None:
@@ -314,6 +316,7 @@ class Acceptance:
         self._right, self._claimed = TRUST * trust, TRUST
         self._paused_until = 4**self.pauses // 2 if pauses else 0
         self._missed = 0
+        self.longest: int = 0
 
     @property
     def rate(self) -> float:
