@@ -68,7 +68,7 @@ class ChainNumbers:
         return numbers + self._tables
 
     def _next(self, row: int, ahead: int) -> tuple[int, ...]:
-        """What the row of a token becomes: as `hybrid.kernels.cpu.drafts.go_on` has it. Its own token is not known to
+        """What the row of a token becomes: as `hybrid.kernels.cpu.drafts.continue_chains` has it. Its own token is not known to
         the host, and the hidden state before it is in no slot."""
         _, position, _, length, _ = self._rows[row]
         page, offset = divmod(length + ahead - 1, self._page_size)
@@ -144,7 +144,7 @@ Found = tuple[list[list[list[int]]], list[list[list[float]]]]
 
 
 class _Captured(NamedTuple):
-    """A captured pass: what the host writes, all of it, what runs the pass, which goes on by itself where it is run
+    """A captured pass: what the host writes, all of it, what runs the pass, which continues where it is run
     again, and what the host reads. All that the pass reads must stay where it is.
 
     Attributes:
@@ -285,12 +285,12 @@ class PredictorPasses:
             memory.take_rows(self._states, inputs.states, inputs.hidden)
             logits, hidden = self._model.draft(batch, inputs.hidden, self._kv)
             drafts.choose_drafts(logits, hidden, inputs.tokens, inputs.hidden, chains.chances)
-            drafts.go_on(chains, self._page_size)
+            drafts.continue_chains(chains, self._page_size)
             return inputs.tokens
 
         try:
             run()  # what a model computes once is no part of the program
-            host.copy_(torch.tensor(values))  # it goes on to the next token
+            host.copy_(torch.tensor(values))  # they are those of the next token now
             program, _ = capture(run)
         except Exception as error:
             self._capture = None

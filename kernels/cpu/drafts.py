@@ -15,7 +15,7 @@ MIN_SHARED = 1 << 16
 
 _most_likely = Compiled(f"{COMPILED}.drafts", "most_likely")
 _choose_drafts = Compiled(f"{COMPILED}.drafts", "choose_drafts")
-_go_on = Compiled(f"{COMPILED}.drafts", "go_on")
+_continue_chains = Compiled(f"{COMPILED}.drafts", "continue_chains")
 
 
 def most_likely(logits: Tensor, not_finite: int) -> Tensor:
@@ -50,7 +50,7 @@ def choose_drafts(logits: Tensor, hidden: Tensor, tokens: Tensor, before: Tensor
 
 
 class Chains(NamedTuple):
-    """What a chain of passes over one token of each of N sequences goes on with, and leaves to the host. M passes at
+    """What a chain of passes over one token of each of N sequences continues with, and leaves to the host. M passes at
     most, P kinds of claims.
 
     Attributes:
@@ -75,7 +75,7 @@ class Chains(NamedTuple):
     claims: Tensor
 
 
-def go_on(chains: Chains, page_size: int) -> None:
+def continue_chains(chains: Chains, page_size: int) -> None:
     """Keep what a pass has found, turn its numbers into those of the pass over the token after it, and say whether that
     is worth it.
 
@@ -88,4 +88,4 @@ def go_on(chains: Chains, page_size: int) -> None:
     kinds = (len(chains.beliefs) - 1 - count) // count
     addresses = chances.data_ptr(), *(tensor.data_ptr() for tensor in rest)
     args = (columns.data_ptr(), table.data_ptr(), count, of_column, width, page_size, *addresses, kinds)
-    run(_go_on, FLOAT, args, 1, 1, 1)
+    run(_continue_chains, FLOAT, args, 1, 1, 1)

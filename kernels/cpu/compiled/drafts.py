@@ -62,7 +62,7 @@ def choose_drafts(args, kind, first, last):
     release(memory)
 
 
-def go_on(args, kind, first, last):
+def continue_chains(args, kind, first, last):
     """All rows, as one element."""
     a = numbers(args, INDEX)
     columns, table, count, of_column, width, page_size = (
