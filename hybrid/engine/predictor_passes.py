@@ -68,8 +68,8 @@ class ChainNumbers:
         return numbers + self._tables
 
     def _next(self, row: int, ahead: int) -> tuple[int, ...]:
-        """What the row of a token becomes: as `hybrid.kernels.cpu.drafts.continue_chains` has it. Its own token is not known to
-        the host, and the hidden state before it is in no slot."""
+        """What the row of a token becomes, as `hybrid.kernels.cpu.drafts.continue_chains` has it. Its own token is not
+        known to the host, and the hidden state before it is in no slot."""
         _, position, _, length, _ = self._rows[row]
         page, offset = divmod(length + ahead - 1, self._page_size)
         has_page = length + ahead <= self._ends[row]

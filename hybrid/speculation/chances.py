@@ -64,7 +64,7 @@ class Chances(_Rates):
 
 
 CLAIMS = 10
-"""Probabilities that a predictor gives are told apart by tenths."""
+"""Probabilities that a predictor gives are counted by tenths."""
 
 CLAIMED: tuple[float, ...] = tuple([(tenth + 0.5) / CLAIMS for tenth in range(CLAIMS)])
 """It is believed, at first."""
