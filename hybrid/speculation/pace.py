@@ -47,7 +47,7 @@ MAX_WEIGHT = 32
 """Passes of as many rows count as this many, at most: the latest ones."""
 
 FIT_EVERY = 16
-"""After the first passes the costs are computed in every so many."""
+"""After the first passes costs are computed once for this many."""
 
 FIRST_SHARE = 0.1
 """Cost of a row as a part of what a pass costs without rows, before it has been measured."""

@@ -165,7 +165,7 @@ class Program:
                 part()
 
     def repeat(self, times: int, stop: Tensor) -> None:
-        """Run the pass up to so many times, until it writes another number than 0 to `stop`, `[1]` int64."""
+        """Run the pass up to `times` times, until it writes another number than 0 to `stop`, `[1]` int64."""
         first = self._parts[0]
         if self._is_compiled and isinstance(first, Tasks):
             first.repeat(times, stop)

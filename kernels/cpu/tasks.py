@@ -118,7 +118,7 @@ class Tasks:
         team().run(self._address, len(self._args), min(num_threads(), self._worth))
 
     def repeat(self, times: int, stop: Tensor) -> None:
-        """Run them up to so many times, until they write another number than 0 to `stop`, `[1]` int64: in one thread
+        """Run them up to `times` times, until they write another number than 0 to `stop`, `[1]` int64: in one thread
         without the interpreter in between, which would have to find all of itself in the caches again."""
         if min(num_threads(), self._worth) == 1:
             repeat(self._address, len(self._args), times, stop.data_ptr())

@@ -70,7 +70,7 @@ def compute(code: int, signature: int, args: int, elements: int) -> None:
 
 
 def repeat(program: int, count: int, times: int, stop: int) -> None:
-    """Run a program in this thread up to so many times.
+    """Run a program in this thread up to `times` times.
 
     Args:
         program, count: as `Team.run` has them.
