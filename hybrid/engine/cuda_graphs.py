@@ -24,7 +24,7 @@ from hybrid.engine.capture import Capture, capture_for
 from hybrid.engine.pieces import Layout
 from hybrid.engine.planner import Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
-from hybrid.engine.sampler import SamplingRows
+from hybrid.engine.sampler import SamplingRows, compiled_most_likely
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -43,12 +43,14 @@ class Graph:
         numbers: the plan's numbers, on the device.
         replay: runs the pass.
         logits: `[rows, vocab]`, written by each run.
+        most_likely: `[rows]` the most likely tokens, written by each run; empty: it does not choose any.
         after_drafts: computes the states after accepted drafts; None: the pass has no log.
     """
 
     numbers: Tensor
     replay: Callable[[], None]
     logits: Tensor
+    most_likely: list[Tensor]
     after_drafts: ReplayOfAll | None
 
 
@@ -73,11 +75,13 @@ class Ran(NamedTuple):
     Attributes:
         logits: `[rows, vocab]`.
         sampling: how tokens are chosen from them; None: every row takes its most likely one.
+        most_likely: `[rows]` the most likely tokens, as `sampler.most_likely`; None: the pass has not chosen them.
         keep: keeps the states after accepted drafts; None: the pass has no log.
     """
 
     logits: Tensor
     sampling: SamplingRows | None
+    most_likely: Tensor | None
     keep: Callable[[Replay], None] | None
 
 
@@ -166,7 +170,7 @@ class CapturedPasses:
         if graph is None:
             batch, sampling = plan.on(self._device, tokens)
             logits = self._model(batch, self._kv, self._state)
-            return Ran(logits, sampling, partial(self._replay, batch.log) if batch.log is not None else None)
+            return Ran(logits, sampling, None, partial(self._replay, batch.log) if batch.log is not None else None)
         self._fill(graph.numbers, plan, tokens)
         graph.replay()
         return self._result(plan, graph)
@@ -183,13 +187,17 @@ class CapturedPasses:
 
     def _fill(self, numbers: Tensor, plan: Plan, tokens: Tensor | None) -> None:
         """Write what a pass reads."""
-        numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
+        if self.on_gpu:
+            numbers[: plan.numbers.numel()].copy_(plan.numbers, non_blocking=True)
+        else:  # the same in half the time
+            numbers.numpy()[: plan.numbers.numel()] = plan.numbers.numpy()
         plan.fill_in(numbers, tokens)
 
     def _result(self, plan: Plan, graph: Graph) -> Ran:
         """What a graph has computed for a plan."""
         keep = graph.after_drafts.keep if graph.after_drafts is not None else None
-        return Ran(graph.logits, plan.sampling(graph.numbers), keep)
+        most_likely = graph.most_likely[0] if graph.most_likely else None
+        return Ran(graph.logits, plan.sampling(graph.numbers), most_likely, keep)
 
     def _replay(self, log: Log, replay: Replay) -> None:
         replay_states(self._model, log, replay, self._state, self._device)
@@ -235,7 +243,8 @@ class CapturedPasses:
         batch = plan.batch(numbers)
         if not self.on_gpu and plan.num_decoded:  # a step without drafts and one with them are the same pass
             batch = replace(batch, log=[])
-        run, logits = self._capture(partial(self._run_pass, batch))
+        most_likely: list[Tensor] = []
+        run, logits = self._capture(partial(self._run_pass, batch, most_likely))
         after_drafts = None
         if batch.log is not None:
             replay_all = partial(self._model.replay, batch.log, None, state=self._state)
@@ -243,11 +252,17 @@ class CapturedPasses:
             after_drafts = ReplayOfAll(plan.num_decoded, runs, self._device, replay_all, self._capture_replay)
         if len(self._graphs) == MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        graph = self._graphs[plan.shape] = Graph(numbers, run, logits, after_drafts)
+        graph = self._graphs[plan.shape] = Graph(numbers, run, logits, most_likely, after_drafts)
         return graph
 
-    def _run_pass(self, batch: Batch) -> Tensor:
+    def _run_pass(self, batch: Batch, most_likely: list[Tensor]) -> Tensor:
+        """Compute a batch; returns its logits, and leaves the most likely tokens in the list, where they are found by
+        compiled code: called after the pass, it would be the smaller part of its call."""
         if batch.log is not None:
             batch.log.clear()  # of the run before
         logits: Tensor = self._model(batch, self._kv, self._state)
-        return self._logits.hold(logits) if self.on_gpu else logits
+        if self.on_gpu:
+            return self._logits.hold(logits)
+        tokens = compiled_most_likely(logits)
+        most_likely[:] = [tokens] if tokens is not None else []
+        return logits

@@ -131,13 +131,13 @@ class ModelRunner:
             return self._launch(plan)
 
     def _launch(self, plan: Plan) -> PendingTokens:
-        verification, under_way = None, plan.under_way
+        verification, most_likely, under_way = None, None, plan.under_way
         tokens = under_way.choose() if under_way is not None else None  # before this pass writes the same logits
         if under_way is not None:  # what is pending keeps its plan, and must not keep all passes before it
             plan = replace(plan, under_way=None)
         if self.graphs is not None and plan.is_padded:
             self._arrivals.settle()  # a graph waits for no layer
-            logits, sampling, keep = self.graphs.run(plan, tokens)
+            logits, sampling, most_likely, keep = self.graphs.run(plan, tokens)
         else:
             batch, sampling = plan.on(self._device, tokens)
             if self._arrivals.are_pending:
@@ -148,7 +148,8 @@ class ModelRunner:
             verification = Verification(plan.parts, self._end_tokens, partial(self._keep, keep))
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
-        return PendingTokens(plan, Computed(logits, sampling, plan.is_padded, finite), verification)
+        computed = Computed(logits, sampling, most_likely, plan.is_padded, finite)
+        return PendingTokens(plan, computed, verification)
 
     def _replay(self, log: Log, replay: Replay) -> None:
         replay_states(self.model, log, replay, self._cache.state_tensors, self._device)

@@ -62,12 +62,14 @@ class Computed(NamedTuple):
     Attributes:
         logits: `[S, vocab]` fp32.
         sampling: how tokens are chosen from them; None: every row takes its most likely one.
+        most_likely: `[S]` int64, the most likely tokens, as `sampler.most_likely`; None: the pass has not chosen them.
         is_reused: the next pass writes these tensors again.
         finite_checkpoints: `[C]` whether the checkpoints of the plan are finite; None: there are none.
     """
 
     logits: Tensor
     sampling: SamplingRows | None
+    most_likely: Tensor | None = None
     is_reused: bool = False
     finite_checkpoints: Tensor | None = None
 
@@ -103,10 +105,11 @@ class PendingTokens:
         if self._computed.is_reused and self._computed.sampling is not None:  # they may be needed once more
             kept = SamplingRows(*torch.stack(self._computed.sampling))
             self._computed = self._computed._replace(logits=self._computed.logits.clone(), sampling=kept)
-        logits, sampling, _, finite_checkpoints = self._computed
+        logits, sampling, likely, _, finite_checkpoints = self._computed
         edits, more = self._edits(), [finite_checkpoints] if finite_checkpoints is not None else []
         if edits is None and sampling is None:
-            return self._send(most_likely(logits), more)
+            # of its own: the next pass may be launched before these tokens are read
+            return self._send(likely.clone() if likely is not None else most_likely(logits), more)
         sampled = choose(logits, edits, sampling)
         tokens, self._settle = sampled.tokens, sampled.settle
         if sampled.is_settled is not None:

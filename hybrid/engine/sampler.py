@@ -237,9 +237,15 @@ def most_likely(logits: Tensor) -> Tensor:
     Args:
         logits: `[S, vocab]` fp32.
     """
+    tokens = compiled_most_likely(logits)
+    return tokens if tokens is not None else checked(logits.argmax(-1), logits)
+
+
+def compiled_most_likely(logits: Tensor) -> Tensor | None:
+    """`most_likely` by compiled code, which a captured pass may hold. None: there is none for these logits."""
     module: Any = compiled_for("drafts", logits)
     if module is None or logits.stride(1) != 1:
-        return checked(logits.argmax(-1), logits)
+        return None
     tokens: Tensor = module.most_likely(logits, NOT_FINITE)
     return tokens
 

@@ -3,6 +3,7 @@ from."""
 
 import os
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
@@ -13,6 +14,7 @@ SOURCES = Path(__file__).parent
 DIGEST_BYTES = 32
 
 
+@lru_cache
 def folder() -> Path | None:
     """Where files are kept: `NUMBA_CACHE_DIR`, if it is set; else beside the sources, or in the user's cache where that
     cannot be written. None, and every process compiles, where the user has no home either."""

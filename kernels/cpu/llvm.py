@@ -1,5 +1,6 @@
-"""LLVM: what makes machine code for the CPU at hand, and links it into the process."""
+"""LLVM: what makes machine code for the CPU at hand, and links object files into the process."""
 
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -10,13 +11,16 @@ from hybrid.kernels.cpu.target import target
 
 @lru_cache
 def machine() -> Any:
-    """LLVM's back end for this CPU, with the settings of Numba's."""
+    """LLVM's back end for this CPU."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     own, found = llvm.Target.from_triple(llvm.get_process_triple()), target()
-    relocation = "static" if own.name.startswith("x86") else "default"
+    if sys.platform == "linux" and own.name == "x86-64":  # code for any address (`hybrid.kernels.cpu.image`)
+        relocation, model = "pic", "small"
+    else:  # as Numba has it
+        relocation, model = "static" if own.name.startswith("x86") else "default", "jitdefault"
     return own.create_target_machine(
-        cpu=found.cpu, features=found.features, opt=3, reloc=relocation, codemodel="jitdefault", jit=True
+        cpu=found.cpu, features=found.features, opt=3, reloc=relocation, codemodel=model, jit=True
     )
 
 

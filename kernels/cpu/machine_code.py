@@ -1,15 +1,16 @@
-"""Machine code of functions: Numba compiles a function once, its code is kept on disk, and LLVM alone loads it.
+"""Machine code of functions: Numba compiles a function once, and its code is kept on disk.
 
 A function that Numba compiles is named here by its module and its name (`hybrid.kernels.cpu.compiled`), so that a
-process that finds its code on disk imports neither. A file holds the code of one function for arguments of some types.
-To load it is to link it into the process, which takes less than a millisecond. Numba compiles the function where there
-is no file, or one that does not belong to the present sources, versions and CPU.
+process that finds its code on disk imports neither. A file holds the code of one function for arguments of some types:
+an image, which is copied to memory (`hybrid.kernels.cpu.image`), or where there is none, not on Linux and x86-64, an
+object file, which LLVM links. Numba compiles the function where there is no file, or one that does not belong to the
+present sources, versions and CPU.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
+import os
 import threading
 from array import array
 from functools import lru_cache, partial
@@ -17,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hybrid.kernels.cpu import kept
+from hybrid.kernels.cpu import image, kept
 from hybrid.kernels.cpu.kinds import INTEGER, Kind
 from hybrid.kernels.cpu.target import target
 
@@ -66,15 +67,18 @@ class Compiled:
 
 
 def _load(module: str, name: str, arguments: tuple[Kind, ...]) -> int:
-    """Link the code of a function into the process; returns its address."""
-    symbol = re.sub(r"\W+", "-", f"{module}.{name}-{arguments}").strip("-")
-    file, origin = f"{symbol}.{kept.short(repr(target()))}.o", _origin(module)
+    """Load the code of a function; returns its address."""
+    symbol = ".".join((module, name, *(kind if isinstance(kind, str) else "+".join(kind) for kind in arguments)))
+    file, origin = f"{symbol}.{kept.short(repr(target()[:2]))}.code", _origin(module)
     code = kept.read(file, origin)
     if code is None:
         code = import_module(f"{COMPILED}.build").compiled(module, name, arguments, symbol)
         kept.write(file, origin, code)
-    found: int = import_module(f"{__package__}.llvm").link(code, symbol)
-    return found
+    found = image.unpacked(code)
+    if found is not None:
+        return image.load(found)
+    linked: int = import_module(f"{__package__}.llvm").link(code, symbol)
+    return linked
 
 
 @lru_cache
@@ -90,5 +94,5 @@ def _origin(module: str) -> bytes:
 def _of_sources() -> bytes:
     """The digest of what compiled functions are made of: constants of their modules come from the folders above."""
     folders = kept.SOURCES / "compiled", kept.SOURCES, kept.SOURCES.parent
-    sources = [source for folder in folders for source in sorted(folder.glob("*.py"))]
-    return kept.digest(repr(target()).encode(), *(source.read_bytes() for source in sources))
+    names = [folder / name for folder in folders for name in sorted(os.listdir(folder)) if name.endswith(".py")]
+    return kept.digest(repr(target()).encode(), *(name.read_bytes() for name in names))

@@ -30,7 +30,7 @@ class Target(NamedTuple):
     Attributes:
         cpu: as LLVM names it, or `NUMBA_CPU_NAME`.
         features: of the CPU, as LLVM lists them, `+fma,-avx512f` and so on, or `NUMBA_CPU_FEATURES`.
-        versions: of Numba, of LLVM's package and of Python.
+        versions: of Numba, of LLVM's package and of Python, and the system.
     """
 
     cpu: str
@@ -45,7 +45,7 @@ def target() -> Target:
     Raises:
         ImportError: there is no Numba. Where it has not run before, whatever its import raises.
     """
-    versions = repr((version("numba"), version("llvmlite"), sys.version_info[:2]))
+    versions = repr((version("numba"), version("llvmlite"), sys.version_info[:2], sys.platform))
     described = _described()
     name = None if described is None else f"cpu.{kept.short(described)}"
     origin = kept.digest(repr((described, versions)).encode())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid import Engine, SamplingParams
+from hybrid.engine import results, sampler
 from hybrid.engine.cuda_graphs import SharedLogits
 from hybrid.engine.model_runner import Pending
 from hybrid.engine.padding import Padding, padding_of
@@ -35,6 +36,26 @@ def test_answers_through_graphs_are_those_without(tiny: Engine, deterministic: b
         assert [output.logprobs for output in outputs] == [output.logprobs for output in expected]
     assert len(graphs.graphs) >= 2
     assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_captured_pass_on_a_cpu_chooses_the_most_likely_tokens_itself(
+    overlap: bool, tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the next pass, which writes them again, is launched before they are read."""
+    pytest.importorskip("numba", reason="passes on a CPU are captured where they are compiled")
+    prompts, params = [ids(20 + 17 * n, seed=n) for n in range(3)], [greedy(6), greedy(9), greedy(12)]
+    expected = engine_on(tiny, enforce_eager=True).generate(prompts, params, progress=False)
+    asked: list[int] = []
+
+    def most_likely(logits: Tensor) -> Tensor:
+        asked.append(len(logits))
+        return sampler.most_likely(logits)
+
+    monkeypatch.setattr(results, "most_likely", most_likely)
+    outputs = overlapping(engine_on(tiny), overlap).generate(prompts, params, progress=False)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    assert len(asked) <= 2  # passes with prompts
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

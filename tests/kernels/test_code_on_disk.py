@@ -5,6 +5,7 @@ import os
 import pwd
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 machine_code = pytest.importorskip("hybrid.kernels.cpu.machine_code")
 
-from hybrid.kernels.cpu import kept  # noqa: E402
+from hybrid.kernels.cpu import kept, target  # noqa: E402
 
 PROGRAM = """
 import json, sys, torch
@@ -29,7 +30,7 @@ import json, sys
 from hybrid import CacheConfig, Engine, SamplingParams
 engine = Engine.from_pretrained("tiny", cache=CacheConfig(memory="64MiB"))
 texts = engine.generate(["The with statement " * 20], SamplingParams(max_new_tokens=4), progress=False)
-print(json.dumps([[name for name in ("numba",) if name in sys.modules], texts[0].text]))
+print(json.dumps([[name for name in ("numba", "llvmlite") if name in sys.modules], texts[0].text]))
 """
 
 WITHOUT_NUMBA = """
@@ -57,7 +58,7 @@ def run(folder: Path, program: str = PROGRAM, *more: str) -> Any:
     return json.loads(found.stdout)
 
 
-def test_without_a_place_to_keep_it_code_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_place_to_keep_it_code_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def unknown(_: object) -> None:
         raise KeyError("no such user")
 
@@ -65,10 +66,12 @@ def test_without_a_place_to_keep_it_code_is_compiled(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
-    assert kept.folder() is None
+    assert kept.folder.__wrapped__() is None
     monkeypatch.undo()
-    monkeypatch.setattr(kept, "folder", lambda: None)
-    assert machine_code.Compiled(__name__, "nothing")(1) is False
+    (tmp_path / "file").touch()
+    for place in (None, tmp_path / "file" / "folder"):
+        monkeypatch.setattr(kept, "folder", lambda place=place: place)
+        assert machine_code.Compiled(__name__, "nothing")(1) is False
 
 
 def nothing(value: int) -> None:
@@ -78,11 +81,11 @@ def nothing(value: int) -> None:
 def test_code_on_disk_is_loaded_alone_and_what_is_not_there_is_compiled(tmp_path: Path) -> None:
     compiled, expected, _ = run(tmp_path)
     assert compiled
-    (norm,) = tmp_path.rglob("*-rms_norm-*.o")
+    (norm,) = tmp_path.rglob("*.rms_norm.*.code")
     prepared, norms, gated = run(tmp_path, PROGRAM, "gated")
     assert not prepared
     assert norms == expected
-    (other,) = tmp_path.rglob("*-gated_rms_norm-*.o")
+    (other,) = tmp_path.rglob("*.gated_rms_norm.*.code")
     norm.write_bytes(norm.read_bytes()[:100])
     changed = bytearray(other.read_bytes())
     changed[-100] ^= 1
@@ -90,6 +93,13 @@ def test_code_on_disk_is_loaded_alone_and_what_is_not_there_is_compiled(tmp_path
     again, norms, from_disk = run(tmp_path, PROGRAM, "gated")
     assert again
     assert (norms, from_disk) == (expected, gated)
+
+
+def test_two_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as both:
+        first, second = both.map(run, [tmp_path] * 2)
+    assert first == second
+    assert run(tmp_path) == [False, *first[1:]]
 
 
 def test_what_compiles_is_not_imported_where_all_code_is_on_disk() -> None:
@@ -104,3 +114,19 @@ def test_where_numba_does_not_run_the_twins_compute(tmp_path: Path) -> None:
     reason, is_twin = run(tmp_path, WITHOUT_NUMBA)
     assert "numba" in reason
     assert is_twin
+
+
+def test_the_cpu_is_asked_for_once_and_again_where_the_system_describes_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(target, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "kept")
+    expected, files = target.target(), []
+    for described in ("model name: A\ncpu MHz: 1\n\n", "model name: A\ncpu MHz: 2\n\n", "model name: B\n\n"):
+        target.CPUINFO.write_text(described, encoding="utf-8")
+        assert target.target.__wrapped__() == expected
+        files.append(len([*kept.folder().iterdir()]))
+    assert files == [1, 1, 2]
+    target.CPUINFO.unlink()
+    assert target.target.__wrapped__() == expected
+    assert len([*kept.folder().iterdir()]) == 2

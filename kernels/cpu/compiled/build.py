@@ -7,6 +7,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba import njit, types
 
+from hybrid.kernels.cpu.compiled.link import link
 from hybrid.kernels.cpu.kinds import Kind
 from hybrid.kernels.cpu.llvm import machine
 
@@ -22,6 +23,13 @@ def type_of(kind: Kind) -> Any:
 
 
 def compiled(module: str, name: str, arguments: tuple[Kind, ...], symbol: str) -> bytes:
+    """Machine code of a function of a module: an image, or an object file, where what LLVM makes is not known here."""
+    code = object_file(module, name, arguments, symbol)
+    image = link(code, symbol)
+    return code if image is None else image.packed()
+
+
+def object_file(module: str, name: str, arguments: tuple[Kind, ...], symbol: str) -> bytes:
     """An object file with a function of a module as `symbol`, and nothing else that another file sees."""
     function = vars(import_module(module))[name]
     dispatcher = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
