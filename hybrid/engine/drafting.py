@@ -24,10 +24,6 @@ from hybrid.units import ceil_div
 TIMED_EVERY = 4
 """Of steps without drafts as many take the same time, and one of them is timed."""
 
-LEAST_CHAIN = 0.3
-"""Chance of a predictor's chain below which it is not continued, on a CPU, where the host knows it without waiting: a
-further token would take a pass of the predictor, and a row of the model's."""
-
 
 class Drafting:
     """Drafts for the parts of one engine's steps.
@@ -217,16 +213,14 @@ def make_drafting(
         ArgumentError: two drafters have the same name, or there is no predictor.
     """
     has_predictor = speculation is not None and speculation.uses_predictor and loaded.model.mtp is not None
-    is_adaptive = speculation is not None and speculation.adaptive
     mtp = None
     if has_predictor:
         capture = capture_for(loaded.device) if captures else None
-        least = LEAST_CHAIN if loaded.device.type == "cpu" and is_adaptive else 0.0
-        mtp = MtpDrafter(loaded.model, cache, loaded.device, capture, least)
+        mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
     clock = clock_of(loaded.device.type)
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock)
     if speculator is None:
         return None
     # a captured pass takes half as long as one with a tree, which is launched kernel by kernel
-    chains_alone = captures and is_adaptive
+    chains_alone = captures and speculation is not None and speculation.adaptive
     return Drafting(speculator, cache, config, deterministic, mtp, clock, chains_alone)

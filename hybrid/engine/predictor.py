@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.predictor_passes import Predicted, PredictorNumbers, PredictorPasses
+from hybrid.engine.predictor_passes import ChainNumbers, Found, PredictorPasses
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
-from hybrid.speculation.drafter import Drafter, History
+from hybrid.speculation.chances import CLAIMED, Claims
+from hybrid.speculation.drafter import ChainDrafter, History
 
 ALTERNATIVES = 2
 """Tokens that are proposed for each position: the most probable ones. On a CPU the most probable one alone is: passes
@@ -32,15 +34,44 @@ Proposed = tuple[Sequence[int], Sequence[int], Sequence[float]]
 NOTHING: Proposed = ((), (), ())
 
 
-class MtpDrafter(Drafter):
+@dataclass(eq=False, slots=True)
+class _Known:
+    """What is known of a request.
+
+    Attributes:
+        claims: how often drafts were right, by the probability that the predictor gave them.
+        position: of the first token of the latest chain.
+        tokens: of that chain.
+        claimed: the probability that the predictor gave each.
+    """
+
+    claims: Claims
+    position: int = 0
+    tokens: Sequence[int] = ()
+    claimed: Sequence[float] = ()
+
+    def compare(self, ids: Sequence[int]) -> None:
+        """Compare the latest chain with the tokens that came, whether they were computed as drafts or not."""
+        for at, (token, claimed) in enumerate(zip(self.tokens, self.claimed, strict=True), self.position):
+            if at == len(ids):
+                break
+            self.claims.observe(claimed, ids[at] == token)
+            if ids[at] != token:
+                break
+        self.tokens = self.claimed = ()
+
+
+class MtpDrafter(ChainDrafter):
     """Drafts what the predictor says: a chain of its most probable tokens, each with alternatives.
+
+    How often it was right with what it gave some probability is learned; these are the probabilities of its drafts.
+    On a CPU, where the host waits for each pass, a chain is not continued where one more token would not pay.
 
     Args:
         model: has a predictor.
         cache: the memory that the model reads and writes.
         device: of the model.
         capture: captures passes of the predictor; None: each is launched kernel by kernel.
-        least: on a CPU, where the host waits for each pass, the chance of a chain below which it is not continued.
     """
 
     def __init__(
@@ -49,14 +80,13 @@ class MtpDrafter(Drafter):
         cache: HybridCache,
         device: torch.device,
         capture: Capture | None = None,
-        least: float = 0.0,
     ) -> None:
-        self._waits = device.type == "cpu"
-        self._alternatives = 1 if self._waits else ALTERNATIVES
-        hidden = cache.state_tensors[HIDDEN]
-        self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, capture)
-        self._least = least
+        self._alternatives = 1 if device.type == "cpu" else ALTERNATIVES
+        hidden, page_size = cache.state_tensors[HIDDEN], cache.config.page_size
+        self._passes = PredictorPasses(model, cache.kv, hidden, device, self._alternatives, page_size, capture)
         self._cache = cache
+        self._claims = Claims(CLAIMED)
+        self._known: dict[History, _Known] = {}
         self._parts: dict[History, Part] = {}
         self._proposed: dict[History, Proposed] = {}
 
@@ -79,8 +109,6 @@ class MtpDrafter(Drafter):
             if part.end + count - 1 > known and not self._cache.reserve(part.lease, part.end + count - 1):
                 count = known - part.start
             asked.append((part, count))
-        if len(asked) > 1:
-            asked.sort(key=lambda each: -each[1])  # those of which another token is wanted are the first rows
         for (part, _), proposed in zip(asked, self._predict(asked), strict=True):
             self._proposed[part.request.history] = proposed
 
@@ -90,40 +118,51 @@ class MtpDrafter(Drafter):
 
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
         """What follows the last known token of each part, for each as many tokens as are asked for."""
-        tables = [part.lease.block_table for part, _ in asked]
-        numbers = PredictorNumbers.of(tables, self._passes.width(max(map(len, tables))))
-        found: list[Predicted] = []
-        lists: list[tuple[list[list[int]], list[list[float]]]] = []
-        before: Predicted | None = None
-        reached = [1.0] * len(asked)
-        for ahead in range(asked[0][1]):
-            rows = [self._row(part, ahead) for part, wanted in asked if wanted > ahead]
-            before = self._passes.run(numbers.at(rows), before.first(len(rows)) if before is not None else None)
-            if not self._waits:
-                found.append(before)
-                continue
-            lists.append(before.lists())
-            reached = [chance * own[0] for chance, own in zip(reached, lists[-1][1], strict=False)]
-            if max(reached) < self._least:
-                break
-        lists += [predicted.lists() for predicted in found]
-        return [self._proposal(lists[:count], row) for row, (_, count) in enumerate(asked)]
+        tables, page_size = [part.lease.block_table for part, _ in asked], self._cache.config.page_size
+        width = self._passes.width(max(map(len, tables)))
+        numbers = ChainNumbers([self._row(part) for part, _ in asked], tables, width, page_size)
+        known = [self._compared(part.request.history) for part, _ in asked]
+        counts = [count for _, count in asked]
+        found = self._passes.chains(numbers, max(counts), [each.claims for each in known], self.least)
+        return [self._proposal(found, row, known[row], count) for row, count in enumerate(counts)]
 
-    def _proposal(self, lists: Sequence[tuple[list[list[int]], list[list[float]]]], row: int) -> Proposed:
-        """The chain of a request, and then its alternatives, from the tokens and probabilities of each pass."""
-        ranks = range(self._alternatives)
-        tokens = array("q", [tokens[row][rank] for rank in ranks for tokens, _ in lists])
-        chances = [chances[row][rank] for rank in ranks for _, chances in lists]
-        chain = range(-1, len(lists) - 1)
-        return tokens, chain if len(ranks) == 1 else [*chain] * len(ranks), chances
+    def _compared(self, history: History) -> _Known:
+        """What is known of a request, up to its last token."""
+        known = self._known.get(history)
+        if known is None:
+            known = self._known[history] = _Known(self._claims.of_request())
+        elif known.tokens:
+            known.compare(history.ids)
+        known.position = len(history.ids)
+        return known
 
-    def _row(self, part: Part, ahead: int) -> tuple[int, ...]:
-        """The numbers of the token that is `ahead` of the last known one of a part, without its page ids."""
+    def _proposal(self, found: Found, row: int, known: _Known, most: int) -> Proposed:
+        """The chain of a request, and then its alternatives."""
+        passes, claims = found
+        known.tokens = [tokens[row][0] for tokens in passes[:most]]
+        known.claimed = [claimed[row][0] for claimed in claims[:most]]
+        tokens, count = array("q", known.tokens), len(known.tokens)
+        chances = [*map(known.claims.of, known.claimed)]
+        for rank in range(1, self._alternatives):  # what is left of the probability, in parts as they are claimed
+            tokens.extend([own[row][rank] for own in passes[:most]])
+            for claimed, chance in zip(claims, chances[:count], strict=False):
+                left = 1 - claimed[row][0]
+                chances.append((1 - chance) * min(claimed[row][rank] / left, 1.0) if left > 0 else 0.0)
+        chain = range(-1, count - 1)
+        return tokens, chain if self._alternatives == 1 else [*chain] * self._alternatives, chances
+
+    def end(self, history: History) -> None:
+        """Learn from a request that has ended."""
+        known = self._known.pop(history, None)
+        if known is not None:
+            known.compare(history.ids)
+            self._claims.absorb(known.claims)
+
+    def _row(self, part: Part) -> tuple[int, ...]:
+        """The numbers of the last known token of a part, as `ChainNumbers` has them."""
         lease, media, page_size = part.lease, part.request.media, self._cache.config.page_size
-        page, offset = divmod(part.start + ahead, page_size)
-        # the tree's pages have what is kept of the last known token
-        is_own = lease.num_shared <= page < len(lease.block_table)
-        slot = lease.block_table[page] * page_size + offset if is_own else -1
+        page, offset = divmod(part.start, page_size)
+        # the tree's pages have what is kept of it
+        slot = lease.block_table[page] * page_size + offset if page >= lease.num_shared else -1
         shift = media.shift if media is not None else 0  # what is generated after images has text positions
-        token = 0 if ahead else part.request.ids[-1]
-        return token, part.start + shift + ahead, slot, part.end + ahead, -1 if ahead else lease.read_slot
+        return part.request.ids[-1], part.start + shift, slot, part.end, lease.read_slot

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,58 +19,62 @@ from hybrid.engine.padding import Padding
 from hybrid.engine.pieces import ALIGNMENT
 from hybrid.kernels.ops import compiled_module
 from hybrid.memory.device import on_device
+from hybrid.speculation.chances import CLAIMS, Claims
 
 log: logging.Logger = logging.getLogger(__name__)
+
+MAX_CHAIN = 63
+"""Tokens of a chain, at most."""
 
 MAX_PASSES = 64
 """Captured passes that are kept, at most; the one that was not used for longest goes."""
 
-COLUMNS = 5
-"""Integers of a request, besides its page ids: token, rotary position, slot, length, state slot."""
+COLUMNS = 6
+"""Integers of a request, besides its page ids: as `hybrid.kernels.cpu.drafts.Chains.columns`."""
 
 
-class PredictorNumbers(NamedTuple):
-    """The integers of a pass over one token of each of some requests.
+class ChainNumbers:
+    """The integers of passes over the last known token of each of some requests, and over those after it.
 
-    Attributes:
-        count: number of requests.
-        columns: `COLUMNS` with a number of each request, filled up to whole `ALIGNMENT`s.
-        tables: the page ids of each request, and of more, in rows of `width`.
-        width: of a row.
+    Args:
+        rows: of each request its last token, that token's rotary position, the slot of its keys and values (-1: they
+            are not written), the sequence's length up to there, and the state slot with the hidden state before it.
+        tables: the page ids of each request.
+        width: as many page ids are given of each.
+        page_size: tokens of a page.
     """
 
-    count: int  # type: ignore[assignment]  # hides the method of tuples, which nothing here calls
-    columns: list[int]
-    tables: list[int]
-    width: int
-
-    @classmethod
-    def of(cls, tables: Sequence[Sequence[int]], width: int) -> PredictorNumbers:
-        """Page ids of requests, in rows of `width`, without a number of any."""
-        pages: list[int] = []
+    def __init__(
+        self, rows: Sequence[tuple[int, ...]], tables: Sequence[Sequence[int]], width: int, page_size: int
+    ) -> None:
+        self._rows = rows
+        self._tables: list[int] = []
         for table in tables:
-            pages += table
-            pages += [0] * (width - len(table))
-        return cls(0, [], pages, width)
+            self._tables += table
+            self._tables += [0] * (width - len(table))
+        self._ends = [len(table) * page_size for table in tables]
+        self._page_size = page_size
+        self.shape: tuple[int, int] = (len(rows), width)
 
-    def at(self, rows: Sequence[tuple[int, ...]]) -> PredictorNumbers:
-        """With the numbers of the first requests."""
-        columns: list[int] = []
+    def at(self, ahead: int) -> list[int]:
+        """Those of the pass over the tokens that are `ahead` of the last known ones: the columns, each filled up to
+        whole `ALIGNMENT`s, and then the page ids."""
+        rows = [self._next(row, ahead) for row in range(len(self._rows))] if ahead else self._rows
+        numbers: list[int] = []
         idle = [0] * (-len(rows) % ALIGNMENT)
-        for column in zip(*rows, strict=True):
-            columns += column
-            columns += idle
-        return PredictorNumbers(len(rows), columns, self.tables, self.width)
+        for column in (*zip(*rows, strict=True), self._ends):
+            numbers += column
+            numbers += idle
+        return numbers + self._tables
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """What a pass is captured for."""
-        return self.count, self.width
-
-    @property
-    def values(self) -> list[int]:
-        """All integers of the pass: the columns, and then the page ids."""
-        return self.columns + self.tables[: self.count * self.width]
+    def _next(self, row: int, ahead: int) -> tuple[int, ...]:
+        """What the row of a token becomes, as `hybrid.kernels.cpu.drafts.continue_chains` has it. Its own token is not
+        known to the host, and the hidden state before it is in no slot."""
+        _, position, _, length, _ = self._rows[row]
+        page, offset = divmod(length + ahead - 1, self._page_size)
+        has_page = length + ahead <= self._ends[row]
+        slot = self._tables[row * self.shape[1] + page] * self._page_size + offset if has_page else -1
+        return 0, position + ahead, slot, length + ahead, -1
 
 
 class PredictorInputs(NamedTuple):
@@ -95,10 +100,10 @@ class PredictorInputs(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor, count: int, hidden: Tensor) -> PredictorInputs:
-        """Views of `PredictorNumbers.values`, and what is read besides."""
+        """Views of `ChainNumbers.at`, and what is read besides."""
         length = count + -count % ALIGNMENT
         columns = [numbers[length * column :][:count] for column in range(COLUMNS)]
-        tokens, positions, slots, lengths, states = columns
+        tokens, positions, slots, lengths, states, _ = columns
         block_table = numbers[length * COLUMNS :].view(count, -1)
         return cls(tokens, positions, slots, lengths, states, block_table, hidden)
 
@@ -121,7 +126,7 @@ class PredictorInputs(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What a pass has computed for N requests: valid until the next one, which may begin with it.
+    """What a pass has computed for N requests.
 
     Attributes:
         tokens: `[N, K]` the most probable tokens of each, falling.
@@ -133,24 +138,32 @@ class Predicted(NamedTuple):
     chances: Tensor
     hidden: Tensor
 
-    def first(self, count: int) -> Predicted:
-        """Of the first requests."""
-        return self if self.tokens.shape[0] == count else Predicted(*(part[:count] for part in self))
 
-    def lists(self) -> tuple[list[list[int]], list[list[float]]]:
-        """The tokens and their probabilities, once they are there."""
-        return self.tokens.tolist(), self.chances.tolist()
+Found = tuple[list[list[list[int]]], list[list[list[float]]]]
+"""Tokens and their probabilities, of each pass of a chain, each request, and each of the most probable ones."""
 
 
 class _Captured(NamedTuple):
-    """A captured pass: its integers as the host writes them, what it reads, what runs it, and what it writes: tokens
-    and hidden states where the pass after it reads them. All that it reads must stay where it is."""
+    """A captured pass: what the host writes, all of it, what runs the pass, which continues where it is run
+    again, and what the host reads. All that the pass reads must stay where it is.
+
+    Attributes:
+        values: integers, as `ChainNumbers.at`.
+        beliefs, control: as `Chains` has them.
+        program: the pass.
+        stop: the part of `control` that says that it is not run again.
+        tokens, claims: as `Chains` has them.
+        kept: what has the memory.
+    """
 
     values: np.ndarray
-    inputs: PredictorInputs
-    batch: Batch
-    run: Callable[[], None]
-    predicted: Predicted
+    beliefs: np.ndarray
+    control: np.ndarray
+    program: Any
+    stop: Tensor
+    tokens: np.ndarray
+    claims: np.ndarray
+    kept: tuple[object, ...]
 
 
 class PredictorPasses:
@@ -162,6 +175,7 @@ class PredictorPasses:
         states: `[slots, hidden_size]` the last hidden state of each sequence.
         device: of the model.
         alternatives: tokens that are found for each position.
+        page_size: tokens of a page.
         capture: captures passes, on a CPU, where there are no alternatives; None: each is launched kernel by kernel.
     """
 
@@ -172,8 +186,10 @@ class PredictorPasses:
         states: Tensor,
         device: torch.device,
         alternatives: int,
+        page_size: int,
         capture: Capture | None = None,
     ) -> None:
+        self._page_size = page_size
         self._model = model
         self._kv = kv
         self._states = states
@@ -192,38 +208,52 @@ class PredictorPasses:
         """Columns of a block table of this many pages, such that few widths occur where passes are captured."""
         return num_pages if self._capture is None else Padding.of(1, num_pages).width
 
-    def run(self, numbers: PredictorNumbers, before: Predicted | None) -> Predicted:
-        """The tokens after each.
+    def chains(self, numbers: ChainNumbers, most: int, claims: Sequence[Claims], least: float) -> Found:
+        """Chains of tokens after each request.
 
         Args:
-            before: of the pass over the tokens before, which are those that it found most probable; None: the tokens
-                and the state slots of the numbers are taken.
+            numbers: of the requests.
+            most: tokens of a chain.
+            claims: what is known of each request.
+            least: on a CPU, where the host waits for each pass, there are no more of them once all chains are less
+                probable.
         """
         captured = None
         if self._capture is not None and not self._captured_model.is_hooked:
             captured = self._captured.get(numbers.shape) or self._record(self._capture, numbers)
         if captured is None:
-            inputs = self._inputs(numbers)
+            return self._launched(numbers, most, claims, least)
+        self._captured.move_to_end(numbers.shape)
+        captured.values[:] = numbers.at(0)
+        captured.beliefs[:] = [least, *[1.0] * len(claims), *chain.from_iterable([each.rates for each in claims])]
+        captured.control[:] = 0
+        captured.program.repeat(min(most, MAX_CHAIN), captured.stop)
+        count = captured.control[0]
+        return captured.tokens[:count].tolist(), captured.claims[:count].tolist()
+
+    def _launched(self, numbers: ChainNumbers, most: int, claims: Sequence[Claims], least: float) -> Found:
+        """The same, kernel by kernel."""
+        before: Predicted | None = None
+        passes: list[Predicted] = []
+        reached = [1.0] * len(claims)
+        for ahead in range(most):
+            inputs = self._inputs(numbers.at(ahead), len(claims))
             self._fill(inputs, before)
             logits, hidden = self._model.draft(inputs.batch(), inputs.hidden, self._kv)
             chances, tokens = logits.softmax(-1).topk(self._alternatives)
-            return Predicted(tokens, chances, hidden)
-        if before is captured.predicted:  # its tokens and hidden states are there, and its page ids
-            columns = numbers.columns
-            known = len(columns) // COLUMNS
-            captured.values[known : len(columns)] = columns[known:]
-        else:
-            self._captured.move_to_end(numbers.shape)
-            captured.values[:] = numbers.values
-            if before is not None:
-                self._fill(captured.inputs, before)
-        captured.run()
-        return captured.predicted
+            before = Predicted(tokens, chances, hidden)
+            passes.append(before)
+            if self._device.type == "cpu":
+                first = chances[:, 0].tolist()
+                reached = [own * each.of(claimed) for own, each, claimed in zip(reached, claims, first, strict=True)]
+                if max(reached) < least:
+                    break
+        return [each.tokens.tolist() for each in passes], [each.chances.tolist() for each in passes]
 
-    def _inputs(self, numbers: PredictorNumbers) -> PredictorInputs:
+    def _inputs(self, values: list[int], count: int) -> PredictorInputs:
         """What a pass reads, without hidden states."""
-        hidden = self._states.new_empty(numbers.count, self._states.shape[1])
-        return PredictorInputs.of(on_device(torch.tensor(numbers.values), self._device), numbers.count, hidden)
+        hidden = self._states.new_empty(count, self._states.shape[1])
+        return PredictorInputs.of(on_device(torch.tensor(values), self._device), count, hidden)
 
     def _fill(self, inputs: PredictorInputs, before: Predicted | None) -> None:
         """Write the hidden states that a pass reads, and tokens that are not known to the host."""
@@ -233,30 +263,49 @@ class PredictorPasses:
             inputs.tokens.copy_(before.tokens[:, 0])
             inputs.hidden.copy_(before.hidden)
 
-    def _record(self, capture: Capture, numbers: PredictorNumbers) -> _Captured | None:
+    def _record(self, capture: Capture, numbers: ChainNumbers) -> _Captured | None:
         """Capture a pass of this shape, which is run for that with these numbers. If it fails, no other is tried."""
-        inputs = self._inputs(numbers)
+        (count, width), values = numbers.shape, numbers.at(0)
+        host = torch.tensor(values)
+        inputs = PredictorInputs.of(host, count, self._states.new_empty(count, self._states.shape[1]))
         batch = inputs.batch()
         drafts: Any = compiled_module("drafts")
         memory: Any = compiled_module("memory")
-        predicted = Predicted(inputs.tokens.unsqueeze(1), torch.empty(numbers.count, 1), inputs.hidden)
+        chains = drafts.Chains(
+            host[: len(values) - count * width].view(COLUMNS, -1),
+            inputs.block_table,
+            chances=torch.empty(count),
+            beliefs=torch.zeros(1 + count + count * CLAIMS),
+            control=torch.zeros(2, dtype=torch.int64),
+            tokens=torch.empty(MAX_CHAIN, count, 1, dtype=torch.int64),
+            claims=torch.empty(MAX_CHAIN, count, 1),
+        )
 
         def run() -> Tensor:
             memory.take_rows(self._states, inputs.states, inputs.hidden)
             logits, hidden = self._model.draft(batch, inputs.hidden, self._kv)
-            drafts.choose_drafts(logits, hidden, inputs.tokens, inputs.hidden, predicted.chances)
-            return predicted.chances
+            drafts.choose_drafts(logits, hidden, inputs.tokens, inputs.hidden, chains.chances)
+            drafts.continue_chains(chains, self._page_size)
+            return inputs.tokens
 
         try:
             run()  # what a model computes once is no part of the program
-            again, _ = capture(run)
+            host.copy_(torch.tensor(values))  # they are those of the next token now
+            program, _ = capture(run)
         except Exception as error:
             self._capture = None
             log.warning("capturing the predictor failed (%s: %s); it is launched", type(error).__name__, error)
             return None
         if len(self._captured) == MAX_PASSES:
             self._captured.popitem(last=False)
-        size = len(numbers.values)
-        values = inputs.tokens.as_strided((size,), (1,)).numpy()  # of all integers, which begin with the tokens
-        captured = self._captured[numbers.shape] = _Captured(values, inputs, batch, again, predicted)
+        captured = self._captured[numbers.shape] = _Captured(
+            host.numpy(),
+            chains.beliefs.numpy(),
+            chains.control.numpy(),
+            program,
+            chains.control[1:],
+            chains.tokens.numpy(),
+            chains.claims.numpy(),
+            (inputs, batch, chains),
+        )
         return captured

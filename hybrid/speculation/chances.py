@@ -1,8 +1,10 @@
-"""How probable the next token of a source is, by the number of tokens before it for which the source was right."""
+"""How probable drafts are, as that was measured: those of a source by the number of tokens before them for which it was
+right, those of a predictor by the probability that it gives them itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 BUCKETS: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, *[8] * 2, *[9] * 3, *[10] * 4, *[11] * 8, 12)
 """For each number of right tokens the rate that counts; for more of them the last one."""
@@ -16,20 +18,32 @@ MAX_TOKENS = 32.0
 """As many tokens are remembered of each rate: later ones count more."""
 
 
-class Chances:
-    """Rates that are learned token by token.
+class _Rates:
+    """How often drafts of several kinds were right, learned token by token.
 
     Args:
-        rates: those expected before anything was learned, one for each bucket.
+        rates: those expected before anything was learned, one for each kind.
     """
 
     def __init__(self, rates: Sequence[float]) -> None:
         self._rates = list(rates)
         self._counts = [PRIOR] * len(self._rates)
 
-    def of_request(self) -> Chances:
+    def of_request(self) -> Self:
         """For one request: what is known, until its own tokens say otherwise."""
-        return Chances(self._rates)
+        return type(self)(self._rates)
+
+    def absorb(self, own: Self) -> None:
+        """Learn what a request has learned."""
+        for kind, (rate, count) in enumerate(zip(own._rates, own._counts, strict=True)):
+            total = self._counts[kind] + count - PRIOR
+            if count > PRIOR:
+                self._rates[kind] += (rate - self._rates[kind]) * (count - PRIOR) / total
+                self._counts[kind] = min(total, MAX_TOKENS)
+
+
+class Chances(_Rates):
+    """Of the drafts of a source, one rate for each of `BUCKETS`."""
 
     def ahead(self, right: int, count: int) -> list[float]:
         """The chance of each of `count` tokens after `right` tokens that were right, if those before it are right."""
@@ -48,10 +62,29 @@ class Chances:
                 counts[bucket] += 1
             rates[bucket] += ((at < end) - rates[bucket]) / counts[bucket]
 
-    def absorb(self, own: Chances) -> None:
-        """Learn what a request has learned."""
-        for bucket, (rate, count) in enumerate(zip(own._rates, own._counts, strict=True)):
-            total = self._counts[bucket] + count - PRIOR
-            if count > PRIOR:
-                self._rates[bucket] += (rate - self._rates[bucket]) * (count - PRIOR) / total
-                self._counts[bucket] = min(total, MAX_TOKENS)
+
+CLAIMS = 10
+"""Probabilities that a predictor gives are counted by tenths."""
+
+CLAIMED: tuple[float, ...] = tuple([(tenth + 0.5) / CLAIMS for tenth in range(CLAIMS)])
+"""It is believed, at first."""
+
+
+class Claims(_Rates):
+    """Of the drafts of a predictor, one rate for each tenth of what it claims. Where the model takes its most probable
+    token, which the predictor names, that token comes more often than its probability says."""
+
+    @property
+    def rates(self) -> Sequence[float]:
+        """Those of each tenth."""
+        return self._rates
+
+    def of(self, claimed: float) -> float:
+        """The chance of a draft that was said to have this one."""
+        return self._rates[min(int(claimed * CLAIMS), CLAIMS - 1)] if claimed > 0 else 0.0  # it may be NaN
+
+    def observe(self, claimed: float, is_right: bool) -> None:
+        """A draft that was said to have this chance was right, or not."""
+        kind = min(int(claimed * CLAIMS), CLAIMS - 1) if claimed > 0 else 0
+        self._counts[kind] = count = min(self._counts[kind] + 1, MAX_TOKENS)
+        self._rates[kind] += (is_right - self._rates[kind]) / count

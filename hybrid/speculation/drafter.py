@@ -80,3 +80,13 @@ class Drafter(ABC):
 
     def end(self, history: History) -> None:  # noqa: B027 - nothing by default
         """A request has ended: nothing more is proposed for its history."""
+
+
+class ChainDrafter(Drafter):
+    """A drafter that computes chains in `prepare`, token by token, and knows how probable they are.
+
+    Attributes:
+        least: the chance of a chain below which one more token would not pay: set before each `prepare`.
+    """
+
+    least: float = 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import exp, log
 
 DECAY = 0.8
 """What an earlier verification counts, of a request's measured acceptance."""
@@ -24,17 +25,29 @@ TRUST = 4.0
 FORGET = 0.9
 """What an earlier draft counts, of that trust."""
 
+PATIENCE = 4
+"""As many times in a row drafts that were asked for are not worth a row before there is a pause."""
+
 MAX_PAUSES = 3
 """Drafts that do not pay are looked at again after 4, 16 and then every 64 passes: 4 to the power of this."""
 
 MAX_PAUSES_BEFORE = 2
 """Pauses of other requests in a row of which a request takes heed: another text may be another matter."""
 
-DRIFT = 1.02
-"""The fastest pass counts as this many times slower with each later one of as many rows: sequences grow."""
+LEAST_PASSES = 3
+"""As many passes of a kind say what it costs."""
 
-MAX_WEIGHT = 16
-"""Passes of as many rows count as this many, at most."""
+MOST_OFF = 0.25
+"""How far a pass may be from what is expected, in the logarithm of its time: what is more does not count."""
+
+FOLLOW = 0.02
+"""What a pass counts for how fast the machine is at the time."""
+
+MAX_WEIGHT = 32
+"""Passes of as many rows count as this many, at most: the latest ones."""
+
+FIT_EVERY = 16
+"""After the first passes costs are computed once for this many."""
 
 FIRST_SHARE = 0.1
 """Cost of a row as a part of what a pass costs without rows, before it has been measured."""
@@ -53,25 +66,78 @@ def clock_of(device_type: str) -> Callable[[], float]:
     return time.thread_time if device_type == "cpu" else time.perf_counter
 
 
-class Fastest:
-    """The fastest of the latest passes of each number of rows.
+Kind = int | str
+"""A kind of pass: its rows, negative where some of them are drafts; or a token of the drafter of this name."""
 
-    Whatever else a machine does makes a pass slower and never faster, so that the fastest says what a pass costs. One
-    or two passes of a number of rows say nothing: a pass may have been captured, and the replay of its drafts later.
+
+class _Kind:
+    """The latest passes of a kind, compared with the level of the machine at their times.
+
+    Attributes:
+        shares: the logarithms, at most `MAX_WEIGHT`.
+        usual: what an eighth of them are less than.
+        middle: what half of them are less than.
+    """
+
+    __slots__ = ("middle", "shares", "usual")
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self.usual = self.middle = 0.0
+
+    def add(self, share: float) -> None:
+        """A pass."""
+        shares = self.shares
+        if len(shares) == MAX_WEIGHT:
+            del shares[0]
+        shares.append(share)
+        ordered, count = sorted(shares), len(shares)
+        self.usual, self.middle = ordered[count // 8], ordered[count // 2]
+
+
+class Times:
+    """How long passes of several kinds take, compared with each other.
+
+    What else a machine does makes all passes slower for a while: as slow as they are at the time is the *level*. After
+    the first ones only passes are looked at where one with drafts follows one without, or the other way round: as many
+    of both, so that a busy machine does not make those slow that were measured then. Of these the slower ones say
+    nothing: they may have been captured, or their replay.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, tuple[float, int]] = {}
+        self._level = 0.0
+        self._kinds: dict[Kind, _Kind] = {}
+        self._was_plain = False  # the latest pass
 
-    def observe(self, rows: int, seconds: float) -> None:
-        """A pass of this many rows took so long."""
-        fastest, count = self._seconds.get(rows, (seconds, 0))
-        self._seconds[rows] = min(seconds, fastest * DRIFT), min(count + 1, MAX_WEIGHT)
+    def observe(self, kind: Kind, seconds: float) -> None:
+        """A pass of a kind took so long."""
+        own, is_plain = self._kinds.get(kind), isinstance(kind, int) and kind > 0
+        follows = is_plain is not self._was_plain
+        if isinstance(kind, int):
+            self._was_plain = is_plain
+        if not follows and own is not None and len(own.shares) >= FIT_EVERY:
+            return
+        took = log(max(seconds, 1e-9))
+        if own is None:
+            if not self._kinds:
+                self._level = took
+            own = self._kinds[kind] = _Kind()
+        if len(own.shares) >= LEAST_PASSES:
+            self._level += FOLLOW * max(-MOST_OFF, min(took - self._level - own.middle, MOST_OFF))
+        own.add(took - self._level)
 
-    @property
-    def known(self) -> list[tuple[int, float, int]]:
+    def of(self, kind: Kind) -> float:
+        """Seconds of a pass of a kind, as fast as the machine is now; 0: it is not known."""
+        own = self._kinds.get(kind)
+        return exp(self._level + own.usual) if own is not None and len(own.shares) >= LEAST_PASSES else 0.0
+
+    def passes(self, with_drafts: bool) -> list[tuple[int, float, int]]:
         """Rows, seconds, and what they count."""
-        return [(rows, seconds, count) for rows, (seconds, count) in self._seconds.items() if count > 2]
+        return [
+            (abs(kind), self.of(kind), len(own.shares))
+            for kind, own in self._kinds.items()
+            if isinstance(kind, int) and (kind < 0) is with_drafts and len(own.shares) >= LEAST_PASSES
+        ]
 
 
 class PassCost:
@@ -86,18 +152,17 @@ class PassCost:
 
     def __init__(self) -> None:
         self.row, self.base, self.extra = FIRST_SHARE, 1.0, 0.0
-        self._plain, self._drafted = Fastest(), Fastest()
-        self._drafting: dict[str, float] = {}
+        self._times = Times()
         self._passes = 0
         self._left_out, self._patience = 0, 1  # passes without drafts, and after how many what they cost is doubted
 
     def observe(self, rows: int, seconds: float, drafts: int) -> None:
         """A pass of this many rows took so long, of which some were drafts."""
-        (self._drafted if drafts else self._plain).observe(rows, seconds)
+        self._times.observe(-rows if drafts else rows, seconds)
         if drafts and self._left_out > self._patience:  # it was doubted
             self._left_out, self._patience = 0, min(4 * self._patience, 4**MAX_PAUSES)
         self._passes += 1
-        if self._passes < MAX_WEIGHT or self._passes % MAX_WEIGHT == 0:
+        if self._passes < FIT_EVERY or self._passes % FIT_EVERY == 0:
             self._fit()
 
     def worth(self, rows: int, drafting: float = 0.0) -> Worth:
@@ -109,14 +174,21 @@ class PassCost:
         """
         return Worth(rows, self.base + self.row * rows, self.row + drafting, self.extra)
 
+    def least(self, rows: int, drafter: str) -> float:
+        """The chance from which on it pays to compute one more draft of a drafter, and a row for it.
+
+        Args:
+            rows: of the pass without it.
+        """
+        return (rows * self.row + self.drafting(drafter)) / (self.base + self.row * rows)
+
     def drafting(self, drafter: str) -> float:
         """Seconds in which a drafter computes a draft for each of several requests; 0: it is not known, or nothing."""
-        return self._drafting.get(drafter, 0.0)
+        return self._times.of(drafter)
 
     def drafted(self, drafter: str, count: int, seconds: float) -> None:
         """A drafter has computed up to `count` drafts for each of several requests in this time."""
-        each = seconds / count
-        self._drafting[drafter] = min(each, self._drafting.get(drafter, each) * DRIFT)
+        self._times.observe(drafter, seconds / count)
 
     def is_doubted(self, rows: int, chance: float) -> bool:
         """Drafts were left out of a pass, because of what they cost. Whether to compute the most probable one, to
@@ -138,7 +210,7 @@ class PassCost:
     def _fit(self) -> None:
         """The lines. They have the same slope, which follows from passes with drafts if there are several numbers of
         rows of them, else from all passes."""
-        plain, drafted = self._plain.known, self._drafted.known
+        plain, drafted = self._times.passes(False), self._times.passes(True)
         every = plain + drafted
         if len(every) < 2:
             return
@@ -202,6 +274,16 @@ class Worth:
                 best, most = count, expected / cost
         return best
 
+    def gain(self, chances: Sequence[float], drafting: float) -> float:
+        """Tokens per second with these drafts, as a multiple of those without.
+
+        Args:
+            chances: that each is accepted.
+            drafting: cost of having them.
+        """
+        cost = self._without + self._extra + self._row * len(chances) + drafting
+        return (self._rows + sum(chances)) * self._without / (self._rows * cost)
+
     def pays(self, chance: float, others: Sequence[float]) -> bool:
         """Whether one more draft that is accepted with this chance raises the tokens per second.
 
@@ -224,6 +306,7 @@ class Acceptance:
 
     Attributes:
         pauses: the same for this one.
+        longest: tokens of the latest chain of a drafter that ends it by itself.
     """
 
     def __init__(self, prior: float, pauses: int = 0, trust: float = 1.0) -> None:
@@ -232,6 +315,8 @@ class Acceptance:
         self._trials = PRIOR
         self._right, self._claimed = TRUST * trust, TRUST
         self._paused_until = 4**self.pauses // 2 if pauses else 0
+        self._missed = 0
+        self.longest: int = 0
 
     @property
     def rate(self) -> float:
@@ -267,6 +352,13 @@ class Acceptance:
         """Whether drafts paid in this pass. If not, there is a pause, each longer than the one before."""
         self.pauses = 0 if is_paid else min(self.pauses + 1, MAX_PAUSES)
         self._paused_until = 0 if is_paid else now + 4**self.pauses
+        self._missed = 0
+
+    def missed(self, now: int) -> None:
+        """Drafts were asked for, as they were expected to pay, and none was worth a row."""
+        self._missed += 1
+        if self.is_due(now) and (self.pauses or self._missed == PATIENCE):
+            self.paid(False, now)
 
     def count(self, limit: int, worth: Worth, now: int) -> int:
         """How many drafts to compute, of a drafter that takes time for each; at least one, to measure it.
@@ -278,5 +370,6 @@ class Acceptance:
         """
         rate = self.rate
         count = worth.best([rate**ahead for ahead in range(1, limit + 1)])
-        self.paid(count > 0, now)
+        if not count:
+            self.paid(False, now)
         return max(count, 1)

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, takewhile
 from operator import mul
 
@@ -14,15 +14,15 @@ from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
 from hybrid.speculation.cached import NOTHING, CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
-from hybrid.speculation.draft_tree import DraftTree
-from hybrid.speculation.drafter import Drafter, History
+from hybrid.speculation.drafter import ChainDrafter, Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
-from hybrid.speculation.pace import Acceptance, PassCost, Worth
+from hybrid.speculation.joined import Asked, Joined, Known
+from hybrid.speculation.pace import MAX_WEIGHT, Acceptance, PassCost, Worth
 
 log: logging.Logger = logging.getLogger(__name__)
 
-FRUITLESS, ASKED_EVERY = 16, 4
-"""After this many passes in which no draft of a request was computed, drafters are asked in every fourth pass."""
+FIRST_CHAIN = 6
+"""Tokens of a chain that are asked for, at least; and twice as many as the latest one had."""
 
 
 @dataclass
@@ -40,73 +40,6 @@ class DrafterStats:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Known:
-    """What is known of one request.
-
-    Attributes:
-        measured: of each drafter.
-        position: where the tokens of `watched` would be.
-        watched: by drafter a token that it proposed, and how probable it said that it is (None: it does not say).
-        passes: number of the latest pass.
-        asked, found: of the latest one in which drafters were asked, and in which drafts of theirs were computed.
-    """
-
-    measured: dict[str, Acceptance]
-    position: int = 0
-    watched: dict[str, tuple[int, float | None]] = field(default_factory=dict)
-    passes: int = 0
-    asked: int = 0
-    found: int = 0
-
-    def is_left_out(self, now: int) -> bool:
-        """Whether no drafter is asked in this pass: of those in which no draft would be computed, most are left out."""
-        return now - self.found > FRUITLESS and now - self.asked < ASKED_EVERY
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A drafter, and what follows from its type.
-
-    Attributes:
-        computes: it has something to compute for several requests together.
-    """
-
-    drafter: Drafter
-    name: str
-    computes: bool
-
-    @classmethod
-    def of(cls, drafter: Drafter) -> _Asked:
-        """For a drafter."""
-        return cls(drafter, drafter.name, type(drafter).prepare is not Drafter.prepare)
-
-
-@dataclass(eq=False, slots=True)
-class _Joined:
-    """The drafts of one request in one pass.
-
-    Attributes:
-        limit: the most.
-        known: of the request.
-        tree: what was proposed.
-        left: the chance that none of the drafters asked is right.
-        count: drafts that are expected to be computed.
-        asked: of drafters that have drafts in the tree, whether they compute them; without those that say how probable
-            their drafts are and compute nothing, which cost nothing.
-        firsts: of each drafter that does not learn itself how probable its drafts are: the first one, and what it says.
-    """
-
-    history: History
-    limit: int
-    known: _Known
-    tree: DraftTree = field(default_factory=DraftTree)
-    left: float = 1.0
-    count: int = 0
-    asked: dict[str, bool] = field(default_factory=dict)
-    firsts: dict[str, tuple[int, float | None]] = field(default_factory=dict)
 
 
 class Speculator:
@@ -131,14 +64,15 @@ class Speculator:
         self._cached = tuple([drafter for drafter in drafters if isinstance(drafter, CachedDrafter)])
         first = [*takewhile(lambda drafter: isinstance(drafter, CachedDrafter), drafters)]
         self._first = self._cached[: len(first)]
-        self._all = tuple(map(_Asked.of, drafters))
+        self._all = tuple(map(Asked.of, drafters))
         self._others = self._all[len(first) :]
         self._vocab_size = vocab_size
         self._stats = {asked.name: DrafterStats() for asked in self._all}
         self._expected = {asked.name: Acceptance(asked.drafter.prior) for asked in self._all}
         self._pauses = dict.fromkeys(self._stats, 0)
-        self._known: dict[History, _Known] = {}
+        self._known: dict[History, Known] = {}
         self._cost = PassCost()
+        self._gain = 1.0  # tokens per second with drafts, of those without, lately
         self._spent = 0.0
 
     @property
@@ -172,7 +106,7 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        self._spent, trees, most = 0.0, list[_Joined](), self._config.max_drafts
+        self._spent, trees, most = 0.0, list[Joined](), self._config.max_drafts
         for history, limit in asked:
             known = self._known.get(history) or self._begin(history)
             known.passes = now = known.passes + 1
@@ -207,7 +141,7 @@ class Speculator:
             histories: of the requests of the pass, up to the token that is not known.
         """
         chances: list[float] = []
-        looked: list[tuple[_Known, bool, bool]] = []
+        looked: list[tuple[Known, bool, bool]] = []
         for history in histories:
             known = self._known.get(history) or self._begin(history)
             is_asked = not (self._config.adaptive and known.is_left_out(known.passes + 1))
@@ -235,9 +169,9 @@ class Speculator:
             known.found = known.passes if has_drafts else known.found
         return True
 
-    def _begin(self, history: History) -> _Known:
+    def _begin(self, history: History) -> Known:
         """A request of which nothing is known."""
-        known = self._known[history] = _Known(
+        known = self._known[history] = Known(
             {
                 name: Acceptance(expected.rate, self._pauses[name], expected.trust)
                 for name, expected in self._expected.items()
@@ -245,7 +179,7 @@ class Speculator:
         )
         return known
 
-    def _compare(self, history: History, known: _Known) -> None:
+    def _compare(self, history: History, known: Known) -> None:
         """Compare drafts with what came."""
         if known.position < len(history.ids):
             came = history.ids[known.position]
@@ -257,15 +191,17 @@ class Speculator:
                         measured.compare(claimed, token == came)
             known.watched = {}
 
-    def _counts(self, trees: Sequence[_Joined], rows: int) -> list[int]:
+    def _counts(self, trees: Sequence[Joined], rows: int) -> list[int]:
         """How many drafts of each request are computed: the most probable of all, as long as they pay."""
         if not self._config.adaptive:
             return [min(joined.limit, len(joined.tree)) for joined in trees]
         each = [joined.tree.chances[: joined.limit] for joined in trees]
         every = each[0] if len(each) == 1 else sorted(chain.from_iterable(each), reverse=True)
-        count = self._cost.worth(rows).best(every)
+        worth = self._cost.worth(rows)
+        count = worth.best(every)
         if count:
             self._cost.is_paid()
+            self._gain += (max(worth.gain(every[:count], self._spent), 1.0) - self._gain) / MAX_WEIGHT
         elif self._cost.is_doubted(rows, every[0]):
             count = 1
         if len(each) == 1:
@@ -275,16 +211,16 @@ class Speculator:
         )
         return [taken[at] for at in range(len(trees))]
 
-    def _judge(self, joined: _Joined) -> None:
+    def _judge(self, joined: Joined) -> None:
         """Drafts of a request were looked at: whether they pay. Those that are not computed are compared with what
         comes, where their drafter does not do that itself."""
         known = joined.known
         for name, computes in joined.asked.items():
             own = known.measured[name]
-            if not computes:
+            if joined.count or not computes:
                 own.paid(joined.count > 0, known.passes)
-            elif not joined.count and not own.pauses:  # they were expected to pay
-                own.paid(False, known.passes)
+            else:
+                own.missed(known.passes)
             self._pauses[name] = own.pauses
         known.position = len(joined.history.ids)
         known.watched = {  # what was computed of drafters that say nothing is counted when it is verified
@@ -292,12 +228,12 @@ class Speculator:
         }
 
     def _of_cached(
-        self, history: History, limit: int, known: _Known, trees: Sequence[_Joined], rows: int
-    ) -> _Joined | None:
+        self, history: History, limit: int, known: Known, trees: Sequence[Joined], rows: int
+    ) -> Joined | None:
         """What those drafters propose that come first and know tokens that were computed before. None: nothing, and
         no others are to be asked."""
         others = [asked for asked in self._others if known.measured[asked.name].is_due(known.passes)]
-        joined = _Joined(history, limit, known) if others or (self._others and not self._config.adaptive) else None
+        joined = Joined(history, limit, known) if others or (self._others and not self._config.adaptive) else None
         for drafter in self._first:
             if joined is not None and not joined.tree.is_empty and self._config.adaptive:
                 worth = self._cost.worth(_rows_besides(joined, trees, rows))
@@ -305,13 +241,13 @@ class Speculator:
                     continue
             drafts = self._ask_cached(drafter, history, limit)
             if drafts is not None:
-                joined = joined or _Joined(history, limit, known)
+                joined = joined or Joined(history, limit, known)
                 self._add(drafter.name, joined, drafts)
         return joined
 
-    def _join(self, asked: _Asked, trees: Sequence[_Joined], rows: int) -> None:
+    def _join(self, asked: Asked, trees: Sequence[Joined], rows: int) -> None:
         """Add what a drafter proposes, where it is worth asking."""
-        wanted: list[tuple[_Joined, int]] = []
+        wanted: list[tuple[Joined, int]] = []
         for joined in trees:
             count = joined.limit
             if self._config.adaptive:
@@ -323,6 +259,8 @@ class Speculator:
             if count > 0:
                 wanted.append((joined, count))
         longest, seconds = 1, 0.0
+        if isinstance(asked.drafter, ChainDrafter) and self._config.adaptive:
+            asked.drafter.least = self._gain * self._cost.least(rows, asked.name)
         if asked.computes and wanted:
             found = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
             if found is None:
@@ -341,32 +279,34 @@ class Speculator:
                 if asked.computes or claimed is None:
                     joined.asked[asked.name] = asked.computes
                 longest = max(longest, drafts.depth)
+                joined.known.measured[asked.name].longest = drafts.depth
                 self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
         if asked.computes and wanted:
             self._cost.drafted(asked.name, longest, seconds)
 
-    def _add(self, drafter: str, joined: _Joined, drafts: Drafts) -> None:
+    def _add(self, drafter: str, joined: Joined, drafts: Drafts) -> None:
         """Add drafts of a drafter to those of a request."""
         rate = joined.known.measured[drafter].rate
         joined.tree.add(drafts, rate)
         joined.left *= 1 - (rate if drafts.chances is None else drafts.chances[0])
         joined.count = min(joined.limit, len(joined.tree))
 
-    def _worth_asking(
-        self, asked: _Asked, joined: _Joined, own: Acceptance, trees: Sequence[_Joined], rows: int
-    ) -> int:
+    def _worth_asking(self, asked: Asked, joined: Joined, own: Acceptance, trees: Sequence[Joined], rows: int) -> int:
         """How many drafts to ask a drafter for that takes time for each, or where others have some; 0: for none."""
-        drafting = self._cost.drafting(asked.name) / len(trees)
-        worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
-        if not joined.tree.is_empty and not _pays(joined, own.rate, worth):
-            return 0
+        if not asked.chains or not joined.tree.is_empty:
+            drafting = self._cost.drafting(asked.name) / len(trees)
+            worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
+            if not joined.tree.is_empty and not _pays(joined, own.rate, worth):
+                return 0
         count = joined.limit
+        if asked.chains:  # it ends a chain itself
+            return min(max(2 * own.longest, FIRST_CHAIN), count)
         if asked.computes and count > 0:
             count = own.count(count, worth, joined.known.passes)
         joined.count = max(joined.count, count)
         return count
 
-    def _prepare(self, asked: _Asked, wanted: Sequence[tuple[History, int]]) -> float | None:
+    def _prepare(self, asked: Asked, wanted: Sequence[tuple[History, int]]) -> float | None:
         """Let a drafter compute what it will be asked for, and return its seconds. None: it failed, and none of it is
         there."""
         started = self._clock()
@@ -383,11 +323,12 @@ class Speculator:
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""
         proposed, known = drafts.drafters, self._known.get(history)
-        for name in {*chain.from_iterable(proposed)}:
+        alone = drafts.drafter
+        for name in (alone,) if alone is not None else {*chain.from_iterable(proposed)}:
             stats = self._stats[name]
             stats.proposals += 1
-            stats.drafted_tokens += sum([name in names for names in proposed])
-            stats.accepted_tokens += sum([name in proposed[at] for at in path])
+            stats.drafted_tokens += len(proposed) if alone else sum([name in names for names in proposed])
+            stats.accepted_tokens += len(path) if alone else sum([name in proposed[at] for at in path])
             offered, accepted = drafts.trials(name, path)
             self._expected[name].observe(offered, accepted)
             if known is not None:
@@ -407,7 +348,7 @@ class Speculator:
             except Exception as error:
                 self._count_refusal(asked.name, error)
 
-    def _ask(self, asked: _Asked, history: History, count: int, limit: int) -> Drafts | None:
+    def _ask(self, asked: Asked, history: History, count: int, limit: int) -> Drafts | None:
         """What a drafter proposes. If that fails, it is as if it had proposed nothing.
 
         Args:
@@ -419,6 +360,8 @@ class Speculator:
             if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
                 raise ArgumentError(f"drafter {name}: propose must return (tokens, parents), got {proposed!r}")
             tokens, parents, *chances = proposed
+            if asked.chains and isinstance(parents, range):  # it is known, and needs no check
+                return Drafts.chain(tokens, name, chances[0]) if tokens else None
             drafts = checked(tokens, parents, name, limit if chances else count, self._vocab_size, *chances)
         except Exception as error:
             self._refuse(asked.name, history, error)
@@ -450,12 +393,12 @@ class Speculator:
         stats.refused += 1
 
 
-def _rows_besides(joined: _Joined, trees: Sequence[_Joined], rows: int) -> int:
+def _rows_besides(joined: Joined, trees: Sequence[Joined], rows: int) -> int:
     """Rows of a pass without the drafts of one request, as far as the others are known."""
     return rows + sum(other.count for other in trees) - joined.count
 
 
-def _pays(joined: _Joined, rate: float, worth: Worth) -> bool:
+def _pays(joined: Joined, rate: float, worth: Worth) -> bool:
     """Whether a draft that is right where the others are not would be computed in addition to these, or in place of
     one."""
     chances, chance = joined.tree.chances[: joined.limit], joined.left * rate

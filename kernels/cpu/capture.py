@@ -164,6 +164,17 @@ class Program:
             for part in self._parts:
                 part()
 
+    def repeat(self, times: int, stop: Tensor) -> None:
+        """Run the pass up to `times` times, until it writes another number than 0 to `stop`, `[1]` int64."""
+        first = self._parts[0]
+        if self._is_compiled and isinstance(first, Tasks):
+            first.repeat(times, stop)
+            return
+        for _ in range(times):
+            self()
+            if stop.item():
+                return
+
     @torch.inference_mode()
     def seconds(self, runs: int = 20) -> dict[str, float]:
         """CPU time of each operation of the pass, the median of several passes; those of equal names together. The pass

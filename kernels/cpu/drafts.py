@@ -1,6 +1,8 @@
 """The most likely tokens of rows of logits: of a model's, and what a predictor's passes over single tokens end with, so
 that a chain of them needs no torch in between."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ MIN_SHARED = 1 << 16
 
 _most_likely = Compiled(f"{COMPILED}.drafts", "most_likely")
 _choose_drafts = Compiled(f"{COMPILED}.drafts", "choose_drafts")
+_continue_chains = Compiled(f"{COMPILED}.drafts", "continue_chains")
 
 
 def most_likely(logits: Tensor, not_finite: int) -> Tensor:
@@ -44,3 +47,45 @@ def choose_drafts(logits: Tensor, hidden: Tensor, tokens: Tensor, before: Tensor
     (count, vocab), size = logits.shape, hidden.shape[1]
     addresses = tuple(tensor.data_ptr() for tensor in (logits, hidden, tokens, before, chances))
     run(_choose_drafts, KINDS[hidden.dtype], (*addresses, vocab, size), count, 1, 1)
+
+
+class Chains(NamedTuple):
+    """What a chain of passes over one token of each of N sequences continues with, and leaves to the host. M passes at
+    most, P kinds of claims.
+
+    Attributes:
+        columns: `[6, N or more]` int64: of each sequence its token, rotary position, where its keys and values are
+            written (-1: nowhere), its length up to there, the state slot that is read (-1: none), and the tokens for
+            which it has pages.
+        block_table: `[N, max_pages]` int64.
+        chances: `[N]` fp32, what the predictor claims of the tokens of the latest pass.
+        beliefs: `[1 + N + N P]` fp32: the chance of a chain below which it is not continued; of each sequence the
+            chance of its chain so far, and how often it was right with claims of each P-th.
+        control: `[2]` int64: the passes so far, and whether no chain is worth another one.
+        tokens: `[M, N, 1]` int64, of each pass.
+        claims: `[M, N, 1]` fp32.
+    """
+
+    columns: Tensor
+    block_table: Tensor
+    chances: Tensor
+    beliefs: Tensor
+    control: Tensor
+    tokens: Tensor
+    claims: Tensor
+
+
+def continue_chains(chains: Chains, page_size: int) -> None:
+    """Keep what a pass has found, turn its numbers into those of the pass over the token after it, and say whether that
+    is worth it.
+
+    Args:
+        chains: all contiguous; columns, beliefs, control, tokens and claims are written.
+        page_size: tokens of a page.
+    """
+    columns, table, chances, *rest = chains
+    (count, width), of_column = table.shape, columns.shape[1]
+    kinds = (len(chains.beliefs) - 1 - count) // count
+    addresses = chances.data_ptr(), *(tensor.data_ptr() for tensor in rest)
+    args = (columns.data_ptr(), table.data_ptr(), count, of_column, width, page_size, *addresses, kinds)
+    run(_continue_chains, FLOAT, args, 1, 1, 1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid.kernels.cpu.kinds import INTEGER, SIGNATURES, Kind
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.team import compute, team
+from hybrid.kernels.cpu.team import compute, repeat, team
 from hybrid.kernels.cpu.threads import num_threads
 
 
@@ -116,6 +116,17 @@ class Tasks:
     def __call__(self) -> None:
         """Run them, on as many threads as torch uses."""
         team().run(self._address, len(self._args), min(num_threads(), self._worth))
+
+    def repeat(self, times: int, stop: Tensor) -> None:
+        """Run them up to `times` times, until they write another number than 0 to `stop`, `[1]` int64: in one thread
+        without the interpreter in between, which would have to find all of itself in the caches again."""
+        if min(num_threads(), self._worth) == 1:
+            repeat(self._address, len(self._args), times, stop.data_ptr())
+            return
+        for _ in range(times):
+            self()
+            if stop.item():
+                return
 
 
 @cache

@@ -54,6 +54,7 @@ CLOSED = 1 << 32
 _NO_MEMORY = "a compiled operation found no memory for what it keeps meanwhile"
 
 _lead = Compiled(f"{COMPILED}.team", "lead")
+_repeat = Compiled(f"{COMPILED}.team", "repeat")
 _compute = Compiled(f"{COMPILED}.team", "compute")
 _help = Compiled(f"{COMPILED}.team", "help")
 
@@ -65,6 +66,21 @@ def compute(code: int, signature: int, args: int, elements: int) -> None:
         MemoryError: it found no memory for what it keeps meanwhile.
     """
     if _compute(code, signature, args, elements):
+        raise MemoryError(_NO_MEMORY)
+
+
+def repeat(program: int, count: int, times: int, stop: int) -> None:
+    """Run a program in this thread up to `times` times.
+
+    Args:
+        program, count: as `Team.run` has them.
+        times: at most.
+        stop: address of an int64 number: it is not run again once that is not 0.
+
+    Raises:
+        MemoryError: an operation found no memory for what it keeps meanwhile.
+    """
+    if _repeat(program, count, times, stop):
         raise MemoryError(_NO_MEMORY)
 
 

@@ -142,12 +142,12 @@ def test_the_predictor_captured_drafts_what_it_drafts_launched(model: Engine) ->
 def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predictor_passes, "MAX_PASSES", 2)
     made, kept = list[int](), list[int]()
-    run = predictor_passes.PredictorPasses.run
+    chains = predictor_passes.PredictorPasses.chains
 
-    def noted(passes: Any, numbers: Any, before: Any) -> Any:
-        predicted = run(passes, numbers, before)
+    def noted(passes: Any, *given: Any) -> Any:
+        found = chains(passes, *given)
         kept.append(passes.num_captured)
-        return predicted
+        return found
 
     def counted(device: Any) -> Any:
         capture = capture_for(device)
@@ -158,7 +158,7 @@ def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch
 
         return capturing
 
-    monkeypatch.setattr(predictor_passes.PredictorPasses, "run", noted)
+    monkeypatch.setattr(predictor_passes.PredictorPasses, "chains", noted)
     monkeypatch.setattr(drafting, "capture_for", counted)
     engine, prompts = engine_of(model, "mtp"), prompts_of(model, 3)
     captures = []

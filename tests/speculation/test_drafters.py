@@ -177,7 +177,7 @@ def test_grams_do_not_cross_namespaces() -> None:
     assert [*drafter.propose(history_of(array("i", range(20, 30)), "a"), 3)[0]] == [30, 31, 32]
 
 
-def test_a_pass_costs_what_the_fastest_ones_took() -> None:
+def test_what_passes_cost_is_learned_from_passes_of_which_many_are_slow() -> None:
     cost, rng = PassCost(), random.Random(0)
     for _ in range(400):
         rows = rng.choice((1, 2, 4, 8))
@@ -186,6 +186,22 @@ def test_a_pass_costs_what_the_fastest_ones_took() -> None:
     assert cost.row == pytest.approx(0.003, rel=0.2)
     assert cost.base == pytest.approx(0.020, rel=0.2)
     assert cost.extra == pytest.approx(0.005, rel=0.3)
+
+
+def test_a_machine_that_becomes_slower_changes_nothing_of_what_drafts_are_worth() -> None:
+    """One kind of pass is measured while the machine is fast, the other one after that, while it is slow."""
+    cost = PassCost()
+    for at in range(60):
+        rows = 1 if at % 3 else 4
+        cost.observe(rows, 0.010 + 0.002 * rows, rows - 1)
+    alike, before = cost.row / cost.base, cost.worth(1).best([0.5, 0.3, 0.2])
+    for at in range(500):  # now and then there are drafts
+        rows = 4 if at % 50 == 49 else 1
+        cost.observe(rows, 3 * (0.010 + 0.002 * rows), rows - 1)
+    assert cost.row / cost.base == pytest.approx(alike, rel=0.15) and cost.worth(1).best([0.5, 0.3, 0.2]) == before
+    for _ in range(500):
+        cost.observe(4, 0.018, 3)
+    assert cost.row / cost.base == pytest.approx(alike, rel=0.15)
 
 
 def test_a_pass_that_was_captured_says_nothing() -> None:

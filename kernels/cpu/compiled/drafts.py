@@ -60,3 +60,33 @@ def choose_drafts(args, kind, first, last):
         for i in range(size):
             target[i] = source[i]
     release(memory)
+
+
+def continue_chains(args, kind, first, last):
+    """All rows, as one element."""
+    a = numbers(args, INDEX)
+    columns, table, count, of_column, width, page_size = (
+        numbers(a[0], INDEX),
+        numbers(a[1], INDEX),
+        a[2],
+        a[3],
+        a[4],
+        a[5],
+    )
+    chances, beliefs, control = numbers(a[6], ZERO), numbers(a[7], ZERO), numbers(a[8], INDEX)
+    tokens, found, kinds = numbers(a[9], INDEX), numbers(a[10], ZERO), a[11]
+    done, most = control[0], ZERO
+    for row in range(count):
+        chance, place, slot, rate = get(chances, row), columns[3 * of_column + row], -1, ZERO
+        tokens[done * count + row] = columns[row]
+        put(found, done * count + row, chance)
+        if chance > ZERO:  # it may be NaN
+            rate = get(beliefs, 1 + count + row * kinds + min(int(chance * kinds), kinds - 1))
+        reached = get(beliefs, 1 + row) * rate
+        put(beliefs, 1 + row, reached)
+        most = max(most, reached)
+        if place < columns[5 * of_column + row]:
+            slot = table[row * width + place // page_size] * page_size + place % page_size
+        columns[of_column + row] += 1
+        columns[2 * of_column + row], columns[3 * of_column + row], columns[4 * of_column + row] = slot, place + 1, -1
+    control[0], control[1] = done + 1, int(most < get(beliefs, 0))

@@ -181,6 +181,16 @@ def lead(shared, program, count, progress, threads):
         raise MemoryError
 
 
+def repeat(program, count, times, stop):
+    """Run a program in this thread up to `times` times, until it writes another number than 0 to `stop`."""
+    stop = numbers(stop, INDEX)
+    for _ in range(times):
+        if _run(program, count, 0, 1):
+            raise MemoryError
+        if stop[0]:
+            return
+
+
 def compute(code, signature, args, elements):
     """Run one task in this thread."""
     if _call(code, signature, args, 0, elements):
