@@ -16,7 +16,7 @@ from hybrid.commands.random_checkpoints import add_random_predictor, write_rando
 from hybrid.engine import cuda_graphs, drafting, predictor_passes
 from hybrid.engine.capture import capture_for
 from hybrid.engine.replay import Replay, ReplayOfAll
-from hybrid.speculation.drafter import Drafter, History
+from hybrid.speculation.drafter import ChainDrafter, Drafter, History
 from support.drafters import Scripted, chain
 from support.engines import GRID, assert_nothing_held, greedy, ids
 from support.graphs import in_place, with_graphs
@@ -125,7 +125,12 @@ def test_a_replay_that_cannot_be_captured_is_launched(model: Engine, caplog: pyt
     assert len(caplog.messages) == 1
 
 
-def test_the_predictor_captured_drafts_what_it_drafts_launched(model: Engine) -> None:
+@pytest.mark.parametrize("least", [0.0, 0.02])
+def test_the_predictor_captured_drafts_what_it_drafts_launched(
+    model: Engine, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains end at the same tokens, too."""
+    monkeypatch.setattr(ChainDrafter, "least", least)
     prompts = prompts_of(model, 3)
     plain = engine_of(model).generate(prompts, greedy(40), progress=False)
     stats = []
@@ -137,6 +142,8 @@ def test_the_predictor_captured_drafts_what_it_drafts_launched(model: Engine) ->
         assert_nothing_held(engine)
         stats.append(engine.stats().speculation["mtp"])
     assert stats[0] == stats[1] and stats[0].refused == 0
+    whole = stats[0].drafted_tokens > 5 * stats[0].proposals
+    assert whole is (least == 0.0)
 
 
 def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
