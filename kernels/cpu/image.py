@@ -57,11 +57,19 @@ def load(image: Image) -> int:
     for place in image.pointers:
         ADDRESS.pack_into(content, place, address + ADDRESS.unpack_from(content, place)[0])
     for name, place in image.symbols.items():
-        ADDRESS.pack_into(content, place, ctypes.cast(_system()[name], ctypes.c_void_p).value)
+        ADDRESS.pack_into(content, place, _address(name))
     ctypes.memmove(address, bytes(content), len(content))
     if _system().mprotect(address, size, mmap.PROT_READ | mmap.PROT_EXEC):
         raise OSError(ctypes.get_errno(), "the system lets no compiled code run")
     return address + image.entry
+
+
+@lru_cache
+def _address(name: str) -> int:
+    """Where a function of the C library is."""
+    found: int | None = ctypes.cast(_system()[name], ctypes.c_void_p).value
+    assert found is not None
+    return found
 
 
 @lru_cache

@@ -12,6 +12,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from hybrid.kernels.cpu import kept
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -48,7 +50,7 @@ def target() -> Target:
     versions = repr((version("numba"), version("llvmlite"), sys.version_info[:2], sys.platform))
     described = _described()
     name = None if described is None else f"cpu.{kept.short(described)}"
-    origin = kept.digest(repr((described, versions)).encode())
+    origin = kept.digest(repr((described, versions, np.__version__)).encode())  # Numba refuses some versions of NumPy
     content = None if name is None else kept.read(name, origin)
     if content is None:
         content = "\n".join(_asked()).encode()

@@ -74,7 +74,7 @@ def test_a_product_is_right_and_its_rows_are_by_themselves(
     factor = 1.0 if scale is None else scale.double()
     exact, size = x.double() @ weight.double().t() * factor, x.double().abs() @ weight.double().abs().t() * factor
     assert ((together.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * size).all()
-    for count in (1, 2, 3, 4, 8, matmul.MANY_ROWS, matmul.MANY_ROWS + 4, rows):  # parts of panels of x, too
+    for count in (1, 2, 3, 4, 5, 6, 8, 16, matmul.MANY_ROWS, matmul.MANY_ROWS + 4, rows):  # parts of panels of x, too
         threads(1 + count % 3)
         order = torch.randperm(rows)[:count]
         alone = torch.empty(count * inner + 1, dtype=dtype)[1:].view(count, inner).copy_(x[order])

@@ -4,7 +4,7 @@ An output is the sum of the products along a row of x and a row of the weight, a
 (`hybrid.kernels.cpu.compiled.vectors`). Neither the number of rows nor a row's place, neighbours or address matters,
 nor the number of threads: each takes some of the outputs.
 
-Several outputs are computed together, in tiles of up to 4 rows of x and some rows of the weight, so that what is
+Several outputs are computed together, in tiles of up to 6 rows of x and some rows of the weight, so that what is
 loaded is used several times. All rows of x are multiplied with some rows of the weight; meanwhile the next ones are
 asked for. Many rows of x are left to `hybrid.kernels.cpu.compiled.panels`.
 """
@@ -24,6 +24,9 @@ from hybrid.kernels.cpu.compiled.vectors import (
 )
 from hybrid.kernels.cpu.matmul import COLUMNS
 from hybrid.kernels.cpu.target import HAS_WIDE_REGISTERS, LANES
+
+LONG_ROW = 600
+"""Numbers of a row from which on tiles of more than 16 outputs gain more than their ends lose."""
 
 
 def _strip(rows: int, width: int) -> Any:
@@ -48,8 +51,22 @@ def _strip(rows: int, width: int) -> Any:
 
 _of_1, _of_1_by_rows = _strip(1, 4), _strip(1, 1)
 _of_2, _of_3 = (_strip(2, 4), _strip(3, 4)) if HAS_WIDE_REGISTERS else (_strip(2, 3), _strip(3, 2))
-_of_4 = _strip(4, 4)
-"""Their sums, and what is multiplied, are as many as the registers hold; those of 4 rows only where they are wide."""
+_of_4, _of_5, _of_6 = _strip(4, 4), _strip(5, 4), _strip(6, 4)
+"""Their sums, and what is multiplied, are as many as the registers hold; those of 4 rows and more only where they are
+wide."""
+
+
+@compiled_inline
+def _rows_of_tile(left, length):
+    """How many of 4 rows of x and more are multiplied at once. One row by itself takes nearly as long as two, so tiles
+    are nearly the same size, and the fewer of them, the less is loaded. Of short rows a tile of 16 outputs has the
+    shortest end."""
+    if left <= 6:
+        return left
+    if length < LONG_ROW:
+        return 4
+    tiles = (left + 5) // 6
+    return (left + tiles - 1) // tiles
 
 
 @compiled_inline
@@ -59,8 +76,14 @@ def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, column
     while row < rows:
         a, y, left = at(x, row * x_stride), at(out, row * out_stride), rows - row
         if HAS_WIDE_REGISTERS and left >= 4:
-            _of_4(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
-            row += 4
+            count = _rows_of_tile(left, length)
+            if count == 4:
+                _of_4(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
+            elif count == 5:
+                _of_5(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
+            else:
+                _of_6(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
+            row += count
         elif left >= 3:
             _of_3(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
             row += 3

@@ -261,15 +261,16 @@ def tile(rows: int, columns: int) -> Any:
                 fetch = _of_next_tile(builder, w, w_stride, columns, _taken(x), length)
             sums = _sums_of_products(builder, xs, ws, length, fetch)
             of_column = scale if w.type.pointee == ir.IntType(8) else None
-            # all at once, where there are registers for the constants of that beside those of the loop
-            together = len(sums) if HAS_WIDE_REGISTERS else next(n for n in (4, 2, 1) if columns % n == 0)
-            for first in range(0, len(sums), together):
+            # more at once where there are registers for the constants of that beside those of the loop
+            most = LANES // columns * columns if HAS_WIDE_REGISTERS else next(n for n in (4, 2, 1) if columns % n == 0)
+            for first in range(0, len(sums), most):
+                own = sums[first : first + most]
                 row, column = divmod(first, columns)
-                width = min(together, columns)
-                places = range(row, row + together // width)
+                width = min(most, columns)
+                places = range(row, row + len(own) // width)
                 outs = [builder.gep(out, [builder.add(builder.mul(out_stride, LONG(i)), LONG(column))]) for i in places]
                 factors = None if of_column is None else builder.gep(of_column, [LONG(column)])
-                _write(builder, _sums(builder, sums[first : first + together]), factors, width, outs)
+                _write(builder, _sums(builder, own), factors, width, outs)
             return context.get_dummy_value()
 
         return types.void(x, long, w, long, FLOATS, out, long, long), generate
