@@ -44,16 +44,16 @@ _ONE, _TWENTY, _EPS = np.float32(1), np.float32(20), np.float32(1e-6)
 
 
 @compiled_inline
-def _convolve(x, weight, old, new, sums, y, width, channels, first, last):
+def _convolve(x, taps, old, new, sums, y, width, channels, first, last):
     """Channels `[first, last)` of a token: the convolution with silu, and the window after it. `old` may be `new`.
 
     A tap is added to all channels before the next one: loops over channels become vectors."""
     past = width - 1
     for c in range(first, last):
-        put(sums, c, get(x, c) * get(weight, c * width + past))
+        put(sums, c, get(x, c) * get(taps, past * channels + c))
     for tap in range(past):
         for c in range(first, last):
-            put(sums, c, fma(get(old, tap * channels + c), get(weight, c * width + tap), get(sums, c)))
+            put(sums, c, fma(get(old, tap * channels + c), get(taps, tap * channels + c), get(sums, c)))
     for c in range(first, last):
         total = get(sums, c)
         put(y, c, total * sigmoid(total))
@@ -62,6 +62,14 @@ def _convolve(x, weight, old, new, sums, y, width, channels, first, last):
             new[tap * channels + c] = old[(tap + 1) * channels + c]
     for c in range(first, last):
         new[(past - 1) * channels + c] = x[c]
+
+
+@compiled_inline
+def _turn(weight, taps, width, channels, first, last):
+    """The weight of channels `[first, last)`, tap by tap: for all tokens numbers that lie side by side."""
+    for tap in range(width):
+        for c in range(first, last):
+            put(taps, tap * channels + c, get(weight, c * width + tap))
 
 
 @compiled_inline
@@ -174,12 +182,17 @@ def step(args, kind, first, last):
     own_window, own_state = numbers(spare_window, kind), numbers(spare_state, ZERO)
     scratch = allocate(channels + 2 * key_dim + 2 * value_dim)
     x = numbers(scratch, ZERO)
+    turned = allocate(width * channels)
+    taps = numbers(turned, ZERO)
     rounded = allocate(channels)
     z = numbers(rounded, kind)
     k, q, sums = at(x, channels), at(x, channels + key_dim), at(x, channels + 2 * key_dim)
     scale = _ONE / np.float32(math.sqrt(np.float32(key_dim)))
     for key_head in range(first, last):  # the states of its value heads stay in the first cache for all tokens
         window, state = own_window, own_state
+        parts = (0, key_dim), (keys, key_dim), (2 * keys, group * value_dim)
+        for start, size in parts:
+            _turn(weight, taps, width, channels, start + key_head * size, start + (key_head + 1) * size)
         for token in range(tokens):
             read, write = reads[token], writes[token]
             old, before = window, state
@@ -190,9 +203,9 @@ def step(args, kind, first, last):
                 window = at(conv, write * of_window)
                 state = at(recurrent, write * of_state + key_head * group * matrix)
             inputs = at(mixed, token * of_mixed)
-            for start, size in ((0, key_dim), (keys, key_dim), (2 * keys, group * value_dim)):
+            for start, size in parts:
                 begin, end = start + key_head * size, start + (key_head + 1) * size
-                _convolve(inputs, weight, old, window, x, z, width, channels, begin, end)
+                _convolve(inputs, taps, old, window, x, z, width, channels, begin, end)
                 for c in range(begin, end):
                     put(x, c, get(z, c))  # rounded to the type of the model, as the twin has it
             _unit(at(x, key_head * key_dim), q, key_dim, scale)
@@ -212,4 +225,5 @@ def step(args, kind, first, last):
     release(spare_window)
     release(spare_state)
     release(scratch)
+    release(turned)
     release(rounded)
