@@ -71,9 +71,10 @@ class ChainNumbers:
         """What the row of a token becomes, as `hybrid.kernels.cpu.drafts.continue_chains` has it. Its own token is not
         known to the host, and the hidden state before it is in no slot."""
         _, position, _, length, _ = self._rows[row]
+        if length + ahead > self._ends[row]:  # it has no page: what is computed is of no use
+            return 0, position + ahead, -1, self._ends[row], -1
         page, offset = divmod(length + ahead - 1, self._page_size)
-        has_page = length + ahead <= self._ends[row]
-        slot = self._tables[row * self.shape[1] + page] * self._page_size + offset if has_page else -1
+        slot = self._tables[row * self.shape[1] + page] * self._page_size + offset
         return 0, position + ahead, slot, length + ahead, -1
 
 

@@ -56,7 +56,7 @@ class Chains(NamedTuple):
     Attributes:
         columns: `[6, N or more]` int64: of each sequence its token, rotary position, where its keys and values are
             written (-1: nowhere), its length up to there, the state slot that is read (-1: none), and the tokens for
-            which it has pages.
+            which it has pages: the length grows no further.
         block_table: `[N, max_pages]` int64.
         chances: `[N]` fp32, what the predictor claims of the tokens of the latest pass.
         beliefs: `[1 + N + N P]` fp32: the chance of a chain below which it is not continued; of each sequence the

@@ -52,7 +52,16 @@ def fails(args: Any, kind: Any, first: int, last: int) -> None:
             raise MemoryError
 
 
-COUNT, COUNT_LATE, COPY, FAILS = (Compiled(__name__, name) for name in ("count", "count_late", "copy", "fails"))
+def stop(args: Any, kind: Any, first: int, last: int) -> None:
+    """Write 1 once the first count is 3."""
+    a = numbers(args, INDEX)
+    counts, target = numbers(a[0], INDEX), numbers(a[1], INDEX)
+    target[0] = int(counts[0] == 3)
+
+
+COUNT, COUNT_LATE, COPY, FAILS, STOP = (
+    Compiled(__name__, name) for name in ("count", "count_late", "copy", "fails", "stop")
+)
 
 
 @pytest.fixture
@@ -285,6 +294,27 @@ def test_a_fork_has_threads_of_its_own(threads: Callable[[int], None]) -> None:
         os._exit(0 if same_bits(run(), expected) and tasks.team() is not before else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert tasks.team() is before
+
+
+@pytest.mark.parametrize("with_torch", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_pass_is_repeated_until_it_says_that_it_is_enough(
+    count: int, with_torch: bool, threads: Callable[[int], None]
+) -> None:
+    threads(count)
+    counts, ended, x = torch.zeros(64, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.ones(2, 2)
+
+    def run() -> Tensor:
+        tasks.run(COUNT, FLOAT, (counts.data_ptr(),), 64, 1, 64)
+        y = x + x if with_torch else x
+        tasks.run(STOP, FLOAT, (counts.data_ptr(), ended.data_ptr()), 1, 1, 1)
+        return y
+
+    program, _ = CpuCapture()(run)
+    for most, expected in ((2, 2), (7, 3)):
+        counts.zero_(), ended.zero_()
+        program.repeat(most, ended)
+        assert counts.tolist() == [expected] * 64
 
 
 def test_rows_with_given_numbers_are_copied_by_the_program() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid.kernels.cpu.drafts import choose_drafts, most_likely
+from hybrid.kernels.cpu.drafts import Chains, choose_drafts, continue_chains, most_likely
 from hybrid.kernels.cpu.memory import take_rows
 from support.tensors import ints, same_bits
 
@@ -54,3 +54,36 @@ def test_a_row_that_is_not_finite_has_no_most_likely_token(bad: float, place: in
     logits[1, place] = bad
     expected = logits.argmax(-1).tolist()
     assert most_likely(logits, -2).tolist() == [expected[0], -2, expected[2]]
+
+
+def test_chains_continue_where_they_have_pages_and_are_worth_it() -> None:
+    """Two sequences, pages of four tokens: the second one has no page for its tenth token."""
+    tables, ends, believed = [[5, 2, 9], [3, 7, 6]], [12, 9], [[0.1, 0.9], [0.5, 0.8]]
+    columns = [[11, 12], [6, 30], [-1, 4], [7, 8], [3, 1], ends]  # tokens, positions, slots, lengths, states
+    chains = Chains(
+        torch.tensor(columns),
+        torch.tensor(tables),
+        chances=torch.empty(2),
+        beliefs=torch.tensor([0.3, 1.0, 1.0, *believed[0], *believed[1]]),
+        control=torch.zeros(2, dtype=torch.int64),
+        tokens=torch.zeros(5, 2, 1, dtype=torch.int64),
+        claims=torch.zeros(5, 2, 1),
+    )
+    claimed = [[0.7, 0.2], [1.0, 0.9], [0.4, float("nan")]]
+    slots = [[2 * 4 + 3, 6 * 4], [9 * 4, -1], [9 * 4 + 1, -1]]
+    for at, (chances, own_slots) in enumerate(zip(claimed, slots, strict=True), 1):
+        chains.chances.copy_(torch.tensor(chances))
+        chains.columns[0] = torch.tensor([100 + at, 200 + at])
+        continue_chains(chains, 4)
+        assert chains.columns.tolist() == [
+            [100 + at, 200 + at],
+            [6 + at, 30 + at],
+            own_slots,
+            [7 + at, min(8 + at, 9)],
+            [-1, -1],
+            ends,
+        ]
+        assert chains.control.tolist() == [at, int(at == 3)]  # 0.9, 0.81, 0.081; 0.5, 0.4, nothing
+    assert chains.tokens[:3, :, 0].tolist() == [[101, 201], [102, 202], [103, 203]]
+    torch.testing.assert_close(chains.claims[:3, :, 0], torch.tensor(claimed), equal_nan=True)
+    torch.testing.assert_close(chains.beliefs[1:3], torch.tensor([0.081, 0.0]))

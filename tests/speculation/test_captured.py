@@ -4,19 +4,23 @@ those of passes that are launched kernel by kernel."""
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from hybrid import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams, SpeculationConfig
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
 from hybrid.engine import cuda_graphs, drafting, predictor_passes
 from hybrid.engine.capture import capture_for
+from hybrid.engine.predictor_passes import ChainNumbers
 from hybrid.engine.replay import Replay, ReplayOfAll
-from hybrid.speculation.drafter import Drafter, History
+from hybrid.kernels.cpu.drafts import Chains, continue_chains
+from hybrid.speculation.drafter import ChainDrafter, Drafter, History
 from support.drafters import Scripted, chain
 from support.engines import GRID, assert_nothing_held, greedy, ids
 from support.graphs import in_place, with_graphs
@@ -125,7 +129,12 @@ def test_a_replay_that_cannot_be_captured_is_launched(model: Engine, caplog: pyt
     assert len(caplog.messages) == 1
 
 
-def test_the_predictor_captured_drafts_what_it_drafts_launched(model: Engine) -> None:
+@pytest.mark.parametrize("least", [0.0, 0.02])
+def test_the_predictor_captured_drafts_what_it_drafts_launched(
+    model: Engine, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains end at the same tokens, too."""
+    monkeypatch.setattr(ChainDrafter, "least", least)
     prompts = prompts_of(model, 3)
     plain = engine_of(model).generate(prompts, greedy(40), progress=False)
     stats = []
@@ -137,6 +146,26 @@ def test_the_predictor_captured_drafts_what_it_drafts_launched(model: Engine) ->
         assert_nothing_held(engine)
         stats.append(engine.stats().speculation["mtp"])
     assert stats[0] == stats[1] and stats[0].refused == 0
+    whole = stats[0].drafted_tokens > 5 * stats[0].proposals
+    assert whole is (least == 0.0)
+
+
+def test_a_chain_has_the_same_numbers_captured_and_launched() -> None:
+    """Also those of requests whose pages end before those of others: they see no page that is not theirs."""
+    rng, width, page_size = random.Random(0), 4, 4
+    tables = [[rng.randrange(50) for _ in range(rng.randint(1, width))] for _ in range(5)]
+    lengths = [rng.randint(len(table) * page_size - 3, len(table) * page_size) for table in tables]
+    rows = [(7, 100 + row, 60 + row, length, row) for row, length in enumerate(lengths)]
+    numbers = ChainNumbers(rows, tables, width, page_size)
+    columns, table = (part.clone() for part in torch.tensor(numbers.at(0)).split([36, 20]))
+    beliefs, control = torch.zeros(1 + 5 + 50), torch.zeros(2, dtype=torch.int64)
+    found = torch.zeros(9, 5, 1, dtype=torch.int64), torch.zeros(9, 5, 1)
+    chains = Chains(columns.view(6, 6), table.view(5, width), torch.zeros(5), beliefs, control, *found)
+    for ahead in range(1, 9):
+        continue_chains(chains, page_size)
+        chains.columns[0] = 0  # the token is known to the predictor alone
+        assert columns.tolist() == numbers.at(ahead)[:36]
+        assert all(chains.columns[3, :5] <= torch.tensor([len(table) * page_size for table in tables]))
 
 
 def test_captured_passes_of_the_predictor_are_bounded(model: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import random
 import tracemalloc
 import weakref
 from array import array
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -14,8 +15,10 @@ import pytest
 from hybrid import Drafter, History, Key, SpeculationConfig
 from hybrid.speculation import cached
 from hybrid.speculation.cached import BLOCK, LEAST_TOKENS, ContinuationDrafter, GramDrafter
+from hybrid.speculation.chances import CLAIMED, Claims
+from hybrid.speculation.drafter import ChainDrafter
 from hybrid.speculation.grams import GRAMS, GramIndex
-from hybrid.speculation.pace import Acceptance, PassCost, Worth
+from hybrid.speculation.pace import PATIENCE, Acceptance, PassCost, Worth
 from hybrid.speculation.speculator import Speculator
 from support.pictures import cache_with, serve
 
@@ -455,3 +458,41 @@ def test_a_drafter_that_says_more_than_is_true_is_not_believed_for_long(claimed:
         if drafts is not None:
             speculator.verified(history, drafts, range(len(drafts)))
     assert computed > 30
+
+
+def test_what_a_predictor_claims_is_compared_with_what_came() -> None:
+    """Here what it gives 0.25 is right in three of four cases."""
+    learned, rng = Claims(CLAIMED), random.Random(0)
+    assert learned.of(0.25) == pytest.approx(0.25) and learned.of(1.0) == pytest.approx(0.95)
+    assert learned.of(float("nan")) == learned.of(0.0) == 0.0
+    for _ in range(3):
+        own = learned.of_request()
+        for _ in range(40):
+            own.observe(0.25, rng.random() < 0.75)
+            own.observe(1.0, True)
+        assert own.of(0.25) == pytest.approx(0.75, abs=0.2) and own.of(1.0) > 0.98
+        learned.absorb(own)
+    assert learned.of(0.25) == pytest.approx(0.75, abs=0.1) and learned.of(0.55) == pytest.approx(0.55)
+
+
+def test_a_drafter_whose_drafts_are_not_worth_a_row_is_asked_less_and_less() -> None:
+    """One such pass says nothing: the next token may be clearer."""
+
+    class Unsure(ChainDrafter):
+        prepared = 0
+        claimed = 0.01
+
+        def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:
+            self.prepared += 1
+
+        def propose(self, history: History, limit: int) -> tuple[array[int], range, list[float]]:
+            return array("q", [7]), range(-1, 0), [self.claimed]
+
+    drafter = Unsure()
+    speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000)
+    assert drafted(speculator, requests=1, passes=PATIENCE) == [] and drafter.prepared == PATIENCE
+    assert drafted(speculator, requests=1, passes=300) == [] and drafter.prepared < 20
+    drafter.claimed = 0.9
+    before = drafter.prepared
+    drafted(speculator, requests=1, passes=30)
+    assert drafter.prepared - before > 5

@@ -85,8 +85,9 @@ def continue_chains(args, kind, first, last):
         reached = get(beliefs, 1 + row) * rate
         put(beliefs, 1 + row, reached)
         most = max(most, reached)
-        if place < columns[5 * of_column + row]:
+        if place < columns[5 * of_column + row]:  # else what is computed is of no use, and must see its pages alone
             slot = table[row * width + place // page_size] * page_size + place % page_size
+            place += 1
         columns[of_column + row] += 1
-        columns[2 * of_column + row], columns[3 * of_column + row], columns[4 * of_column + row] = slot, place + 1, -1
+        columns[2 * of_column + row], columns[3 * of_column + row], columns[4 * of_column + row] = slot, place, -1
     control[0], control[1] = done + 1, int(most < get(beliefs, 0))
