@@ -47,7 +47,7 @@ def _strip(rows: int, width: int) -> Any:
 
 
 _of_1, _of_1_by_rows = _strip(1, 6 if HAS_WIDE_REGISTERS else 4), _strip(1, 1)
-_of_2, _of_3 = (_strip(2, 4), _strip(3, 4)) if HAS_WIDE_REGISTERS else (_strip(2, 3), _strip(3, 2))
+_of_2, _of_3 = (_strip(2, 6), _strip(3, 4)) if HAS_WIDE_REGISTERS else (_strip(2, 3), _strip(3, 2))
 _of_4, _of_5, _of_6 = _strip(4, 4), _strip(5, 4), _strip(6, 4)
 """Their sums, and what is multiplied, are as many as the registers hold; those of 4 rows and more only where they are
 wide."""
