@@ -12,7 +12,7 @@ asked for. Many rows of x are left to `hybrid.kernels.cpu.compiled.panels`.
 from typing import Any
 
 from hybrid.kernels.cpu.compiled.build import compiled_inline
-from hybrid.kernels.cpu.compiled.tiles import is_read_by_rows, tile
+from hybrid.kernels.cpu.compiled.tiles import LONG_ROW, is_read_by_rows, tile
 from hybrid.kernels.cpu.compiled.vectors import (
     INDEX,
     ZERO,
@@ -24,9 +24,6 @@ from hybrid.kernels.cpu.compiled.vectors import (
 )
 from hybrid.kernels.cpu.matmul import COLUMNS
 from hybrid.kernels.cpu.target import HAS_WIDE_REGISTERS, LANES
-
-LONG_ROW = 600
-"""Numbers of a row from which on tiles of more than 16 outputs gain more than their ends lose."""
 
 
 def _strip(rows: int, width: int) -> Any:
@@ -49,7 +46,7 @@ def _strip(rows: int, width: int) -> Any:
     return multiply
 
 
-_of_1, _of_1_by_rows = _strip(1, 4), _strip(1, 1)
+_of_1, _of_1_by_rows = _strip(1, 6 if HAS_WIDE_REGISTERS else 4), _strip(1, 1)
 _of_2, _of_3 = (_strip(2, 4), _strip(3, 4)) if HAS_WIDE_REGISTERS else (_strip(2, 3), _strip(3, 2))
 _of_4, _of_5, _of_6 = _strip(4, 4), _strip(5, 4), _strip(6, 4)
 """Their sums, and what is multiplied, are as many as the registers hold; those of 4 rows and more only where they are
@@ -91,7 +88,7 @@ def multiply_rows(x, x_stride, w, w_stride, scale, out, out_stride, rows, column
             _of_2(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
             row += 2
         else:
-            if is_read_by_rows(w):
+            if is_read_by_rows(x, w, length):
                 _of_1_by_rows(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)
             else:
                 _of_1(a, x_stride, w, w_stride, scale, y, out_stride, columns, length)

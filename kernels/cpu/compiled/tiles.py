@@ -39,6 +39,9 @@ from hybrid.kernels.cpu.target import HAS_WIDE_REGISTERS, LANES
 SHORT = 3072
 """Bytes of a row of a weight below which hardware reads it from memory late."""
 
+LONG_ROW = 600
+"""Numbers of a row of x from which on the end of a tile is a small part of it."""
+
 
 def _folded(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:
     """One number from a vector's lanes: halves are combined until it is left."""
@@ -189,9 +192,9 @@ def _of_next_tile(builder: Any, w: Any, stride: Any, columns: int, taken: int, l
 
 
 def _of_next_rows(builder: Any, w: Any, stride: Any, columns: int, taken: int) -> Callable[[Any], None]:
-    """Asks, for several rows of x, for the tile at the same place of the next COLUMNS rows, which are multiplied after
-    all rows of x were with these: the next tile would come too late, and the second cache is near enough. Each line
-    once, in the order of memory: a short row ends before hardware has found it."""
+    """Asks for the tile at the same place of the next COLUMNS rows, which are multiplied after all rows of x were with
+    these: the next tile would come too late, and the second cache is near enough. Each line once, in the order of
+    memory: a short row ends before hardware has found it."""
     following = builder.gep(w, [builder.mul(stride, LONG(COLUMNS))])
     of_line = LINE // size_of(w.type.pointee)
 
@@ -204,14 +207,20 @@ def _of_next_rows(builder: Any, w: Any, stride: Any, columns: int, taken: int) -
 
 
 @intrinsic
-def is_read_by_rows(context, w):
-    """Whether one row of x is multiplied with one row of w at a time, a constant: a single stream, which CPUs with wide
-    registers read from memory faster than several. Bytes are made fp32, which takes longer."""
+def is_read_by_rows(context, x, w, length):
+    """Whether one row of x is multiplied with one row of w at a time: a single stream, which CPUs with wide registers
+    read from memory faster than several. Not where numbers are made fp32 first and rows are short: their products wait
+    for each other for longer than short rows, of a small model, are read from the caches."""
 
     def generate(context, builder, signature, args):
-        return ir.Constant(ir.IntType(1), HAS_WIDE_REGISTERS and w.dtype != types.int8)
+        x, w, length = args
+        if not HAS_WIDE_REGISTERS or w.type.pointee == ir.IntType(8):
+            return ir.Constant(ir.IntType(1), False)
+        if w.type.pointee == x.type.pointee:
+            return ir.Constant(ir.IntType(1), True)
+        return builder.icmp_signed(">=", length, LONG(LONG_ROW))
 
-    return types.boolean(w), generate
+    return types.boolean(x, w, types.int64), generate
 
 
 def _write(builder: Any, values: Any, scale: Any | None, columns: int, outs: list[Any]) -> None:
@@ -255,7 +264,7 @@ def tile(rows: int, columns: int) -> Any:
             xs = [builder.gep(x, [builder.mul(x_stride, LONG(row))]) for row in range(rows)]
             ws = [builder.gep(w, [builder.mul(w_stride, LONG(column))]) for column in range(columns)]
             fetch = None
-            if columns > 1 and rows > 1:
+            if columns > 1 and (rows > 1 or HAS_WIDE_REGISTERS):
                 fetch = _of_next_rows(builder, w, w_stride, columns, _taken(x))
             elif columns > 1 and not isinstance(w.type.pointee, ir.FloatType):
                 fetch = _of_next_tile(builder, w, w_stride, columns, _taken(x), length)
