@@ -62,7 +62,7 @@ class Chains(NamedTuple):
         beliefs: `[1 + N + N P]` fp32: the chance of a chain below which it is not continued; of each sequence the
             chance of its chain so far, and how often it was right with claims of each P-th.
         control: `[2]` int64: the passes so far, and whether no chain is worth another one.
-        tokens: `[M, N, 1]` int64, of each pass.
+        tokens: `[M, N, 1]` int64, of each pass. A pass after M of them is kept in the place of the last one.
         claims: `[M, N, 1]` fp32.
     """
 
@@ -87,5 +87,6 @@ def continue_chains(chains: Chains, page_size: int) -> None:
     (count, width), of_column = table.shape, columns.shape[1]
     kinds = (len(chains.beliefs) - 1 - count) // count
     addresses = chances.data_ptr(), *(tensor.data_ptr() for tensor in rest)
-    args = (columns.data_ptr(), table.data_ptr(), count, of_column, width, page_size, *addresses, kinds)
+    sizes = count, of_column, width, page_size
+    args = columns.data_ptr(), table.data_ptr(), *sizes, *addresses, kinds, len(chains.tokens)
     run(_continue_chains, FLOAT, args, 1, 1, 1)

@@ -66,8 +66,8 @@ def test_chains_continue_where_they_have_pages_and_are_worth_it() -> None:
         chances=torch.empty(2),
         beliefs=torch.tensor([0.3, 1.0, 1.0, *believed[0], *believed[1]]),
         control=torch.zeros(2, dtype=torch.int64),
-        tokens=torch.zeros(5, 2, 1, dtype=torch.int64),
-        claims=torch.zeros(5, 2, 1),
+        tokens=torch.zeros(3, 2, 1, dtype=torch.int64),
+        claims=torch.zeros(3, 2, 1),
     )
     claimed = [[0.7, 0.2], [1.0, 0.9], [0.4, float("nan")]]
     slots = [[2 * 4 + 3, 6 * 4], [9 * 4, -1], [9 * 4 + 1, -1]]
@@ -87,3 +87,6 @@ def test_chains_continue_where_they_have_pages_and_are_worth_it() -> None:
     assert chains.tokens[:3, :, 0].tolist() == [[101, 201], [102, 202], [103, 203]]
     torch.testing.assert_close(chains.claims[:3, :, 0], torch.tensor(claimed), equal_nan=True)
     torch.testing.assert_close(chains.beliefs[1:3], torch.tensor([0.081, 0.0]))
+    chains.columns[0] = torch.tensor([104, 204])
+    continue_chains(chains, 4)  # there is no place for a fourth pass
+    assert chains.tokens[:, :, 0].tolist() == [[101, 201], [102, 202], [104, 204]]

@@ -74,8 +74,8 @@ def continue_chains(args, kind, first, last):
         a[5],
     )
     chances, beliefs, control = numbers(a[6], ZERO), numbers(a[7], ZERO), numbers(a[8], INDEX)
-    tokens, found, kinds = numbers(a[9], INDEX), numbers(a[10], ZERO), a[11]
-    done, most = control[0], ZERO
+    tokens, found, kinds, passes = numbers(a[9], INDEX), numbers(a[10], ZERO), a[11], a[12]
+    done, most = min(control[0], passes - 1), ZERO
     for row in range(count):
         chance, place, slot, rate = get(chances, row), columns[3 * of_column + row], -1, ZERO
         tokens[done * count + row] = columns[row]
