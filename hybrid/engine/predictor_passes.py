@@ -20,11 +20,9 @@ from hybrid.engine.pieces import ALIGNMENT
 from hybrid.kernels.ops import compiled_module
 from hybrid.memory.device import on_device
 from hybrid.speculation.chances import CLAIMS, Claims
+from hybrid.speculation.config import MAX_DRAFTS
 
 log: logging.Logger = logging.getLogger(__name__)
-
-MAX_CHAIN = 63
-"""Tokens of a chain, at most."""
 
 MAX_PASSES = 64
 """Captured passes that are kept, at most; the one that was not used for longest goes."""
@@ -145,8 +143,8 @@ Found = tuple[list[list[list[int]]], list[list[list[float]]]]
 
 
 class _Captured(NamedTuple):
-    """A captured pass: what the host writes, all of it, what runs the pass, which continues where it is run
-    again, and what the host reads. All that the pass reads must stay where it is.
+    """A captured pass: what the host writes, what runs the pass, which continues the chain where it is run again, and
+    what the host reads. All that the pass reads must stay where it is.
 
     Attributes:
         values: integers, as `ChainNumbers.at`.
@@ -228,7 +226,7 @@ class PredictorPasses:
         captured.values[:] = numbers.at(0)
         captured.beliefs[:] = [least, *[1.0] * len(claims), *chain.from_iterable([each.rates for each in claims])]
         captured.control[:] = 0
-        captured.program.repeat(min(most, MAX_CHAIN), captured.stop)
+        captured.program.repeat(min(most, MAX_DRAFTS), captured.stop)
         count = captured.control[0]
         return captured.tokens[:count].tolist(), captured.claims[:count].tolist()
 
@@ -278,8 +276,8 @@ class PredictorPasses:
             chances=torch.empty(count),
             beliefs=torch.zeros(1 + count + count * CLAIMS),
             control=torch.zeros(2, dtype=torch.int64),
-            tokens=torch.empty(MAX_CHAIN, count, 1, dtype=torch.int64),
-            claims=torch.empty(MAX_CHAIN, count, 1),
+            tokens=torch.empty(MAX_DRAFTS, count, 1, dtype=torch.int64),
+            claims=torch.empty(MAX_DRAFTS, count, 1),
         )
 
         def run() -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hybrid.speculation.cached import CachedDrafter
 from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import ChainDrafter, Drafter, History
 from hybrid.speculation.pace import Acceptance
@@ -44,21 +43,18 @@ class Asked:
     Attributes:
         computes: it has something to compute for several requests together.
         chains: it is a `ChainDrafter`.
-        caches: it is a `CachedDrafter`.
     """
 
     drafter: Drafter
     name: str
     computes: bool
     chains: bool
-    caches: bool
 
     @classmethod
     def of(cls, drafter: Drafter) -> Asked:
         """For a drafter."""
         computes = type(drafter).prepare is not Drafter.prepare
-        is_chain, is_cached = isinstance(drafter, ChainDrafter), isinstance(drafter, CachedDrafter)
-        return cls(drafter, drafter.name, computes, is_chain, is_cached)
+        return cls(drafter, drafter.name, computes, isinstance(drafter, ChainDrafter))
 
 
 @dataclass(eq=False, slots=True)
