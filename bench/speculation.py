@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Decoding with drafts against decoding without them, on a CPU.
 
-    python bench/speculation.py [--runs 5] [--only deterministic|fast] [--json]
+    python bench/speculation.py [--runs 5] [--only deterministic|fast] [--dtype float32] [--threads 1] [--json]
 
-fp32, one thread; seconds of CPU per token while all requests decode, medians of runs that alternate between the sides,
-of the random model of `bench/model.py`, or the tiny one where that is said. For the line `edit` a logits
-processor forces the known answer on both sides; running free the tiny one repeats itself. Status 1: a target missed.
+Seconds per token while all decode, of CPU with one thread, by the clock with several; medians of runs that alternate
+between the sides, of the random model of `bench/model.py`, or the tiny one where that is said. For the line `edit` a
+logits processor forces the known answer; running free the tiny one repeats itself. Status 1: a target missed.
 """
 
 import random
@@ -56,12 +56,12 @@ def decode(engine: Engine, prompts: list[list[int]], params: SamplingParams, usa
     """Seconds per token from the last first token on, in a namespace, while all decode; `usage` adds up drafts."""
     for prompt in prompts:
         engine.add_request(prompt, params, namespace=own)
-    outputs, start, before = {}, 0.0, 0
+    outputs, start, before, clock = {}, 0.0, 0, time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     while not any(output.finish_reason for output in outputs.values()):
         outputs.update({output.request_id: output for output in engine.step()})
         if not start and len(outputs) == len(prompts):
-            start, before = time.process_time(), sum(len(output.token_ids) for output in outputs.values())
-    spent = time.process_time() - start
+            start, before = clock(), sum(len(output.token_ids) for output in outputs.values())
+    spent = clock() - start
     for output in outputs.values():
         usage.update(drafted=output.usage.drafted_tokens, accepted=output.usage.accepted_tokens)
     while engine.has_work:  # the rest, and replays
@@ -77,13 +77,12 @@ def apart(engine: Engine, prompts: list[list[int]], params: SamplingParams, usag
 class Mode:
     """The lines of one mode."""
 
-    def __init__(self, name: str, path: Path | str, runs: int) -> None:
+    def __init__(self, name: str, path: Path | str, dtype: str, runs: int) -> None:
         self.lines: list[Line] = []
         self.config = CacheConfig(memory="256MiB", deterministic=MODES[name])
-        self.plain = Engine.from_pretrained(path, dtype="float32", cache=self.config)
-        self.loaded = {"cache": self.plain}
-        if path == "tiny":
-            self.loaded["mtp"] = Engine.from_pretrained(path, dtype="float32", cache=self.config, speculation="mtp")
+        load = partial(Engine.from_pretrained, path, dtype=dtype, cache=self.config)
+        self.plain = load()
+        self.loaded = {"cache": self.plain, **({"mtp": load(speculation="mtp")} if path == "tiny" else {})}
         self._name, self._runs = name, runs
 
     def compare(
@@ -157,13 +156,14 @@ def of_drafting() -> list[Line]:
 def main() -> int:
     parser = arguments(__doc__, runs=5, threads=True)
     parser.add_argument("--only", choices=MODES, help="one mode alone")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     lines: list[Line] = []
     with random_model(args) as (path, _):
         for name in [args.only] if args.only else MODES:
-            lines += Mode(name, path, args.runs).of_random_model()
-            lines += Mode(name, "tiny", args.runs).of_tiny_model()
-    return finish([*lines, *of_drafting()], args)
+            lines += Mode(name, path, args.dtype, args.runs).of_random_model()
+            lines += Mode(name, "tiny", args.dtype, args.runs).of_tiny_model()
+    return finish([*lines, *of_drafting()], args, dtype=args.dtype)
 
 
 if __name__ == "__main__":
