@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import Tensor
 
 from hybrid.cache.config import CacheConfig
+from hybrid.commands.checkpoints import TOLERANCES
 from hybrid.commands.command import Outcome
 from hybrid.engine.adapters import MARK
 from hybrid.engine.build import DTYPES, build_cache, load
@@ -31,12 +32,9 @@ from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.manifest import DamagedError, Manifest, VersionError
 from hybrid.tiers.tier import CHECKPOINT
 
-TOLERANCE = 1e-4
-"""Largest difference allowed where contents are not bitwise those of cold runs, as a fraction of the largest value."""
-
-TOLERANCE_OF = {"auto": TOLERANCE, "int8": 0.03, "fp8": 0.13}
+KV_TOLERANCES = {"auto": 0.0, "int8": 0.03, "fp8": 0.13}
 """The same by how keys and values are kept: a value between two codes may be rounded to either, and what is computed
-from it follows."""
+from it follows. The larger one of both is allowed."""
 
 SHOWN_IDS = 8
 """Token ids of a prompt that are shown."""
@@ -94,7 +92,8 @@ def recompute(engine: Engine, archive: Archive) -> Recomputed:
             found.unchecked.append(f"{name}: {error}")
             continue
         found.checked += len(ends)
-        tolerance = 0.0 if archive.fingerprint.deterministic else TOLERANCE_OF[config.kv_dtype]
+        rounding = max(TOLERANCES[engine.model.dtype], KV_TOLERANCES[config.kv_dtype])
+        tolerance = 0.0 if archive.fingerprint.deterministic else rounding
         for end in ends:
             for what, there, here in _pairs(engine, Key(key_ids, namespace), cold, Key(key_ids), end):
                 if not _same(there, here, tolerance):
