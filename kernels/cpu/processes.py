@@ -63,7 +63,7 @@ def compile_all(
                 running -= 1
             else:
                 yield answer
-    finally:  # whoever waits may be interrupted
+    finally:  # the caller may be interrupted
         left.clear()
         for process in processes:
             process.kill()
