@@ -18,16 +18,17 @@ import torch
 from rich.console import Console
 
 from hybrid import CacheConfig, Engine, HybridCache, RequestOutput
-from hybrid.commands import demo, parity, stress
+from hybrid.commands import demo, parity, parity_files, stress
 from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.commands.command import Command
+from hybrid.commands.judge import Judge
 from hybrid.commands.main import COMMANDS, main
 from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.commands.workload import Report, Stress
 from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
 from hybrid.tiers.archive import read_archive
-from support.engines import answer, greedy
+from support.engines import answer, engine_on, greedy
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -42,6 +43,13 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     assert result["passed"]
     assert len(result["checks"]) == 39
     assert all(check["hit_tokens"] for check in result["checks"][3:])
+
+
+@pytest.mark.parametrize("tier", [parity_files.to_host_memory_and_back, parity_files.to_disk_and_back])
+def test_parity_finds_a_memory_with_tiers_where_pages_are_small_compared_with_a_state(tiny: Engine, tier: Any) -> None:
+    judge = Judge(engine_on(tiny, deterministic=True))
+    check = judge.attempt(tier)
+    assert check.passed, check
 
 
 def only_repeated_prompts(patch: pytest.MonkeyPatch) -> None:
