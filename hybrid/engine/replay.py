@@ -89,11 +89,22 @@ class ReplayOfAll:
 
     def keep(self, replay: Replay) -> None:
         """Keep the states after these drafts."""
+        self.captured()
+        self._write(replay)
+        self._run()
+
+    def captured(self) -> Callable[[], Tensor | None] | None:
+        """The captured replay; None: it is not captured."""
         if self._capture is not None:
             self._write(NOTHING)
             self._record(self._capture)
-        self._write(replay)
-        self._run()
+        return self._run if self._run != self._launched else None
+
+    @property
+    def slots(self) -> Tensor:
+        """`[2, rows]` the slots that are read and written, on the host: the first row reads the empty state, and a
+        replay leaves nothing else that the next one depends on."""
+        return self._host[-2 * self._slots.shape[1] :].view(2, -1)
 
     def _write(self, replay: Replay) -> None:
         """Write the numbers of the `StateSteps`: a run for each chain that is accepted, and for the rows in between."""

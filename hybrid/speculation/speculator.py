@@ -318,7 +318,7 @@ class Speculator:
             return None
         seconds = self._clock() - started
         self._spent += seconds
-        return seconds
+        return seconds + asked.drafter.seconds_before if isinstance(asked.drafter, ChainDrafter) else seconds
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""

@@ -62,6 +62,44 @@ def choose_drafts(args, kind, first, last):
     release(memory)
 
 
+def accept_drafts(args, kind, first, last):
+    """All requests, as one element."""
+    a = numbers(args, INDEX)
+    drafted, chosen, requests, slots = (
+        numbers(a[0], INDEX),
+        numbers(a[1], INDEX),
+        numbers(a[2], INDEX),
+        numbers(a[3], INDEX),
+    )
+    columns, table = numbers(a[4], INDEX), numbers(a[5], INDEX)
+    count, rows, of_column, width, page_size = a[6], a[7], a[8], a[9], a[10]
+    reads, writes = slots, at(slots, rows)
+    for row in range(1, rows):
+        reads[row], writes[row] = -1, -1
+    for request in range(count):
+        own = at(requests, request * 6)
+        start, drafts, known, beyond, boundary = own[0], own[1], own[2], own[3], own[4]
+        right, state = 0, known
+        while right < drafts and chosen[start + right] == drafted[start + right + 1]:
+            right += 1
+        if right > 0:
+            reads[start + 1] = known
+            if 0 <= boundary < right:
+                state = beyond
+                if boundary > 0:
+                    writes[start + boundary] = known
+            writes[start + right] = state
+        own[5] = right
+        ends, place, slot = columns[5 * of_column + request], columns[3 * of_column + request] + right, -1
+        if place < ends:
+            slot = table[request * width + place // page_size] * page_size + place % page_size
+            ends = place + 1
+        columns[request] = max(chosen[start + right], 0)  # it may be none
+        columns[of_column + request] += 1 + right
+        columns[2 * of_column + request], columns[3 * of_column + request] = slot, ends
+        columns[4 * of_column + request] = state
+
+
 def continue_chains(args, kind, first, last):
     """All rows, as one element."""
     a = numbers(args, INDEX)
