@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid.kernels.cpu.drafts import Chains, choose_drafts, continue_chains, most_likely
+from hybrid.kernels.cpu.drafts import Chains, Verified, accept_drafts, choose_drafts, continue_chains, most_likely
 from hybrid.kernels.cpu.memory import take_rows
 from support.tensors import ints, same_bits
 
@@ -90,3 +90,34 @@ def test_chains_continue_where_they_have_pages_and_are_worth_it() -> None:
     chains.columns[0] = torch.tensor([104, 204])
     continue_chains(chains, 4)  # there is no place for a fourth pass
     assert chains.tokens[:, :, 0].tolist() == [[101, 201], [102, 202], [104, 204]]
+
+
+def test_drafts_are_accepted_up_to_the_first_that_is_another_token() -> None:
+    """Four sequences, pages of four tokens: none of two drafts is right; two of three, beyond a boundary after the
+    first one; one without a draft, of which nothing is chosen; both of two, before a boundary and after the last
+    page."""
+    tables, ends = [[5, 2, 9], [3, 7, 6], [1, 0, 0], [8, 4, 0]], [12, 12, 4, 8]
+    columns = [[50, 60, 70, 80], [6, 105, 2, 5], [0, 0, 0, 0], [7, 6, 3, 6], [0, 1, 2, 3], ends]
+    chains = Chains(
+        torch.tensor(columns), torch.tensor(tables), *(torch.zeros(0),) * 2, *(torch.zeros(0, dtype=torch.int64),) * 3
+    )
+    drafted = [50, 51, 52, 60, 61, 62, 63, 70, 80, 81, 82]
+    chosen = [99, 52, 53, 61, 62, 90, 91, -2, 81, 82, 83]
+    requests = [[0, 2, 10, 0, -1, 0], [3, 3, 11, 21, 1, 0], [7, 0, 12, 0, -1, 0], [8, 2, 13, 23, 2, 0]]
+    slots = torch.full((2, 11), 77)
+    slots[:, 0] = torch.tensor([0, -1])
+    verified = Verified(torch.tensor(drafted), torch.tensor(chosen), torch.tensor(requests), slots)
+    accept_drafts(verified, chains, 4)
+    assert verified.requests[:, 5].tolist() == [0, 2, 0, 2]
+    assert slots.tolist() == [
+        [0, -1, -1, -1, 11, -1, -1, -1, -1, 13, -1],
+        [-1, -1, -1, -1, 11, 21, -1, -1, -1, -1, 13],
+    ]
+    assert chains.columns.tolist() == [
+        [99, 90, 0, 83],
+        [7, 108, 3, 8],
+        [2 * 4 + 3, 6 * 4, 1 * 4 + 3, -1],
+        [8, 9, 4, 8],
+        [10, 21, 12, 13],
+        ends,
+    ]
