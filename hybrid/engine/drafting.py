@@ -12,6 +12,7 @@ from hybrid.engine.build import LoadedModel
 from hybrid.engine.capture import capture_for
 from hybrid.engine.chains_ahead import ChainsAhead
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.padding import MAX_CAPTURED_ROWS
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
@@ -258,7 +259,8 @@ def make_drafting(
         capture = capture_for(loaded.device) if captures else None
         mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
     clock = clock_of(loaded.device.type)
-    speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock)
+    max_rows = MAX_CAPTURED_ROWS if captures else None
+    speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock, max_rows)
     if speculator is None:
         return None
     # a captured pass takes half as long as one with a tree, which is launched kernel by kernel

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import CapturedPasses
-from hybrid.engine.padding import Padding, padding_of
+from hybrid.engine.padding import MAX_CAPTURED_ROWS, Padding, padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states
 from hybrid.engine.results import Computed, PendingTokens, Result
@@ -25,9 +25,6 @@ from hybrid.engine.step import Step
 from hybrid.engine.verification import Verification
 from hybrid.errors import ClosedError
 from hybrid.kernels.cpu.threads import torch_on_one_thread
-
-MAX_CAPTURED_ROWS = 64
-"""Rows of a pass on a CPU from which on its launches do not matter: decoded tokens, and drafts."""
 
 
 class Pending(Protocol):

@@ -50,6 +50,8 @@ class Speculator:
         drafters: who drafts, in the order in which they are asked.
         vocab_size: of the model.
         clock: seconds, by which drafters are timed.
+        max_rows: rows of a pass beyond which one more costs more than those before, if there is such a number: with
+            drafts that are chosen by what they cost it has no more.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class Speculator:
         drafters: Sequence[Drafter],
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        max_rows: int | None = None,
     ) -> None:
         self._config = config
+        self._max_rows = max_rows
         self._clock = clock
         self._cached = tuple([drafter for drafter in drafters if isinstance(drafter, CachedDrafter)])
         first = [*takewhile(lambda drafter: isinstance(drafter, CachedDrafter), drafters)]
@@ -197,12 +201,14 @@ class Speculator:
             return [min(joined.limit, len(joined.tree)) for joined in trees]
         each = [joined.tree.chances[: joined.limit] for joined in trees]
         every = each[0] if len(each) == 1 else sorted(chain.from_iterable(each), reverse=True)
+        if self._max_rows is not None:
+            every = every[: max(self._max_rows - rows, 0)]
         worth = self._cost.worth(rows)
         count = worth.best(every)
         if count:
             self._cost.is_paid()
             self._gain += (max(worth.gain(every[:count], self._spent), 1.0) - self._gain) / MAX_WEIGHT
-        elif self._cost.is_doubted(rows, every[0]):
+        elif every and self._cost.is_doubted(rows, every[0]):
             count = 1
         if len(each) == 1:
             return [count]
@@ -411,13 +417,14 @@ def make_speculator(
     vocab_size: int,
     mtp: Drafter | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    max_rows: int | None = None,
 ) -> Speculator | None:
     """The drafts that a configuration asks for; None: it asks for none.
 
     Args:
         mtp: drafts with the model's own predictor; None: it has none here. It is asked after the others, which cost
             less.
-        clock: seconds, by which drafters are timed.
+        clock, max_rows: as `Speculator` has them.
 
     Raises:
         ArgumentError: two drafters have the same name, or there is no predictor.
@@ -440,4 +447,4 @@ def make_speculator(
     names = [drafter.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ArgumentError(f"SpeculationConfig: drafters must have different names, got {names}")
-    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock)
+    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock, max_rows)
