@@ -1,5 +1,6 @@
 """From a checkpoint in Hugging Face form to a model, parameter by parameter."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import can_compile
-from hybrid.kernels.ops import uses_triton
+from hybrid.kernels.ops import compiled_for, compiled_module, uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
@@ -23,6 +24,8 @@ from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from hybrid.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
 from hybrid.models.weights import Loader, stored_tensors, with_scales
+
+log: logging.Logger = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, type[Any]] = {
     "bamba": BambaForCausalLM,
@@ -168,6 +171,7 @@ def load_model(
         frozenset(kept),
     )
     show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
+    compile_operations(dtype, device, quantize, show)
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:
         model.load_state_dict(loader.load(tensors, bar.update), strict=False, assign=True)  # without a tied head
@@ -181,6 +185,19 @@ def load_model(
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()
+
+
+def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool, show: bool) -> None:
+    """Compile the operations of models of a type, whatever their sizes, if there are compiled ones on the device and
+    they are not on disk yet."""
+    machine_code: Any = compiled_for("machine_code", torch.empty(0, device=device))
+    kinds: dict[torch.dtype, str] = {} if machine_code is None else vars(compiled_module("dtypes"))["KINDS"]
+    missing = machine_code.missing(kinds[dtype], quantize) if dtype in kinds else []
+    if missing:
+        log.info("%d operations are compiled for this CPU, once", len(missing))
+        done = machine_code.compile_in_advance(missing)
+        for _ in tqdm(done, total=len(missing), desc="compile", unit="operation", disable=not show):
+            pass
 
 
 def has_predictor(checkpoint: Checkpoint) -> bool:

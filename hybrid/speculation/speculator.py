@@ -12,6 +12,7 @@ from operator import mul
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
+from hybrid.interrupts import is_for_the_process
 from hybrid.speculation.cached import NOTHING, CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import ChainDrafter, Drafter, History
@@ -318,7 +319,9 @@ class Speculator:
         started = self._clock()
         try:
             asked.drafter.prepare(wanted)
-        except Exception as error:
+        except BaseException as error:
+            if is_for_the_process(error):
+                raise
             for history, _ in wanted:
                 self._refuse(asked.name, history, error)
             return None
@@ -351,7 +354,9 @@ class Speculator:
         for asked in self._all:
             try:
                 asked.drafter.end(history)
-            except Exception as error:
+            except BaseException as error:
+                if is_for_the_process(error):
+                    raise
                 self._count_refusal(asked.name, error)
 
     def _ask(self, asked: Asked, history: History, count: int, limit: int) -> Drafts | None:
@@ -369,7 +374,9 @@ class Speculator:
             if asked.chains and isinstance(parents, range):  # it is known, and needs no check
                 return Drafts.chain(tokens, name, chances[0]) if tokens else None
             drafts = checked(tokens, parents, name, limit if chances else count, self._vocab_size, *chances)
-        except Exception as error:
+        except BaseException as error:
+            if is_for_the_process(error):
+                raise
             self._refuse(asked.name, history, error)
             return None
         return drafts if len(drafts) else None
@@ -385,14 +392,14 @@ class Speculator:
             return None
         return Drafts.chain(proposed[0], drafter.name, proposed[2])
 
-    def _refuse(self, name: str, history: History, error: Exception) -> None:
+    def _refuse(self, name: str, history: History, error: BaseException) -> None:
         """What a drafter did is as if its draft had been wrong."""
         known = self._known[history]
         known.measured[name].observe(1, 0)
         known.measured[name].paid(False, known.passes)
         self._count_refusal(name, error)
 
-    def _count_refusal(self, name: str, error: Exception) -> None:
+    def _count_refusal(self, name: str, error: BaseException) -> None:
         stats = self._stats[name]
         if not stats.refused:
             log.warning("drafts are refused: %s: %s", type(error).__name__, error)

@@ -13,19 +13,22 @@ import ctypes
 import os
 import threading
 from array import array
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from hybrid.kernels.cpu import image, kept
+from hybrid.kernels.cpu.functions import COMPILED, Function, all_functions, functions
 from hybrid.kernels.cpu.kinds import INTEGER, Kind
+from hybrid.kernels.cpu.processes import compile_all
 from hybrid.kernels.cpu.target import target
 
-COMPILED = f"{__package__}.compiled"
-"""The package of what is compiled."""
-
 _lock = threading.RLock()  # a signal handler may run compiled code, too
+
+_compiled: dict[Function, bytes] = {}
+"""Code that this process has compiled in advance."""
 
 _UNUSED = array("q", (0, 0))
 """Where compiled functions write results and exceptions, which are not read."""
@@ -52,7 +55,7 @@ class Compiled:
         """The address of the machine code for arguments of these types."""
         with _lock:
             if arguments not in self._addresses:
-                self._addresses[arguments] = _load(self._module, self.__name__, arguments)
+                self._addresses[arguments] = _load(Function(self._module, self.__name__, arguments))
             return self._addresses[arguments]
 
     def __call__(self, *arguments: int) -> bool:
@@ -66,19 +69,62 @@ class Compiled:
         return failed
 
 
-def _load(module: str, name: str, arguments: tuple[Kind, ...]) -> int:
+def missing(numbers: str, is_quantized: bool) -> list[Function]:
+    """What is needed to compute with a kind of numbers, as far as it is not on disk.
+
+    Args:
+        numbers: their kind.
+        is_quantized: weights may be int8.
+    """
+    nothing = f"{numbers}{'.quantized' * is_quantized}.{kept.short(repr(target()[:2]))}.none"
+    if kept.read(nothing, _of_sources()) is not None:
+        return []
+    found = [each for each in functions(numbers, is_quantized) if each not in _compiled and _find(each) is None]
+    if not found:
+        kept.write(nothing, _of_sources(), b"")  # one file to read instead of all
+    return found
+
+
+def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
+    """Compile functions, on all cores, and yield each that is compiled. What cannot be compiled is left out: it raises
+    where it is needed."""
+    for function, code in compile_all(wanted):
+        _compiled[function] = code  # it may be that nothing can be kept on disk
+        _keep(function, code)
+        yield function
+
+
+def _load(function: Function) -> int:
     """Load the code of a function; returns its address."""
-    symbol = ".".join((module, name, *(kind if isinstance(kind, str) else "+".join(kind) for kind in arguments)))
-    file, origin = f"{symbol}.{kept.short(repr(target()[:2]))}.code", _origin(module)
-    code = kept.read(file, origin)
+    assert function in _known() or not function.module.startswith(COMPILED), f"{function} is not in the list"
+    code = _compiled.get(function) or _find(function)
     if code is None:
-        code = import_module(f"{COMPILED}.build").compiled(module, name, arguments, symbol)
-        kept.write(file, origin, code)
+        code = import_module(f"{COMPILED}.build").compiled(function)
+        _keep(function, code)
     found = image.unpacked(code)
     if found is not None:
         return image.load(found)
-    linked: int = import_module(f"{__package__}.llvm").link(code, symbol)
+    linked: int = import_module(f"{__package__}.llvm").link(code, function.symbol)
     return linked
+
+
+@lru_cache
+def _known() -> frozenset[Function]:
+    return frozenset(all_functions())
+
+
+def _find(function: Function) -> bytes | None:
+    """The code of a function, if it is on disk."""
+    return kept.read(_file(function), _origin(function.module))
+
+
+def _keep(function: Function, code: bytes) -> None:
+    """Keep the code of a function on disk."""
+    kept.write(_file(function), _origin(function.module), code)
+
+
+def _file(function: Function) -> str:
+    return f"{function.symbol}.{kept.short(repr(target()[:2]))}.code"
 
 
 @lru_cache

@@ -167,6 +167,14 @@ def test_stress_on_the_model_finds_every_checkpoint_exact(seed: int) -> None:
     assert report.checked_checkpoints > 0
 
 
+@pytest.mark.parametrize("seed", [8, 9])  # both modes, with a drafter that lies
+def test_stress_on_the_model_in_bfloat16_is_clean(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("stress", "--dtype", "bfloat16", "--no-signals", "--operations", "80", "--seed", str(seed))
+    status, report = run_json(capsys, *arguments)
+    assert status == 0, report
+    assert report["checked_checkpoints"] > 0
+
+
 def test_stress_counts_what_leaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     finish = Stress.finish
 
@@ -277,6 +285,19 @@ def test_generate_continues_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(output["token_ids"]) <= 5 for output in result["outputs"]] == [True, True]
     assert main([*arguments, "--chat", "--temperature", "1", "--seed", "3"]) == 0
     assert "tokens cached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("speculation", ["cache", "mtp", "cache+mtp"])
+def test_generate_drafts(speculation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", "tiny", "1, 1, 1, 1, 1, 1,", "--max-new-tokens", "24", "--memory", "64MiB")
+    plain, drafted = (
+        run_json(capsys, *arguments, *more)[1]["outputs"][0] for more in ((), ("--speculation", speculation))
+    )
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert plain["drafted_tokens"] == plain["accepted_tokens"] == 0
+    assert 0 < drafted["accepted_tokens"] <= drafted["drafted_tokens"]
+    assert main([*arguments, "--speculation", speculation]) == 0
+    assert re.search(r"24 tokens \(\d+ of \d+ drafts accepted\), length; ", capsys.readouterr().out)
 
 
 def test_generate_prints_an_answer_while_it_is_computed(
@@ -497,6 +518,23 @@ def test_a_file_is_computed_again_in_the_type_it_was_made_in(
     assert result["checked"] >= 2
     assert main(["cache", "check", str(path), "--dtype", "float32"]) == 2
     assert "bfloat16" in capsys.readouterr().err
+
+
+def test_a_file_of_the_other_mode_is_compared_within_the_rounding_of_its_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What decode steps have made is in it; of another token it is found out."""
+    config, path = CacheConfig(memory="16MiB", page_size=16, chunk_size=16, deterministic=False), tmp_path / "fast"
+    with Engine.from_pretrained("tiny", device="cpu", dtype="bfloat16", cache=config) as engine:
+        answer(engine, [*range(3, 23)], greedy(30))
+        engine.save(path)
+    status, result = run_json(capsys, "cache", "check", str(path))
+    assert (status, result["wrong"], result["unchecked"]) == (0, [], [])
+    assert result["checked"] >= 2
+    archive = read_archive(path)
+    replace(archive, checkpoints=archive.checkpoints.roll(1, 0)).write(path)
+    status, result = run_json(capsys, "cache", "check", str(path))
+    assert status == 1 and any("recurrent states" in line for line in result["wrong"])
 
 
 @pytest.mark.parametrize("what", ["pages", "checkpoints"])

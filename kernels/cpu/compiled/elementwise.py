@@ -23,7 +23,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     release,
     sigmoid,
 )
-from hybrid.kernels.cpu.packed_kv import UNPACKED
+from hybrid.kernels.cpu.sizes import UNPACKED
 
 _ONE = np.float32(1)
 
