@@ -249,8 +249,7 @@ def plan(
 
     Args:
         step: its parts; prompt parts come first.
-        page_size: tokens of a page.
-        chunk_size: tokens of a chunk.
+        page_size, chunk_size: tokens of a page, and of a chunk.
         deterministic: results must not depend on the rest of the batch.
         padding: the sizes that the plan is padded to; None: it is not.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
