@@ -81,6 +81,9 @@ class Drafter(ABC):
     def end(self, history: History) -> None:  # noqa: B027 - nothing by default
         """A request has ended: nothing more is proposed for its history."""
 
+    def clear(self) -> None:  # noqa: B027 - nothing by default
+        """The cache was cleared: the tokens of requests that have ended are to be forgotten."""
+
 
 class ChainDrafter(Drafter):
     """A drafter that computes chains in `prepare`, token by token, and knows how probable they are.

@@ -359,6 +359,16 @@ class Speculator:
                     raise
                 self._count_refusal(asked.name, error)
 
+    def clear(self) -> None:
+        """The cache was cleared: drafters forget the tokens of requests that have ended."""
+        for asked in self._all:
+            try:
+                asked.drafter.clear()
+            except BaseException as error:
+                if is_for_the_process(error):
+                    raise
+                self._count_refusal(asked.name, error)
+
     def _ask(self, asked: Asked, history: History, count: int, limit: int) -> Drafts | None:
         """What a drafter proposes. If that fails, it is as if it had proposed nothing.
 
@@ -454,4 +464,6 @@ def make_speculator(
     names = [drafter.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ArgumentError(f"SpeculationConfig: drafters must have different names, got {names}")
-    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock, max_rows)
+    own = Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock, max_rows)
+    cache.dependents.add(own)
+    return own
