@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.engine.capture import Capture, capture_for
-from hybrid.engine.chains_ahead import CapturedChains, ChainsAhead
+from hybrid.engine.chains_ahead import CapturedChains, ChainsAhead, accept
 from hybrid.engine.pieces import Layout
 from hybrid.engine.planner import Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
@@ -54,7 +54,7 @@ class Graph:
 
     Attributes:
         numbers: the plan's numbers, on the device.
-        token_ids: the tokens, among these.
+        batch: views of them.
         replay: runs the pass.
         logits: `[rows, vocab]`, written by each run.
         most_likely: `[rows]` the most likely tokens, written by each run; empty: it does not choose any.
@@ -63,7 +63,7 @@ class Graph:
     """
 
     numbers: Tensor
-    token_ids: Tensor
+    batch: Batch
     replay: Callable[[], None]
     logits: Tensor
     most_likely: list[Tensor]
@@ -106,11 +106,11 @@ class CapturedModel:
     """What captured passes need of a model: its weights stay where they are, since graphs know addresses alone.
 
     Args:
-        model: a module; anything else has neither weights nor hooks.
+        parts: modules that compute the pass, with all that belong to them; anything else has neither weights nor hooks.
     """
 
-    def __init__(self, model: Any) -> None:
-        modules = tuple(model.modules()) if isinstance(model, nn.Module) else ()
+    def __init__(self, *parts: Any) -> None:
+        modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
         self._weights = tuple(parameter for module in modules for parameter in module.parameters(recurse=False))
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
 
@@ -210,7 +210,7 @@ class CapturedPasses:
         replayed = after.captured() if after is not None else None
         if after is None or replayed is None or not chosen:
             return None
-        accepted, _ = self._capture_replay(partial(ahead.accept, graph.token_ids, chosen[0], after.slots))
+        accepted, _ = self._capture_replay(partial(accept, ahead.captured, graph.batch, chosen[0], after.slots))
         program: Any = graph.replay
         graph.rounds[count] = Round(program.then(accepted, *[replayed] * plan.has_drafts), ahead.captured)
         return graph.rounds[count]
@@ -289,7 +289,7 @@ class CapturedPasses:
             after_drafts = ReplayOfAll(plan.num_decoded, runs, self._device, replay_all, self._capture_replay)
         if len(self._graphs) == MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        graph = self._graphs[plan.shape] = Graph(numbers, batch.token_ids, run, logits, most_likely, after_drafts)
+        graph = self._graphs[plan.shape] = Graph(numbers, batch, run, logits, most_likely, after_drafts)
         return graph
 
     def _run_pass(self, batch: Batch, most_likely: list[Tensor]) -> Tensor:

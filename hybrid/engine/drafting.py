@@ -129,7 +129,8 @@ class Drafting:
         if known is None or beyond == known:
             return None
         boundary = part.boundary - part.end if part.boundary is not None and beyond is not None else -1
-        return first, part.num_drafts, known, beyond or 0, boundary, 0
+        ends = len(lease.block_table) * self._cache.config.page_size
+        return first, part.num_drafts, known, beyond or 0, boundary, ends, 0
 
     def awaits(self, parts: Sequence[Part]) -> bool:
         """Whether the step after one that was launched waits for its tokens, since it may have drafts.

@@ -17,8 +17,8 @@ import torch
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.chains_ahead import ChainNumbers, ChainsAhead, Found
-from hybrid.engine.predictor_passes import PredictorPasses, beliefs
+from hybrid.engine.chains_ahead import ChainsAhead, Found
+from hybrid.engine.predictor_passes import ChainNumbers, PredictorPasses, beliefs
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.chances import CLAIMED, Claims
@@ -114,7 +114,7 @@ class MtpDrafter(ChainDrafter):
         ahead, self._ahead = self._ahead, None
         rows = ahead.rows() if ahead is not None else {}
         found = ahead.captured.found if ahead is not None and rows else None
-        self.seconds_before = ahead.seconds if ahead is not None and rows else 0.0
+        self.seconds_before: float = ahead.seconds if ahead is not None and rows else 0.0
         for history, count in wanted:
             if found is not None and history in rows:
                 row, most = rows[history]
@@ -144,10 +144,10 @@ class MtpDrafter(ChainDrafter):
         if most <= 0:
             return None
         rates = [self._known[history].claims.rates for history in histories]
-        numbers = self._numbers(parts)
-        captured = self._passes.captured(numbers)
+        width = self._passes.width(max([len(part.lease.block_table) for part in parts]))
+        captured = self._passes.captured((len(parts), width))
         if captured is not None:
-            given = numbers, beliefs(rates, self.least), histories
+            given = beliefs(rates, self.least), histories
             self._ahead = ChainsAhead(captured, *given, min(most, MAX_DRAFTS), verified, self._clock)
         return self._ahead
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from hybrid.batch import Batch, Group
 from hybrid.engine.capture import Capture
-from hybrid.engine.chains_ahead import COLUMNS, VERIFIED, CapturedChains, ChainNumbers, Found
+from hybrid.engine.chains_ahead import CapturedChains, Found
 from hybrid.engine.cuda_graphs import CapturedModel
 from hybrid.engine.padding import Padding
 from hybrid.engine.pieces import ALIGNMENT
+from hybrid.kernels.cpu.kinds import VERIFIED
 from hybrid.kernels.ops import compiled_module
 from hybrid.memory.device import on_device
 from hybrid.speculation.chances import CLAIMS, rate_of
@@ -26,6 +27,58 @@ log: logging.Logger = logging.getLogger(__name__)
 
 MAX_PASSES = 64
 """Captured passes that are kept, at most; the one that was not used for longest goes."""
+
+
+COLUMNS = 6
+"""Integers of a request, besides its page ids: as `hybrid.kernels.cpu.drafts.Chains.columns`."""
+
+
+class ChainNumbers:
+    """The integers of passes over the last known token of each of some requests, and over those after it.
+
+    Args:
+        rows: of each request its last token, that token's rotary position, the slot of its keys and values (-1: they
+            are not written), the sequence's length up to there, and the state slot with the hidden state before it.
+        tables: the page ids of each request.
+        width: as many page ids are given of each.
+        page_size: tokens of a page.
+
+    Attributes:
+        shape: number of requests, and `width`.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[int, ...]], tables: Sequence[Sequence[int]], width: int, page_size: int
+    ) -> None:
+        self._rows = rows
+        self._tables: list[int] = []
+        for table in tables:
+            self._tables += table
+            self._tables += [0] * (width - len(table))
+        self._ends = [len(table) * page_size for table in tables]
+        self._page_size = page_size
+        self.shape: tuple[int, int] = (len(rows), width)
+
+    def at(self, ahead: int) -> list[int]:
+        """Those of the pass over the tokens that are `ahead` of the last known ones: the columns, each filled up to
+        whole `ALIGNMENT`s, and then the page ids."""
+        rows = [self._next(row, ahead) for row in range(len(self._rows))] if ahead else self._rows
+        numbers: list[int] = []
+        idle = [0] * (-len(rows) % ALIGNMENT)
+        for column in (*zip(*rows, strict=True), self._ends):
+            numbers += column
+            numbers += idle
+        return numbers + self._tables
+
+    def _next(self, row: int, ahead: int) -> tuple[int, ...]:
+        """What the row of a token becomes, as `hybrid.kernels.cpu.drafts.continue_chains` has it. Its own token is not
+        known to the host, and the hidden state before it is in no slot."""
+        _, position, _, length, _ = self._rows[row]
+        if length + ahead > self._ends[row]:  # it has no page: what is computed is of no use
+            return 0, position + ahead, -1, self._ends[row], -1
+        page, offset = divmod(length + ahead - 1, self._page_size)
+        slot = self._tables[row * self.shape[1] + page] * self._page_size + offset
+        return 0, position + ahead, slot, length + ahead, -1
 
 
 class PredictorInputs(NamedTuple):
@@ -128,7 +181,7 @@ class PredictorPasses:
         self._captured: OrderedDict[tuple[int, int], CapturedChains] = (
             OrderedDict()
         )  # in the order in which they were used
-        self._captured_model = CapturedModel(model)
+        self._captured_model = CapturedModel(model.mtp, model.model.embed_tokens, model.lm_head)
 
     @property
     def num_captured(self) -> int:
@@ -149,22 +202,24 @@ class PredictorPasses:
             least: on a CPU, where the host waits for each pass, there are no more of them once all chains are less
                 probable.
         """
-        captured = self.captured(numbers)
+        captured = self.captured(numbers.shape)
         if captured is None and self._capture is not None and not self._captured_model.is_hooked:
             captured = self._record(self._capture, numbers)
         if captured is None:
             return self._launched(numbers, most, rates, least)
-        captured.fill(numbers.at(0), beliefs(rates, least))
+        captured.values[:] = numbers.at(0)
+        captured.beliefs[:] = beliefs(rates, least)
+        captured.control[:] = 0
         captured.run(min(most, MAX_DRAFTS))
         return captured.found
 
-    def captured(self, numbers: ChainNumbers) -> CapturedChains | None:
-        """The captured pass with which such chains begin; None: it is not captured."""
+    def captured(self, shape: tuple[int, int]) -> CapturedChains | None:
+        """The captured pass of this `ChainNumbers.shape`; None: it is not captured."""
         if self._captured_model.is_hooked:
             return None
-        captured = self._captured.get(numbers.shape)
+        captured = self._captured.get(shape)
         if captured is not None:
-            self._captured.move_to_end(numbers.shape)
+            self._captured.move_to_end(shape)
         return captured
 
     def _launched(self, numbers: ChainNumbers, most: int, rates: Sequence[Sequence[float]], least: float) -> Found:
@@ -204,7 +259,7 @@ class PredictorPasses:
     def _record(self, capture: Capture, numbers: ChainNumbers) -> CapturedChains | None:
         """Capture a pass of this shape, which is run for that with these numbers. If it fails, no other is tried."""
         (count, width), values = numbers.shape, numbers.at(0)
-        host = torch.zeros(len(values) + VERIFIED * count, dtype=torch.int64)
+        host = torch.zeros(len(values) + VERIFIED * count + 2, dtype=torch.int64)
         given = host[: len(values)]
         given.copy_(torch.tensor(values))
         inputs = PredictorInputs.of(given, count, self._states.new_empty(count, self._states.shape[1]))
@@ -216,7 +271,7 @@ class PredictorPasses:
             inputs.block_table,
             chances=torch.empty(count),
             beliefs=torch.zeros(1 + count + count * CLAIMS),
-            control=torch.zeros(2, dtype=torch.int64),
+            control=host[-2:],
             tokens=torch.empty(MAX_DRAFTS, count, 1, dtype=torch.int64),
             claims=torch.empty(MAX_DRAFTS, count, 1),
         )
@@ -240,7 +295,7 @@ class PredictorPasses:
             self._captured.popitem(last=False)
         captured = self._captured[numbers.shape] = CapturedChains(
             given.numpy(),
-            host[len(values) :].view(count, VERIFIED).numpy(),
+            host[len(values) :].numpy(),
             chains,
             chains.beliefs.numpy(),
             chains.control.numpy(),

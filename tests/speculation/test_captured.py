@@ -17,7 +17,7 @@ from hybrid import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingPar
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
 from hybrid.engine import cuda_graphs, drafting, predictor_passes
 from hybrid.engine.capture import capture_for
-from hybrid.engine.chains_ahead import ChainNumbers
+from hybrid.engine.predictor_passes import ChainNumbers
 from hybrid.engine.replay import Replay, ReplayOfAll
 from hybrid.kernels.cpu.drafts import Chains, continue_chains
 from hybrid.speculation.drafter import ChainDrafter, Drafter, History

@@ -35,6 +35,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     sigmoid,
     store_lanes,
 )
+from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.cpu.target import HAS_WIDE_REGISTERS, LANES
 
 _VECTORS = 4 if HAS_WIDE_REGISTERS else 2
@@ -195,6 +196,8 @@ def step(args, kind, first, last):
             _turn(weight, taps, width, channels, start + key_head * size, start + (key_head + 1) * size)
         for token in range(tokens):
             read, write = reads[token], writes[token]
+            if read == LEFT_OUT:
+                continue
             old, before = window, state
             if read >= 0:
                 old, before = at(conv, read * of_window), at(recurrent, read * of_state + key_head * group * matrix)
