@@ -18,10 +18,12 @@ import torch
 from rich.console import Console
 
 from hybrid import CacheConfig, Engine, HybridCache, RequestOutput
-from hybrid.commands import demo, parity, stress
+from hybrid.commands import demo, parity, parity_files, stress
 from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.commands.command import Command
+from hybrid.commands.judge import Judge
 from hybrid.commands.main import COMMANDS, main
+from hybrid.commands.random_checkpoints import FAMILIES, random_model
 from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.commands.workload import Report, Stress
 from hybrid.engine.scheduler import Scheduler
@@ -42,6 +44,17 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     assert result["passed"]
     assert len(result["checks"]) == 39
     assert all(check["hit_tokens"] for check in result["checks"][3:])
+
+
+def test_parity_finds_a_memory_with_tiers_whatever_the_sizes_of_a_page_and_a_state_are(tmp_path: Path) -> None:
+    """Here a page is a little smaller than a state, so that pieces of one budget hold several of both."""
+    sizes = {"hidden_size": 160, "head_dim": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+    sizes |= {"linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 16}
+    family = FAMILIES["qwen3_5_text"]
+    random_model(replace(family, settings={**family.settings, **sizes})).save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, dtype="bfloat16", cache=CacheConfig(memory="64MiB", deterministic=True))
+    check = Judge(engine).attempt(parity_files.to_host_memory_and_back)
+    assert check.passed, check
 
 
 def only_repeated_prompts(patch: pytest.MonkeyPatch) -> None:
