@@ -36,7 +36,7 @@ OF_NUMBERS = {
 
 OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
 
-OF_FLOATS = {"drafts": ("most_likely", "continue_chains")}
+OF_FLOATS = {"drafts": ("most_likely", "accept_drafts", "continue_chains")}
 
 OF_HALVES = {"matmul": ("widen_pairs", "widen"), "memory": ("widen",)}
 
