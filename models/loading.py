@@ -13,7 +13,7 @@ from tqdm import tqdm
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import can_compile
-from hybrid.kernels.ops import compiled_for, compiled_module, uses_triton
+from hybrid.kernels.ops import compiled_for, uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
@@ -191,8 +191,12 @@ def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool,
     """Compile the operations of models of a type, whatever their sizes, if there are compiled ones on the device and
     they are not on disk yet."""
     machine_code: Any = compiled_for("machine_code", torch.empty(0, device=device))
-    kinds: dict[torch.dtype, str] = {} if machine_code is None else vars(compiled_module("dtypes"))["KINDS"]
-    missing = machine_code.missing(kinds[dtype], quantize) if dtype in kinds else []
+    if machine_code is None or dtype not in (torch.float32, torch.bfloat16):
+        return
+    from hybrid.kernels.cpu.dtypes import KINDS  # it can be imported where machine code can run
+    from hybrid.kernels.cpu.functions import functions
+
+    missing = machine_code.missing(functions(KINDS[dtype], quantize))
     if missing:
         log.info("%d operations are compiled for this CPU, once", len(missing))
         done = machine_code.compile_in_advance(missing)

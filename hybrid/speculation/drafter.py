@@ -90,6 +90,8 @@ class ChainDrafter(Drafter):
 
     Attributes:
         least: the chance of a chain below which one more token would not pay: set before each `prepare`.
+        seconds_before: in which chains were computed, before the latest `prepare`, that it has returned.
     """
 
     least: float = 0.0
+    seconds_before: float = 0.0

@@ -30,7 +30,7 @@ def gated_delta_step(
     state_read: Tensor,
     state_write: Tensor,
 ) -> Tensor:
-    """`reference.gated_delta_step`."""
+    """`reference.gated_delta_step`; a token that reads `LEFT_OUT` is not computed, where this is compiled."""
     of_one_type = (mixed, a, b, weight, dt_bias, conv)
     is_known = mixed.dtype in DTYPES and all(tensor.dtype == mixed.dtype for tensor in of_one_type)
     heads, key_dim, value_dim = recurrent.shape[1:]

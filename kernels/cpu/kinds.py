@@ -13,3 +13,9 @@ KINDS = (FLOAT, HALF, BYTE)
 
 SIGNATURES: tuple[Kind, ...] = (*KINDS, *((first, second) for first in KINDS for second in KINDS))
 """The kinds that operations are compiled for: of one type of numbers, or of a weight and an output."""
+
+LEFT_OUT = -2
+"""In the place of the slot that a token's state continues from, on a CPU: nothing of the token is needed."""
+
+VERIFIED = 7
+"""Numbers of a sequence whose drafts are accepted: as `hybrid.kernels.cpu.drafts.Verified.requests`."""

@@ -24,7 +24,7 @@ _widen = Compiled(f"{COMPILED}.memory", "widen")
 
 
 def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
-    """`reference.shift_rows`."""
+    """`reference.shift_rows`; a token that reads `LEFT_OUT` is not computed, where this is compiled."""
     tokens, size = x.shape
     lies_right = x.stride(-1) == 1 and state.stride(-1) == 1
     if x.dtype not in DTYPES or state.dtype != x.dtype or not lies_right:

@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid.kernels import reference
 from hybrid.kernels.cpu import attention, convolution, delta_rule, delta_rule_step, elementwise, experts, matmul
 from hybrid.kernels.cpu.compiled.panels import MAX_NEAR
+from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
@@ -443,8 +444,9 @@ def test_a_decode_step_of_a_linear_layer_agrees_with_its_twin_and_is_by_itself(
     [
         ((12, 20), [1, -1, 5], [-1, 5, 6]),
         ((12, 72), [1, *[-1] * 18, 2, -1], [-1, 1, *[-1] * 8, 5, *[-1] * 6, 1, -1, -1, 6]),
+        ((12, 20), [-2, 1, -1, -2, -2, 2, -1, -2], [-1, 1, 5, -1, -1, -1, 6, -1]),
     ],
-    ids=["a slot is read where it was written", "long, of several requests, not all kept"],
+    ids=["a slot is read where it was written", "long, of several requests, not all kept", "some are left out"],
 )
 def test_tokens_that_follow_each_other_are_those_of_single_steps(
     dims: tuple[int, int], reads: list[int], writes: list[int]
@@ -454,6 +456,8 @@ def test_tokens_that_follow_each_other_are_those_of_single_steps(
     y = delta_rule_step.gated_delta_step(*tokens, *layer.weights, *pools, starts_of([count]), ints(reads), ints(writes))
     slot = -1
     for at, (read, write) in enumerate(zip(reads, writes, strict=True)):
+        if read == LEFT_OUT:
+            continue
         own = tuple(part[at : at + 1] for part in tokens)
         before, slot = read if read >= 0 else slot, write if write >= 0 else 7
         step = delta_rule_step.gated_delta_step(

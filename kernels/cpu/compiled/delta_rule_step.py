@@ -42,6 +42,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     size_of,
     store_lanes,
 )
+from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.cpu.target import LANES
 
 _VECTORS = 2
@@ -298,10 +299,16 @@ def _keys_and_gates(x, of_token, inputs, key_dim, head, group):
 
 
 @compiled_inline
+def _continues(reads, token):
+    """Whether a token continues from the one before it."""
+    return reads[token] < 0 and reads[token] != LEFT_OUT
+
+
+@compiled_inline
 def _run_of(reads, token, tokens):
     """The number of tokens from one on that are computed together."""
     count = 1
-    while count < _MAX_RUN and token + count < tokens and reads[token + count] < 0:
+    while count < _MAX_RUN and token + count < tokens and _continues(reads, token + count):
         count += 1
     return count
 
@@ -333,6 +340,9 @@ def step(args, kind, first, last):
         _turn(weight, taps, width, parts, own)
         token, slot = 0, -1
         while token < tokens:
+            if reads[token] == LEFT_OUT:
+                token += 1
+                continue
             count = _run_of(reads, token, tokens)
             if reads[token] >= 0:
                 slot = reads[token]
@@ -347,7 +357,7 @@ def step(args, kind, first, last):
                     window = at(conv, writes[token + i] * of_window)
                     _scatter(at(inputs, (i + 1) * own), window, channels, past, parts, own)
             following, next_head = token + count, key_head
-            keeps = following < tokens and reads[following] < 0
+            keeps = following < tokens and _continues(reads, following)
             if following == tokens:
                 following, next_head = 0, key_head + 1
             asks = reads[following] >= 0 and next_head < last
