@@ -141,8 +141,9 @@ class ModelRunner:
                 batch = replace(batch, arriving=self._arrivals)
             logits = self.model(batch, self._kv, self._state)
             keep = partial(self._replay, batch.log) if batch.log is not None else None
-        if plan.has_drafts and keep is not None:
-            verification = Verification(plan.parts, self._end_tokens, partial(self._keep, keep))
+        if plan.has_drafts:
+            replay = partial(self._keep, keep) if keep is not None else None
+            verification = Verification(plan.parts, self._end_tokens, replay)
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
         computed = Computed(logits, sampling, most_likely, plan.is_padded, finite)

@@ -29,9 +29,9 @@ def folder() -> Path | None:
         return None
 
 
-def read(name: str, origin: bytes) -> bytes | None:
-    """The content of a file; None: there is none, it is torn, or it has another origin."""
-    place = folder()
+def read(name: str, origin: bytes, place: Path | None = None) -> bytes | None:
+    """The content of a file, in a place or in `folder()`; None: there is none, it is torn, or it has another origin."""
+    place = place or folder()
     if place is None:
         return None
     try:
@@ -42,9 +42,9 @@ def read(name: str, origin: bytes) -> bytes | None:
     return content if own == digest(origin, content) else None
 
 
-def write(name: str, origin: bytes, content: bytes) -> None:
+def write(name: str, origin: bytes, content: bytes, place: Path | None = None) -> None:
     """Write a file that other processes find whole, or not at all; where it cannot be written, they do without."""
-    place = folder()
+    place = place or folder()
     if place is None:
         return
     own = place / f"{name}.{uuid4().hex}"
@@ -56,6 +56,14 @@ def write(name: str, origin: bytes, content: bytes) -> None:
         except BaseException:
             own.unlink(missing_ok=True)
             raise
+
+
+@lru_cache
+def sources() -> bytes:
+    """The digest of what compiled functions are made of: constants of their modules come from the folders above."""
+    folders = SOURCES / "compiled", SOURCES, SOURCES.parent
+    names = [folder / name for folder in folders for name in sorted(os.listdir(folder)) if name.endswith(".py")]
+    return digest(*(name.read_bytes() for name in names))
 
 
 def digest(*parts: bytes) -> bytes:
