@@ -240,14 +240,20 @@ def _locate(name: str | Path) -> Path:
             f"{name!r} is not a checkpoint: give a folder with config.json and *.safetensors, a hub id as "
             "'Qwen/Qwen3.5-0.8B', or 'tiny'"
         )
-    path = TINY if name == "tiny" and not Path(name).exists() else Path(name)
-    if path.is_dir():
+    path = Path(name)
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:  # its name is too long, or a folder above it is closed to this user
+        raise CheckpointError(f"{str(name)!r:.200} cannot be opened: {error.strerror}; give another folder") from error
+    if name == "tiny" and not exists:
+        path, is_folder = TINY, True
+    if is_folder:
         if not is_file(path / "config.json"):
             raise CheckpointError(
                 f"{path} is not a checkpoint: it has no config.json; give the folder that has it and *.safetensors"
             )
         return path
-    if path.exists() or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
+    if exists or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
         raise CheckpointError(
             f"{name} is not a checkpoint: give a folder with config.json and *.safetensors, "
             "or a hub id as 'Qwen/Qwen3.5-0.8B'"
