@@ -13,7 +13,7 @@ from tqdm import tqdm
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import can_compile
-from hybrid.kernels.ops import compiled_for, compiled_module, uses_triton
+from hybrid.kernels.ops import compiled_for, uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
@@ -191,8 +191,12 @@ def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool,
     """Compile the operations of models of a type, whatever their sizes, if there are compiled ones on the device and
     they are not on disk yet."""
     machine_code: Any = compiled_for("machine_code", torch.empty(0, device=device))
-    kinds: dict[torch.dtype, str] = {} if machine_code is None else vars(compiled_module("dtypes"))["KINDS"]
-    missing = machine_code.missing(kinds[dtype], quantize) if dtype in kinds else []
+    if machine_code is None or dtype not in (torch.float32, torch.bfloat16):
+        return
+    from hybrid.kernels.cpu.dtypes import KINDS  # it can be imported where machine code can run
+    from hybrid.kernels.cpu.functions import functions
+
+    missing = machine_code.missing(functions(KINDS[dtype], quantize))
     if missing:
         log.info("%d operations are compiled for this CPU, once", len(missing))
         done = machine_code.compile_in_advance(missing)
@@ -236,14 +240,20 @@ def _locate(name: str | Path) -> Path:
             f"{name!r} is not a checkpoint: give a folder with config.json and *.safetensors, a hub id as "
             "'Qwen/Qwen3.5-0.8B', or 'tiny'"
         )
-    path = TINY if name == "tiny" and not Path(name).exists() else Path(name)
-    if path.is_dir():
+    path = Path(name)
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:  # its name is too long, or a folder above it is closed to this user
+        raise CheckpointError(f"{str(name)!r:.200} cannot be opened: {error.strerror}; give another folder") from error
+    if name == "tiny" and not exists:
+        path, is_folder = TINY, True
+    if is_folder:
         if not is_file(path / "config.json"):
             raise CheckpointError(
                 f"{path} is not a checkpoint: it has no config.json; give the folder that has it and *.safetensors"
             )
         return path
-    if path.exists() or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
+    if exists or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
         raise CheckpointError(
             f"{name} is not a checkpoint: give a folder with config.json and *.safetensors, "
             "or a hub id as 'Qwen/Qwen3.5-0.8B'"

@@ -1,7 +1,4 @@
-"""Every function that is compiled, and for what kinds of numbers. No torch: what compiles does without it.
-
-The functions that take longest to compile come first, so that processes that share them end together.
-"""
+"""Every function that is compiled, and for what kinds of numbers. No torch: what compiles does without it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -43,6 +40,9 @@ OF_FLOATS = {"drafts": ("most_likely", "accept_drafts", "continue_chains")}
 
 OF_HALVES = {"matmul": ("widen_pairs", "widen"), "memory": ("widen",)}
 
+SECONDS = {"attend": 6, "multiply_panels": 4, "rule": 3, "multiply": 3, "step": 3, "lead": 1}
+"""CPU time that it takes to compile those that take long: they are compiled first, so that processes end together."""
+
 OF_INTEGERS = {"team": {"lead": 5, "help": 2, "repeat": 4, "compute": 4}}
 """Functions that are called from Python, with numbers of arguments."""
 
@@ -70,12 +70,16 @@ class Function(NamedTuple):
 def functions(numbers: str, is_quantized: bool) -> list[Function]:
     """What is needed to compute with a kind of numbers, if weights are int8 or not."""
     products = [pair for pair in PRODUCTS if pair[1] == numbers and (is_quantized or pair[0] != BYTE)]
-    return [*_with(OF_NUMBERS, (numbers,)), *_with(OF_PRODUCTS, products), *_of_any_numbers()]
+    return _sorted([*_with(OF_NUMBERS, (numbers,)), *_with(OF_PRODUCTS, products), *_of_any_numbers()])
 
 
 def all_functions() -> list[Function]:
     """Every function for every kind."""
-    return [*_with(OF_NUMBERS, NUMBERS), *_with(OF_PRODUCTS, PRODUCTS), *_of_any_numbers()]
+    return _sorted([*_with(OF_NUMBERS, NUMBERS), *_with(OF_PRODUCTS, PRODUCTS), *_of_any_numbers()])
+
+
+def _sorted(found: list[Function]) -> list[Function]:
+    return sorted(found, key=lambda each: -SECONDS.get(each.name, 0))
 
 
 def _of_any_numbers() -> Iterator[Function]:
