@@ -2,16 +2,26 @@
 from."""
 
 import os
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
 
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
 SOURCES = Path(__file__).parent
 """The host side of compiled operations."""
 
 DIGEST_BYTES = 32
+
+MAX_WAIT = 120.0
+"""Seconds that a process waits for another one to compile what it needs, too."""
 
 
 @lru_cache
@@ -56,6 +66,31 @@ def write(name: str, origin: bytes, content: bytes, place: Path | None = None) -
         except BaseException:
             own.unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let one process at a time write many files, if it does not take longer than `MAX_WAIT`: the others find them."""
+    place, handle = folder(), None
+    with suppress(OSError):
+        if place is not None and fcntl is not None:
+            place.mkdir(parents=True, exist_ok=True)
+            handle = os.open(place / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        end = time.monotonic() + MAX_WAIT
+        while handle is not None and time.monotonic() < end:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:  # a file system without locks
+                break
+            else:
+                break
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 @lru_cache

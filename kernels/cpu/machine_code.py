@@ -85,12 +85,15 @@ def missing(wanted: Sequence[Function]) -> list[Function]:
 
 
 def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
-    """Compile functions, on all cores, and yield each that is compiled. What cannot be compiled is left out: it raises
-    where it is needed."""
-    for function, code in compile_all(wanted):
-        _compiled[function] = code  # it may be that nothing can be kept on disk
-        _keep(function, code)
-        yield function
+    """Compile functions, on all cores, and yield each when there is code of it. What cannot be compiled is left out: it
+    raises where it is needed."""
+    with kept.alone():  # another process may have compiled some meanwhile
+        left = [each for each in wanted if _find(each) is None]
+        yield from (each for each in wanted if each not in left)
+        for function, code in compile_all(left):
+            _compiled[function] = code  # it may be that nothing can be kept on disk
+            _keep(function, code)
+            yield function
 
 
 def _load(function: Function) -> int:

@@ -150,6 +150,25 @@ def test_code_compiled_in_advance_is_used_where_nothing_can_be_kept(monkeypatch:
     assert machine_code.Compiled(*TAKE[:2]).address(*TAKE.arguments)
 
 
+def test_what_two_compile_in_advance_at_once_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compile_one = machine_code.compile_all
+    asked: list[Function] = []
+
+    def counted(wanted: list[Function]) -> Any:
+        asked.extend(wanted)
+        return compile_one(wanted)
+
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "code")
+    monkeypatch.setattr(machine_code, "compile_all", counted)
+    with ThreadPoolExecutor() as both:
+        found = both.map(lambda _: [*machine_code.compile_in_advance([COMPUTE])], range(2))
+        assert [*found] == [[COMPUTE]] * 2
+    assert asked == [COMPUTE]
+    with kept.alone():
+        monkeypatch.setattr(kept, "MAX_WAIT", 0.1)
+        assert [*machine_code.compile_in_advance([COMPUTE])] == [COMPUTE]
+
+
 def test_what_compiles_is_not_imported_where_all_code_is_on_disk() -> None:
     """The code is where tests keep it, and is compiled by the first process if they have not run before."""
     folder = kept.folder()
