@@ -12,8 +12,9 @@ from hybrid.kernels.cpu.sizes import COLUMNS
 from hybrid.kernels.cpu.target import HAS_FMA, HAS_PAIRS, HAS_WIDE_REGISTERS, LANES
 from hybrid.kernels.cpu.tasks import run
 
-MANY_ROWS = 96 if HAS_WIDE_REGISTERS else 40
-"""Rows of x from which on it is worth to copy them and the weight first (`hybrid.kernels.cpu.panels`)."""
+MANY_ROWS = 320 if HAS_WIDE_REGISTERS else 40
+"""Rows of x from which on it is worth to copy them and the weight first (`hybrid.kernels.cpu.panels`): with wide
+registers not before they are more than the second cache holds."""
 
 _multiply = Compiled(f"{COMPILED}.matmul", "multiply")
 _widen_pairs = Compiled(f"{COMPILED}.matmul", "widen_pairs")
