@@ -198,7 +198,7 @@ class CapturedPasses:
         ahead.begin()
         found.program()
         ahead.run()
-        return self._result(plan, graph)._replace(keep=None)
+        return Ran(graph.logits, None, graph.most_likely[0], None)  # all tokens are the most likely ones
 
     def _round(self, plan: Plan, graph: Graph, ahead: ChainsAhead) -> Round | None:
         """The program of a captured pass with what follows it; None: it has none."""

@@ -140,10 +140,11 @@ class MtpDrafter(ChainDrafter):
             verified: of each part, as `hybrid.kernels.cpu.drafts.Verified.requests`.
         """
         histories = [part.request.history for part in parts]
-        most = max([min(self.num_ahead(part.request.history), part.request.num_left - 2) for part in parts])
+        known = [self._known[history] for history in histories]
+        most = max([min(each.asked, part.request.num_left - 2) for each, part in zip(known, parts, strict=True)])
         if most <= 0:
             return None
-        rates = [self._known[history].claims.rates for history in histories]
+        rates = [each.claims.rates for each in known]
         width = self._passes.width(max([len(part.lease.block_table) for part in parts]))
         captured = self._passes.captured((len(parts), width))
         if captured is not None:

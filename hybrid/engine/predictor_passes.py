@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -143,6 +144,11 @@ class Predicted(NamedTuple):
     hidden: Tensor
 
 
+@lru_cache
+def _width(num_pages: int) -> int:
+    return Padding.of(1, num_pages).width
+
+
 def beliefs(rates: Sequence[Sequence[float]], least: float) -> list[float]:
     """As `hybrid.kernels.cpu.drafts.Chains` has them; the arguments are those of `PredictorPasses.chains`."""
     return [least, *[1.0] * len(rates), *chain.from_iterable(rates)]
@@ -190,7 +196,7 @@ class PredictorPasses:
 
     def width(self, num_pages: int) -> int:
         """Columns of a block table of this many pages, such that few widths occur where passes are captured."""
-        return num_pages if self._capture is None else Padding.of(1, num_pages).width
+        return num_pages if self._capture is None else _width(num_pages)
 
     def chains(self, numbers: ChainNumbers, most: int, rates: Sequence[Sequence[float]], least: float) -> Found:
         """Chains of tokens after each request.
