@@ -34,7 +34,7 @@ def compile_all(wanted: Sequence[Function], asked: Target) -> Iterator[tuple[Fun
 
     Args:
         wanted: those that take longest first.
-        asked: what they are compiled for. Numba is told, too: code does not depend on the CPU that compiles it.
+        asked: what they are compiled for. Numba optimizes for it, too, and not for the CPU at hand.
     """
     environment = {**os.environ, "NUMBA_CPU_NAME": asked.cpu, "NUMBA_CPU_FEATURES": asked.features}
     left, processes = deque(wanted), list[Popen[bytes]]()
