@@ -118,6 +118,7 @@ class MtpDrafter(ChainDrafter):
 
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
         """What follows the last known token of each part, for each as many tokens as are asked for."""
+        self._cache.memory.computing.settle()
         tables, page_size = [part.lease.block_table for part, _ in asked], self._cache.config.page_size
         width = self._passes.width(max(map(len, tables)))
         numbers = ChainNumbers([self._row(part) for part, _ in asked], tables, width, page_size)
