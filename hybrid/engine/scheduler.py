@@ -79,7 +79,7 @@ class Scheduler:
     def may_prefill(self) -> bool:
         """Whether the next step may have prompts."""
         starts = self.waiting and len(self.running) < self.config.max_num_seqs
-        return bool(starts) or any([request.is_prefilling for request in self.running])
+        return bool(starts) or any(request.is_prefilling for request in self.running)
 
     def add(self, request: Request) -> None:
         """Queue a request that has not run yet."""

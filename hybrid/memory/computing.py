@@ -1,7 +1,7 @@
 """A pass that other threads of a CPU compute on the memory of a cache, while the host schedules the next step.
 
-What a GPU is given it does in order. A CPU has no such order: whoever reads or writes contents of pages and state slots
-otherwise than by a pass waits for the pass under way first (`Computing.settle`).
+A GPU does in order what it is given. Threads of a CPU do not: what reads or writes contents of pages and state slots
+outside of a pass waits for the pass under way first (`Computing.settle`).
 """
 
 from __future__ import annotations

@@ -185,9 +185,11 @@ class Team:
         threads = min(threads, self._size + 1)
         if threads == 1:
             return None
-        self._wake(threads - 1)
         posted = Posted(program, partial(_end, self._address), keep)
-        return posted if posted.post(self._address, threads) else None
+        if not posted.post(self._address, threads):
+            return None
+        self._wake(threads - 1)  # those that fall asleep from now on see it before
+        return posted
 
     def settle(self) -> None:
         """Compute what is left of all that was posted."""

@@ -275,4 +275,6 @@ def help(address, number):
             _yield()
             if _nanoseconds(clock) - since > _LIMIT:
                 _swap(shared, own + ASLEEP, 1)
-                return
+                if _load(shared, POSTED) == seen:  # who posts looks whether it sleeps afterwards
+                    return
+                _swap(shared, own + ASLEEP, 0)
