@@ -21,6 +21,8 @@ from hybrid.engine.results import PendingTokens
 from hybrid.kernels.cpu.team import Posted, Team
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, no_even_tokens, run_to_end
 
+pytestmark = pytest.mark.unwatched
+
 PARAMS = [
     greedy(3 * GRID),
     greedy(20, temperature=1.0, top_k=20, seed=1),

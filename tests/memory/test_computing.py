@@ -24,9 +24,9 @@ ACCESSES: dict[str, Callable[[CacheMemory, CacheTensors], Any]] = {
 }
 
 STORED: dict[str, Callable[[Any], Any]] = {
-    "store": lambda stored: stored.store(1, 2),
-    "restore": lambda stored: stored.restore(1, 2),
-    "move_stored": lambda stored: stored.move_stored({1: 2}),
+    "store": lambda stored: stored.store(1, 40),
+    "restore": lambda stored: stored.restore(40, 1),
+    "move_stored": lambda stored: stored.move_stored({40: 41}),
 }
 
 
