@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: .venv/.installed  ## .venv with this package and what its tests need
+setup: .venv/.compiled  ## .venv with this package, what its tests need, and code for the CPU at hand
 
 # Without a GPU a CPU build of torch is taken where the package index has one: it needs no CUDA packages.
 .venv/.installed: pyproject.toml constraints.txt
@@ -21,17 +21,22 @@ setup: .venv/.installed  ## .venv with this package and what its tests need
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+# What runs on a CPU is compiled here on all cores, so that no prompt and no test waits for it.
+.venv/.compiled: .venv/.installed $(wildcard kernels/*.py kernels/cpu/*.py kernels/cpu/compiled/*.py)
+	$(BIN)/python tools/cpu_code.py
+	touch $@
+
 demo: setup  ## the story of the cache, told on real text
 	$(BIN)/hybrid demo
 
 test: lint typecheck pytest  ## everything that must hold
 
-lint: setup
+lint: .venv/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 # ./kernels and ./models are installed as hybrid.kernels and hybrid.models: the type checker sees them at that place.
-typecheck: setup
+typecheck: .venv/.installed
 	@rm -rf .venv/types && mkdir -p .venv/types/hybrid
 	@ln -sfn $(CURDIR)/hybrid/* .venv/types/hybrid/
 	@ln -sfn $(CURDIR)/kernels .venv/types/hybrid/kernels

@@ -85,7 +85,7 @@ def bookkeeping(engine: Engine, count: int) -> tuple[float, float]:
 
 def measure(path: Path, model: Any, runs: int) -> list[Line]:
     ours = Engine.from_pretrained(path, dtype="float32", cache=CacheConfig(memory="1GiB"))
-    fast = ours.with_cache(CacheConfig(memory="512MiB", deterministic=False))
+    fast = ours.with_cache(CacheConfig(memory="1GiB", deterministic=False))
     document, few, lines = ids(SHARED), max(2, runs // 2), []
     first_token(ours, document + ids(NEW))
     t = alternate(

@@ -156,6 +156,12 @@ def deferred_interrupts() -> Iterator[DeferredInterrupts]:
         section.restore_handlers()
 
 
+def is_for_the_process(error: BaseException) -> bool:
+    """Whether an exception is meant for the process, and no failure of what was under way: Ctrl-C, or a function of the
+    user's that calls `sys.exit`. Only the main thread can end the process: elsewhere it is a failure like any other."""
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
+
+
 def has_stack() -> bool:
     """Whether there is room on Python's stack for a piece of bookkeeping."""
     try:

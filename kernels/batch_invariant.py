@@ -11,7 +11,7 @@ in the batch:
 
 This holds by construction and needs nothing from the BLAS but to repeat itself. To multiply several chunks, or several
 single rows, at once is faster: `choose` tries on a weight which larger products give the same bits on this machine,
-with its number of threads, at every place and beside other rows. Where Numba is installed, code of ours multiplies
+with its number of threads, at every place and beside other rows. Where operations are compiled, code of ours multiplies
 all rows, which is batch invariant by construction and in fast mode the fastest too (`hybrid.kernels.cpu`). On a GPU a
 kernel of ours has tiles of fixed shape.
 """

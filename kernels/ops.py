@@ -10,7 +10,7 @@ of its twin in `hybrid.kernels.reference`.
 | GPU    | our Triton kernels; FLA's chunk rule and causal-conv1d, where they can be imported  | `auto`            |
 | GPU    | our Triton kernels alone                                                           | `triton`          |
 | any    | the twins                                                                          | `reference`       |
-| CPU    | code compiled by Numba where it is installed (`hybrid.kernels.cpu`), else the twins | `auto`            |
+| CPU    | compiled code (`hybrid.kernels.cpu`), where there is some, else the twins          | `auto`            |
 | CPU    | our Triton kernels, interpreted: `TRITON_INTERPRET=1` must be set; for tests       | `triton`          |
 
 Deterministic mode asks for `batch_invariant`: kernels of FLA and causal-conv1d are not used then, since their results
@@ -49,7 +49,7 @@ class Op(NamedTuple):
         writes: the arguments that it writes.
         external: another package may compute it too, where results may depend on the batch
             (`hybrid.kernels.external`).
-        compiled: `hybrid.kernels.cpu` computes it on a CPU, where Numba is installed.
+        compiled: `hybrid.kernels.cpu` computes it on a CPU, where there is compiled code.
     """
 
     name: str

@@ -17,15 +17,10 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.codec import quantize_rows
+from hybrid.kernels.packed_row import FP8_MAX, SCALE_BYTES
 
 KV_DTYPES: dict[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """Types of codes, by name."""
-
-SCALE_BYTES = 4
-"""Bytes of a scale. Rows are multiples of it, so that every scale is aligned."""
-
-FP8_MAX = 448.0
-"""The largest number of e4m3."""
 
 
 def row_size(head_dim: int) -> int:

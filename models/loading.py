@@ -1,5 +1,6 @@
 """From a checkpoint in Hugging Face form to a model, parameter by parameter."""
 
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from tqdm import tqdm
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import can_compile
-from hybrid.kernels.ops import uses_triton
+from hybrid.kernels.ops import compiled_for, uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
@@ -23,6 +24,8 @@ from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from hybrid.models.qwen3_5_moe import Qwen3_5MoeForCausalLM
 from hybrid.models.qwen3_next import Qwen3NextForCausalLM
 from hybrid.models.weights import Loader, stored_tensors, with_scales
+
+log: logging.Logger = logging.getLogger(__name__)
 
 ARCHITECTURES: dict[str, type[Any]] = {
     "bamba": BambaForCausalLM,
@@ -168,6 +171,7 @@ def load_model(
         frozenset(kept),
     )
     show = sys.stderr is not None and sys.stderr.isatty() if progress is None else progress
+    compile_operations(dtype, device, quantize, show)
     total = sum(stored.num_bytes for stored in tensors.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=not show) as bar:
         model.load_state_dict(loader.load(tensors, bar.update), strict=False, assign=True)  # without a tied head
@@ -181,6 +185,23 @@ def load_model(
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()
+
+
+def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool, show: bool) -> None:
+    """Compile the operations of models of a type, whatever their sizes, if there are compiled ones on the device and
+    they are not on disk yet."""
+    machine_code: Any = compiled_for("machine_code", torch.empty(0, device=device))
+    if machine_code is None or dtype not in (torch.float32, torch.bfloat16):
+        return
+    from hybrid.kernels.cpu.dtypes import KINDS  # it can be imported where machine code can run
+    from hybrid.kernels.cpu.functions import functions
+
+    missing = machine_code.missing(functions(KINDS[dtype], quantize))
+    if missing:
+        log.info("%d operations are compiled for this CPU, once", len(missing))
+        done = machine_code.compile_in_advance(missing)
+        for _ in tqdm(done, total=len(missing), desc="compile", unit="operation", disable=not show):
+            pass
 
 
 def has_predictor(checkpoint: Checkpoint) -> bool:
@@ -219,14 +240,20 @@ def _locate(name: str | Path) -> Path:
             f"{name!r} is not a checkpoint: give a folder with config.json and *.safetensors, a hub id as "
             "'Qwen/Qwen3.5-0.8B', or 'tiny'"
         )
-    path = TINY if name == "tiny" and not Path(name).exists() else Path(name)
-    if path.is_dir():
+    path = Path(name)
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except OSError as error:  # its name is too long, or a folder above it is closed to this user
+        raise CheckpointError(f"{str(name)!r:.200} cannot be opened: {error.strerror}; give another folder") from error
+    if name == "tiny" and not exists:
+        path, is_folder = TINY, True
+    if is_folder:
         if not is_file(path / "config.json"):
             raise CheckpointError(
                 f"{path} is not a checkpoint: it has no config.json; give the folder that has it and *.safetensors"
             )
         return path
-    if path.exists() or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
+    if exists or path.is_absolute() or str(name).count("/") != 1 or str(name).startswith("."):
         raise CheckpointError(
             f"{name} is not a checkpoint: give a folder with config.json and *.safetensors, "
             "or a hub id as 'Qwen/Qwen3.5-0.8B'"

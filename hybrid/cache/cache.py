@@ -32,6 +32,7 @@ from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig, settings_of
 from hybrid.cache.counting import current
+from hybrid.cache.dependents import Dependents
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
 from hybrid.cache.mending import abandon
@@ -83,14 +84,14 @@ class HybridCache:
         MemoryBudgetError: there is less host memory than `config.host`.
 
     Attributes:
-        config: the configuration.
-        memory: the memory.
+        config, memory: as given.
         tree: which pages and checkpoints are kept, and for which tokens.
         allocator: allocates from the memory, and has the tree evict.
         pins: prefixes that are protected from eviction.
         leases: the open leases.
         tiers: copies in host memory and on disk; None: `config` asks for none.
         restores: brings back what they have; None: there are none.
+        dependents: who keeps tokens of requests that have ended; cleared with the cache.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -112,6 +113,7 @@ class HybridCache:
         sizes = memory.sizes
         self._stats = CacheStats(page_bytes=sizes.page, checkpoint_bytes=sizes.checkpoint) if sizes else CacheStats()
         self._owner = Owner()
+        self.dependents: Dependents = Dependents()
         self._begin()
 
     def _begin(self) -> None:
@@ -131,8 +133,7 @@ class HybridCache:
         self.restores: Restores | None = None
         self._audit = partial(audit, self.tree, memory, self.leases, self.pins, tiers=self.tiers)
         if self.tiers is not None and memory.sizes is not None:
-            parts = self.tiers, self.tree, self._opener, restorer
-            self.restores = Restores(*parts, memory.sizes, config, self._audit)
+            self.restores = Restores(self.tiers, self.tree, self._opener, restorer, memory.sizes, config, self._audit)
 
     # The memory
 
@@ -212,9 +213,8 @@ class HybridCache:
         return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
-        """As `open`, without waiting for a disk: while `lease.restoring` is not None, call `proceed`. On a GPU what was
-        restored may be on its way: before it is used, wait for `memory.arrivals`. Arguments are those of `open`;
-        `limit` may be all of the key."""
+        """As `open` (`limit` may be all of the key), without waiting for a disk: while `lease.restoring` is not None,
+        call `proceed`. On a GPU what was restored may be on its way: wait for `memory.arrivals` before it is used."""
         self._owner.claim()
         self.pins.expire()
         lease = self._opener.open(key, limit, num_tokens, priority)
@@ -240,8 +240,7 @@ class HybridCache:
         self._stats.count(explanation)
 
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
-        """Make sure that the lease has pages for its first `num_tokens` tokens. False, and nothing changed, when there
-        is no memory for them."""
+        """Make sure that the lease has pages for `num_tokens` tokens. False, and nothing changed: no memory is left."""
         self._refuse_closed(lease)
         return self._passes.reserve(lease, num_tokens)
 
@@ -443,10 +442,11 @@ class HybridCache:
     # The whole
 
     def clear(self) -> None:
-        """Evict everything that no running request needs and no pin protects."""
+        """Evict everything that no running request needs and no pin protects. Drafters forget it, too."""
         self._owner.claim()
         with deferred_interrupts(), self.tiers.discarding() if self.tiers is not None else nullcontext():
             self.allocator.evict(self.tree.evict_all)
+            self.dependents.clear()
 
     def reset(self) -> None:
         """Forget all that is cached, for a cache that an exception has left inconsistent. Its leases and pins have

@@ -9,17 +9,21 @@ from collections.abc import Callable, Sequence
 from hybrid.dtypes import DTYPE_NAMES
 from hybrid.errors import ArgumentError
 
+OWN_DTYPE = (
+    "the checkpoint's on a GPU, and on a CPU where it is bfloat16 and the CPU multiplies that faster, else float32"
+)
+"""The type that an engine runs a model in, unless it is given."""
 
-def add_dtype(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+
+def add_dtype(parser: argparse.ArgumentParser, default: str | None = None, *, otherwise: str = OWN_DTYPE) -> None:
     """The argument `--dtype`: the type that a model runs in.
 
     Args:
-        default: None: the engine's default.
+        default: None: no type, which is what `otherwise` says.
+        otherwise: for the help.
     """
-    own = (
-        "the checkpoint's on a GPU, and on a CPU where it is bfloat16 and the CPU multiplies that faster, else float32"
-    )
-    parser.add_argument("--dtype", default=default, choices=DTYPE_NAMES, help=f"default: {default or own}")
+    text = f"type that the model runs in (default: {default or otherwise})"
+    parser.add_argument("--dtype", default=default, choices=DTYPE_NAMES, help=text)
 
 
 def integer(low: int, high: int = 2**31 - 1) -> Callable[[str], int]:

@@ -16,13 +16,15 @@ from rich.table import Table
 from torch import Tensor
 
 from hybrid.cache.config import CacheConfig
+from hybrid.commands.checkpoints import TOLERANCES
 from hybrid.commands.command import Outcome
 from hybrid.engine.adapters import MARK
 from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import CacheFileError, PromptError
-from hybrid.kernels.packed_kv import KV_DTYPES, SCALE_BYTES, is_packed, unpack
+from hybrid.kernels.packed_kv import KV_DTYPES, is_packed, unpack
+from hybrid.kernels.packed_row import SCALE_BYTES
 from hybrid.key import Key
 from hybrid.tiers.archive import Archive, read_archive
 from hybrid.tiers.directory import MANIFEST
@@ -30,12 +32,9 @@ from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.manifest import DamagedError, Manifest, VersionError
 from hybrid.tiers.tier import CHECKPOINT
 
-TOLERANCE = 1e-4
-"""Largest difference allowed where contents are not bitwise those of cold runs, as a fraction of the largest value."""
-
-TOLERANCE_OF = {"auto": TOLERANCE, "int8": 0.03, "fp8": 0.13}
+KV_TOLERANCES = {"auto": 0.0, "int8": 0.03, "fp8": 0.13}
 """The same by how keys and values are kept: a value between two codes may be rounded to either, and what is computed
-from it follows."""
+from it follows. The larger one of both is allowed."""
 
 SHOWN_IDS = 8
 """Token ids of a prompt that are shown."""
@@ -93,7 +92,8 @@ def recompute(engine: Engine, archive: Archive) -> Recomputed:
             found.unchecked.append(f"{name}: {error}")
             continue
         found.checked += len(ends)
-        tolerance = 0.0 if archive.fingerprint.deterministic else TOLERANCE_OF[config.kv_dtype]
+        rounding = max(TOLERANCES[engine.model.dtype], KV_TOLERANCES[config.kv_dtype])
+        tolerance = 0.0 if archive.fingerprint.deterministic else rounding
         for end in ends:
             for what, there, here in _pairs(engine, Key(key_ids, namespace), cold, Key(key_ids), end):
                 if not _same(there, here, tolerance):

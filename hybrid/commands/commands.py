@@ -7,7 +7,6 @@ import argparse
 
 from hybrid.commands.arguments import add_dtype, integer, seconds
 from hybrid.commands.command import MODEL_HELP, Command
-from hybrid.dtypes import DTYPE_NAMES
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +37,12 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add("--memory", default="1GiB", help="size of the cache: '512MiB', or '50%%' of what is free (default: 1GiB)")
     add("--device", default=None, help="cuda or cpu (default: a GPU if there is one)")
     add_dtype(parser)
+    add(
+        "--speculation",
+        choices=("cache", "mtp", "cache+mtp"),
+        help="several tokens per pass, drafted from what is cached, by the checkpoint's own predictor (mtp), or by "
+        "both; the answers are the same (default: one token per pass)",
+    )
     add("--no-cache", action="store_true", help="disable the prefix cache")
 
 
@@ -57,12 +62,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     add("action", choices=("show", "check"), help="list what the file holds, or compute it again and compare")
     add("file", metavar="FILE", help="a file that engine.save has written; for show also a directory of copies")
     add("--model", default="tiny", help=MODEL_HELP)
-    add(
-        "--dtype",
-        choices=DTYPE_NAMES,
-        default=None,
-        help="for check: the model's type (default: when the file was saved)",
-    )
+    add_dtype(parser, otherwise="that of the file; only check runs a model")
 
 
 def add_parity(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +81,7 @@ def add_stress(parser: argparse.ArgumentParser) -> None:
     """The arguments of `hybrid stress`."""
     add = parser.add_argument
     add("--model", default="tiny", help=MODEL_HELP)
+    add_dtype(parser, "float32")
     add("--no-model", action="store_true", help="use a model of arithmetic, whose right answers are known")
     add("--seconds", type=seconds, default=20.0, help="duration (default: 20)")
     add("--operations", type=integer(1), default=None, help="stop after this number of operations instead")

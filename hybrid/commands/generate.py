@@ -28,7 +28,9 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
     )
     config = CacheConfig(memory=args.memory, enabled=not args.no_cache)
     prompts: list[Prompt] = [[{"role": "user", "content": text}] if args.chat else text for text in args.prompts]
-    with Engine.from_pretrained(args.model, device=args.device, dtype=args.dtype, cache=config) as engine:
+    with Engine.from_pretrained(
+        args.model, device=args.device, dtype=args.dtype, cache=config, speculation=args.speculation
+    ) as engine:
         names = [engine.add_request(prompt, params) for prompt in prompts]
         screen = Screen(console, dict(zip(names, args.prompts, strict=True)), separator="\n" if args.chat else "")
         done: dict[str, RequestOutput] = {}
@@ -86,13 +88,19 @@ class Screen:
                 return
             ended = self._ended.pop(name)
             del self._unseen[name]
-            count = ended.usage.completion_tokens
-            tokens = f"{count} token{'' if count == 1 else 's'}"
-            end = ended.error or f"{tokens}, {ended.finish_reason}; {ended.explain}"
+            end = ended.error or f"{summary(ended)}; {ended.explain}"
             self._print(Text(f"\n{end}\n", style="dim" if ended.error is None else "red"), "\n")
 
     def _print(self, text: Text, end: str) -> None:
         self._console.print(text, end=end, soft_wrap=True)
+
+
+def summary(output: RequestOutput) -> str:
+    """The length of an answer, how many of its tokens were drafted if any was, and why it ended."""
+    usage = output.usage
+    tokens = f"{usage.completion_tokens} token{'' if usage.completion_tokens == 1 else 's'}"
+    drafts = f" ({usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted)" if usage.drafted_tokens else ""
+    return f"{tokens}{drafts}, {output.finish_reason}"
 
 
 def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
@@ -104,6 +112,8 @@ def as_json(prompt: str, output: RequestOutput) -> dict[str, Any]:
         "finish_reason": output.finish_reason,
         "prompt_tokens": output.usage.prompt_tokens,
         "cached_tokens": output.usage.cached_tokens,
+        "drafted_tokens": output.usage.drafted_tokens,
+        "accepted_tokens": output.usage.accepted_tokens,
         "explain": output.explain,
         "error": output.error,
     }

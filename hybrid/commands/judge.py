@@ -77,12 +77,14 @@ class Judge:
     ) -> Engine:
         """An engine with an empty cache of its own: one budget, the size of `pages` and `states`, or the smallest there
         is. Where no request of `longest` pages would fit into the pieces of that budget, because pages are small
-        compared with a state, it has pools of these sizes."""
+        compared with a state, it has pools of these sizes; with a tier, which has no pools, the smallest budget into
+        which one fits."""
         page_bytes, state_bytes = self.engine.cache.unit_bytes
         memory = pages * page_bytes + states * state_bytes
-        if longest and memory < smallest_memory(longest, page_bytes, state_bytes, None):
+        least = smallest_memory(max(longest, 1), page_bytes, state_bytes, None)
+        if longest and memory < least and host is None and directory is None:
             return self.engine.with_cache(self._config, size=(pages, states), speculation=speculation)
-        config = replace(self._config, memory=max(memory, smallest_memory(1, page_bytes, state_bytes, None)), host=host)
+        config = replace(self._config, memory=max(memory, least), host=host)
         if directory is not None:
             config = replace(config, disk="1GiB", directory=directory)
         return self.engine.with_cache(config, speculation=speculation)

@@ -237,8 +237,8 @@ class Preparation:
         loading: reading and converting the checkpoint, without the rest, and without importing torch and transformers.
         importing: of the modules that run compiled code.
         choosing: how the rows of a batch are multiplied with each weight.
-        compiling: what the first request takes more than the same one in a second engine: code is compiled, for which
-            Numba is imported, or read from disk.
+        compiling: what the first request takes more than the same one in a second engine: code is read from disk.
+            Where it was not there it was compiled while the model was loaded, by other processes.
     """
 
     loading: float

@@ -13,6 +13,7 @@ from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.tiers.transfer import Transfer
+from hybrid.units import ceil_div
 
 
 def files(judge: Judge, model: str | Path, dtype: str, process: Executor) -> list[Check]:
@@ -77,14 +78,14 @@ def prefilled_and_decoded(judge: Judge) -> Check:
 
 def to_host_memory_and_back(judge: Judge) -> Check:
     """Prompts and their second turns in a memory that holds few of them; host memory holds the rest."""
-    warm = judge.warm(*_few(judge), host="64MiB")
+    warm = _few(judge, host="64MiB")
     return _evicted(judge, "evicted to host memory and back", warm)
 
 
 def to_disk_and_back(judge: Judge) -> Check:
     """As `to_host_memory_and_back`, with a directory, from which the contents are read."""
     with TemporaryDirectory() as folder:
-        warm = judge.warm(*_few(judge), directory=Path(folder) / "cache")
+        warm = _few(judge, directory=Path(folder) / "cache")
         check = _evicted(judge, "evicted to disk and back", warm)
         warm.close()
     return check
@@ -94,7 +95,7 @@ def restarted(judge: Judge, model: str | Path, dtype: str, process: Executor) ->
     """An engine answers, and is closed. One that another process makes from the checkpoint finds what it had in the
     directory, and answers the prompts and their second turns."""
     with TemporaryDirectory() as folder:
-        first = judge.warm(*_few(judge), host="1MiB", directory=Path(folder) / "cache")
+        first = _few(judge, host="1MiB", directory=Path(folder) / "cache")
         prompts = _conversations(judge, first, 3)
         first.close()
         later = process.submit(generate_after_restart, str(model), dtype, first.cache.config, prompts)
@@ -118,9 +119,11 @@ def generate_after_restart(
         return outputs, engine.cache.stats()
 
 
-def _few(judge: Judge) -> tuple[int, int]:
-    """Pages and states of a memory that holds few prompts."""
-    return 14 * judge.grid // judge.engine.cache.config.page_size, 5
+def _few(judge: Judge, host: str | None = None, directory: Path | None = None) -> Engine:
+    """An engine with tiers whose memory holds few prompts, but each of `_conversations` with its answer."""
+    page_size = judge.engine.cache.config.page_size
+    longest = ceil_div(5 * judge.grid + 3 * ANSWER.max_new_tokens, page_size)
+    return judge.warm(14 * judge.grid // page_size, 5, longest=longest, host=host, directory=directory)
 
 
 def _conversations(judge: Judge, engine: Engine, count: int) -> list[list[int]]:

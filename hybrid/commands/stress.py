@@ -117,13 +117,13 @@ def toy_engine(seed: int, faults: Faults, folder: Path) -> tuple[Engine, ToyRunn
     return Engine(loaded, cache, limits(seed), runner=FaultyRunner(toy, faults), speculation=drafts), toy
 
 
-def model_engine(model: str | Path, seed: int, faults: Faults, folder: Path) -> Engine:
-    """A tiny engine on a model, in fp32."""
+def model_engine(model: str | Path, dtype: str, seed: int, faults: Faults, folder: Path) -> Engine:
+    """A tiny engine on a model, in a type."""
     config = cache_config(seed, folder)
     without = replace(config, host=None, disk=None, directory=None)
     own = ("mtp",) if has_predictor(open_checkpoint(model)) and seed // 8 % 2 else ()
     predicting = SpeculationConfig(drafters=own) if own else None
-    engine = Engine.from_pretrained(model, dtype="float32", cache=without, config=limits(seed), speculation=predicting)
+    engine = Engine.from_pretrained(model, dtype=dtype, cache=without, config=limits(seed), speculation=predicting)
     if is_elastic(seed):
         page_bytes, state_bytes = engine.cache.unit_bytes
         memory = PAGES * page_bytes + STATES * state_bytes
@@ -145,6 +145,7 @@ def run_stress(
     seconds: float,
     operations: int | None,
     *,
+    dtype: str = "float32",
     progress: bool | None = None,
     audit_every: int = 1,
     signals: bool = False,
@@ -156,6 +157,7 @@ def run_stress(
         seed: of the requests and faults; also selects mode, memory, policy, overlap and drafts.
         seconds: duration.
         operations: stop after this number of operations instead.
+        dtype: that the model runs in.
         progress: show a progress bar; None: when there is a terminal.
         audit_every: operations between two audits.
         signals: interrupt calls by a real timer. The run cannot be repeated then.
@@ -174,7 +176,7 @@ def run_stress(
             engine, toy = toy_engine(seed, faults, folder)
             stack.enter_context(computing_as_assumed())
         else:
-            engine = model_engine(model, seed, faults, folder)
+            engine = model_engine(model, dtype, seed, faults, folder)
             stack.callback(engine.model.register_forward_hook(nan_logits(faults)).remove)
         alarm = Alarm(faults) if signals else None
         run = Stress(engine, toy, faults, seed, audit_every, alarm)
@@ -197,6 +199,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         args.seed,
         args.seconds,
         args.operations,
+        dtype=args.dtype,
         progress=not args.json and None,
         audit_every=args.audit_every or (100 if args.no_model else 1),
         signals=not args.no_signals and threading.current_thread() is threading.main_thread(),

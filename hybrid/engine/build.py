@@ -108,7 +108,7 @@ def load(
     log.info("%s runs on %s in %s: %s", checkpoint.path, place, resolved, reason)
     if quantize and not can_quantize(resolved, place):
         raise ArgumentError(
-            f"load_dtype='int8' needs a CPU, the package numba, and dtype float32 or bfloat16; got {place} and "
+            f"load_dtype='int8' needs a CPU, compiled operations, and dtype float32 or bfloat16; got {place} and "
             f"{resolved}: pip install numba, or leave load_dtype out"
         )
     loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)

@@ -13,7 +13,7 @@ import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.engine.capture import Capture, Postable, Posted, capture_for
+from hybrid.engine.chains_ahead import CapturedChains, ChainsAhead, accept
 from hybrid.engine.pieces import Layout
 from hybrid.engine.planner import LINKS, Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
@@ -36,25 +37,41 @@ MAX_OCCURRED = 4096
 """Layouts with prompts that occurred once and are remembered, at most."""
 
 
+class Round(NamedTuple):
+    """A captured pass with drafts, the acceptance of these, and the replay of those that are accepted, in one call.
+
+    Attributes:
+        program: all of it.
+        captured: the predictor's passes that begin with the tokens after them.
+    """
+
+    program: Callable[[], None]
+    captured: CapturedChains
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured pass, and what it reads and writes.
 
     Attributes:
         numbers: the plan's numbers, on the device.
+        batch: views of them.
         replay: runs the pass.
         post: has other threads run it, as `Postable.post`; None: none can.
         logits: `[rows, vocab]`, written by each run.
         most_likely: `[rows]` the most likely tokens, written by each run; empty: it does not choose any.
         after_drafts: computes the states after accepted drafts; None: the pass has no log.
+        rounds: programs of the pass and what follows it, by the number of requests.
     """
 
     numbers: Tensor
+    batch: Batch
     replay: Callable[[], None]
     post: Callable[[Sequence[Tensor], Sequence[Tensor], object], Posted | None] | None
     logits: Tensor
     most_likely: list[Tensor]
     after_drafts: ReplayOfAll | None
+    rounds: dict[int, Round] = field(default_factory=dict)
 
 
 class SharedLogits:
@@ -79,7 +96,7 @@ class Ran(NamedTuple):
         logits: `[rows, vocab]`.
         sampling: how tokens are chosen from them; None: every row takes its most likely one.
         most_likely: `[rows]` the most likely tokens, as `sampler.most_likely`; None: the pass has not chosen them.
-        keep: keeps the states after accepted drafts; None: the pass has no log.
+        keep: keeps the states after accepted drafts; None: the pass has no log, or they are kept.
         posted: the pass, if other threads compute it: what is above is known once it has ended. Its most likely tokens
             stay valid.
     """
@@ -95,11 +112,11 @@ class CapturedModel:
     """What captured passes need of a model: its weights stay where they are, since graphs know addresses alone.
 
     Args:
-        model: a module; anything else has neither weights nor hooks.
+        parts: modules that compute the pass, with all that belong to them; anything else has neither weights nor hooks.
     """
 
-    def __init__(self, model: Any) -> None:
-        modules = tuple(model.modules()) if isinstance(model, nn.Module) else ()
+    def __init__(self, *parts: Any) -> None:
+        modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
         self._weights = tuple(parameter for module in modules for parameter in module.parameters(recurse=False))
         self._hooks = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
 
@@ -148,6 +165,7 @@ class CapturedPasses:
         self._captures = True
         self._logits = SharedLogits()
         self._captured_model = CapturedModel(model)
+        self._joins = capture is None and not self.on_gpu  # programs of compiled operations
 
     @property
     def is_hooked(self) -> bool:
@@ -178,8 +196,30 @@ class CapturedPasses:
             logits = self._model(batch, self._kv, self._state)
             return Ran(logits, sampling, None, partial(self._replay, batch.log) if batch.log is not None else None)
         self._fill(graph.numbers, plan, tokens)
-        graph.replay()
-        return self._result(plan, graph)
+        ahead = plan.ahead
+        found = self._round(plan, graph, ahead) if ahead is not None and self._joins else None
+        if ahead is None or found is None:
+            graph.replay()
+            return self._result(plan, graph)
+        ahead.begin()
+        found.program()
+        ahead.run()
+        return Ran(graph.logits, None, graph.most_likely[0], None)  # all tokens are the most likely ones
+
+    def _round(self, plan: Plan, graph: Graph, ahead: ChainsAhead) -> Round | None:
+        """The program of a captured pass with what follows it; None: it has none."""
+        count = len(plan.parts)
+        found = graph.rounds.get(count)
+        if found is not None and found.captured is ahead.captured:
+            return found
+        after, chosen = graph.after_drafts, graph.most_likely
+        replayed = after.captured() if after is not None else None
+        if after is None or replayed is None or not chosen:
+            return None
+        accepted, _ = self._capture_replay(partial(accept, ahead.captured, graph.batch, chosen[0], after.slots))
+        program: Any = graph.replay
+        graph.rounds[count] = Round(program.then(accepted, *[replayed] * plan.has_drafts), ahead.captured)
+        return graph.rounds[count]
 
     def post(self, plan: Plan, tokens: Tensor | None = None) -> Ran | None:
         """Have other threads of a CPU run a padded plan, after what they were given before. None: they do not: there is
@@ -190,7 +230,8 @@ class CapturedPasses:
         """
         shape = plan.shape
         graph = self._graphs.get(shape)
-        if graph is None or graph.post is None or plan.has_drafts or not graph.most_likely:
+        is_alone = plan.ahead is None and not plan.has_drafts
+        if graph is None or graph.post is None or not is_alone or not graph.most_likely:
             return None
         numbers = [plan.numbers, graph.numbers]
         if LINKS in plan.layout:
@@ -280,7 +321,7 @@ class CapturedPasses:
         if len(self._graphs) == MAX_GRAPHS:
             self._graphs.popitem(last=False)
         post = run.post if isinstance(run, Postable) else None
-        graph = self._graphs[plan.shape] = Graph(numbers, run, post, logits, most_likely, after_drafts)
+        graph = self._graphs[plan.shape] = Graph(numbers, batch, run, post, logits, most_likely, after_drafts)
         return graph
 
     def _run_pass(self, batch: Batch, most_likely: list[Tensor]) -> Tensor:

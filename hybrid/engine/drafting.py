@@ -10,7 +10,9 @@ from hybrid.cache.paths import exchange, extend
 from hybrid.engine.branches import Branches
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.capture import capture_for
+from hybrid.engine.chains_ahead import ChainsAhead
 from hybrid.engine.config import EngineConfig
+from hybrid.engine.padding import MAX_CAPTURED_ROWS
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
 from hybrid.engine.step import Part, Step
@@ -36,6 +38,7 @@ class Drafting:
         mtp: the drafter that computes in the requests' memory, if there is one.
         clock: seconds, by which passes are timed.
         chains_alone: of a tree of drafts the most probable path is computed.
+        end_tokens: the model's tokens that end an answer.
     """
 
     def __init__(
@@ -47,7 +50,10 @@ class Drafting:
         mtp: MtpDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
         chains_alone: bool = False,
+        end_tokens: frozenset[int] = frozenset(),
     ) -> None:
+        self._end_tokens = end_tokens
+        self._ahead: ChainsAhead | None = None
         self._clock = clock
         self._chains_alone = chains_alone
         self._began = 0.0
@@ -94,6 +100,38 @@ class Drafting:
                 yield part, error
             left -= part.num_drafts
 
+    def ahead(self, decodes: Sequence[Part]) -> ChainsAhead | None:
+        """What is drafted in the call of a pass over these parts, after the tokens that it chooses; None: nothing."""
+        self._ahead = None
+        if self._mtp is None or not decodes:
+            return None
+        verified, first = [], 0
+        for part in decodes:
+            own = self._verified(part, first)
+            if own is None:
+                return None
+            verified.append(own)
+            first += part.num_rows
+        self._ahead = self._mtp.ahead(decodes, verified)
+        return self._ahead
+
+    def _verified(self, part: Part, first: int) -> tuple[int, ...] | None:
+        """Of a part whose rows begin at `first`, as `hybrid.kernels.cpu.drafts.Verified.requests`; None: which drafts
+        are accepted does not follow from the most likely tokens alone."""
+        request, drafts, lease = part.request, part.drafts, part.lease
+        if self._mtp is None or not self._mtp.num_ahead(request.history) or part.branches is not None:
+            return None
+        if request.params.temperature or request.constraints is not None or request.forks:
+            return None
+        if drafts is not None and [token for token in drafts.tokens if request.is_end(token, self._end_tokens)]:
+            return None
+        known, beyond = part.write_slot, lease.back
+        if known is None or beyond == known:
+            return None
+        boundary = part.boundary - part.end if part.boundary is not None and beyond is not None else -1
+        ends = len(lease.block_table) * self._cache.config.page_size
+        return first, part.num_drafts, known, beyond or 0, boundary, ends, 0
+
     def awaits(self, parts: Sequence[Part]) -> bool:
         """Whether the step after one that was launched waits for its tokens, since it may have drafts.
 
@@ -137,6 +175,9 @@ class Drafting:
         else:
             longest = drafts.depth
         part.drafts = drafts
+        count = self._mtp.num_ahead(part.request.history) if self._mtp is not None else 0
+        if count and part.end + longest + count > len(lease.block_table) * config.page_size:
+            self._cache.reserve(lease, part.end + longest + count)  # what has no page is not drafted
         if not self._deterministic:
             boundary = ceil_div(part.end, self._grid) * self._grid
             if boundary < part.end + longest and self._cache.take_back(lease):
@@ -189,6 +230,7 @@ class Drafting:
             if self._num_plain % TIMED_EVERY:
                 return
         seconds = self._clock() - self._began - self._speculator.spent
+        seconds -= self._ahead.seconds if self._ahead is not None else 0.0
         self._speculator.timed(len(step.parts) + num_drafts, seconds, num_drafts)
 
     def end(self, request: Request) -> None:
@@ -218,9 +260,10 @@ def make_drafting(
         capture = capture_for(loaded.device) if captures else None
         mtp = MtpDrafter(loaded.model, cache, loaded.device, capture)
     clock = clock_of(loaded.device.type)
-    speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock)
+    max_rows = MAX_CAPTURED_ROWS if captures else None
+    speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock, max_rows)
     if speculator is None:
         return None
     # a captured pass takes half as long as one with a tree, which is launched kernel by kernel
     chains_alone = captures and speculation is not None and speculation.adaptive
-    return Drafting(speculator, cache, config, deterministic, mtp, clock, chains_alone)
+    return Drafting(speculator, cache, config, deterministic, mtp, clock, chains_alone, loaded.end_tokens)

@@ -140,8 +140,8 @@ class Engine:
             model: a folder, a hub id, or "tiny" for the small model inside the package.
             device: "cuda", "cpu", ...; None: a GPU if there is one.
             dtype: "float32", "bfloat16" or "float16". None: the checkpoint's on a GPU, and on a CPU with AVX512-BF16
-                and the extra `numba` where it is bfloat16; else float32. It is logged.
-            load_dtype: "int8": on a CPU with the extra `numba`, weights of matrix products are quantized per row,
+                and compiled operations where it is bfloat16; else float32. It is logged.
+            load_dtype: "int8": on a CPU with compiled operations, weights of matrix products are quantized per row,
                 experts aside; answers differ from the checkpoint's, hits and cold runs alike. None: they have `dtype`.
             cache: settings of the cache.
             config: settings of the engine.

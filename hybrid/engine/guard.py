@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from hybrid.engine.request import Request
 from hybrid.engine.step import Step
-from hybrid.interrupts import DeferredInterrupts
+from hybrid.interrupts import DeferredInterrupts, is_for_the_process
 
 
 class StepGuard:
@@ -48,7 +48,7 @@ class StepGuard:
         self.failures.append((request, error))
 
     def raise_pending(self) -> None:
-        """Raise the first failure that is not an `Exception`: it was meant for the process."""
+        """Raise the first failure that is meant for the process."""
         for _, error in self.failures:
-            if not isinstance(error, Exception):
+            if is_for_the_process(error):
                 raise error

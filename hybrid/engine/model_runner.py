@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.cuda_graphs import CapturedPasses, Ran
-from hybrid.engine.padding import Padding, padding_of
+from hybrid.engine.padding import MAX_CAPTURED_ROWS, Padding, padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states
 from hybrid.engine.results import Computed, PendingTokens, Result
@@ -25,9 +25,6 @@ from hybrid.engine.step import Step
 from hybrid.engine.verification import Verification
 from hybrid.errors import ClosedError
 from hybrid.kernels.cpu.threads import torch_on_one_thread
-
-MAX_CAPTURED_ROWS = 64
-"""Rows of a pass on a CPU from which on its launches do not matter: decoded tokens, and drafts."""
 
 
 class Pending(Protocol):
@@ -140,8 +137,9 @@ class ModelRunner:
         if under_way is not None:  # what is pending keeps its plan, and must not keep all passes before it
             plan = replace(plan, under_way=None)
         ran = self._post(plan, tokens) or self._run(plan, tokens)
-        if plan.has_drafts and ran.keep is not None:
-            verification = Verification(plan.parts, self._end_tokens, partial(self._keep, ran.keep))
+        if plan.has_drafts:
+            replay = partial(self._keep, ran.keep) if ran.keep is not None else None
+            verification = Verification(plan.parts, self._end_tokens, replay)
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
         computed = Computed(ran.logits, ran.sampling, ran.most_likely, plan.is_padded, finite, ran.posted)

@@ -37,6 +37,9 @@ MAX_ROWS_WITH_DRAFTS = 128
 """Decoded tokens and drafts of a step beyond which it is not padded: its graph keeps what its states are computed from,
 the inputs of all linear layers."""
 
+MAX_CAPTURED_ROWS = 64
+"""Rows of a pass on a CPU beyond which it is not captured: decoded tokens, and drafts. A row costs no less there."""
+
 
 class Padding(NamedTuple):
     """The sizes that a step is padded to.

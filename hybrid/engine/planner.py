@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Adapted, Batch, Embedded, Group, Unrolled
+from hybrid.engine.chains_ahead import ChainsAhead
 from hybrid.engine.padding import NO_PADDING, Padding, Rows, run_starts
 from hybrid.engine.pieces import ALIGNMENT, Layout, Pieces
 from hybrid.engine.request import Request
@@ -93,6 +94,7 @@ class Plan:
         targets: tokens whose log-probabilities are requested, by row of logits; -1: those that are chosen. None: all.
         under_way: the pass before, from which this one may continue; None: its results are known.
         pads_runs: `RUN_STARTS` is padded, too.
+        ahead: of the step.
     """
 
     numbers: Tensor
@@ -109,6 +111,7 @@ class Plan:
     targets: tuple[int, ...] | None = None
     under_way: UnderWay | None = None
     pads_runs: bool = False
+    ahead: ChainsAhead | None = None
 
     @property
     def not_read(self) -> tuple[str, ...]:
@@ -246,8 +249,7 @@ def plan(
 
     Args:
         step: its parts; prompt parts come first.
-        page_size: tokens of a page.
-        chunk_size: tokens of a chunk.
+        page_size, chunk_size: tokens of a page, and of a chunk.
         deterministic: results must not depend on the rest of the batch.
         padding: the sizes that the plan is padded to; None: it is not.
         pin: put the numbers into pinned memory, from which a GPU copies by itself.
@@ -292,6 +294,7 @@ def plan(
         targets=targets_of(sampled),
         under_way=under_way,
         pads_runs=shape.runs > 0,
+        ahead=step.ahead,
     )
 
 
@@ -421,7 +424,7 @@ def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, width: int) -> 
     pieces.add("prefills.seq_lens", [part.end for part in parts] + [0] * idle, count)
     pieces.add_array("prefills.block_table", _block_table(parts, idle, width))
     pieces.add("prefills.state_read", [part.lease.read_slot for part in parts] + [EMPTY_STATE] * idle, count)
-    pieces.add("prefills.state_write", [_write_slot(part) for part in parts] + [-1] * idle, count)
+    pieces.add("prefills.state_write", [part.write_slot for part in parts] + [-1] * idle, count)
 
 
 def _add_decodes(
@@ -432,7 +435,7 @@ def _add_decodes(
     table = _block_table(parts, idle, padding.width)
     if len(lengths) == len(parts):  # no drafts
         read: list[int | None] = [part.lease.read_slot for part in parts]
-        write = [_write_slot(part) for part in parts]
+        write = [part.write_slot for part in parts]
     else:
         read, write = _steps_of_drafts(parts)
         table = table.repeat([*map(len, positions), *[1] * idle], axis=0)
@@ -459,7 +462,7 @@ def _steps_of_drafts(parts: list[Part]) -> tuple[list[int | None], list[int | No
     read: list[int | None] = []
     write: list[int | None] = []
     for part in parts:
-        paths, known = part.paths, _write_slot(part)
+        paths, known = part.paths, part.write_slot
         read += [part.lease.read_slot, *[-1] * len(paths[0])]
         write += [known, *[-1] * len(paths[0])]
         for path in paths[1:]:
@@ -475,10 +478,6 @@ def _block_table(parts: list[Part], idle: int, width: int) -> np.ndarray:
     for row, own in zip(table, pages, strict=False):
         row[: len(own)] = own
     return table
-
-
-def _write_slot(part: Part) -> int | None:
-    return part.lease.back if part.swaps else part.lease.front
 
 
 def _slots(part: Part, positions: Sequence[int], page_size: int) -> list[int]:

@@ -17,11 +17,14 @@ import torch
 
 from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
-from hybrid.engine.predictor_passes import ChainNumbers, Found, PredictorPasses
+from hybrid.engine.chains_ahead import ChainsAhead, Found
+from hybrid.engine.predictor_passes import ChainNumbers, PredictorPasses, beliefs
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
 from hybrid.speculation.chances import CLAIMED, Claims
+from hybrid.speculation.config import MAX_DRAFTS
 from hybrid.speculation.drafter import ChainDrafter, History
+from hybrid.speculation.pace import clock_of
 
 ALTERNATIVES = 2
 """Tokens that are proposed for each position: the most probable ones. On a CPU the most probable one alone is: passes
@@ -43,12 +46,14 @@ class _Known:
         position: of the first token of the latest chain.
         tokens: of that chain.
         claimed: the probability that the predictor gave each.
+        asked: tokens that were asked for.
     """
 
     claims: Claims
     position: int = 0
     tokens: Sequence[int] = ()
     claimed: Sequence[float] = ()
+    asked: int = 0
 
     def compare(self, ids: Sequence[int]) -> None:
         """Compare the latest chain with the tokens that came, whether they were computed as drafts or not."""
@@ -89,6 +94,8 @@ class MtpDrafter(ChainDrafter):
         self._known: dict[History, _Known] = {}
         self._parts: dict[History, Part] = {}
         self._proposed: dict[History, Proposed] = {}
+        self._ahead: ChainsAhead | None = None
+        self._clock = clock_of(device.type)
 
     @property
     def name(self) -> str:
@@ -101,16 +108,49 @@ class MtpDrafter(ChainDrafter):
         self._proposed = {}
 
     def prepare(self, wanted: Sequence[tuple[History, int]]) -> None:
-        """Predict up to this many tokens after each of these histories, as far as there is memory for them."""
+        """Predict up to this many tokens after each of these histories, as far as there is memory for them, and as
+        they were not predicted in the call of the pass before."""
         asked, page_size = [], self._cache.config.page_size
+        ahead, self._ahead = self._ahead, None
+        rows = ahead.rows() if ahead is not None else {}
+        found = ahead.captured.found if ahead is not None and rows else None
+        self.seconds_before: float = ahead.seconds if ahead is not None and rows else 0.0
         for history, count in wanted:
+            if found is not None and history in rows:
+                row, most = rows[history]
+                self._proposed[history] = self._proposal(found, row, self._compared(history, count), min(count, most))
+                continue
             part = self._parts[history]
-            known = len(part.lease.block_table) * page_size
-            if part.end + count - 1 > known and not self._cache.reserve(part.lease, part.end + count - 1):
-                count = known - part.start
+            pages = len(part.lease.block_table) * page_size
+            if part.end + count - 1 > pages and not self._cache.reserve(part.lease, part.end + count - 1):
+                count = pages - part.start
             asked.append((part, count))
-        for (part, _), proposed in zip(asked, self._predict(asked), strict=True):
-            self._proposed[part.request.history] = proposed
+        if asked:
+            for (part, _), proposed in zip(asked, self._predict(asked), strict=True):
+                self._proposed[part.request.history] = proposed
+
+    def num_ahead(self, history: History) -> int:
+        """Tokens that may be predicted of a request in the call of its pass, after the tokens that the pass chooses."""
+        return self._known[history].asked if history in self._proposed else 0
+
+    def ahead(self, parts: Sequence[Part], verified: Sequence[Sequence[int]]) -> ChainsAhead | None:
+        """Chains that are computed in the call of the pass of these parts; None: they cannot be.
+
+        Args:
+            verified: of each part, as `hybrid.kernels.cpu.drafts.Verified.requests`.
+        """
+        histories = [part.request.history for part in parts]
+        known = [self._known[history] for history in histories]
+        most = max([min(each.asked, part.request.num_left - 2) for each, part in zip(known, parts, strict=True)])
+        if most <= 0:
+            return None
+        rates = [each.claims.rates for each in known]
+        width = self._passes.width(max([len(part.lease.block_table) for part in parts]))
+        captured = self._passes.captured((len(parts), width))
+        if captured is not None:
+            given = beliefs(rates, self.least), histories
+            self._ahead = ChainsAhead(captured, *given, min(most, MAX_DRAFTS), verified, self._clock)
+        return self._ahead
 
     def propose(self, history: History, limit: int) -> Proposed:
         """What was predicted, with its probabilities."""
@@ -119,22 +159,32 @@ class MtpDrafter(ChainDrafter):
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
         """What follows the last known token of each part, for each as many tokens as are asked for."""
         self._cache.memory.computing.settle()
-        tables, page_size = [part.lease.block_table for part, _ in asked], self._cache.config.page_size
-        width = self._passes.width(max(map(len, tables)))
-        numbers = ChainNumbers([self._row(part) for part, _ in asked], tables, width, page_size)
-        known = [self._compared(part.request.history) for part, _ in asked]
-        counts = [count for _, count in asked]
-        found = self._passes.chains(numbers, max(counts), [each.claims for each in known], self.least)
+        numbers, counts = self._numbers([part for part, _ in asked]), [count for _, count in asked]
+        histories = [part.request.history for part, _ in asked]
+        # as they were before the latest tokens came: chains may be computed in the call that chooses these
+        rates = [[*self._known_of(history).claims.rates] for history in histories]
+        known = [self._compared(history, count) for history, count in zip(histories, counts, strict=True)]
+        found = self._passes.chains(numbers, max(counts), rates, self.least)
         return [self._proposal(found, row, known[row], count) for row, count in enumerate(counts)]
 
-    def _compared(self, history: History) -> _Known:
-        """What is known of a request, up to its last token."""
+    def _numbers(self, parts: Sequence[Part]) -> ChainNumbers:
+        """Those of the last known tokens of parts."""
+        tables = [part.lease.block_table for part in parts]
+        width = self._passes.width(max(map(len, tables)))
+        return ChainNumbers([self._row(part) for part in parts], tables, width, self._cache.config.page_size)
+
+    def _known_of(self, history: History) -> _Known:
         known = self._known.get(history)
         if known is None:
             known = self._known[history] = _Known(self._claims.of_request())
-        elif known.tokens:
+        return known
+
+    def _compared(self, history: History, count: int) -> _Known:
+        """What is known of a request, up to its last token. `count` tokens after it are asked for."""
+        known = self._known_of(history)
+        if known.tokens:
             known.compare(history.ids)
-        known.position = len(history.ids)
+        known.position, known.asked = len(history.ids), count
         return known
 
     def _proposal(self, found: Found, row: int, known: _Known, most: int) -> Proposed:

@@ -5,27 +5,30 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from hybrid.batch import Batch, Group
 from hybrid.engine.capture import Capture
+from hybrid.engine.chains_ahead import CapturedChains, Found
 from hybrid.engine.cuda_graphs import CapturedModel
 from hybrid.engine.padding import Padding
 from hybrid.engine.pieces import ALIGNMENT
+from hybrid.kernels.cpu.kinds import VERIFIED
 from hybrid.kernels.ops import compiled_module
 from hybrid.memory.device import on_device
-from hybrid.speculation.chances import CLAIMS, Claims
+from hybrid.speculation.chances import CLAIMS, rate_of
 from hybrid.speculation.config import MAX_DRAFTS
 
 log: logging.Logger = logging.getLogger(__name__)
 
 MAX_PASSES = 64
 """Captured passes that are kept, at most; the one that was not used for longest goes."""
+
 
 COLUMNS = 6
 """Integers of a request, besides its page ids: as `hybrid.kernels.cpu.drafts.Chains.columns`."""
@@ -40,6 +43,9 @@ class ChainNumbers:
         tables: the page ids of each request.
         width: as many page ids are given of each.
         page_size: tokens of a page.
+
+    Attributes:
+        shape: number of requests, and `width`.
     """
 
     def __init__(
@@ -138,31 +144,14 @@ class Predicted(NamedTuple):
     hidden: Tensor
 
 
-Found = tuple[list[list[list[int]]], list[list[list[float]]]]
-"""Tokens and their probabilities, of each pass of a chain, each request, and each of the most probable ones."""
+@lru_cache
+def _width(num_pages: int) -> int:
+    return Padding.of(1, num_pages).width
 
 
-class _Captured(NamedTuple):
-    """A captured pass: what the host writes, what runs the pass, which continues the chain where it is run again, and
-    what the host reads. All that the pass reads must stay where it is.
-
-    Attributes:
-        values: integers, as `ChainNumbers.at`.
-        beliefs, control: as `Chains` has them.
-        program: the pass.
-        stop: the part of `control` that says that it is not run again.
-        tokens, claims: as `Chains` has them.
-        kept: what has the memory.
-    """
-
-    values: np.ndarray
-    beliefs: np.ndarray
-    control: np.ndarray
-    program: Any
-    stop: Tensor
-    tokens: np.ndarray
-    claims: np.ndarray
-    kept: tuple[object, ...]
+def beliefs(rates: Sequence[Sequence[float]], least: float) -> list[float]:
+    """As `hybrid.kernels.cpu.drafts.Chains` has them; the arguments are those of `PredictorPasses.chains`."""
+    return [least, *[1.0] * len(rates), *chain.from_iterable(rates)]
 
 
 class PredictorPasses:
@@ -195,8 +184,10 @@ class PredictorPasses:
         self._device = device
         self._alternatives = alternatives
         self._capture = capture
-        self._captured: OrderedDict[tuple[int, int], _Captured] = OrderedDict()  # in the order in which they were used
-        self._captured_model = CapturedModel(model)
+        self._captured: OrderedDict[tuple[int, int], CapturedChains] = (
+            OrderedDict()
+        )  # in the order in which they were used
+        self._captured_model = CapturedModel(model.mtp, model.model.embed_tokens, model.lm_head)
 
     @property
     def num_captured(self) -> int:
@@ -205,38 +196,45 @@ class PredictorPasses:
 
     def width(self, num_pages: int) -> int:
         """Columns of a block table of this many pages, such that few widths occur where passes are captured."""
-        return num_pages if self._capture is None else Padding.of(1, num_pages).width
+        return num_pages if self._capture is None else _width(num_pages)
 
-    def chains(self, numbers: ChainNumbers, most: int, claims: Sequence[Claims], least: float) -> Found:
+    def chains(self, numbers: ChainNumbers, most: int, rates: Sequence[Sequence[float]], least: float) -> Found:
         """Chains of tokens after each request.
 
         Args:
             numbers: of the requests.
             most: tokens of a chain.
-            claims: what is known of each request.
+            rates: how often the predictor was right about each request, by tenths of what it claims.
             least: on a CPU, where the host waits for each pass, there are no more of them once all chains are less
                 probable.
         """
-        captured = None
-        if self._capture is not None and not self._captured_model.is_hooked:
-            captured = self._captured.get(numbers.shape) or self._record(self._capture, numbers)
+        captured = self.captured(numbers.shape)
+        if captured is None and self._capture is not None and not self._captured_model.is_hooked:
+            captured = self._record(self._capture, numbers)
         if captured is None:
-            return self._launched(numbers, most, claims, least)
-        self._captured.move_to_end(numbers.shape)
+            return self._launched(numbers, most, rates, least)
         captured.values[:] = numbers.at(0)
-        captured.beliefs[:] = [least, *[1.0] * len(claims), *chain.from_iterable([each.rates for each in claims])]
+        captured.beliefs[:] = beliefs(rates, least)
         captured.control[:] = 0
-        captured.program.repeat(min(most, MAX_DRAFTS), captured.stop)
-        count = captured.control[0]
-        return captured.tokens[:count].tolist(), captured.claims[:count].tolist()
+        captured.run(min(most, MAX_DRAFTS))
+        return captured.found
 
-    def _launched(self, numbers: ChainNumbers, most: int, claims: Sequence[Claims], least: float) -> Found:
+    def captured(self, shape: tuple[int, int]) -> CapturedChains | None:
+        """The captured pass of this `ChainNumbers.shape`; None: it is not captured."""
+        if self._captured_model.is_hooked:
+            return None
+        captured = self._captured.get(shape)
+        if captured is not None:
+            self._captured.move_to_end(shape)
+        return captured
+
+    def _launched(self, numbers: ChainNumbers, most: int, rates: Sequence[Sequence[float]], least: float) -> Found:
         """The same, kernel by kernel."""
         before: Predicted | None = None
         passes: list[Predicted] = []
-        reached = [1.0] * len(claims)
+        reached = [1.0] * len(rates)
         for ahead in range(most):
-            inputs = self._inputs(numbers.at(ahead), len(claims))
+            inputs = self._inputs(numbers.at(ahead), len(rates))
             self._fill(inputs, before)
             logits, hidden = self._model.draft(inputs.batch(), inputs.hidden, self._kv)
             chances, tokens = logits.softmax(-1).topk(self._alternatives)
@@ -244,7 +242,9 @@ class PredictorPasses:
             passes.append(before)
             if self._device.type == "cpu":
                 first = chances[:, 0].tolist()
-                reached = [own * each.of(claimed) for own, each, claimed in zip(reached, claims, first, strict=True)]
+                reached = [
+                    own * rate_of(each, claimed) for own, each, claimed in zip(reached, rates, first, strict=True)
+                ]
                 if max(reached) < least:
                     break
         return [each.tokens.tolist() for each in passes], [each.chances.tolist() for each in passes]
@@ -262,20 +262,22 @@ class PredictorPasses:
             inputs.tokens.copy_(before.tokens[:, 0])
             inputs.hidden.copy_(before.hidden)
 
-    def _record(self, capture: Capture, numbers: ChainNumbers) -> _Captured | None:
+    def _record(self, capture: Capture, numbers: ChainNumbers) -> CapturedChains | None:
         """Capture a pass of this shape, which is run for that with these numbers. If it fails, no other is tried."""
         (count, width), values = numbers.shape, numbers.at(0)
-        host = torch.tensor(values)
-        inputs = PredictorInputs.of(host, count, self._states.new_empty(count, self._states.shape[1]))
+        host = torch.zeros(len(values) + VERIFIED * count + 2, dtype=torch.int64)
+        given = host[: len(values)]
+        given.copy_(torch.tensor(values))
+        inputs = PredictorInputs.of(given, count, self._states.new_empty(count, self._states.shape[1]))
         batch = inputs.batch()
         drafts: Any = compiled_module("drafts")
         memory: Any = compiled_module("memory")
         chains = drafts.Chains(
-            host[: len(values) - count * width].view(COLUMNS, -1),
+            given[: len(values) - count * width].view(COLUMNS, -1),
             inputs.block_table,
             chances=torch.empty(count),
             beliefs=torch.zeros(1 + count + count * CLAIMS),
-            control=torch.zeros(2, dtype=torch.int64),
+            control=host[-2:],
             tokens=torch.empty(MAX_DRAFTS, count, 1, dtype=torch.int64),
             claims=torch.empty(MAX_DRAFTS, count, 1),
         )
@@ -289,7 +291,7 @@ class PredictorPasses:
 
         try:
             run()  # what a model computes once is no part of the program
-            host.copy_(torch.tensor(values))  # they are those of the next token now
+            given.copy_(torch.tensor(values))  # they are those of the next token now
             program, _ = capture(run)
         except Exception as error:
             self._capture = None
@@ -297,14 +299,16 @@ class PredictorPasses:
             return None
         if len(self._captured) == MAX_PASSES:
             self._captured.popitem(last=False)
-        captured = self._captured[numbers.shape] = _Captured(
-            host.numpy(),
+        captured = self._captured[numbers.shape] = CapturedChains(
+            given.numpy(),
+            host[len(values) :].numpy(),
+            chains,
             chains.beliefs.numpy(),
             chains.control.numpy(),
-            program,
-            chains.control[1:],
             chains.tokens.numpy(),
             chains.claims.numpy(),
-            (inputs, batch, chains),
+            program,
+            self._page_size,
+            (inputs, batch),
         )
         return captured

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid.batch import StateSteps
 from hybrid.engine.capture import Capture
+from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.memory.device import on_device
 from hybrid.memory.pool import EMPTY_STATE
 
@@ -58,8 +59,8 @@ class ReplayOfAll:
     """Keeps the states after accepted drafts of a captured pass, by a captured replay.
 
     It reads the rows of the pass where they are, so that one capture serves whatever is accepted. It is for chains: an
-    accepted draft that reads no slot continues from the row before it. Rows that are not accepted keep nothing, and a
-    GPU does not compute those of them whose run reads no slot.
+    accepted draft that reads no slot continues from the row before it. Rows that are not accepted keep nothing: a CPU
+    leaves them out, and a GPU does not compute those of them whose run reads no slot.
 
     Args:
         rows: number of rows of the pass. The first one is not a draft.
@@ -80,7 +81,10 @@ class ReplayOfAll:
         self._starts = numbers[: count + 1] if runs is not None else None
         self._slots = numbers[count + 1 :].reshape(2, rows)
         self._nothing = np.full((2, rows), -1)
-        self._nothing[0, 0] = EMPTY_STATE  # there is no row before it
+        if runs is None:
+            self._nothing[0] = LEFT_OUT
+        else:
+            self._nothing[0, 0] = EMPTY_STATE  # there is no row before it
         self._host, self._numbers = host, host.to(device)
         self._steps = StateSteps(*self._numbers.split((count + 1, rows, rows)))
         self._launch = run
@@ -89,11 +93,21 @@ class ReplayOfAll:
 
     def keep(self, replay: Replay) -> None:
         """Keep the states after these drafts."""
+        self.captured()
+        self._write(replay)
+        self._run()
+
+    def captured(self) -> Callable[[], Tensor | None] | None:
+        """The captured replay; None: it is not captured."""
         if self._capture is not None:
             self._write(NOTHING)
             self._record(self._capture)
-        self._write(replay)
-        self._run()
+        return self._run if self._run != self._launched else None
+
+    @property
+    def slots(self) -> Tensor:
+        """`[2, rows]` the slots that are read and written, on the host."""
+        return self._host[-2 * self._slots.shape[1] :].view(2, -1)
 
     def _write(self, replay: Replay) -> None:
         """Write the numbers of the `StateSteps`: a run for each chain that is accepted, and for the rows in between."""
@@ -117,10 +131,16 @@ class ReplayOfAll:
         """Capture it, while nothing is kept."""
         self._capture = None
         try:
-            self._run, _ = capture(self._launched)
+            self._run, _ = capture(self._recorded)
         except Exception as error:
             log.warning("capturing a replay failed (%s: %s); it is launched", type(error).__name__, error)
 
     def _launched(self) -> Tensor:
+        """Where it is not captured, what computes it may not leave out rows: they read the empty state."""
+        read = self._steps.read
+        self._launch(self._steps._replace(read=torch.where(read == LEFT_OUT, EMPTY_STATE, read)))
+        return self._numbers
+
+    def _recorded(self) -> Tensor:
         self._launch(self._steps)
         return self._numbers

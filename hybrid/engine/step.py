@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hybrid.cache.lease import Lease
 from hybrid.engine.branches import Branches
+from hybrid.engine.chains_ahead import ChainsAhead
 from hybrid.engine.request import Request
 from hybrid.speculation.drafts import Drafts
 from hybrid.tree.node import Checkpoint
@@ -86,6 +87,11 @@ class Part:
         return [each for each in self.lease.captured if self.start < each.num_tokens <= self.end]
 
     @property
+    def write_slot(self) -> int | None:
+        """Where the pass keeps the state after its tokens, without drafts."""
+        return self.lease.back if self.swaps else self.lease.front
+
+    @property
     def is_alive(self) -> bool:
         """Whether the request still runs on the memory that the part was scheduled for."""
         return self.request.lease is self.lease
@@ -93,9 +99,14 @@ class Part:
 
 @dataclass(slots=True)
 class Step:
-    """What one forward pass computes: prompt parts first, then single tokens with their drafts."""
+    """What one forward pass computes: prompt parts first, then single tokens with their drafts.
+
+    Attributes:
+        ahead: what is drafted in the call of the pass, after the tokens that it chooses; None: nothing.
+    """
 
     parts: list[Part]
+    ahead: ChainsAhead | None = None
 
     def alive(self) -> Step:
         """The parts whose requests did not end, and were not retracted, since the step was scheduled."""

@@ -32,7 +32,7 @@ from hybrid.errors import (
     RequestError,
     SamplingError,
 )
-from hybrid.interrupts import check_stack, deferred_interrupts, has_stack
+from hybrid.interrupts import check_stack, deferred_interrupts, has_stack, is_for_the_process
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -428,7 +428,7 @@ class StepLoop:
         except Exception as failure:
             log.warning("a step that failed could not be undone", exc_info=True)
             self._mend(failure)
-        if isinstance(error, Exception) and not guard.was_interrupted:
+        if not is_for_the_process(error) and not guard.was_interrupted:
             self.is_retrying = True
             culprit = self._suspects.failed(guard.steps[0].parts)
             if culprit is not None:

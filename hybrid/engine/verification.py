@@ -20,10 +20,12 @@ class Verification:
     Args:
         parts: of the step, prompt parts first.
         end_tokens: the model's tokens that end an answer.
-        replay: computes the states of accepted drafts.
+        replay: computes the states of accepted drafts; None: the pass has done it.
     """
 
-    def __init__(self, parts: Sequence[Part], end_tokens: frozenset[int], replay: Callable[[Replay], None]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], end_tokens: frozenset[int], replay: Callable[[Replay], None] | None
+    ) -> None:
         self._parts = parts
         self._end_tokens = end_tokens
         self._replay = replay
@@ -41,6 +43,8 @@ class Verification:
 
     def keep(self, paths: Sequence[list[int]]) -> None:
         """Keep the states after the accepted drafts of each part. The front is after their last known token."""
+        if self._replay is None:
+            return
         replay, first = Replay([], [0], [], []), 0
         for part, path in zip(self._parts, paths, strict=True):
             if part.is_prefill:

@@ -192,7 +192,7 @@ class EngineThread:
             while not self._is_closing:
                 try:
                     self._advance()
-                except Exception as error:
+                except BaseException as error:
                     self._continue_after(error)
         except BaseException as error:
             log.exception("the thread of the engine ends with an error")
@@ -213,11 +213,11 @@ class EngineThread:
         self._deliver_outputs()
         self._failures = 0
 
-    def _continue_after(self, error: Exception) -> None:
+    def _continue_after(self, error: BaseException) -> None:
         """After an unexpected exception: what is not answered because of it ends with it, and nothing else.
 
         Raises:
-            Exception: this one, if it came again and again, or the cache is inconsistent.
+            BaseException: this one, if it came again and again, or the cache is inconsistent.
         """
         self._failures += not self.engine.is_retrying
         if self._failures == MAX_FAILURES or isinstance(error, AuditError):
@@ -225,7 +225,8 @@ class EngineThread:
         log.warning("an unexpected exception; the engine continues", exc_info=error)
         self._door.mend()
         with self._lock:  # what was asked up to now has its command in the queue, or had it
-            self._commands.put(partial(self._fail_lost, [*self._unanswered], [*self._calls], error))
+            own = error if isinstance(error, Exception) else _ended_nothing(error)
+            self._commands.put(partial(self._fail_lost, [*self._unanswered], [*self._calls], own))
             if self._is_asked_to_close:
                 self._commands.put(self._begin_to_close)
 
@@ -379,6 +380,15 @@ def _insist(function: Callable[[], None]) -> None:
     except BaseException:
         log.exception("ending the engine failed, and is tried again")
         function()
+
+
+def _ended_nothing(error: BaseException) -> RequestError:
+    """What readers get of `sys.exit` in a function that this thread called: their event loop would end by it."""
+    failure = RequestError(
+        f"{type(error).__name__}: {error} was raised in the engine's thread, and ends no process there"
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _caused_by(error: BaseException) -> ClosedError:

@@ -170,6 +170,10 @@ class ContinuationDrafter(Drafter):
         self._sources.pop(history, None)
         self._next_look.pop(history, None)
 
+    def clear(self) -> None:
+        """Forget what was read from the tree. How often it was right stays."""
+        self._sources.clear()
+
 
 class _Reading:
     """How far a history was read.
@@ -288,6 +292,13 @@ class GramDrafter(Drafter):
         self._learn(history, reading.piece)
         self._learned.absorb(reading.learned)
         self._readings.pop(history, None)
+
+    def clear(self) -> None:
+        """Forget all tokens but those of requests that run. How often n-grams were right stays."""
+        self._indices.clear()
+        self._size = 0
+        for reading in self._readings.values():
+            reading.source = None
 
     def _open(self, history: History) -> _Reading:
         """Begin with a history: what is known of it is not indexed again."""

@@ -81,10 +81,15 @@ class Claims(_Rates):
 
     def of(self, claimed: float) -> float:
         """The chance of a draft that was said to have this one."""
-        return self._rates[min(int(claimed * CLAIMS), CLAIMS - 1)] if claimed > 0 else 0.0  # it may be NaN
+        return rate_of(self._rates, claimed)
 
     def observe(self, claimed: float, is_right: bool) -> None:
         """A draft that was said to have this chance was right, or not."""
         kind = min(int(claimed * CLAIMS), CLAIMS - 1) if claimed > 0 else 0
         self._counts[kind] = count = min(self._counts[kind] + 1, MAX_TOKENS)
         self._rates[kind] += (is_right - self._rates[kind]) / count
+
+
+def rate_of(rates: Sequence[float], claimed: float) -> float:
+    """How often a draft that was said to have this chance was right, by the rates of `Claims`."""
+    return rates[min(int(claimed * CLAIMS), CLAIMS - 1)] if claimed > 0 else 0.0  # it may be NaN

@@ -81,12 +81,17 @@ class Drafter(ABC):
     def end(self, history: History) -> None:  # noqa: B027 - nothing by default
         """A request has ended: nothing more is proposed for its history."""
 
+    def clear(self) -> None:  # noqa: B027 - nothing by default
+        """The cache was cleared: the tokens of requests that have ended are to be forgotten."""
+
 
 class ChainDrafter(Drafter):
     """A drafter that computes chains in `prepare`, token by token, and knows how probable they are.
 
     Attributes:
         least: the chance of a chain below which one more token would not pay: set before each `prepare`.
+        seconds_before: in which chains were computed, before the latest `prepare`, that it has returned.
     """
 
     least: float = 0.0
+    seconds_before: float = 0.0

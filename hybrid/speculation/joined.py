@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hybrid.speculation.cached import CachedDrafter
 from hybrid.speculation.draft_tree import DraftTree
 from hybrid.speculation.drafter import ChainDrafter, Drafter, History
 from hybrid.speculation.pace import Acceptance
@@ -42,19 +43,22 @@ class Asked:
 
     Attributes:
         computes: it has something to compute for several requests together.
-        chains: it is a `ChainDrafter`.
+        chain, cached: the same, where it is of this type; None: it is not. To look at abstract types takes a while.
     """
 
     drafter: Drafter
     name: str
     computes: bool
-    chains: bool
+    chain: ChainDrafter | None
+    cached: CachedDrafter | None
 
     @classmethod
     def of(cls, drafter: Drafter) -> Asked:
         """For a drafter."""
         computes = type(drafter).prepare is not Drafter.prepare
-        return cls(drafter, drafter.name, computes, isinstance(drafter, ChainDrafter))
+        chain = drafter if isinstance(drafter, ChainDrafter) else None
+        cached = drafter if isinstance(drafter, CachedDrafter) else None
+        return cls(drafter, drafter.name, computes, chain, cached)
 
 
 @dataclass(eq=False, slots=True)

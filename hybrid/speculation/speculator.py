@@ -12,9 +12,10 @@ from operator import mul
 
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
+from hybrid.interrupts import is_for_the_process
 from hybrid.speculation.cached import NOTHING, CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
-from hybrid.speculation.drafter import ChainDrafter, Drafter, History
+from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
 from hybrid.speculation.joined import Asked, Joined, Known
 from hybrid.speculation.pace import MAX_WEIGHT, Acceptance, PassCost, Worth
@@ -50,6 +51,8 @@ class Speculator:
         drafters: who drafts, in the order in which they are asked.
         vocab_size: of the model.
         clock: seconds, by which drafters are timed.
+        max_rows: rows of a pass beyond which one more costs more than those before, if there is such a number: with
+            drafts that are chosen by what they cost it has no more.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class Speculator:
         drafters: Sequence[Drafter],
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        max_rows: int | None = None,
     ) -> None:
         self._config = config
+        self._max_rows = max_rows
         self._clock = clock
         self._cached = tuple([drafter for drafter in drafters if isinstance(drafter, CachedDrafter)])
         first = [*takewhile(lambda drafter: isinstance(drafter, CachedDrafter), drafters)]
@@ -147,7 +152,7 @@ class Speculator:
             is_asked = not (self._config.adaptive and known.is_left_out(known.passes + 1))
             for asked in self._others if is_asked else ():
                 is_due = not self._config.adaptive or known.measured[asked.name].is_due(known.passes + 1)
-                if is_due and not isinstance(asked.drafter, CachedDrafter):
+                if is_due and asked.cached is None:
                     return False
             drafts = None
             for drafter in self._cached if is_asked else ():
@@ -197,12 +202,14 @@ class Speculator:
             return [min(joined.limit, len(joined.tree)) for joined in trees]
         each = [joined.tree.chances[: joined.limit] for joined in trees]
         every = each[0] if len(each) == 1 else sorted(chain.from_iterable(each), reverse=True)
+        if self._max_rows is not None:
+            every = every[: max(self._max_rows - rows, 0)]
         worth = self._cost.worth(rows)
         count = worth.best(every)
         if count:
             self._cost.is_paid()
             self._gain += (max(worth.gain(every[:count], self._spent), 1.0) - self._gain) / MAX_WEIGHT
-        elif self._cost.is_doubted(rows, every[0]):
+        elif every and self._cost.is_doubted(rows, every[0]):
             count = 1
         if len(each) == 1:
             return [count]
@@ -259,16 +266,16 @@ class Speculator:
             if count > 0:
                 wanted.append((joined, count))
         longest, seconds = 1, 0.0
-        if isinstance(asked.drafter, ChainDrafter) and self._config.adaptive:
-            asked.drafter.least = self._gain * self._cost.least(rows, asked.name)
+        if asked.chain is not None and self._config.adaptive:
+            asked.chain.least = self._gain * self._cost.least(rows, asked.name)
         if asked.computes and wanted:
             found = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
             if found is None:
                 return
             seconds = found
         for joined, count in wanted:
-            if isinstance(asked.drafter, CachedDrafter):
-                drafts = self._ask_cached(asked.drafter, joined.history, count)
+            if asked.cached is not None:
+                drafts = self._ask_cached(asked.cached, joined.history, count)
                 if drafts is not None:
                     self._add(asked.name, joined, drafts)
                 continue
@@ -293,13 +300,13 @@ class Speculator:
 
     def _worth_asking(self, asked: Asked, joined: Joined, own: Acceptance, trees: Sequence[Joined], rows: int) -> int:
         """How many drafts to ask a drafter for that takes time for each, or where others have some; 0: for none."""
-        if not asked.chains or not joined.tree.is_empty:
+        if asked.chain is None or not joined.tree.is_empty:
             drafting = self._cost.drafting(asked.name) / len(trees)
             worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
             if not joined.tree.is_empty and not _pays(joined, own.rate, worth):
                 return 0
         count = joined.limit
-        if asked.chains:  # it ends a chain itself
+        if asked.chain is not None:  # it ends a chain itself
             return min(max(2 * own.longest, FIRST_CHAIN), count)
         if asked.computes and count > 0:
             count = own.count(count, worth, joined.known.passes)
@@ -312,13 +319,15 @@ class Speculator:
         started = self._clock()
         try:
             asked.drafter.prepare(wanted)
-        except Exception as error:
+        except BaseException as error:
+            if is_for_the_process(error):
+                raise
             for history, _ in wanted:
                 self._refuse(asked.name, history, error)
             return None
         seconds = self._clock() - started
         self._spent += seconds
-        return seconds
+        return seconds + asked.chain.seconds_before if asked.chain is not None else seconds
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""
@@ -345,7 +354,19 @@ class Speculator:
         for asked in self._all:
             try:
                 asked.drafter.end(history)
-            except Exception as error:
+            except BaseException as error:
+                if is_for_the_process(error):
+                    raise
+                self._count_refusal(asked.name, error)
+
+    def clear(self) -> None:
+        """The cache was cleared: drafters forget the tokens of requests that have ended."""
+        for asked in self._all:
+            try:
+                asked.drafter.clear()
+            except BaseException as error:
+                if is_for_the_process(error):
+                    raise
                 self._count_refusal(asked.name, error)
 
     def _ask(self, asked: Asked, history: History, count: int, limit: int) -> Drafts | None:
@@ -360,10 +381,12 @@ class Speculator:
             if not isinstance(proposed, tuple) or len(proposed) not in (2, 3):
                 raise ArgumentError(f"drafter {name}: propose must return (tokens, parents), got {proposed!r}")
             tokens, parents, *chances = proposed
-            if asked.chains and isinstance(parents, range):  # it is known, and needs no check
+            if asked.chain is not None and isinstance(parents, range):  # it is known, and needs no check
                 return Drafts.chain(tokens, name, chances[0]) if tokens else None
             drafts = checked(tokens, parents, name, limit if chances else count, self._vocab_size, *chances)
-        except Exception as error:
+        except BaseException as error:
+            if is_for_the_process(error):
+                raise
             self._refuse(asked.name, history, error)
             return None
         return drafts if len(drafts) else None
@@ -379,14 +402,14 @@ class Speculator:
             return None
         return Drafts.chain(proposed[0], drafter.name, proposed[2])
 
-    def _refuse(self, name: str, history: History, error: Exception) -> None:
+    def _refuse(self, name: str, history: History, error: BaseException) -> None:
         """What a drafter did is as if its draft had been wrong."""
         known = self._known[history]
         known.measured[name].observe(1, 0)
         known.measured[name].paid(False, known.passes)
         self._count_refusal(name, error)
 
-    def _count_refusal(self, name: str, error: Exception) -> None:
+    def _count_refusal(self, name: str, error: BaseException) -> None:
         stats = self._stats[name]
         if not stats.refused:
             log.warning("drafts are refused: %s: %s", type(error).__name__, error)
@@ -411,13 +434,14 @@ def make_speculator(
     vocab_size: int,
     mtp: Drafter | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    max_rows: int | None = None,
 ) -> Speculator | None:
     """The drafts that a configuration asks for; None: it asks for none.
 
     Args:
         mtp: drafts with the model's own predictor; None: it has none here. It is asked after the others, which cost
             less.
-        clock: seconds, by which drafters are timed.
+        clock, max_rows: as `Speculator` has them.
 
     Raises:
         ArgumentError: two drafters have the same name, or there is no predictor.
@@ -440,4 +464,6 @@ def make_speculator(
     names = [drafter.name for drafter in drafters]
     if len(set(names)) < len(names):
         raise ArgumentError(f"SpeculationConfig: drafters must have different names, got {names}")
-    return Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock)
+    own = Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock, max_rows)
+    cache.dependents.add(own)
+    return own

@@ -3,17 +3,15 @@
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import KINDS
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
-from hybrid.kernels.cpu.packed_kv import KEPT, UNPACKED
+from hybrid.kernels.cpu.dtypes import KEPT, KINDS
+from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.machine_code import Compiled
+from hybrid.kernels.cpu.sizes import TOKENS, UNPACKED
 from hybrid.kernels.cpu.tasks import bits, run
 from hybrid.kernels.reference import attention as twins
 
 MIN_SHARED = 1 << 16
 """Elements of keys that are worth a thread."""
-
-TOKENS = 16
-"""Tokens whose queries are taken together."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import KINDS
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
+from hybrid.kernels.cpu.dtypes import KINDS
+from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.reference import delta_rule as twins
 

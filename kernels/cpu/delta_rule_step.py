@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import KINDS
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
+from hybrid.kernels.cpu.dtypes import KINDS
+from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.tasks import run
 from hybrid.kernels.reference import delta_rule_step as twins
 
@@ -29,7 +30,7 @@ def gated_delta_step(
     state_read: Tensor,
     state_write: Tensor,
 ) -> Tensor:
-    """`reference.gated_delta_step`."""
+    """`reference.gated_delta_step`; a token that reads `LEFT_OUT` is not computed, where this is compiled."""
     of_one_type = (mixed, a, b, weight, dt_bias, conv)
     is_known = mixed.dtype in DTYPES and all(tensor.dtype == mixed.dtype for tensor in of_one_type)
     heads, key_dim, value_dim = recurrent.shape[1:]

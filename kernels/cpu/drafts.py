@@ -6,8 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import FLOAT, KINDS
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
+from hybrid.kernels.cpu.dtypes import KINDS
+from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.kinds import FLOAT
+from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.tasks import run
 
 MIN_SHARED = 1 << 16
@@ -15,6 +17,7 @@ MIN_SHARED = 1 << 16
 
 _most_likely = Compiled(f"{COMPILED}.drafts", "most_likely")
 _choose_drafts = Compiled(f"{COMPILED}.drafts", "choose_drafts")
+_accept_drafts = Compiled(f"{COMPILED}.drafts", "accept_drafts")
 _continue_chains = Compiled(f"{COMPILED}.drafts", "continue_chains")
 
 
@@ -73,6 +76,48 @@ class Chains(NamedTuple):
     control: Tensor
     tokens: Tensor
     claims: Tensor
+
+
+class Verified(NamedTuple):
+    """The rows of a pass with drafts, R of N sequences, and where it is kept which of them are accepted.
+
+    Attributes:
+        drafted: `[R]` int64, the token of each row: of each sequence the last known one, and then its drafts.
+        chosen: `[R]` int64, the token that the model chooses after each; negative: there is none.
+        positions, lengths: `[R]` int64, the rotary position of each, and the sequence's length up to it.
+        block_table: `[R, max_pages]` int64, the page ids of its sequence.
+        requests: `[N, VERIFIED]` int64: of each sequence its first row, its number of drafts, the slot that has the
+            state after the last known token, and the one that is to have that after its accepted drafts if they are
+            more than the next number (negative: there is none), after which the state stays in the first one; the
+            tokens for which it has pages; at last the number of accepted drafts, which is written.
+        slots: `[2, R]` int64, the state slots that a replay of all rows reads and writes; written. A row that is not
+            accepted reads `LEFT_OUT`.
+    """
+
+    drafted: Tensor
+    chosen: Tensor
+    positions: Tensor
+    lengths: Tensor
+    block_table: Tensor
+    requests: Tensor
+    slots: Tensor
+
+
+def accept_drafts(verified: Verified, chains: Chains, page_size: int) -> None:
+    """Accept the drafts that are the tokens chosen before them, up to the first one of each sequence that is not, and
+    write the numbers of a chain after the tokens chosen then.
+
+    Args:
+        verified: all contiguous; the numbers of accepted drafts and the slots of their replay are written.
+        chains: the columns and the block table are written.
+        page_size: tokens of a page.
+    """
+    tensors = *verified, chains.columns, chains.block_table
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    (count, own_width), (rows, width) = chains.block_table.shape, verified.block_table.shape
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    sizes = count, rows, chains.columns.shape[1], width, own_width, page_size
+    run(_accept_drafts, FLOAT, (*addresses, *sizes), 1, 1, 1)
 
 
 def continue_chains(chains: Chains, page_size: int) -> None:

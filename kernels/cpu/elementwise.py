@@ -4,9 +4,10 @@
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import KINDS
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
-from hybrid.kernels.cpu.packed_kv import KEPT, UNPACKED
+from hybrid.kernels.cpu.dtypes import KEPT, KINDS
+from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.machine_code import Compiled
+from hybrid.kernels.cpu.sizes import UNPACKED
 from hybrid.kernels.cpu.tasks import bits, run
 from hybrid.kernels.reference import elementwise as twins
 

@@ -1,17 +1,21 @@
-"""What memory holds, as compiled code names it: from the kinds of its arguments it is known what to compile."""
-
-import torch
+"""What memory holds, as compiled code names it: from the kinds of its arguments it is known what to compile. No torch:
+what compiles does without it."""
 
 Kind = str | tuple[str, str]
 """Numba's name of a type of numbers, or those of two."""
 
 INTEGER, FLOAT = "int64", "float32"
 
-KINDS: dict[torch.dtype, str] = {torch.float32: FLOAT, torch.bfloat16: "uint16", torch.int8: "int8"}
-"""The kind of numbers in memory of a type; arithmetic is fp32."""
+HALF, BYTE = "uint16", "int8"
+"""Of bfloat16 numbers, and of int8 ones; arithmetic is fp32."""
 
-SIGNATURES: tuple[Kind, ...] = (
-    *KINDS.values(),
-    *((first, second) for first in KINDS.values() for second in KINDS.values()),
-)
+KINDS = (FLOAT, HALF, BYTE)
+
+SIGNATURES: tuple[Kind, ...] = (*KINDS, *((first, second) for first in KINDS for second in KINDS))
 """The kinds that operations are compiled for: of one type of numbers, or of a weight and an output."""
+
+LEFT_OUT = -2
+"""In the place of the slot that a token's state continues from, on a CPU: nothing of the token is needed."""
+
+VERIFIED = 7
+"""Numbers of a sequence whose drafts are accepted: as `hybrid.kernels.cpu.drafts.Verified.requests`."""

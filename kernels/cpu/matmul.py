@@ -4,22 +4,16 @@
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import KINDS
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
+from hybrid.kernels.cpu.dtypes import KINDS
+from hybrid.kernels.cpu.functions import COMPILED, PRODUCTS
+from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.panels import MIN_SHARED, multiply_panels
+from hybrid.kernels.cpu.sizes import COLUMNS
 from hybrid.kernels.cpu.target import HAS_FMA, HAS_PAIRS, HAS_WIDE_REGISTERS, LANES
 from hybrid.kernels.cpu.tasks import run
 
 MANY_ROWS = 96 if HAS_WIDE_REGISTERS else 40
 """Rows of x from which on it is worth to copy them and the weight first (`hybrid.kernels.cpu.panels`)."""
-
-COLUMNS = 12
-"""Rows of a weight that few rows of x are multiplied with before the next ones; tiles divide it."""
-
-PAIRS = {(torch.float32, torch.float32)} | {
-    (weight, x) for weight in (torch.bfloat16, torch.int8) for x in (torch.float32, torch.bfloat16)
-}
-"""Types of a weight and of x that can be multiplied. The first product of each is compiled."""
 
 _multiply = Compiled(f"{COMPILED}.matmul", "multiply")
 _widen_pairs = Compiled(f"{COMPILED}.matmul", "widen_pairs")
@@ -29,7 +23,7 @@ _widen = Compiled(f"{COMPILED}.matmul", "widen")
 def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
     """Whether rows of a type can be multiplied with a weight `[out, in]`: types that are known, the weight on a CPU and
     stored by rows, and the CPU adds products with one rounding."""
-    is_known = HAS_FMA and (weight.dtype, dtype) in PAIRS
+    is_known = HAS_FMA and (KINDS.get(weight.dtype), KINDS.get(dtype)) in PRODUCTS
     return is_known and weight.device.type == "cpu" and weight.stride(-1) == 1
 
 

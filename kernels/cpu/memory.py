@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import FLOAT, KINDS
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
+from hybrid.kernels.cpu.dtypes import KINDS
+from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.kinds import FLOAT
+from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.tasks import Task, run
 from hybrid.kernels.reference import memory as twins
 
@@ -24,7 +26,7 @@ _widen = Compiled(f"{COMPILED}.memory", "widen")
 
 
 def shift_rows(x: Tensor, state: Tensor, cu_seqlens: Tensor, state_read: Tensor, state_write: Tensor) -> Tensor:
-    """`reference.shift_rows`."""
+    """`reference.shift_rows`; a token that reads `LEFT_OUT` is not computed, where this is compiled."""
     tokens, size = x.shape
     lies_right = x.stride(-1) == 1 and state.stride(-1) == 1
     if x.dtype not in DTYPES or state.dtype != x.dtype or not lies_right:

@@ -7,8 +7,9 @@ part of the program of a captured pass (`hybrid.kernels.cpu.capture`).
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.kinds import KINDS
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
+from hybrid.kernels.cpu.dtypes import KINDS
+from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.tasks import bits, run
 
 MIN_SHARED = 1 << 12

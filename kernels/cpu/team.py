@@ -21,7 +21,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from queue import SimpleQueue
 
-from hybrid.kernels.cpu.machine_code import COMPILED, Compiled
+from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.machine_code import Compiled
 
 PATIENCE = 0.005
 """Seconds that a thread looks for the next program before it sleeps."""

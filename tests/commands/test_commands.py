@@ -18,10 +18,12 @@ import torch
 from rich.console import Console
 
 from hybrid import CacheConfig, Engine, HybridCache, RequestOutput
-from hybrid.commands import demo, parity, stress
+from hybrid.commands import demo, parity, parity_files, stress
 from hybrid.commands.checkpoints import check_checkpoints
 from hybrid.commands.command import Command
+from hybrid.commands.judge import Judge
 from hybrid.commands.main import COMMANDS, main
+from hybrid.commands.random_checkpoints import FAMILIES, random_model
 from hybrid.commands.toy_model import ToyPending, ToyRunner
 from hybrid.commands.workload import Report, Stress
 from hybrid.engine.scheduler import Scheduler
@@ -42,6 +44,17 @@ def test_parity_passes_on_the_model_inside_the_package(capsys: pytest.CaptureFix
     assert result["passed"]
     assert len(result["checks"]) == 39
     assert all(check["hit_tokens"] for check in result["checks"][3:])
+
+
+def test_parity_finds_a_memory_with_tiers_whatever_the_sizes_of_a_page_and_a_state_are(tmp_path: Path) -> None:
+    """Here a page is a little smaller than a state, so that pieces of one budget hold several of both."""
+    sizes = {"hidden_size": 160, "head_dim": 40, "num_attention_heads": 6, "num_key_value_heads": 2}
+    sizes |= {"linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 16}
+    family = FAMILIES["qwen3_5_text"]
+    random_model(replace(family, settings={**family.settings, **sizes})).save_pretrained(tmp_path)
+    engine = Engine.from_pretrained(tmp_path, dtype="bfloat16", cache=CacheConfig(memory="64MiB", deterministic=True))
+    check = Judge(engine).attempt(parity_files.to_host_memory_and_back)
+    assert check.passed, check
 
 
 def only_repeated_prompts(patch: pytest.MonkeyPatch) -> None:
@@ -167,6 +180,14 @@ def test_stress_on_the_model_finds_every_checkpoint_exact(seed: int) -> None:
     assert report.checked_checkpoints > 0
 
 
+@pytest.mark.parametrize("seed", [8, 9])  # both modes, with a drafter that lies
+def test_stress_on_the_model_in_bfloat16_is_clean(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("stress", "--dtype", "bfloat16", "--no-signals", "--operations", "80", "--seed", str(seed))
+    status, report = run_json(capsys, *arguments)
+    assert status == 0, report
+    assert report["checked_checkpoints"] > 0
+
+
 def test_stress_counts_what_leaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     finish = Stress.finish
 
@@ -277,6 +298,19 @@ def test_generate_continues_prompts(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(output["token_ids"]) <= 5 for output in result["outputs"]] == [True, True]
     assert main([*arguments, "--chat", "--temperature", "1", "--seed", "3"]) == 0
     assert "tokens cached" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("speculation", ["cache", "mtp", "cache+mtp"])
+def test_generate_drafts(speculation: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("generate", "tiny", "1, 1, 1, 1, 1, 1,", "--max-new-tokens", "24", "--memory", "64MiB")
+    plain, drafted = (
+        run_json(capsys, *arguments, *more)[1]["outputs"][0] for more in ((), ("--speculation", speculation))
+    )
+    assert drafted["token_ids"] == plain["token_ids"]
+    assert plain["drafted_tokens"] == plain["accepted_tokens"] == 0
+    assert 0 < drafted["accepted_tokens"] <= drafted["drafted_tokens"]
+    assert main([*arguments, "--speculation", speculation]) == 0
+    assert re.search(r"24 tokens \(\d+ of \d+ drafts accepted\), length; ", capsys.readouterr().out)
 
 
 def test_generate_prints_an_answer_while_it_is_computed(
@@ -497,6 +531,23 @@ def test_a_file_is_computed_again_in_the_type_it_was_made_in(
     assert result["checked"] >= 2
     assert main(["cache", "check", str(path), "--dtype", "float32"]) == 2
     assert "bfloat16" in capsys.readouterr().err
+
+
+def test_a_file_of_the_other_mode_is_compared_within_the_rounding_of_its_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What decode steps have made is in it; of another token it is found out."""
+    config, path = CacheConfig(memory="16MiB", page_size=16, chunk_size=16, deterministic=False), tmp_path / "fast"
+    with Engine.from_pretrained("tiny", device="cpu", dtype="bfloat16", cache=config) as engine:
+        answer(engine, [*range(3, 23)], greedy(30))
+        engine.save(path)
+    status, result = run_json(capsys, "cache", "check", str(path))
+    assert (status, result["wrong"], result["unchecked"]) == (0, [], [])
+    assert result["checked"] >= 2
+    archive = read_archive(path)
+    replace(archive, checkpoints=archive.checkpoints.roll(1, 0)).write(path)
+    status, result = run_json(capsys, "cache", "check", str(path))
+    assert status == 1 and any("recurrent states" in line for line in result["wrong"])
 
 
 @pytest.mark.parametrize("what", ["pages", "checkpoints"])

@@ -133,6 +133,11 @@ def test_aborting_an_unknown_request_is_refused(engine: Engine) -> None:
     assert [output.finish_reason for output in engine.step()] == ["abort"]
 
 
+def test_a_path_that_the_system_refuses_is_not_a_checkpoint() -> None:
+    with pytest.raises(CheckpointError, match="cannot be opened: File name too long"):
+        Engine.from_pretrained("a" * 5000)
+
+
 def test_wrong_engine_arguments_are_refused(tiny: Engine) -> None:
     with pytest.raises(ArgumentError, match="at least 18 with max_num_seqs=2, got 17"):
         Engine(tiny.loaded, tiny.cache, EngineConfig(max_num_seqs=2, max_num_batched_tokens=17))

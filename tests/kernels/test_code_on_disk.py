@@ -3,17 +3,32 @@
 import json
 import os
 import pwd
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 machine_code = pytest.importorskip("hybrid.kernels.cpu.machine_code")
 
 from hybrid.kernels.cpu import kept, target  # noqa: E402
+from hybrid.kernels.cpu.compiled.build import compiled  # noqa: E402
+from hybrid.kernels.cpu.functions import COMPILED, Function, functions  # noqa: E402
+from hybrid.kernels.cpu.kinds import HALF, INTEGER  # noqa: E402
+from hybrid.kernels.cpu.processes import compile_all  # noqa: E402
+
+TAKE, COMPUTE, ATTEND = (
+    Function(f"{COMPILED}.{module}", name, kinds)
+    for module, name, kinds in (
+        ("memory", "take", (INTEGER, HALF, INTEGER, INTEGER)),
+        ("team", "compute", (INTEGER,) * 4),
+        ("attention", "attend", (INTEGER, HALF, INTEGER, INTEGER)),
+    )
+)
 
 PROGRAM = """
 import json, sys, torch
@@ -102,6 +117,58 @@ def test_two_processes_that_compile_at_once_do_not_disturb_each_other(tmp_path: 
     assert run(tmp_path) == [False, *first[1:]]
 
 
+def test_processes_without_torch_compile_the_same_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    unknown = Function(f"{COMPILED}.memory", "nothing", (INTEGER,))
+    assert dict(compile_all([TAKE, unknown, COMPUTE])) == {each: compiled(each) for each in (TAKE, COMPUTE)}
+
+
+def test_where_no_process_runs_nothing_is_compiled_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("/nowhere", shutil.which("false") or "/nowhere"):
+        monkeypatch.setattr(sys, "executable", program)
+        assert [*compile_all([TAKE, COMPUTE])] == []
+
+
+def test_processes_that_compile_end_with_who_waits_for_them() -> None:
+    before = {*psutil.Process().children()}
+    codes = compile_all([ATTEND, COMPUTE])
+    monitored = []
+    if (os.cpu_count() or 1) > 1:
+        assert next(codes)[0] == COMPUTE
+        monitored = [*{*psutil.Process().children()} - before]
+        assert monitored
+    codes.close()
+    assert psutil.wait_procs(monitored, timeout=5)[1] == []
+
+
+def test_code_compiled_in_advance_is_used_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "folder", lambda: None)
+    assert [*machine_code.compile_in_advance([TAKE])] == [TAKE]
+    assert TAKE not in machine_code.missing(functions(HALF, False))
+    monkeypatch.setitem(sys.modules, f"{COMPILED}.build", None)  # it cannot be imported
+    assert machine_code.Compiled(*TAKE[:2]).address(*TAKE.arguments)
+
+
+def test_what_two_compile_in_advance_at_once_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compile_one = machine_code.compile_all
+    asked: list[Function] = []
+
+    def counted(wanted: list[Function]) -> Any:
+        asked.extend(wanted)
+        return compile_one(wanted)
+
+    monkeypatch.setattr(kept, "folder", lambda: tmp_path / "code")
+    monkeypatch.setattr(machine_code, "compile_all", counted)
+    with ThreadPoolExecutor() as both:
+        found = both.map(lambda _: [*machine_code.compile_in_advance([COMPUTE])], range(2))
+        assert [*found] == [[COMPUTE]] * 2
+    assert asked == [COMPUTE]
+    with kept.alone():
+        monkeypatch.setattr(kept, "MAX_WAIT", 0.1)
+        assert [*machine_code.compile_in_advance([COMPUTE])] == [COMPUTE]
+
+
 def test_what_compiles_is_not_imported_where_all_code_is_on_disk() -> None:
     """The code is where tests keep it, and is compiled by the first process if they have not run before."""
     folder = kept.folder()
@@ -121,12 +188,12 @@ def test_the_cpu_is_asked_for_once_and_again_where_the_system_describes_another_
 ) -> None:
     monkeypatch.setattr(target, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(kept, "folder", lambda: tmp_path / "kept")
-    expected, files = target.target(), []
+    expected, files = target.compiler(), []
     for described in ("model name: A\ncpu MHz: 1\n\n", "model name: A\ncpu MHz: 2\n\n", "model name: B\n\n"):
         target.CPUINFO.write_text(described, encoding="utf-8")
-        assert target.target.__wrapped__() == expected
+        assert target.compiler.__wrapped__() == expected
         files.append(len([*kept.folder().iterdir()]))
     assert files == [1, 1, 2]
     target.CPUINFO.unlink()
-    assert target.target.__wrapped__() == expected
+    assert target.compiler.__wrapped__() == expected
     assert len([*kept.folder().iterdir()]) == 2

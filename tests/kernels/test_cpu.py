@@ -12,6 +12,7 @@ from torch import Tensor
 from hybrid.kernels import reference
 from hybrid.kernels.cpu import attention, convolution, delta_rule, delta_rule_step, elementwise, experts, matmul
 from hybrid.kernels.cpu.compiled.panels import MAX_NEAR
+from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
 from support.tensors import ints, poisoned_pages, same_bits, starts_of
 
@@ -438,20 +439,33 @@ def test_a_decode_step_of_a_linear_layer_agrees_with_its_twin_and_is_by_itself(
         assert all(same_bits(pool[slot], together[slot]) for pool, together in zip(pools, ours, strict=True))
 
 
-def test_tokens_that_follow_each_other_are_those_of_single_steps() -> None:
-    layer = Layer((2, 4), (12, 20), 4, torch.float32)
-    tokens, pools, one_by_one = layer.tokens(3), layer.pools(), layer.pools()
-    y = delta_rule_step.gated_delta_step(
-        *tokens, *layer.weights, *pools, starts_of([3]), ints([1, -1, 5]), ints([-1, 5, 6])
-    )
-    for at, (read, write) in enumerate(((1, 7), (7, 5), (5, 6))):
+@pytest.mark.parametrize(
+    ("dims", "reads", "writes"),
+    [
+        ((12, 20), [1, -1, 5], [-1, 5, 6]),
+        ((12, 72), [1, *[-1] * 18, 2, -1], [-1, 1, *[-1] * 8, 5, *[-1] * 6, 1, -1, -1, 6]),
+        ((12, 20), [-2, 1, -1, -2, -2, 2, -1, -2], [-1, 1, 5, -1, -1, -1, 6, -1]),
+    ],
+    ids=["a slot is read where it was written", "long, of several requests, not all kept", "some are left out"],
+)
+def test_tokens_that_follow_each_other_are_those_of_single_steps(
+    dims: tuple[int, int], reads: list[int], writes: list[int]
+) -> None:
+    layer, count = Layer((2, 4), dims, 4, torch.float32), len(reads)
+    tokens, pools, one_by_one = layer.tokens(count), layer.pools(), layer.pools()
+    y = delta_rule_step.gated_delta_step(*tokens, *layer.weights, *pools, starts_of([count]), ints(reads), ints(writes))
+    slot = -1
+    for at, (read, write) in enumerate(zip(reads, writes, strict=True)):
+        if read == LEFT_OUT:
+            continue
         own = tuple(part[at : at + 1] for part in tokens)
+        before, slot = read if read >= 0 else slot, write if write >= 0 else 7
         step = delta_rule_step.gated_delta_step(
-            *own, *layer.weights, *one_by_one, starts_of([1]), ints([read]), ints([write])
+            *own, *layer.weights, *one_by_one, starts_of([1]), ints([before]), ints([slot])
         )
         assert same_bits(step, y[at : at + 1])
     for pool, single in zip(pools, one_by_one, strict=True):
-        assert same_bits(pool[[5, 6]], single[[5, 6]])
+        assert same_bits(pool[:7], single[:7])
 
 
 # Prompts

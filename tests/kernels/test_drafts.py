@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hybrid.kernels.cpu.drafts import Chains, choose_drafts, continue_chains, most_likely
-from hybrid.kernels.cpu.memory import take_rows
+from hybrid.kernels.cpu.drafts import Chains, Verified, accept_drafts, choose_drafts, continue_chains, most_likely
+from hybrid.kernels.cpu.kinds import LEFT_OUT
+from hybrid.kernels.cpu.memory import shift_rows, take_rows
 from support.tensors import ints, same_bits
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,3 +91,51 @@ def test_chains_continue_where_they_have_pages_and_are_worth_it() -> None:
     chains.columns[0] = torch.tensor([104, 204])
     continue_chains(chains, 4)  # there is no place for a fourth pass
     assert chains.tokens[:, :, 0].tolist() == [[101, 201], [102, 202], [104, 204]]
+
+
+def test_drafts_are_accepted_up_to_the_first_that_is_another_token() -> None:
+    """Four sequences, pages of four tokens: none of two drafts is right; two of three, beyond a boundary after the
+    first one; one without a draft, of which nothing is chosen; both of two, before a boundary and after the last
+    page."""
+    tables, ends = [[5, 2, 9], [3, 7, 6], [1, 0, 0], [8, 4, 0]], [12, 12, 4, 8]
+    nothing = (torch.zeros(0),) * 2 + (torch.zeros(0, dtype=torch.int64),) * 3
+    chains = Chains(torch.full((6, 4), 77), torch.full((4, 4), 77), *nothing)
+    counts, starts = [3, 4, 1, 3], [7, 6, 3, 6]
+    requests = [[0, 2, 10, 0, -1], [3, 3, 11, 21, 1], [7, 0, 12, 0, -1], [8, 2, 13, 23, 2]]
+    lengths = [start + at for start, count in zip(starts, counts, strict=True) for at in range(count)]
+    verified = Verified(
+        torch.tensor([50, 51, 52, 60, 61, 62, 63, 70, 80, 81, 82]),
+        torch.tensor([99, 52, 53, 61, 62, 90, 91, -2, 81, 82, 83]),
+        torch.tensor([length + 99 for length in lengths]),
+        torch.tensor(lengths),
+        torch.tensor([table for table, count in zip(tables, counts, strict=True) for _ in range(count)]),
+        torch.tensor([[*own, end, 77] for own, end in zip(requests, ends, strict=True)]),
+        torch.full((2, 11), 77),
+    )
+    accept_drafts(verified, chains, 4)
+    assert verified.requests[:, -1].tolist() == [0, 2, 0, 2]
+    left = LEFT_OUT
+    assert verified.slots.tolist() == [
+        [left, left, left, left, 11, -1, left, left, left, 13, -1],
+        [-1, -1, -1, -1, 11, 21, -1, -1, -1, -1, 13],
+    ]
+    assert chains.columns.tolist() == [
+        [99, 90, 0, 83],
+        [107, 108, 103, 108],
+        [2 * 4 + 3, 6 * 4, 1 * 4 + 3, -1],
+        [8, 9, 4, 8],
+        [10, 21, 12, 13],
+        ends,
+    ]
+    assert chains.block_table.tolist() == [[*table, 0] for table in tables]
+
+
+def test_rows_of_a_replay_that_are_left_out_change_nothing() -> None:
+    """Those before and after an accepted run, and of a request of which nothing is accepted."""
+    x, state = torch.randn(5, 24), torch.randn(4, 24)
+    expected = state.clone()
+    expected[2] = x[2]
+    reads, writes = [LEFT_OUT, 1, -1, LEFT_OUT, LEFT_OUT], [-1, -1, 2, -1, -1]
+    output = shift_rows(x, state, torch.arange(6), torch.tensor(reads), torch.tensor(writes))
+    assert same_bits(state, expected)
+    assert same_bits(output[2], x[1])

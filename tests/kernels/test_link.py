@@ -17,8 +17,8 @@ import llvmlite.binding
 from hybrid.kernels.cpu import delta_rule_step, image, llvm, tasks
 from hybrid.kernels.cpu.compiled import build
 from hybrid.kernels.cpu.compiled.link import RELOCATIONS, ObjectFile, link
+from hybrid.kernels.cpu.functions import COMPILED, Function
 from hybrid.kernels.cpu.kinds import INTEGER, SIGNATURES
-from hybrid.kernels.cpu.machine_code import COMPILED
 from hybrid.kernels.cpu.team import compute
 from support.tensors import same_bits
 
@@ -109,10 +109,11 @@ def test_an_image_has_the_bits_of_llvms_linker() -> None:
     tasks.recorder.reset(token)
     (task,) = recorded
     expected, args = [y.clone(), conv.clone(), recurrent.clone()], array("q", task.numbers)
-    code = build.object_file(f"{COMPILED}.delta_rule_step", "step", (INTEGER, task.kind, INTEGER, INTEGER), "step")
-    made = link(code, "step")
+    step = Function(f"{COMPILED}.delta_rule_step", "step", (INTEGER, task.kind, INTEGER, INTEGER))
+    code = build.object_file(step)
+    made = link(code, step.symbol)
     assert made is not None and {"aligned_alloc", "expf"} <= {*made.symbols} and made.pointers
-    for address in (llvm.link(code, "step"), image.load(made)):
+    for address in (llvm.link(code, step.symbol), image.load(made)):
         y.fill_(float("nan"))
         conv.copy_(before[0])
         recurrent.copy_(before[1])

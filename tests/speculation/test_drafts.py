@@ -1,13 +1,16 @@
 """Drafts, their check, and which of them are accepted."""
 
 from array import array
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hybrid import ArgumentError, Drafter, SpeculationConfig
+from hybrid import ArgumentError, Drafter, History, Key, SpeculationConfig
 from hybrid.speculation.drafts import Drafts, accepted, checked
+from hybrid.speculation.speculator import Speculator
 
 
 def made(tokens: tuple[int, ...], parents: tuple[int, ...]) -> Drafts:
@@ -127,3 +130,23 @@ def test_a_configuration_needs_a_drafter() -> None:
         SpeculationConfig(drafters=())
     assert SpeculationConfig.of(None) is None
     assert SpeculationConfig.of("cache") == SpeculationConfig()
+
+
+class Sure(Drafter):
+    """Drafts as many tokens as it may, each of which is right with a chance of 0.99."""
+
+    def propose(self, history: History, limit: int) -> tuple[list[int], range, list[float]]:
+        return [7] * limit, range(-1, limit - 1), [0.99] * limit
+
+
+@pytest.mark.parametrize(("requests", "counts"), [(1, {15: 1}), (8, {7: 8}), (40, {0: 16, 1: 24}), (80, {0: 80})])
+def test_drafts_fill_a_pass_up_to_the_rows_that_cost_more(requests: int, counts: dict[int, int]) -> None:
+    drafter = Sure()
+    speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000, max_rows=64)
+    histories = [History(ids := array("i", [1]), 1, "", partial(Key.of, ids)) for _ in range(requests)]
+    for _ in range(3):
+        speculator.timed(requests, 1.0)
+        speculator.timed(requests + 1, 1.001, 1)
+    for _ in range(4):  # a pass without room for drafts is no reason to doubt what they cost
+        proposed = speculator.propose_all([(history, 30) for history in histories], requests)
+        assert Counter(len(drafts or ()) for drafts in proposed) == counts

@@ -8,7 +8,6 @@ the others: a token's bits depend on its own sequence alone, however prompts are
 
 import numpy as np
 
-from hybrid.kernels.cpu.attention import TOKENS
 from hybrid.kernels.cpu.compiled.build import compiled_inline
 from hybrid.kernels.cpu.compiled.matmul import multiply_rows
 from hybrid.kernels.cpu.compiled.packed_kv import unpack
@@ -25,7 +24,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     put,
     release,
 )
-from hybrid.kernels.cpu.packed_kv import UNPACKED
+from hybrid.kernels.cpu.sizes import TOKENS, UNPACKED
 from hybrid.kernels.cpu.target import LANES
 
 BLOCK = 64

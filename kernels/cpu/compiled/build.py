@@ -8,6 +8,7 @@ import llvmlite.binding as llvm
 from numba import njit, types
 
 from hybrid.kernels.cpu.compiled.link import link
+from hybrid.kernels.cpu.functions import Function
 from hybrid.kernels.cpu.kinds import Kind
 from hybrid.kernels.cpu.llvm import machine
 
@@ -22,24 +23,24 @@ def type_of(kind: Kind) -> Any:
     return vars(types)[kind]
 
 
-def compiled(module: str, name: str, arguments: tuple[Kind, ...], symbol: str) -> bytes:
-    """Machine code of a function of a module: an image, or an object file, where what LLVM makes is not known here."""
-    code = object_file(module, name, arguments, symbol)
-    image = link(code, symbol)
+def compiled(function: Function) -> bytes:
+    """Machine code of a function: an image, or an object file, where what LLVM makes is not known here."""
+    code = object_file(function)
+    image = link(code, function.symbol)
     return code if image is None else image.packed()
 
 
-def object_file(module: str, name: str, arguments: tuple[Kind, ...], symbol: str) -> bytes:
-    """An object file with a function of a module as `symbol`, and nothing else that another file sees."""
-    function = vars(import_module(module))[name]
-    dispatcher = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
-    signature = tuple(map(type_of, arguments))
+def object_file(function: Function) -> bytes:
+    """An object file with a function by its symbol, and nothing else that another file sees."""
+    plain = vars(import_module(function.module))[function.name]
+    dispatcher = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(plain)
+    signature = tuple(map(type_of, function.arguments))
     dispatcher.compile(signature)
     code = llvm.parse_assembly(dispatcher.inspect_llvm(signature))
     own = dispatcher.overloads[signature].fndesc.llvm_func_name
     for value in (*code.functions, *code.global_variables):
         if not value.is_declaration:
             value.linkage = "external" if value.name == own else "internal"
-    code.get_function(own).name = symbol
+    code.get_function(own).name = function.symbol
     found: bytes = machine().emit_object(code)
     return found

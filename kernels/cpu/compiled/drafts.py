@@ -5,6 +5,7 @@ import numpy as np
 from hybrid.kernels.cpu.compiled.build import compiled_inline
 from hybrid.kernels.cpu.compiled.tiles import row_max, row_sum
 from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, allocate, at, exp, get, numbers, put, release
+from hybrid.kernels.cpu.kinds import LEFT_OUT, VERIFIED
 from hybrid.kernels.cpu.target import LANES
 
 
@@ -60,6 +61,50 @@ def choose_drafts(args, kind, first, last):
         for i in range(size):
             target[i] = source[i]
     release(memory)
+
+
+def accept_drafts(args, kind, first, last):
+    """All requests, as one element."""
+    a = numbers(args, INDEX)
+    drafted, chosen, positions = numbers(a[0], INDEX), numbers(a[1], INDEX), numbers(a[2], INDEX)
+    lengths, table, requests, slots = (
+        numbers(a[3], INDEX),
+        numbers(a[4], INDEX),
+        numbers(a[5], INDEX),
+        numbers(a[6], INDEX),
+    )
+    columns, own_table = numbers(a[7], INDEX), numbers(a[8], INDEX)
+    count, rows, of_column, width, own_width, page_size = a[9], a[10], a[11], a[12], a[13], a[14]
+    reads, writes = slots, at(slots, rows)
+    for row in range(rows):
+        reads[row], writes[row] = LEFT_OUT, -1
+    for request in range(count):
+        own = at(requests, request * VERIFIED)
+        start, drafts, known, beyond, boundary, ends = own[0], own[1], own[2], own[3], own[4], own[5]
+        right, state = 0, known
+        while right < drafts and chosen[start + right] == drafted[start + right + 1]:
+            right += 1
+            reads[start + right] = -1
+        if right > 0:
+            reads[start + 1] = known
+            if 0 <= boundary < right:
+                state = beyond
+                if boundary > 0:
+                    writes[start + boundary] = known
+            writes[start + right] = state
+        own[6] = right
+        row = start + right
+        place, slot = lengths[row], -1
+        for page in range(own_width):
+            own_table[request * own_width + page] = table[row * width + page] if page < width else 0
+        columns[5 * of_column + request] = ends
+        if place < ends:
+            slot = table[row * width + place // page_size] * page_size + place % page_size
+            ends = place + 1
+        columns[request] = max(chosen[row], 0)  # it may be none
+        columns[of_column + request] = positions[row] + 1
+        columns[2 * of_column + request], columns[3 * of_column + request] = slot, ends
+        columns[4 * of_column + request] = state
 
 
 def continue_chains(args, kind, first, last):

@@ -23,7 +23,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     release,
     sigmoid,
 )
-from hybrid.kernels.cpu.packed_kv import UNPACKED
+from hybrid.kernels.cpu.sizes import UNPACKED
 
 _ONE = np.float32(1)
 
@@ -33,15 +33,19 @@ def _inverse_rms(x, size, eps):
     return _ONE / np.float32(math.sqrt(dot(x, x, size) / np.float32(size) + eps))
 
 
+@compiled_inline
+def _norm(x, scale, y, size, eps):
+    factor = _inverse_rms(x, size, eps)
+    for i in range(size):
+        put(y, i, (get(x, i) * factor) * get(scale, i))
+
+
 def rms_norm(args, kind, first, last):
     a = numbers(args, INDEX)
     x, scale, y = numbers(a[0], kind), numbers(a[1], ZERO), numbers(a[2], kind)
     stride, size, eps = a[3], a[4], as_float(np.int32(a[5]))
     for row in range(first, last):
-        own, out = at(x, row * stride), at(y, row * size)
-        factor = _inverse_rms(own, size, eps)
-        for i in range(size):
-            put(out, i, (get(own, i) * factor) * get(scale, i))
+        _norm(at(x, row * stride), scale, at(y, row * size), size, eps)
 
 
 def add_rms_norm(args, kind, first, last):
@@ -51,10 +55,7 @@ def add_rms_norm(args, kind, first, last):
     for i in range(first * size, last * size):
         put(total, i, get(residual, i) + get(x, i))
     for row in range(first, last):
-        own, out = at(total, row * size), at(y, row * size)
-        factor = _inverse_rms(own, size, eps)
-        for i in range(size):
-            put(out, i, (get(own, i) * factor) * get(scale, i))
+        _norm(at(total, row * size), scale, at(y, row * size), size, eps)
 
 
 def gated_rms_norm(args, kind, first, last):

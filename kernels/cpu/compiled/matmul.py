@@ -22,7 +22,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     put,
     rows_of_x,
 )
-from hybrid.kernels.cpu.matmul import COLUMNS
+from hybrid.kernels.cpu.sizes import COLUMNS
 from hybrid.kernels.cpu.target import HAS_WIDE_REGISTERS, LANES
 
 

@@ -1,6 +1,7 @@
 """Rows that are copied, numbers of bfloat16 as fp32, and those that a pass begins with."""
 
 from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, at, get, numbers, put
+from hybrid.kernels.cpu.kinds import LEFT_OUT
 
 
 def shift(args, kind, first, last):
@@ -11,6 +12,8 @@ def shift(args, kind, first, last):
     of_row, of_slot, tokens, size = a[5], a[6], a[7], a[8]
     for token in range(tokens):
         row, read, write = at(x, token * of_row), reads[token], writes[token]
+        if read == LEFT_OUT:
+            continue
         before, target = at(x, (token - 1) * of_row), at(output, token * size)
         if read >= 0:
             before = at(state, read * of_slot)

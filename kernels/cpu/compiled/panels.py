@@ -45,7 +45,9 @@ from hybrid.kernels.cpu.compiled.vectors import (
     repeated,
     store_lanes,
 )
-from hybrid.kernels.cpu.panels import COLUMNS, ROWS, VECTORS
+from hybrid.kernels.cpu.sizes import PANEL_COLUMNS as COLUMNS
+from hybrid.kernels.cpu.sizes import PANEL_ROWS as ROWS
+from hybrid.kernels.cpu.sizes import PANEL_VECTORS as VECTORS
 from hybrid.kernels.cpu.target import LANES
 
 _PART = ROWS // 3

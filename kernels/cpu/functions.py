@@ -1,0 +1,98 @@
+"""Every function that is compiled, and for what kinds of numbers. No torch: what compiles does without it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from hybrid.kernels.cpu.kinds import BYTE, FLOAT, HALF, INTEGER, Kind
+
+COMPILED = f"{__package__}.compiled"
+"""The package of what is compiled."""
+
+NUMBERS = (FLOAT, HALF)
+"""What is computed with: kinds of x."""
+
+PRODUCTS = ((FLOAT, FLOAT), (HALF, FLOAT), (HALF, HALF), (BYTE, FLOAT), (BYTE, HALF))
+"""Kinds of a weight and of x that can be multiplied."""
+
+OF_NUMBERS = {
+    "attention": ("attend",),
+    "delta_rule": ("rule",),
+    "delta_rule_step": ("step",),
+    "elementwise": (
+        "norm_rotate_store",
+        "rms_norm",
+        "add_rms_norm",
+        "gated_rms_norm",
+        "silu_and_mul",
+        "sigmoid_and_mul",
+    ),
+    "convolution": ("convolve",),
+    "panels": ("make_panels",),
+    "drafts": ("choose_drafts",),
+    "rotary": ("rotary",),
+    "memory": ("shift", "take", "copy"),
+}
+"""Functions of one kind of numbers, by module."""
+
+OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
+
+OF_FLOATS = {"drafts": ("most_likely", "accept_drafts", "continue_chains"), "memory": ("fill",)}
+
+OF_HALVES = {"matmul": ("widen_pairs", "widen"), "memory": ("widen",)}
+
+SECONDS = {"attend": 6, "multiply_panels": 4, "rule": 3, "multiply": 3, "step": 3, "lead": 1}
+"""CPU time that it takes to compile those that take long: they are compiled first, so that processes end together."""
+
+OF_INTEGERS = {"team": {"lead": 5, "help": 2, "post": 6, "end": 2, "repeat": 4, "compute": 4}}
+"""Functions that are called from Python, with numbers of arguments."""
+
+
+class Function(NamedTuple):
+    """A function that is compiled for kinds of arguments.
+
+    Attributes:
+        module: that it is in, a name that can be imported.
+        name: of it there.
+        arguments: their kinds.
+    """
+
+    module: str
+    name: str
+    arguments: tuple[Kind, ...]
+
+    @property
+    def symbol(self) -> str:
+        """Its name in machine code and on disk."""
+        kinds = (kind if isinstance(kind, str) else "+".join(kind) for kind in self.arguments)
+        return ".".join((self.module, self.name, *kinds))
+
+
+def functions(numbers: str, is_quantized: bool) -> list[Function]:
+    """What is needed to compute with a kind of numbers, if weights are int8 or not."""
+    products = [pair for pair in PRODUCTS if pair[1] == numbers and (is_quantized or pair[0] != BYTE)]
+    return _sorted([*_with(OF_NUMBERS, (numbers,)), *_with(OF_PRODUCTS, products), *_of_any_numbers()])
+
+
+def all_functions() -> list[Function]:
+    """Every function for every kind."""
+    return _sorted([*_with(OF_NUMBERS, NUMBERS), *_with(OF_PRODUCTS, PRODUCTS), *_of_any_numbers()])
+
+
+def _sorted(found: list[Function]) -> list[Function]:
+    return sorted(found, key=lambda each: -SECONDS.get(each.name, 0))
+
+
+def _of_any_numbers() -> Iterator[Function]:
+    for module, counts in OF_INTEGERS.items():
+        for name, count in counts.items():
+            yield Function(f"{COMPILED}.{module}", name, (INTEGER,) * count)
+    yield from _with(OF_FLOATS, (FLOAT,))
+    yield from _with(OF_HALVES, (HALF,))
+
+
+def _with(names: Mapping[str, Sequence[str]], kinds: Sequence[Kind]) -> Iterator[Function]:
+    """Operations (`hybrid.kernels.cpu.tasks`) for each of the kinds."""
+    for module, own in names.items():
+        for name in own:
+            for kind in kinds:
+                yield Function(f"{COMPILED}.{module}", name, (INTEGER, kind, INTEGER, INTEGER))
