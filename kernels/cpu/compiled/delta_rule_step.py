@@ -305,6 +305,14 @@ def _continues(reads, token):
 
 
 @compiled_inline
+def _first_computed(reads, token, tokens):
+    """The first token from one on that is not left out, or the number of tokens."""
+    while token < tokens and reads[token] == LEFT_OUT:
+        token += 1
+    return token
+
+
+@compiled_inline
 def _run_of(reads, token, tokens):
     """The number of tokens from one on that are computed together."""
     count = 1
@@ -338,11 +346,9 @@ def step(args, kind, first, last):
     for key_head in range(first, last):
         parts = _parts(key_head, key_dim, keys, values)
         _turn(weight, taps, width, parts, own)
-        token, slot = 0, -1
+        earliest, slot = _first_computed(reads, 0, tokens), -1
+        token = earliest
         while token < tokens:
-            if reads[token] == LEFT_OUT:
-                token += 1
-                continue
             count = _run_of(reads, token, tokens)
             if reads[token] >= 0:
                 slot = reads[token]
@@ -356,10 +362,9 @@ def step(args, kind, first, last):
                 if writes[token + i] >= 0:
                     window = at(conv, writes[token + i] * of_window)
                     _scatter(at(inputs, (i + 1) * own), window, channels, past, parts, own)
-            following, next_head = token + count, key_head
-            keeps = following < tokens and _continues(reads, following)
-            if following == tokens:
-                following, next_head = 0, key_head + 1
+            keeps = token + count < tokens and _continues(reads, token + count)
+            next_token = _first_computed(reads, token + count, tokens)
+            following, next_head = (next_token, key_head) if next_token < tokens else (earliest, key_head + 1)
             asks = reads[following] >= 0 and next_head < last
             if asks:
                 next_parts = _parts(next_head, key_dim, keys, values)
@@ -385,7 +390,7 @@ def step(args, kind, first, last):
                     c += columns
             for i in range(past):
                 _copy(at(inputs, (count + i) * own), at(inputs, i * own), own)
-            token += count
-            slot = writes[token - 1]
+            slot = writes[token + count - 1]
+            token = next_token
     release(scratch)
     release(copied)
