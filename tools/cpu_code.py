@@ -8,7 +8,6 @@ the wheel. Neither imports torch.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,8 +46,7 @@ def write_levels(folder: Path) -> None:
 
     compiler()
     for level, (_, target) in LEVELS.items():
-        names = {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.features}
-        codes = {each.symbol: code for each, code in compile_all(all_functions(), {**os.environ, **names})}
+        codes = {each.symbol: code for each, code in compile_all(all_functions(), target)}
         if any(image.unpacked(codes.get(each.symbol, b"")) is None for each in all_functions()):
             raise RuntimeError(f"not every function could be compiled for {target}")
         shipped.write(level, codes, folder)

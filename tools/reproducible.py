@@ -5,8 +5,9 @@ one time (`SOURCE_DATE_EPOCH`, or the beginning of 2026), and modes that do not 
 
 A wheel holds code for CPUs, too (`hybrid.kernels.cpu.shipped`), as data: it is read on Linux and x86-64, and only where
 it was compiled from the sources in the wheel. It is compiled where Numba is at hand, which installers are asked for
-where it has wheels. Equal versions of Numba, of LLVM's package and of Python make equal code. `--config-settings
-code=none` builds without it, and `code=FOLDER` takes it from a folder.
+where it has wheels. Equal versions of Numba, of LLVM's package and of Python make equal code; next to it are paths of
+the sources as they were built, which Numba keeps for exceptions. `--config-settings code=none` builds without it, and
+`code=FOLDER` takes it from a folder.
 """
 
 from __future__ import annotations

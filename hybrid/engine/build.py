@@ -284,7 +284,8 @@ def model_runner(
         longest = MAX_PROMPT_TOKENS if model.prompts_can_be_recorded else 0
         graphs = CapturedPasses(model, cache.kv, cache.state_tensors, device, max_prompt_tokens=longest)
     is_compiled = device.type == "cpu" and model.decode_can_be_recorded
-    return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens, is_compiled)
+    posts = is_compiled and config.overlap is not False
+    return ModelRunner(model, cache, device, deterministic, graphs, loaded.end_tokens, is_compiled, posts)
 
 
 def check_settings(cache: object, config: object) -> None:

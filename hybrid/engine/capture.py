@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,8 +13,35 @@ from hybrid.kernels.ops import compiled_module
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""
 
+
 WARM_UPS = 2
 """Runs before a capture, in which kernels are compiled and buffers allocated."""
+
+
+class Posted(Protocol):
+    """A run that other threads compute."""
+
+    def end(self) -> None:
+        """Wait until it has ended, and take part in it."""
+        ...
+
+    def wait(self) -> None:
+        """`end`, and raise what it failed with."""
+        ...
+
+
+@runtime_checkable
+class Postable(Protocol):
+    """What runs a captured function again, if other threads can do so: a program of compiled operations."""
+
+    def post(self, before: Sequence[Tensor], after: Sequence[Tensor], keep: object) -> Posted | None:
+        """Have it run by other threads, after what was posted before. None: by no other one.
+
+        Args:
+            before, after: what is copied before and after it, as `hybrid.kernels.cpu.memory.fill` has it.
+            keep: what the run reads and writes.
+        """
+        ...
 
 
 def capture_for(device: torch.device) -> Capture:

@@ -24,7 +24,8 @@ class EngineConfig:
             cache's memory. None: no limit.
         enforce_eager: launch steps operation by operation; otherwise they are captured where that is possible: as CUDA
             graphs on a GPU, decode steps also as programs of compiled operations on a CPU.
-        overlap: launch the next step before the results of this one are waited for. None: on a GPU.
+        overlap: launch the next step before the results of this one are waited for. None: on a GPU, and on a CPU where
+            torch has several threads and the step was captured: the others compute while this one schedules the next.
         audit: run `HybridCache.audit` after every step. Slow; for tests.
 
     Raises:

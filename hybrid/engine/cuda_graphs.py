@@ -10,8 +10,9 @@ tried: layouts without a graph are launched kernel by kernel.
 from __future__ import annotations
 
 import logging
+import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
-from hybrid.engine.capture import Capture, capture_for
+from hybrid.engine.capture import Capture, Postable, Posted, capture_for
 from hybrid.engine.chains_ahead import CapturedChains, ChainsAhead, accept
 from hybrid.engine.pieces import Layout
-from hybrid.engine.planner import Plan
+from hybrid.engine.planner import LINKS, Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
 from hybrid.engine.sampler import SamplingRows, compiled_most_likely
 
@@ -56,6 +57,7 @@ class Graph:
         numbers: the plan's numbers, on the device.
         batch: views of them.
         replay: runs the pass.
+        post: has other threads run it, as `Postable.post`; None: none can.
         logits: `[rows, vocab]`, written by each run.
         most_likely: `[rows]` the most likely tokens, written by each run; empty: it does not choose any.
         after_drafts: computes the states after accepted drafts; None: the pass has no log.
@@ -65,6 +67,7 @@ class Graph:
     numbers: Tensor
     batch: Batch
     replay: Callable[[], None]
+    post: Callable[[Sequence[Tensor], Sequence[Tensor], object], Posted | None] | None
     logits: Tensor
     most_likely: list[Tensor]
     after_drafts: ReplayOfAll | None
@@ -94,12 +97,15 @@ class Ran(NamedTuple):
         sampling: how tokens are chosen from them; None: every row takes its most likely one.
         most_likely: `[rows]` the most likely tokens, as `sampler.most_likely`; None: the pass has not chosen them.
         keep: keeps the states after accepted drafts; None: the pass has no log, or they are kept.
+        posted: the pass, if other threads compute it: what is above is known once it has ended. Its most likely tokens
+            stay valid.
     """
 
     logits: Tensor
     sampling: SamplingRows | None
     most_likely: Tensor | None
     keep: Callable[[Replay], None] | None
+    posted: Posted | None = None
 
 
 class CapturedModel:
@@ -215,6 +221,31 @@ class CapturedPasses:
         graph.rounds[count] = Round(program.then(accepted, *[replayed] * plan.has_drafts), ahead.captured)
         return graph.rounds[count]
 
+    def post(self, plan: Plan, tokens: Tensor | None = None) -> Ran | None:
+        """Have other threads of a CPU run a padded plan, after what they were given before. None: they do not: there is
+        no graph yet, it has operations of torch or drafts, or torch has one thread.
+
+        Args:
+            tokens: as in `run`; they may become known meanwhile.
+        """
+        shape = plan.shape
+        graph = self._graphs.get(shape)
+        is_alone = plan.ahead is None and not plan.has_drafts
+        if graph is None or graph.post is None or not is_alone or not graph.most_likely:
+            return None
+        numbers = [plan.numbers, graph.numbers]
+        if LINKS in plan.layout:
+            assert tokens is not None
+            start, size = plan.layout[LINKS]
+            numbers += tokens, plan.numbers[start : start + math.prod(size)].view(size)
+        (likely,) = graph.most_likely
+        found = torch.empty_like(likely)
+        posted = graph.post(numbers, (likely, found), (self, graph, plan))
+        if posted is None:
+            return None
+        self._graphs.move_to_end(shape)
+        return Ran(graph.logits, plan.sampling(plan.numbers), found, None, posted)
+
     def _is_worth_it(self, plan: Plan) -> bool:
         """Whether a layout without a graph is captured now: where there are prompts, when it occurs again."""
         if not plan.num_prefill_tokens or plan.shape in self._occurred:
@@ -289,7 +320,8 @@ class CapturedPasses:
             after_drafts = ReplayOfAll(plan.num_decoded, runs, self._device, replay_all, self._capture_replay)
         if len(self._graphs) == MAX_GRAPHS:
             self._graphs.popitem(last=False)
-        graph = self._graphs[plan.shape] = Graph(numbers, batch, run, logits, most_likely, after_drafts)
+        post = run.post if isinstance(run, Postable) else None
+        graph = self._graphs[plan.shape] = Graph(numbers, batch, run, post, logits, most_likely, after_drafts)
         return graph
 
     def _run_pass(self, batch: Batch, most_likely: list[Tensor]) -> Tensor:

@@ -99,8 +99,8 @@ class Engine:
         captures = runner is None and loaded.device.type == "cpu" and is_captured(loaded, self.config)
         drafting = make_drafting(self.speculation, loaded, cache, self.config, self.deterministic, captures)
         self.scheduler: Scheduler = Scheduler(cache, self.config, self.deterministic, drafting)
-        # without a device of its own, nothing is computed while the next step is scheduled
-        overlap = loaded.device.type == "cuda" if self.config.overlap is None else self.config.overlap
+        # on a CPU, where other threads compute while the next step is scheduled
+        overlap = True if self.config.overlap is None and loaded.device.type == "cuda" else self.config.overlap
         steps = self._steps = StepLoop(
             cache,
             self.scheduler,

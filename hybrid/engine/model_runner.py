@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybrid.cache.cache import HybridCache
-from hybrid.engine.cuda_graphs import CapturedPasses
+from hybrid.engine.cuda_graphs import CapturedPasses, Ran
 from hybrid.engine.padding import MAX_CAPTURED_ROWS, Padding, padding_of
 from hybrid.engine.planner import Plan, plan
 from hybrid.engine.replay import Log, Replay, replay_states
@@ -81,6 +81,7 @@ class ModelRunner:
         end_tokens: the model's tokens that end an answer.
         is_compiled: on a CPU all operations of the model that take long are compiled: torch has one thread for the
             others, since its own threads would take the cores of the next compiled one.
+        posts: on a CPU other threads compute captured passes, where torch has several, and `launch` returns at once.
     """
 
     def __init__(
@@ -92,15 +93,18 @@ class ModelRunner:
         graphs: CapturedPasses | None,
         end_tokens: frozenset[int] = frozenset(),
         is_compiled: bool = False,
+        posts: bool = False,
     ) -> None:
         self.model: Any = model
         self.graphs = graphs
         self._cache = cache
         self._kv, self._state = cache.kv, cache.state_tensors
         self._arrivals = cache.memory.arrivals
+        self._computing = cache.memory.computing
         self._device = device
         self._deterministic = deterministic
         self._end_tokens = end_tokens
+        self._posts = posts
         self._threads: Callable[[], AbstractContextManager[None]] = torch_on_one_thread if is_compiled else nullcontext
 
     def plan(self, step: Step, under_way: PendingTokens | None = None) -> Plan:
@@ -128,26 +132,39 @@ class ModelRunner:
             return self._launch(plan)
 
     def _launch(self, plan: Plan) -> PendingTokens:
-        verification, most_likely, under_way = None, None, plan.under_way
+        verification, under_way = None, plan.under_way
         tokens = under_way.choose() if under_way is not None else None  # before this pass writes the same logits
         if under_way is not None:  # what is pending keeps its plan, and must not keep all passes before it
             plan = replace(plan, under_way=None)
-        if self.graphs is not None and plan.is_padded:
-            self._arrivals.settle()  # a graph waits for no layer
-            logits, sampling, most_likely, keep = self.graphs.run(plan, tokens)
-        else:
-            batch, sampling = plan.on(self._device, tokens)
-            if self._arrivals.are_pending:
-                batch = replace(batch, arriving=self._arrivals)
-            logits = self.model(batch, self._kv, self._state)
-            keep = partial(self._replay, batch.log) if batch.log is not None else None
+        ran = self._post(plan, tokens) or self._run(plan, tokens)
         if plan.has_drafts:
-            replay = partial(self._keep, keep) if keep is not None else None
+            replay = partial(self._keep, ran.keep) if ran.keep is not None else None
             verification = Verification(plan.parts, self._end_tokens, replay)
         slots = [slot for _, slot in plan.checkpoint_slots]
         finite = self._are_finite(slots) if slots else None
-        computed = Computed(logits, sampling, most_likely, plan.is_padded, finite)
+        computed = Computed(ran.logits, ran.sampling, ran.most_likely, plan.is_padded, finite, ran.posted)
         return PendingTokens(plan, computed, verification)
+
+    def _post(self, plan: Plan, tokens: Tensor | None) -> Ran | None:
+        """Have other threads run a plan after the one before; None: they do not."""
+        if not self._posts or self.graphs is None or not plan.is_padded:
+            return None
+        ran = self.graphs.post(plan, tokens)
+        if ran is not None and ran.posted is not None:
+            self._computing.begin(ran.posted)
+        return ran
+
+    def _run(self, plan: Plan, tokens: Tensor | None) -> Ran:
+        """Run a plan: on a CPU when no other thread computes any more."""
+        self._computing.settle()
+        if self.graphs is not None and plan.is_padded:
+            self._arrivals.settle()  # a graph waits for no layer
+            return self.graphs.run(plan, tokens)
+        batch, sampling = plan.on(self._device, tokens)
+        if self._arrivals.are_pending:
+            batch = replace(batch, arriving=self._arrivals)
+        logits = self.model(batch, self._kv, self._state)
+        return Ran(logits, sampling, None, partial(self._replay, batch.log) if batch.log is not None else None)
 
     def _replay(self, log: Log, replay: Replay) -> None:
         replay_states(self.model, log, replay, self._cache.state_tensors, self._device)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid.engine.capture import Posted
 from hybrid.engine.constraints import Edits
 from hybrid.engine.planner import Plan
 from hybrid.engine.request import Request, Status
@@ -65,6 +66,8 @@ class Computed(NamedTuple):
         most_likely: `[S]` int64, the most likely tokens, as `sampler.most_likely`; None: the pass has not chosen them.
         is_reused: the next pass writes these tensors again.
         finite_checkpoints: `[C]` whether the checkpoints of the plan are finite; None: there are none.
+        posted: the pass, if other threads compute it: the rest is known once it has ended. Its most likely tokens are
+            its own.
     """
 
     logits: Tensor
@@ -72,6 +75,7 @@ class Computed(NamedTuple):
     most_likely: Tensor | None = None
     is_reused: bool = False
     finite_checkpoints: Tensor | None = None
+    posted: Posted | None = None
 
 
 class PendingTokens:
@@ -102,12 +106,18 @@ class PendingTokens:
 
     def _choose(self) -> Tensor:
         """Choose the tokens, and send them to the host."""
+        edits, (_, sampling, likely, _, finite_checkpoints, posted) = self._edits(), self._computed
+        more = [finite_checkpoints] if finite_checkpoints is not None else []
+        is_plain = edits is None and sampling is None
+        if posted is not None:
+            if is_plain and likely is not None and most_logprobs(self._plan.sampled) is None:
+                return self._send(likely, more)
+            posted.wait()
         if self._computed.is_reused and self._computed.sampling is not None:  # they may be needed once more
             kept = SamplingRows(*torch.stack(self._computed.sampling))
             self._computed = self._computed._replace(logits=self._computed.logits.clone(), sampling=kept)
-        logits, sampling, likely, _, finite_checkpoints = self._computed
-        edits, more = self._edits(), [finite_checkpoints] if finite_checkpoints is not None else []
-        if edits is None and sampling is None:
+        logits, sampling = self._computed.logits, self._computed.sampling
+        if is_plain:
             # of its own: the next pass may be launched before these tokens are read
             return self._send(likely.clone() if likely is not None else most_likely(logits), more)
         sampled = choose(logits, edits, sampling)
@@ -129,6 +139,8 @@ class PendingTokens:
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
         self.choose()
+        if self._computed.posted is not None:
+            self._computed.posted.wait()
         tokens, *more = self._arriving.wait()
         late = {row for row, token in enumerate(tokens) if token == UNSETTLED}
         checks = more.pop(0) if self._computed.finite_checkpoints is not None else ()

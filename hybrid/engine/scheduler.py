@@ -75,6 +75,12 @@ class Scheduler:
         """Whether a request waits or runs."""
         return bool(self.waiting or self.running)
 
+    @property
+    def may_prefill(self) -> bool:
+        """Whether the next step may have prompts."""
+        starts = self.waiting and len(self.running) < self.config.max_num_seqs
+        return bool(starts) or any(request.is_prefilling for request in self.running)
+
     def add(self, request: Request) -> None:
         """Queue a request that has not run yet."""
         self.waiting.add(request)

@@ -82,7 +82,8 @@ class StepLoop:
         config: limits of requests and steps.
         end_tokens: tokens that end an answer.
         overlap: launch the next step before the results of this one are waited for. Not where it may have drafts: they
-            follow the last token.
+            follow the last token. None: where other threads compute this one, unless the next may have prompts, which
+            no other thread computes.
 
     Attributes:
         runner: as given.
@@ -99,7 +100,7 @@ class StepLoop:
         config: EngineConfig,
         *,
         end_tokens: frozenset[int],
-        overlap: bool,
+        overlap: bool | None,
     ) -> None:
         self.runner: Runner = runner
         self.requests: dict[str, Request] = {}
@@ -306,7 +307,7 @@ class StepLoop:
 
     def _launch_next(self, guard: StepGuard, launched: Launched) -> Exception | None:
         """With overlap launch the step after one that was launched. Returns why that failed."""
-        if not self._overlap or self._suspects.group is not None:
+        if not self._launches_ahead or self._suspects.group is not None:
             return None
         if any(part.samples and part.request.forks for part in launched.parts):
             return None  # the other answers begin with a copy of the state, which the next pass would change
@@ -319,6 +320,13 @@ class StepLoop:
                 raise
             return error
         return None
+
+    @property
+    def _launches_ahead(self) -> bool:
+        """Whether the next step is launched before the results of this one are waited for."""
+        if self._overlap is not None:
+            return self._overlap
+        return self._cache.memory.computing.is_under_way and not self._scheduler.may_prefill
 
     def _note_time(self, launched: Launched) -> None:
         """The results of a step are there."""

@@ -14,6 +14,7 @@ from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
 from hybrid.memory.arrivals import Arrivals
+from hybrid.memory.computing import Computing
 from hybrid.memory.digests import ContentReader, Contents, ContentWriter, Digests
 from hybrid.memory.outgoing import Outgoing
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
@@ -113,6 +114,7 @@ class CacheMemory:
     Attributes:
         arrivals: contents on their way into the tensors.
         outgoing: contents on their way from them to the host.
+        computing: what other threads compute on the tensors.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class CacheMemory:
         self.tensors: CacheTensors | None = tensors
         self.arrivals: Arrivals = tensors.arrivals if tensors is not None else Arrivals()
         self.outgoing: Outgoing = tensors.outgoing if tensors is not None else Outgoing()
+        self.computing: Computing = tensors.computing if tensors is not None else Computing()
         self.mover: Mover | None = mover if mover is not None else tensors
         self.store: CheckpointStore | None = None
         if checkpoints is not None:
@@ -259,6 +262,7 @@ class CacheMemory:
 
     def release(self) -> None:
         """Free the tensors. The pools stay as they are, and nothing can be computed on this memory any more."""
+        self.computing.settle()
         self.arrivals.settle()
         self.tensors = self.mover = self.store = None
 
@@ -308,8 +312,10 @@ class CacheMemory:
 
     @property
     def settled(self) -> CacheTensors:
-        """The tensors, of a memory that has them: the device's next work waits for contents that are on their way."""
+        """The tensors, of a memory that has them: no other thread computes on them, and the device's next work waits
+        for contents that are on their way."""
         assert self.tensors is not None
+        self.computing.settle()
         self.arrivals.settle()
         return self.tensors
 

@@ -18,6 +18,7 @@ from hybrid.kernels.codec import StoredLayout, restore, store
 from hybrid.kernels.ops import copy_states
 from hybrid.memory.arena import PieceLayout
 from hybrid.memory.arrivals import Arrivals, Copier, Copy, Share, layer_groups, shares_of
+from hybrid.memory.computing import Computing
 from hybrid.memory.device import on_device
 from hybrid.memory.digests import Contents
 from hybrid.memory.outgoing import Outgoing
@@ -36,16 +37,24 @@ class StoredCheckpoints:
         per_piece: stored checkpoints in a piece.
         state: the tensors of the state slots by name, `[num_slots, *shape]`.
         arrivals: what is on its way into the memory.
+        computing: what other threads compute on it.
 
     Attributes:
         places: where each tensor of the state is in a stored checkpoint, and its scales if it has any.
     """
 
     def __init__(
-        self, layout: StoredLayout, pieces: Tensor, per_piece: int, state: dict[str, Tensor], arrivals: Arrivals
+        self,
+        layout: StoredLayout,
+        pieces: Tensor,
+        per_piece: int,
+        state: dict[str, Tensor],
+        arrivals: Arrivals,
+        computing: Computing,
     ) -> None:
         self._layout = layout
         self._arrivals = arrivals
+        self._computing = computing
         self._pieces = pieces
         self._per_piece = per_piece
         self._state = state
@@ -64,15 +73,18 @@ class StoredCheckpoints:
 
     def store(self, slot: int, place: int) -> None:
         """Pack the state of a slot into the place of a stored checkpoint."""
+        self._computing.settle()
         store(self._layout, {name: tensor[slot] for name, tensor in self._state.items()}, self.bytes_of(place))
 
     def restore(self, place: int, slot: int) -> None:
         """Unpack a stored checkpoint into a state slot."""
+        self._computing.settle()
         self._arrivals.wait(0)  # it arrives with the first layer
         restore(self._layout, self.bytes_of(place), {name: tensor[slot] for name, tensor in self._state.items()})
 
     def move_stored(self, moves: dict[int, int]) -> None:
         """Copy each stored checkpoint (key) to its new place (value)."""
+        self._computing.settle()
         self._arrivals.before(checkpoints=moves)
         for old, new in moves.items():
             self.bytes_of(new).copy_(self.bytes_of(old))
@@ -93,6 +105,8 @@ class CacheTensors:
     Attributes:
         arrivals: what is on its way into pages and checkpoints. Methods wait for it where they must; who reads or
             writes the tensors below calls `Arrivals.settle` or `Arrivals.wait` before.
+        computing: what other threads compute on them. Methods wait for it; who reads or writes the tensors below
+            calls `Computing.settle` before.
         outgoing: what is on its way from them to the host.
         tokens: per name, `[num_pages, *outer, page_size / block, *inner]`.
         state: per name, `[num_slots, *shape]`.
@@ -113,6 +127,7 @@ class CacheTensors:
         self._groups = groups
         self.arrivals: Arrivals = Arrivals(self._copier, groups)
         self.outgoing: Outgoing = Outgoing(outward_copier_for(pages.device))
+        self.computing: Computing = Computing()
 
     def page_layout(self) -> str:
         """What a page holds: the tensors, in order."""
@@ -157,16 +172,19 @@ class CacheTensors:
         states = memory.view(num_pieces * layout.states, layout.num_bytes // layout.states)
         tensors = cls(spec, page_size, memory.view(num_pieces * layout.pages, -1), states)
         if stored is not None:
-            tensors.stored = StoredCheckpoints(stored, memory, layout.stored, tensors.state, tensors.arrivals)
+            owned = tensors.state, tensors.arrivals, tensors.computing
+            tensors.stored = StoredCheckpoints(stored, memory, layout.stored, *owned)
         return tensors
 
     def move_pages(self, moves: dict[int, int]) -> None:
         """Copy each page (key) to its new place (value)."""
+        self.computing.settle()
         self.arrivals.before(pages=moves)
         _copy(self._pages, moves)
 
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy each state slot (key) to its new place (value)."""
+        self.computing.settle()
         if self.stored is None:
             self.arrivals.before(checkpoints=moves)
         _copy(self._states, moves)
@@ -191,6 +209,7 @@ class CacheTensors:
 
     def _read(self, row: Tensor, places: Sequence[Place]) -> Contents:
         """The bytes of every tensor in a row, without the gaps, which hold what was there before."""
+        self.computing.settle()
         if self._copier is not None:
             return self.outgoing.begin([row[place.start : place.start + place.num_bytes] for place in places])
         data = row.numpy()
@@ -198,10 +217,12 @@ class CacheTensors:
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""
+        self.computing.settle()
         _write(self._pages[page], self._page_places, contents)
 
     def write_checkpoint(self, slot: int, contents: Contents) -> None:
         """Write what `read_checkpoint` has read."""
+        self.computing.settle()
         _write(*self._checkpoint(slot), contents)
 
     def write(self, pages: Sequence[int], contents: Sequence[Contents], slot: int, checkpoint: Contents) -> None:

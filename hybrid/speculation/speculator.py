@@ -79,6 +79,7 @@ class Speculator:
         self._cost = PassCost()
         self._gain = 1.0  # tokens per second with drafts, of those without, lately
         self._spent = 0.0
+        self._spent_before = 0.0  # for what it has now, in the pass before
 
     @property
     def spent(self) -> float:
@@ -111,7 +112,8 @@ class Speculator:
             asked: histories, each with the most drafts that it may have.
             rows: rows of the pass without drafts.
         """
-        self._spent, trees, most = 0.0, list[Joined](), self._config.max_drafts
+        trees, most = list[Joined](), self._config.max_drafts
+        self._spent = self._spent_before = 0.0
         for history, limit in asked:
             known = self._known.get(history) or self._begin(history)
             known.passes = now = known.passes + 1
@@ -208,7 +210,8 @@ class Speculator:
         count = worth.best(every)
         if count:
             self._cost.is_paid()
-            self._gain += (max(worth.gain(every[:count], self._spent), 1.0) - self._gain) / MAX_WEIGHT
+            gain = worth.gain(every[:count], self._spent + self._spent_before)
+            self._gain += (max(gain, 1.0) - self._gain) / MAX_WEIGHT
         elif every and self._cost.is_doubted(rows, every[0]):
             count = 1
         if len(each) == 1:
@@ -327,7 +330,9 @@ class Speculator:
             return None
         seconds = self._clock() - started
         self._spent += seconds
-        return seconds + asked.chain.seconds_before if asked.chain is not None else seconds
+        before = asked.chain.seconds_before if asked.chain is not None else 0.0
+        self._spent_before += before
+        return seconds + before
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""

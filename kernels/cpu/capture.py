@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybrid.kernels.cpu.memory import can_join, can_take_rows, join, take_rows, widen
+from hybrid.kernels.cpu.memory import can_join, can_take_rows, fill, join, take_rows, widen
 from hybrid.kernels.cpu.tasks import Task, Tasks, recorder
+from hybrid.kernels.cpu.team import Posted
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 
 BLOCK = 4 << 20
@@ -167,6 +168,19 @@ class Program:
         with torch.inference_mode(), torch_on_one_thread():
             for part in self._parts:
                 part()
+
+    def post(self, before: Sequence[Tensor], after: Sequence[Tensor], keep: object) -> Posted | None:
+        """Have the pass run again by other threads, after what was posted before. None: by no other one, since torch
+        has one thread, or operations in the pass.
+
+        Args:
+            before, after: what is copied before and after it: arguments of `fill`.
+            keep: what the pass reads and writes.
+        """
+        first = self._parts[0]
+        if not self._is_compiled or not isinstance(first, Tasks):
+            return None
+        return first.post(fill(*before), fill(*after), (before, after, keep))
 
     def repeat(self, times: int, stop: Tensor) -> None:
         """Run the pass up to `times` times, until it writes another number than 0 to `stop`, `[1]` int64."""

@@ -36,14 +36,14 @@ OF_NUMBERS = {
 
 OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
 
-OF_FLOATS = {"drafts": ("most_likely", "accept_drafts", "continue_chains")}
+OF_FLOATS = {"drafts": ("most_likely", "accept_drafts", "continue_chains"), "memory": ("fill",)}
 
 OF_HALVES = {"matmul": ("widen_pairs", "widen"), "memory": ("widen",)}
 
 SECONDS = {"attend": 6, "multiply_panels": 4, "rule": 3, "multiply": 3, "step": 3, "lead": 1}
 """CPU time that it takes to compile those that take long: they are compiled first, so that processes end together."""
 
-OF_INTEGERS = {"team": {"lead": 5, "help": 2, "repeat": 4, "compute": 4}}
+OF_INTEGERS = {"team": {"lead": 5, "help": 2, "post": 6, "end": 2, "repeat": 4, "compute": 4}}
 """Functions that are called from Python, with numbers of arguments."""
 
 

@@ -90,7 +90,7 @@ def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
     with kept.alone():  # another process may have compiled some meanwhile
         left = [each for each in wanted if _find(each) is None]
         yield from (each for each in wanted if each not in left)
-        for function, code in compile_all(left):
+        for function, code in compile_all(left, target()):
             _compiled[function] = code  # it may be that nothing can be kept on disk
             _keep(function, code)
             yield function

@@ -1,5 +1,5 @@
 """Rows that are copied: the one before each decoded token, over state slots, those that an index names, and those of
-several tensors side by side; and numbers of bfloat16 as fp32."""
+several tensors side by side; numbers of bfloat16 as fp32; and those that a pass begins with."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,9 @@ from torch import Tensor
 
 from hybrid.kernels.cpu.dtypes import KINDS
 from hybrid.kernels.cpu.functions import COMPILED
+from hybrid.kernels.cpu.kinds import FLOAT
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.tasks import run
+from hybrid.kernels.cpu.tasks import Task, run
 from hybrid.kernels.reference import memory as twins
 
 MIN_SHARED = 1 << 16
@@ -20,6 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 _shift = Compiled(f"{COMPILED}.memory", "shift")
 _take = Compiled(f"{COMPILED}.memory", "take")
 _copy = Compiled(f"{COMPILED}.memory", "copy")
+_fill = Compiled(f"{COMPILED}.memory", "fill")
 _widen = Compiled(f"{COMPILED}.memory", "widen")
 
 
@@ -82,3 +84,18 @@ def widen(x: Tensor, output: Tensor) -> Tensor:
     """Write bfloat16 numbers as fp32 to `output`, and return it. Both are contiguous, and of the same shape."""
     run(_widen, KINDS[x.dtype], (x.data_ptr(), output.data_ptr()), x.numel(), 16, x.numel() // MIN_SHARED)
     return output
+
+
+def fill(numbers: Tensor, target: Tensor, tokens: Tensor | None = None, links: Tensor | None = None) -> Task:
+    """What copies numbers, and then does what `reference.fill_in_tokens` does, if there are links. Its tensors must
+    last until then.
+
+    Args:
+        numbers: `[N]` int64.
+        target: `[N]` int64 or longer.
+        tokens, links: of `reference.fill_in_tokens`, contiguous; None: there are none.
+    """
+    args = numbers.data_ptr(), target.data_ptr(), numbers.numel()
+    if tokens is None or links is None:
+        return Task(_fill, FLOAT, (*args, 0, 0, 0), 1, 1, 1)
+    return Task(_fill, FLOAT, (*args, tokens.data_ptr(), links.data_ptr(), len(links)), 1, 1, 1)

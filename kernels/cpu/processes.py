@@ -14,6 +14,7 @@ from threading import Thread
 
 from hybrid.kernels.cpu import kept
 from hybrid.kernels.cpu.functions import COMPILED, Function
+from hybrid.kernels.cpu.target import Target
 
 PROGRAM = """
 import sys
@@ -27,16 +28,15 @@ main()
 """What a process runs: the package is one of folders only, since the real one imports torch."""
 
 
-def compile_all(
-    wanted: Sequence[Function], environment: Mapping[str, str] = os.environ
-) -> Iterator[tuple[Function, bytes]]:
+def compile_all(wanted: Sequence[Function], asked: Target) -> Iterator[tuple[Function, bytes]]:
     """The code of functions, as soon as each is compiled. Those that cannot be compiled, or whose process ends early,
     are left out.
 
     Args:
         wanted: those that take longest first.
-        environment: of the processes.
+        asked: what they are compiled for. Numba optimizes for it, too, and not for the CPU at hand.
     """
+    environment = {**os.environ, "NUMBA_CPU_NAME": asked.cpu, "NUMBA_CPU_FEATURES": asked.features}
     left, processes = deque(wanted), list[Popen[bytes]]()
     found: SimpleQueue[tuple[Function, bytes] | None] = SimpleQueue()
 

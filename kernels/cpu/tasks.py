@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid.kernels.cpu.kinds import INTEGER, SIGNATURES, Kind
 from hybrid.kernels.cpu.machine_code import Compiled
-from hybrid.kernels.cpu.team import compute, repeat, team
+from hybrid.kernels.cpu.team import Posted, compute, repeat, team
 from hybrid.kernels.cpu.threads import num_threads
 
 
@@ -103,19 +103,26 @@ class Tasks:
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        self._args = [array("q", task.numbers) for task in tasks]  # the program has their addresses
-        rows: list[int] = []
-        is_joined = [task.joins for task in tasks[1:]] + [False]
-        for task, args, followed in zip(tasks, self._args, is_joined, strict=True):
-            rows += _code(task.function, task.kind)
-            rows += task.elements, task.multiple, task.most, args.buffer_info()[0], followed
-        self._program = array("q", rows)
+        self._program, self._args = _program(tasks)
         self._address = self._program.buffer_info()[0]
         self._worth = max(task.worth for task in tasks)
 
     def __call__(self) -> None:
         """Run them, on as many threads as torch uses."""
         team().run(self._address, len(self._args), min(num_threads(), self._worth))
+
+    def post(self, before: Task, after: Task, keep: object) -> Posted | None:
+        """Have them computed by other threads, after what was posted before; None: by no other one.
+
+        Args:
+            before, after: what is computed before and after them.
+            keep: what all of these read and write.
+        """
+        threads = min(num_threads(), self._worth)
+        if threads == 1:
+            return None
+        first, last = _program([before]), _program([after])
+        return team().post(first[0] + self._program + last[0], threads, (self, first[1], last[1], keep))
 
     def repeat(self, times: int, stop: Tensor) -> None:
         """Run them up to `times` times, until they write another number than 0 to `stop`, `[1]` int64: in one thread
@@ -127,6 +134,17 @@ class Tasks:
             self()
             if stop.item():
                 return
+
+
+def _program(tasks: Sequence[Task]) -> tuple[array[int], list[array[int]]]:
+    """The program of tasks, and their arguments, of which it has the addresses."""
+    args = [array("q", task.numbers) for task in tasks]
+    rows: list[int] = []
+    is_joined = [task.joins for task in tasks[1:]] + [False]
+    for task, own, followed in zip(tasks, args, is_joined, strict=True):
+        rows += _code(task.function, task.kind)
+        rows += task.elements, task.multiple, task.most, own.buffer_info()[0], followed
+    return array("q", rows), args
 
 
 @cache

@@ -32,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "unwatched: fresh memory is not filled, which would be a part of captured passes"
+    )
     if config.option.program_seed is None:
         config.option.program_seed = random.SystemRandom().randrange(10**6)  # workers get it with the options
 
@@ -66,7 +69,8 @@ def watch(request: pytest.FixtureRequest) -> Any:
 
 def _watching(item: pytest.Item) -> Any:
     """Tests of kernels are always watched, others where an interpreter is there."""
-    if "triton.runtime.interpreter" not in sys.modules and KERNELS not in item.path.parents:
+    is_needed = "triton.runtime.interpreter" in sys.modules or KERNELS in item.path.parents
+    if not is_needed or item.get_closest_marker("unwatched") is not None:
         return nullcontext()
     from support.watched_launch import Watch, watched
 

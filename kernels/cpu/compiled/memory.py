@@ -1,4 +1,4 @@
-"""Rows that are copied, and numbers of bfloat16 as fp32."""
+"""Rows that are copied, numbers of bfloat16 as fp32, and those that a pass begins with."""
 
 from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, at, get, numbers, put
 from hybrid.kernels.cpu.kinds import LEFT_OUT
@@ -53,3 +53,18 @@ def widen(args, kind, first, last):
     x, output = numbers(a[0], kind), numbers(a[1], ZERO)
     for i in range(first, last):
         put(output, i, get(x, i))
+
+
+def fill(args, kind, first, last):
+    """All numbers of a pass, and the tokens that it continues from (`reference.fill_in_tokens`)."""
+    a = numbers(args, INDEX)
+    source, target, count = numbers(a[0], INDEX), numbers(a[1], INDEX), a[2]
+    tokens, links, num_links = numbers(a[3], INDEX), numbers(a[4], INDEX), a[5]
+    for place in range(count):
+        target[place] = source[place]
+    for index in range(num_links):
+        link = at(links, index * 5)
+        token = tokens[link[0]]
+        target[link[1]] = max(token, 0)
+        if token < 0:
+            target[link[2]], target[link[3]], target[link[4]] = -1, 0, -1

@@ -15,14 +15,18 @@ from hybrid.kernels.cpu.team import (
     ASLEEP,
     BUSY,
     CLOSED,
+    CLOSING,
     DONE,
     ENDED,
     GATE,
     HELPERS,
     JOB,
+    JOBS,
     LINE,
+    NUMBER,
     PATIENCE,
     POSTED,
+    PROGRAM,
     SECONDS,
     SHARES,
     STOPPED,
@@ -119,6 +123,14 @@ def _shares(program, index, threads):
 
 
 @compiled_inline
+def _wait(spins):
+    """Let others run, after many looks at what another thread changes. Returns how many there were."""
+    if spins > SPINS:
+        _yield()
+    return spins + 1
+
+
+@compiled_inline
 def _run(program, count, progress, threads):
     """Run `count` tasks together with other threads that do the same; returns whether one failed.
 
@@ -148,37 +160,77 @@ def _run(program, count, progress, threads):
         spins = 0
         for each in range(begun, index + 1):
             while _load(progress, TASKS + each * LINE + DONE) < _shares(program, each, threads)[0]:
-                spins += 1
-                if spins > SPINS:
-                    _yield()
+                spins = _wait(spins)
         begun = index + 1
         if _load(progress, STOPPED):
             return True
     return False
 
 
+@compiled_inline
+def _take_part(shared, number):
+    """Compute what is left of a program, unless it has ended, once the program before it has ended."""
+    job, before, spins = at(shared, JOBS + number % 2 * JOB), at(shared, JOBS + (number - 1) % 2 * JOB), 0
+    if _add(job, GATE, 1) < CLOSED and job[NUMBER] == number:
+        while _load(before, ENDED) < number - 1:
+            spins = _wait(spins)
+        _run(job[PROGRAM], job[PROGRAM + 1], job[PROGRAM + 2], job[PROGRAM + 3])
+        if _swap(job, ENDED, number) != number:
+            _add(job, GATE, CLOSED)
+    _add(job, GATE, -1)
+
+
+@compiled_inline
+def _end(shared, number):
+    """Compute what is left of a program and of the one before it, and wait until no thread is at work on it."""
+    _take_part(shared, number - 1)
+    _take_part(shared, number)
+    job, spins = at(shared, JOBS + number % 2 * JOB), 0
+    while _load(job, GATE) != CLOSED and _load(job, NUMBER) == number:
+        spins = _wait(spins)
+
+
+@compiled_inline
+def _begin(shared, program, count, progress, threads):
+    """Let the threads begin with a program after those that they have; returns its number. The caller has `BUSY`."""
+    number = _load(shared, POSTED) + 1
+    _end(shared, number - 2)  # its place is needed
+    job = at(shared, JOBS + number % 2 * JOB)
+    job[PROGRAM], job[PROGRAM + 1], job[PROGRAM + 2], job[PROGRAM + 3] = program, count, progress, threads
+    _swap(job, NUMBER, number)
+    _add(job, GATE, -CLOSED)
+    _swap(shared, POSTED, number)
+    return number
+
+
 def lead(shared, program, count, progress, threads):
-    """Run a program with the threads of a team that are awake, or alone where it has another caller. No thread is at
-    work on it when this returns, or raises because a task failed."""
+    """Run a program with the threads of a team that are awake, after what was posted, or alone where it has another
+    caller. No thread is at work on it when this returns, or raises because a task failed."""
     shared = numbers(shared, INDEX)
     if threads == 1 or _swap(shared, BUSY, 1):
         if _run(program, count, progress, 1):
             raise MemoryError
         return
-    job = at(shared, JOB)
-    job[0], job[1], job[2], job[3] = program, count, progress, threads
-    _add(shared, GATE, -CLOSED)
-    _add(shared, POSTED, 1)
-    failed = _run(program, count, progress, threads)
-    _add(shared, GATE, CLOSED)
-    spins = 0
-    while _load(shared, GATE) != CLOSED:
-        spins += 1
-        if spins > SPINS:
-            _yield()
+    _end(shared, _begin(shared, program, count, progress, threads))
     _swap(shared, BUSY, 0)
-    if failed:
+    if numbers(progress, INDEX)[STOPPED]:
         raise MemoryError
+
+
+def post(shared, program, count, progress, threads, number):
+    """Let the threads of a team that are awake run a program, after what was posted before. Writes its number, or 0
+    where the team has another caller, and nothing was done."""
+    shared, number = numbers(shared, INDEX), numbers(number, INDEX)
+    if _swap(shared, BUSY, 1):
+        number[0] = 0
+        return
+    number[0] = _begin(shared, program, count, progress, threads)
+    _swap(shared, BUSY, 0)
+
+
+def end(shared, number):
+    """Compute what is left of a program that was posted. No thread is at work on it when this returns."""
+    _end(numbers(shared, INDEX), number)
 
 
 def repeat(program, count, times, stop):
@@ -210,17 +262,19 @@ def help(address, number):
     shared, clock = numbers(address, INDEX), address + 8 * (HELPERS + number * LINE + SECONDS)
     own, spins, seen, since = HELPERS + number * LINE, 0, 0, _nanoseconds(clock)
     _swap(shared, own + ASLEEP, 0)
-    while not _load(shared, ENDED):
+    while not _load(shared, CLOSING):
         posted = _load(shared, POSTED)
         if posted != seen:
-            seen = posted
-            if _add(shared, GATE, 1) < CLOSED and number < shared[JOB + 3] - 1:
-                _run(shared[JOB], shared[JOB + 1], shared[JOB + 2], shared[JOB + 3])
+            seen = max(seen + 1, posted - 1)
+            if number < at(shared, JOBS + seen % 2 * JOB)[PROGRAM + 3] - 1:
+                _take_part(shared, seen)
                 spins, since = 0, _nanoseconds(clock)
-            _add(shared, GATE, -1)
+            continue
         spins += 1
         if spins > SPINS:
             _yield()
             if _nanoseconds(clock) - since > _LIMIT:
                 _swap(shared, own + ASLEEP, 1)
-                return
+                if _load(shared, POSTED) == seen:  # who posts looks whether it sleeps afterwards
+                    return
+                _swap(shared, own + ASLEEP, 0)
