@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 from collections import defaultdict
@@ -141,3 +142,11 @@ def untraced() -> Iterator[None]:
     would leave locked for ever. And for tests that pass through the same lines thousands of times."""
     with no_tracer():
         yield
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -1,7 +1,6 @@
 """The engine: prompts in, answers out."""
 
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -228,14 +227,6 @@ def interrupted_model(model: Any, forward: Any) -> Any:
             return forward(*arguments)
 
     return Interrupted()
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, also where the tests were started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -2,7 +2,6 @@
 a launch and its results."""
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -174,6 +173,7 @@ def test_a_pass_that_fails_in_another_thread_is_computed_again(
     engine.cache.audit(contents=True)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupt_while_a_pass_is_waited_for_undoes_the_step(
     tiny: Engine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +182,7 @@ def test_an_interrupt_while_a_pass_is_waited_for_undoes_the_step(
     def interrupted(posted: Posted) -> None:
         calls.append(None)
         if len(calls) in (5, 6, 17, 33):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         wait(posted)
 
     monkeypatch.setattr(Posted, "wait", interrupted)
