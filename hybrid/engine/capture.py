@@ -13,7 +13,6 @@ from hybrid.kernels.ops import compiled_module
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Captures a function without arguments: returns what runs it again, and the tensor that it writes each time."""
 
-
 WARM_UPS = 2
 """Runs before a capture, in which kernels are compiled and buffers allocated."""
 

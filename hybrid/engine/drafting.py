@@ -53,7 +53,6 @@ class Drafting:
         end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self._end_tokens = end_tokens
-        self._ahead: ChainsAhead | None = None
         self._clock = clock
         self._chains_alone = chains_alone
         self._began = 0.0
@@ -102,7 +101,6 @@ class Drafting:
 
     def ahead(self, decodes: Sequence[Part]) -> ChainsAhead | None:
         """What is drafted in the call of a pass over these parts, after the tokens that it chooses; None: nothing."""
-        self._ahead = None
         if self._mtp is None or not decodes:
             return None
         verified, first = [], 0
@@ -112,8 +110,7 @@ class Drafting:
                 return None
             verified.append(own)
             first += part.num_rows
-        self._ahead = self._mtp.ahead(decodes, verified)
-        return self._ahead
+        return self._mtp.ahead(decodes, verified)
 
     def _verified(self, part: Part, first: int) -> tuple[int, ...] | None:
         """Of a part whose rows begin at `first`, as `hybrid.kernels.cpu.drafts.Verified.requests`; None: which drafts
@@ -230,7 +227,8 @@ class Drafting:
             if self._num_plain % TIMED_EVERY:
                 return
         seconds = self._clock() - self._began - self._speculator.spent
-        seconds -= self._ahead.seconds if self._ahead is not None else 0.0
+        if step.ahead is not None:
+            seconds -= step.ahead.seconds
         self._speculator.timed(len(step.parts) + num_drafts, seconds, num_drafts)
 
     def end(self, request: Request) -> None:

@@ -29,7 +29,6 @@ log: logging.Logger = logging.getLogger(__name__)
 MAX_PASSES = 64
 """Captured passes that are kept, at most; the one that was not used for longest goes."""
 
-
 COLUMNS = 6
 """Integers of a request, besides its page ids: as `hybrid.kernels.cpu.drafts.Chains.columns`."""
 
@@ -184,9 +183,8 @@ class PredictorPasses:
         self._device = device
         self._alternatives = alternatives
         self._capture = capture
-        self._captured: OrderedDict[tuple[int, int], CapturedChains] = (
-            OrderedDict()
-        )  # in the order in which they were used
+        # in the order in which they were used
+        self._captured: OrderedDict[tuple[int, int], CapturedChains] = OrderedDict()
         self._captured_model = CapturedModel(model.mtp, model.model.embed_tokens, model.lm_head)
 
     @property

@@ -354,21 +354,18 @@ class Speculator:
 
     def end(self, history: History) -> None:
         """A request has ended."""
-        if self._known.pop(history, None) is None:
-            return
-        for asked in self._all:
-            try:
-                asked.drafter.end(history)
-            except BaseException as error:
-                if is_for_the_process(error):
-                    raise
-                self._count_refusal(asked.name, error)
+        if self._known.pop(history, None) is not None:
+            self._tell_all(lambda drafter: drafter.end(history))
 
     def clear(self) -> None:
         """The cache was cleared: drafters forget the tokens of requests that have ended."""
+        self._tell_all(lambda drafter: drafter.clear())
+
+    def _tell_all(self, call: Callable[[Drafter], None]) -> None:
+        """Call every drafter, whatever others do."""
         for asked in self._all:
             try:
-                asked.drafter.clear()
+                call(asked.drafter)
             except BaseException as error:
                 if is_for_the_process(error):
                     raise

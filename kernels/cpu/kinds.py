@@ -9,9 +9,9 @@ INTEGER, FLOAT = "int64", "float32"
 HALF, BYTE = "uint16", "int8"
 """Of bfloat16 numbers, and of int8 ones; arithmetic is fp32."""
 
-KINDS = (FLOAT, HALF, BYTE)
+_ALL = (FLOAT, HALF, BYTE)
 
-SIGNATURES: tuple[Kind, ...] = (*KINDS, *((first, second) for first in KINDS for second in KINDS))
+SIGNATURES: tuple[Kind, ...] = (*_ALL, *((first, second) for first in _ALL for second in _ALL))
 """The kinds that operations are compiled for: of one type of numbers, or of a weight and an output."""
 
 LEFT_OUT = -2

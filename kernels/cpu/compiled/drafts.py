@@ -63,16 +63,18 @@ def choose_drafts(args, kind, first, last):
     release(memory)
 
 
+@compiled_inline
+def _slot_of(pages, place, page_size):
+    """The slot of the keys and values of the token at a place of a sequence."""
+    return pages[place // page_size] * page_size + place % page_size
+
+
 def accept_drafts(args, kind, first, last):
     """All requests, as one element."""
     a = numbers(args, INDEX)
     drafted, chosen, positions = numbers(a[0], INDEX), numbers(a[1], INDEX), numbers(a[2], INDEX)
-    lengths, table, requests, slots = (
-        numbers(a[3], INDEX),
-        numbers(a[4], INDEX),
-        numbers(a[5], INDEX),
-        numbers(a[6], INDEX),
-    )
+    lengths, table = numbers(a[3], INDEX), numbers(a[4], INDEX)
+    requests, slots = numbers(a[5], INDEX), numbers(a[6], INDEX)
     columns, own_table = numbers(a[7], INDEX), numbers(a[8], INDEX)
     count, rows, of_column, width, own_width, page_size = a[9], a[10], a[11], a[12], a[13], a[14]
     reads, writes = slots, at(slots, rows)
@@ -99,7 +101,7 @@ def accept_drafts(args, kind, first, last):
             own_table[request * own_width + page] = table[row * width + page] if page < width else 0
         columns[5 * of_column + request] = ends
         if place < ends:
-            slot = table[row * width + place // page_size] * page_size + place % page_size
+            slot = _slot_of(at(table, row * width), place, page_size)
             ends = place + 1
         columns[request] = max(chosen[row], 0)  # it may be none
         columns[of_column + request] = positions[row] + 1
@@ -110,14 +112,8 @@ def accept_drafts(args, kind, first, last):
 def continue_chains(args, kind, first, last):
     """All rows, as one element."""
     a = numbers(args, INDEX)
-    columns, table, count, of_column, width, page_size = (
-        numbers(a[0], INDEX),
-        numbers(a[1], INDEX),
-        a[2],
-        a[3],
-        a[4],
-        a[5],
-    )
+    columns, table = numbers(a[0], INDEX), numbers(a[1], INDEX)
+    count, of_column, width, page_size = a[2], a[3], a[4], a[5]
     chances, beliefs, control = numbers(a[6], ZERO), numbers(a[7], ZERO), numbers(a[8], INDEX)
     tokens, found, kinds, passes = numbers(a[9], INDEX), numbers(a[10], ZERO), a[11], a[12]
     done, most = min(control[0], passes - 1), ZERO
@@ -131,7 +127,7 @@ def continue_chains(args, kind, first, last):
         put(beliefs, 1 + row, reached)
         most = max(most, reached)
         if place < columns[5 * of_column + row]:  # else what is computed is of no use, and must see its pages alone
-            slot = table[row * width + place // page_size] * page_size + place % page_size
+            slot = _slot_of(at(table, row * width), place, page_size)
             place += 1
         columns[of_column + row] += 1
         columns[2 * of_column + row], columns[3 * of_column + row], columns[4 * of_column + row] = slot, place, -1
