@@ -55,12 +55,7 @@ class Key:
                 pairs do.
         """
         check_namespace(namespace)
-        if not isinstance(ids, array) or ids.typecode != "i":
-            try:
-                ids = array("i", ids)
-            except (TypeError, ValueError, OverflowError) as error:
-                raise ArgumentError(f"Key: ids must be integers of 32 bits; got {shown(ids)}: {error}") from error
-        return cls(ids.tobytes(), namespace, joined(units))
+        return cls(_integers(ids).tobytes(), namespace, joined(units))
 
     @classmethod
     def of_pairs(cls, ids: Sequence[int], namespace: str = "", units: Iterable[tuple[int, int]] = ()) -> "Key":
@@ -75,10 +70,11 @@ class Key:
             units: spans `(start, end)` of tokens, as in `of`.
 
         Raises:
-            ArgumentError: there is no token, or the namespace is not a string or begins as those of pairs do.
+            ArgumentError: there is no token, the ids are not integers of 32 bits, or the namespace is not a string, or
+                begins as those of pairs do.
         """
         check_namespace(namespace)
-        ids = ids if isinstance(ids, array) and ids.typecode == "i" else array("i", ids)
+        ids = _integers(ids)
         if not ids:
             raise ArgumentError("a key of pairs needs at least one token")
         spans = ((max(start - 1, 0), end - 1) for start, end in units if end > 1)
@@ -122,6 +118,15 @@ def check_namespace(namespace: object) -> None:
     _check_text(namespace)
     if isinstance(namespace, str) and namespace.startswith(PAIRS):
         raise ArgumentError(f"a namespace must not begin with {PAIRS!r}, as those of pairs do; got {namespace!r:.100}")
+
+
+def _integers(ids: Sequence[int]) -> "array[int]":
+    if isinstance(ids, array) and ids.typecode == "i":
+        return ids
+    try:
+        return array("i", ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"Key: ids must be integers of 32 bits; got {shown(ids)}: {error}") from error
 
 
 def _check_text(namespace: object) -> None:

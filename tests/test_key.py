@@ -3,6 +3,7 @@
 from array import array
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -91,3 +92,10 @@ def test_a_key_of_pairs_needs_a_token() -> None:
     assert len(Key.of_pairs([5])) == 0
     with pytest.raises(ArgumentError, match="at least one token"):
         Key.of_pairs([])
+
+
+@pytest.mark.parametrize("ids", [["a"], [1 << 40], [1.5], None, 5], ids=repr)
+def test_ids_that_are_no_integers_of_32_bits_are_refused(ids: Any) -> None:
+    for make in (Key.of, Key.of_pairs):
+        with pytest.raises(ArgumentError, match="integers of 32 bits"):
+            make(ids)
