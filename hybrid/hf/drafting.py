@@ -34,7 +34,7 @@ class Drafting:
     Args:
         model: computes the passes.
         cache: knows what came next before.
-        lock: held while the cache is read.
+        lock: held while the cache is read, and what is known of the drafters.
     """
 
     def __init__(self, model: PassModel, cache: HybridCache, lock: threading.RLock) -> None:
@@ -48,8 +48,9 @@ class Drafting:
     def stats(self) -> dict[str, DrafterStats]:
         """What each drafter has done, by its name."""
         total: dict[str, DrafterStats] = {}
-        for stats in (self._ended, *(speculator.stats for speculator in self._speculators.values())):
-            _add(total, stats)
+        with self._lock:
+            for stats in (self._ended, *(speculator.stats for speculator in self._speculators.values())):
+                _add(total, stats)
         return total
 
     def config(self, speculation: SpeculationConfig | str | None) -> SpeculationConfig | None:
@@ -89,7 +90,8 @@ class Drafting:
             return self._model.generate(call.input_ids, past_key_values=past, **options)
         finally:
             if call.assistance is not None:
-                _add(self._ended, speculator.stats)
+                with self._lock:
+                    _add(self._ended, speculator.stats)
 
     def _decoding(self, past: Past, source: DraftSource, streamer: Any) -> DraftedDecoding:
         keys = past.keys

@@ -49,7 +49,7 @@ class Drafter(ABC):
 
     @property
     def name(self) -> str:
-        """Of the drafter, in `Engine.speculation_stats`."""
+        """Of the drafter, in `Engine.stats().speculation`."""
         return type(self).__name__
 
     @property

@@ -1,6 +1,8 @@
 """`hybrid.hf.PrefixCache` with drafts from the cache, prompt lookup and assistant models: the same answers."""
 
 import gc
+import sys
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -409,3 +411,33 @@ def test_a_drafter_of_its_own_for_each_call_is_not_kept_for_ever(model: Any) -> 
     gc.collect()
     assert sum(drafter() is not None for drafter in made) == 16
     assert cache.speculation_stats()["Scripted"].proposals == 40
+
+
+def test_the_counts_of_drafters_may_be_read_while_others_generate(model: Any) -> None:
+    cache = cache_on(model, deterministic=False)
+    failed: list[BaseException] = []
+    interval = sys.getswitchinterval()
+
+    def generate() -> None:
+        for _ in range(10):
+            config = SpeculationConfig(drafters=(Scripted(lambda history, limit: chain([4])),), adaptive=False)
+            cache.generate(ids(10), speculation=config, **greedy(3))
+
+    def read() -> None:
+        try:
+            while generating.is_alive():
+                cache.speculation_stats()
+        except BaseException as error:
+            failed.append(error)
+
+    generating, reading = threading.Thread(target=generate), threading.Thread(target=read)
+    sys.setswitchinterval(1e-6)
+    try:
+        generating.start()
+        reading.start()
+        generating.join()
+        reading.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert failed == []
+    assert cache.speculation_stats()["Scripted"].proposals == 10
