@@ -47,11 +47,17 @@ class Completions:
         return all(request.has_ended for request in self.requests)
 
     def output(self, previous: RequestOutput | None = None) -> RequestOutput:
-        """The answers up to now. The fields beside `outputs` are those of the first; it has a finish reason when all
-        answers have one."""
+        """The answers up to now. The fields beside `outputs` are those of the first, but its usage counts the tokens
+        of all answers; it has a finish reason when all answers have one."""
         outputs = [request.output() for request in self.requests]
         first = self.requests[0].output(previous)
-        usage = replace(first.usage, completion_tokens=sum(output.usage.completion_tokens for output in outputs))
+        each = [output.usage for output in outputs]
+        usage = replace(
+            first.usage,
+            completion_tokens=sum(usage.completion_tokens for usage in each),
+            drafted_tokens=sum(usage.drafted_tokens for usage in each),
+            accepted_tokens=sum(usage.accepted_tokens for usage in each),
+        )
         completions = tuple(
             Completion(index, output.text, output.token_ids, output.logprobs, output.finish_reason, output.error)
             for index, output in enumerate(outputs)

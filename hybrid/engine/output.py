@@ -11,7 +11,7 @@ from hybrid.observe import notebook
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Numbers of tokens of a request.
+    """Numbers of tokens of a request; where it has several answers, the last three count those of all.
 
     Attributes:
         prompt_tokens: tokens of the prompt.

@@ -362,7 +362,9 @@ def test_other_answers_to_the_same_prompt_have_drafts_of_their_own(tiny: Engine)
     engine = engine_with(tiny, Scripted(script), deterministic=True)
     output = answer(engine, prompt, params)
     assert [each.token_ids for each in output.completions] == expected
-    assert engine.stats().speculation["Scripted"].accepted_tokens > 60
+    stats = engine.stats().speculation["Scripted"]
+    assert stats.accepted_tokens > 60
+    assert (output.usage.drafted_tokens, output.usage.accepted_tokens) == (stats.drafted_tokens, stats.accepted_tokens)
     assert_nothing_held(engine)
 
 
