@@ -99,6 +99,7 @@ def test_the_wheel_holds_the_packages_and_the_licences_of_all_that_ships(wheel: 
         metadata = message_from_string(archive.read(f"{NAME}.dist-info/METADATA").decode())
         modes = {entry.external_attr >> 16 & 0o777 for entry in archive.infolist()}
         licence = archive.read(f"{NAME}.dist-info/licenses/models/tiny/LICENSE.PSF").decode()
+    assert wheel.stat().st_size < 10_000_000
     assert {name.split("/")[0] for name in names} == {"hybrid", f"{NAME}.dist-info"}
     assert {"hybrid/kernels/ops.py", "hybrid/models/tiny/model.safetensors", "hybrid/observe/tree.html"} <= names
     assert {"hybrid/py.typed", "hybrid/serve/async_engine.py", "hybrid/kernels/triton/attention.py"} <= names

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from hybrid import Engine, RequestOutput, SamplingParams
+from hybrid.engine import model_runner
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter
 from support.drafters import following
-from support.engines import GRID, assert_nothing_held, engine_on, ids
+from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids
 
 
 def speculating(tiny: Engine, drafter: Drafter, **config: Any) -> Engine:
@@ -47,3 +48,31 @@ def test_drafts_change_neither_tokens_nor_bits(tiny: Engine, params: SamplingPar
     assert stats.drafted_tokens > 0
     if right == 1.0:
         assert stats.accepted_tokens == stats.drafted_tokens
+
+
+def test_a_draft_needs_no_state_and_a_pass_keeps_its_inputs_alone(
+    tiny: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes that `bench/speculation.py` computes for a larger model are those that are held here."""
+    held: dict[int, int] = {}
+    replay = model_runner.replay_states
+
+    def measured(model: Any, log: Any, *others: Any) -> None:
+        storages = {part.untyped_storage().data_ptr(): part.untyped_storage() for each in log for part in each}
+        held[len(log[0][0])] = sum(storage.nbytes() for storage in storages.values())
+        replay(model, log, *others)
+
+    monkeypatch.setattr(model_runner, "replay_states", measured)
+    prompt = ids(40)
+    plain = answer(engine_on(tiny), prompt, greedy(40))
+    engine = speculating(tiny, following(known([plain])), enforce_eager=True)
+    engine.add_request(prompt, greedy(40))
+    while engine.has_work:
+        engine.step()
+        assert engine.cache.stats().states_private <= 2  # the front and the back
+    config = tiny.model.config
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    width = 2 * keys * config.linear_key_head_dim + values * config.linear_value_head_dim + 2 * values
+    num_layers = config.layer_types.count("linear_attention")
+    assert max(held) > 8
+    assert held == {rows: rows * num_layers * width * 4 for rows in held}
