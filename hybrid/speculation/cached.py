@@ -290,6 +290,11 @@ class GramDrafter(Drafter):
         """Keep what the request added, and forget the rest."""
         reading = self._readings.pop(history, None) or self._open(history)
         self._learn(history, reading.piece)
+        index = self._indices.get(history.namespace)
+        if index is not None:
+            before = _size(index)
+            index.close(reading.piece)
+            self._size += _size(index) - before
         self._learned.absorb(reading.learned)
         self._readings.pop(history, None)
 

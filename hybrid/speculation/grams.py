@@ -30,6 +30,15 @@ _P5, _P4, _P3, _P2, _P1, _ = POWERS[_LONG][0]  # that of the last token is 1; th
 FIRST_SLOTS = 1 << 12
 """Slots of the table when it is created. It is doubled until there are as many as tokens."""
 
+SHORT = 128
+"""A piece of a sequence that has ended is one of several in an array where it has fewer tokens."""
+
+GATHERED = 1024
+"""Tokens of such an array, beyond which another one is begun: it is forgotten as a whole."""
+
+SEPARATOR = -1
+"""Between the pieces of such an array. It is no token, so that no draft goes beyond."""
+
 MAX_BACK = 16
 """A match is followed back for this many tokens, at most."""
 
@@ -55,7 +64,8 @@ class GramIndex:
     """The latest place of every n-gram, in the latest sequences.
 
     A table of hashes without chains: a newer n-gram takes the slot of an older one. Every match is compared with the
-    tokens themselves. It takes 8 to 16 bytes a token, and the tokens 4.
+    tokens themselves. It takes 8 to 16 bytes a token, and the tokens 4. Short pieces of sequences that have ended are
+    gathered, since each piece takes some 250 bytes beside its tokens.
 
     Args:
         capacity: number of tokens that it remembers. Beyond that the pieces are forgotten that were not
@@ -67,6 +77,7 @@ class GramIndex:
         self._pieces: OrderedDict[int, Piece] = OrderedDict()
         self._num_tokens = 0
         self._next = 0
+        self._gathered: Piece | None = None  # the latest array of short pieces
         self._make_table(FIRST_SLOTS)
 
     @property
@@ -102,12 +113,25 @@ class GramIndex:
         piece.end += len(ids)
         self._num_tokens += count
         while self._num_tokens > self._capacity and len(self._pieces) > 1:
-            _, oldest = self._pieces.popitem(last=False)
-            self._num_tokens -= len(oldest.ids)
+            self._drop(next(iter(self._pieces.values())))
         if self._num_tokens > len(self._table):
             self._grow()
         else:
             self._enter(piece, start)
+
+    def close(self, piece: Piece) -> None:
+        """The sequence of a piece has ended: it is not extended any more."""
+        if len(piece.ids) >= SHORT or self._pieces.get(piece.number) is not piece:
+            return
+        gathered = self._gathered
+        if len(piece.ids) <= _SHORT:  # nothing follows an n-gram in it
+            self._drop(piece)
+            return
+        if gathered is None or gathered.number not in self._pieces or len(gathered.ids) >= GATHERED:
+            self._gathered = piece
+            return
+        self._drop(piece)
+        self.extend(gathered, array("i", [SEPARATOR]) + piece.ids)
 
     def find(self, ids: array[int]) -> tuple[array[int], int] | None:
         """Where the last tokens of `ids` were before.
@@ -153,6 +177,10 @@ class GramIndex:
             slots &= np.uint64(self._last_slot)
             end = (piece.number << 32) + begin + length
             self._table[slots.view(np.int64)] = np.arange(end, end + count)
+
+    def _drop(self, piece: Piece) -> None:
+        del self._pieces[piece.number]
+        self._num_tokens -= len(piece.ids)
 
     def _number(self) -> int:
         """Of a piece, which no other one of this index has had."""

@@ -115,6 +115,25 @@ def test_a_long_prompt_takes_the_memory_of_its_index() -> None:
     assert taken < 1.5 * drafter.num_bytes
 
 
+@pytest.mark.parametrize("added", [1, 3, 20])
+def test_requests_that_add_few_tokens_take_no_more_memory_for_each(added: int) -> None:
+    """And they are drafted, each up to its own end."""
+    rng, drafter = random.Random(0), GramDrafter()
+    prompt = [rng.randrange(50_000) for _ in range(50)]
+    texts = [array("i", prompt + [rng.randrange(50_000) for _ in range(added)]) for _ in range(2000)]
+    tracemalloc.start()
+    try:
+        for text in texts:
+            drafter.end(history_of(text))
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 24 * 2000 * added + 2**16  # a table that is created has 32 KB
+    if added > 3:
+        drafted = [[*drafter.propose(history_of(text[:-5]), 9)[0]] for text in texts[-50:]]
+        assert sum(found == [*text[-5:]] for found, text in zip(drafted, texts[-50:], strict=True)) > 40
+
+
 def test_an_index_forgets_the_pieces_that_were_not_extended_for_longest() -> None:
     rng, index = random.Random(0), GramIndex(1000)
     bound = index.num_bytes + 4 * 1000  # the table has slots for more
