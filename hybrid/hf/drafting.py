@@ -57,9 +57,14 @@ class Drafting:
         """What a call was given as `speculation`.
 
         Raises:
-            ArgumentError: it is not a configuration, or the cache is deterministic.
+            ArgumentError: it is not a configuration, it needs a predictor, or the cache is deterministic.
         """
         config = SpeculationConfig.of(speculation)
+        if config is not None and config.uses_predictor:
+            raise ArgumentError(
+                "generate: speculation: 'mtp' is the predictor of a checkpoint, which hybrid.Engine alone runs; use "
+                "'cache', or a drafter of your own"
+            )
         if config is not None and self._cache.config.deterministic:
             raise ArgumentError(
                 "generate: speculation: a pass over drafts rounds otherwise than passes over single tokens, so that "
@@ -73,13 +78,14 @@ class Drafting:
         """`model.generate` for a call with this past, with drafts if there is a drafter.
 
         Args:
-            config: who drafts, where the call does not ask for assisted decoding itself. For several sequences none.
+            config: who drafts, where the call does not ask for assisted decoding itself. For several sequences none,
+                nor in searches that are neither greedy nor sampled.
             options: of `model.generate`.
         """
         speculator = None
         if call.assistance is not None:
             speculator = self._assistance(call.assistance)
-        elif config is not None and call.is_single:
+        elif config is not None and call.is_single and call.other_search is None:
             speculator = self._speculator(config)
         if speculator is None:
             return self._model.generate(call.input_ids, past_key_values=past, **options)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from hybrid.checks import shown
+from hybrid.checks import integer, shown
 from hybrid.errors import ArgumentError, PromptError
 from hybrid.hf.images import ImageInputs
 from hybrid.hf.pass_model import inner_model
@@ -77,8 +77,8 @@ class Assistance:
             )
         own = None if assistant is None else assistant.generation_config
         lookup = option(model, options, "prompt_lookup_num_tokens")
-        if lookup is not None and (not isinstance(lookup, int) or lookup < 1):
-            raise ArgumentError(f"generate: prompt_lookup_num_tokens must be an integer of 1 or more, got {lookup!r}")
+        if lookup is not None:
+            lookup = integer("generate: prompt_lookup_num_tokens", lookup, 1)
 
         def of_assistant(name: str, default: float) -> float:
             value = option(model, options, name)
@@ -89,11 +89,15 @@ class Assistance:
         if assistant is None and lookup is None:
             return None
         options["prompt_lookup_num_tokens"] = None
+        ngram = option(model, options, "max_matching_ngram_size")
+        count = of_assistant("num_assistant_tokens", ASSISTANT_TOKENS)
+        if isinstance(count, float) and count.is_integer():  # as transformers' own schedules leave it
+            count = int(count)
         return cls(
             lookup,
-            option(model, options, "max_matching_ngram_size") or LOOKUP_NGRAM,
+            LOOKUP_NGRAM if ngram is None else integer("generate: max_matching_ngram_size", ngram, 1),
             assistant,
-            int(of_assistant("num_assistant_tokens", ASSISTANT_TOKENS)),
+            integer("generate: num_assistant_tokens", count, 1),
             of_assistant("assistant_confidence_threshold", ASSISTANT_CONFIDENCE),
         )
 
@@ -176,6 +180,8 @@ class GenerateCall:
         max_seconds: time limit of the call, its prefill included; None: no limit.
         past: a past that an earlier call returned, to be resumed from; None: prefixes are looked up.
         assistance: the options of assisted decoding; None: there are none.
+        other_search: the option that asks for decoding which is neither greedy nor sampled, nor a search with beams;
+            None: there is none.
         images: of the prompts; None: there are none.
     """
 
@@ -190,6 +196,7 @@ class GenerateCall:
     max_seconds: float | None
     past: Past | None
     assistance: Assistance | None
+    other_search: str | None
     images: ImageInputs | None
 
     @property
@@ -233,12 +240,18 @@ class GenerateCall:
             option(model, given, "max_time"),
             past,
             assistance,
+            _other_search(model, given),
             images,
         )
         if assistance is not None and not call.is_single:
             raise ArgumentError(
                 f"generate: assisted decoding is for one sequence, got {len(call.prompts.rows)} prompts and "
                 f"{call.repeats} sequences of each; leave assistant_model and prompt_lookup_num_tokens out"
+            )
+        if assistance is not None and call.other_search is not None:
+            raise ArgumentError(
+                f"generate: assisted decoding is greedy or sampled, and {call.other_search} asks for another search; "
+                "leave one of them out"
             )
         return call
 
@@ -276,6 +289,16 @@ def _refuse_options(model: Any, options: Mapping[str, Any]) -> None:
                 f"generate: {name}: this kind of assisted decoding does not work with a prefix cache; "
                 "prompt_lookup_num_tokens and an assistant_model with the same tokenizer do"
             )
+
+
+def _other_search(model: Any, options: Mapping[str, Any]) -> str | None:
+    """The option that asks for a search of another kind, as `GenerationConfig.get_generation_mode` finds it."""
+    for name in ("constraints", "force_words_ids", "dola_layers"):
+        if option(model, options, name) is not None:
+            return name
+    if option(model, options, "penalty_alpha") and not option(model, options, "do_sample"):
+        return "penalty_alpha"  # contrastive
+    return None
 
 
 def option(model: Any, options: Mapping[str, Any], name: str) -> Any:

@@ -322,7 +322,16 @@ def test_several_sequences_are_computed_without_drafts(model: Any) -> None:
     [
         ({"speculation": "mind reading"}, "each of drafters must be one of cache"),
         ({"speculation": 7}, "must be None, the name of a drafter"),
-        ({"prompt_lookup_num_tokens": 0}, "1 or more"),
+        ({"speculation": "cache+mtp"}, "Engine alone runs"),
+        ({"prompt_lookup_num_tokens": 0}, "integer from 1"),
+        ({"prompt_lookup_num_tokens": True}, "prompt_lookup_num_tokens must be an integer"),
+        ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size must be an integer"),
+        (
+            {"assistant_model": tiny_model("llama"), "num_assistant_tokens": 0},
+            "num_assistant_tokens must be an integer",
+        ),
+        ({"prompt_lookup_num_tokens": 3, "dola_layers": "high"}, "dola_layers asks for another search"),
+        ({"assistant_model": tiny_model("llama"), "penalty_alpha": 0.6}, "penalty_alpha asks for another search"),
         ({"assistant_model": object()}, "a model of transformers, got object"),
         ({"assistant_model": tiny_model("llama", vocab_size=64)}, "the same tokenizer"),
         ({"use_mtp": True}, "does not work with a prefix cache"),
@@ -334,6 +343,27 @@ def test_drafts_that_cannot_be_are_refused(model: Any, options: dict[str, Any], 
     with pytest.raises(ArgumentError, match=reason):
         cache.generate(ids(40), max_new_tokens=4, **options)
     assert_nothing_held(cache)
+
+
+@pytest.mark.parametrize(
+    "options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "high"}, {"force_words_ids": [[5]]}], ids=str
+)
+def test_searches_that_are_neither_greedy_nor_sampled_are_those_of_transformers(
+    model: Any, options: dict[str, Any]
+) -> None:
+    """Which loads them if it may; with drafts they are not answered greedily."""
+    cache = cache_on(model, deterministic=False)
+    for more in ({}, {"speculation": "cache"}):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            cache.generate(ids(40), max_new_tokens=4, do_sample=False, **options, **more)
+    assert_nothing_held(cache)
+
+
+def test_a_predictor_is_refused_when_a_cache_is_installed(model: Any) -> None:
+    cache = cache_on(model, deterministic=False)
+    with pytest.raises(ArgumentError, match="Engine alone runs"):
+        cache.install(speculation="mtp")
+    assert "generate" not in vars(model)
 
 
 def test_a_deterministic_cache_drafts_nothing_from_what_it_holds(model: Any) -> None:
