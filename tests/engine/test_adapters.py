@@ -60,6 +60,16 @@ def engine_on(
     return engine
 
 
+def test_no_draft_crosses_from_one_adapter_to_another(loaded: Engine, folders: dict[str, Path]) -> None:
+    drafts = SpeculationConfig(drafters=("cache",), adaptive=False)
+    engine, prompt = engine_on(loaded, folders, speculation=drafts), list(range(3, 43))  # no token twice
+    answer(engine, prompt, greedy(30, adapter="one"))
+    for adapter, others in (("two", False), (None, False), ("one", True)):
+        before = engine.stats().speculation["continuation"].drafted_tokens
+        answer(engine, prompt, greedy(4, adapter=adapter))
+        assert (engine.stats().speculation["continuation"].drafted_tokens > before) == others
+
+
 @pytest.mark.parametrize("right", [1.0, 0.6])
 def test_drafts_change_no_answer_with_adapters(loaded: Engine, folders: dict[str, Path], right: float) -> None:
     prompts = [prompt_of(seed) for seed in range(3)]
