@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.engine.capture import Capture, Postable, Posted, capture_for
-from hybrid.engine.chains_ahead import CapturedChains, ChainsAhead, accept
 from hybrid.engine.pieces import Layout
 from hybrid.engine.planner import LINKS, Plan
 from hybrid.engine.replay import Log, Replay, ReplayOfAll, replay_states
+from hybrid.engine.rounds import CapturedRound, Rounds
 from hybrid.engine.sampler import SamplingRows, compiled_most_likely
 
 log: logging.Logger = logging.getLogger(__name__)
@@ -35,18 +35,6 @@ MAX_GRAPHS = 256
 
 MAX_OCCURRED = 4096
 """Layouts with prompts that occurred once and are remembered, at most."""
-
-
-class Round(NamedTuple):
-    """A captured pass with drafts, the acceptance of these, and the replay of those that are accepted, in one call.
-
-    Attributes:
-        program: all of it.
-        captured: the predictor's passes that begin with the tokens after them.
-    """
-
-    program: Callable[[], None]
-    captured: CapturedChains
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,7 @@ class Graph:
         logits: `[rows, vocab]`, written by each run.
         most_likely: `[rows]` the most likely tokens, written by each run; empty: it does not choose any.
         after_drafts: computes the states after accepted drafts; None: the pass has no log.
-        rounds: programs of the pass and what follows it, by the number of requests.
+        rounds: the pass and what follows it, by the number of requests, and whether chains of a predictor do.
     """
 
     numbers: Tensor
@@ -71,7 +59,7 @@ class Graph:
     logits: Tensor
     most_likely: list[Tensor]
     after_drafts: ReplayOfAll | None
-    rounds: dict[int, Round] = field(default_factory=dict)
+    rounds: dict[tuple[int, bool], CapturedRound] = field(default_factory=dict)
 
 
 class SharedLogits:
@@ -196,30 +184,37 @@ class CapturedPasses:
             logits = self._model(batch, self._kv, self._state)
             return Ran(logits, sampling, None, partial(self._replay, batch.log) if batch.log is not None else None)
         self._fill(graph.numbers, plan, tokens)
-        ahead = plan.ahead
-        found = self._round(plan, graph, ahead) if ahead is not None and self._joins else None
-        if ahead is None or found is None:
+        rounds = plan.rounds
+        captured = self._round(plan, graph, rounds) if rounds is not None and self._joins else None
+        if rounds is None or captured is None:
             graph.replay()
             return self._result(plan, graph)
-        ahead.begin()
-        found.program()
-        ahead.run()
+        rounds.run(captured)
         return Ran(graph.logits, None, graph.most_likely[0], None)  # all tokens are the most likely ones
 
-    def _round(self, plan: Plan, graph: Graph, ahead: ChainsAhead) -> Round | None:
-        """The program of a captured pass with what follows it; None: it has none."""
-        count = len(plan.parts)
-        found = graph.rounds.get(count)
-        if found is not None and found.captured is ahead.captured:
+    def _round(self, plan: Plan, graph: Graph, rounds: Rounds) -> CapturedRound | None:
+        """A captured pass with what follows it; None: it has no such program."""
+        count, chains = len(plan.parts), rounds.chains.captured if rounds.chains is not None else None
+        found = graph.rounds.get((count, chains is not None))
+        if found is not None and found.chains is chains:
             return found
         after, chosen = graph.after_drafts, graph.most_likely
         replayed = after.captured() if after is not None else None
         if after is None or replayed is None or not chosen:
             return None
-        accepted, _ = self._capture_replay(partial(accept, ahead.captured, graph.batch, chosen[0], after.slots))
         program: Any = graph.replay
-        graph.rounds[count] = Round(program.then(accepted, *[replayed] * plan.has_drafts), ahead.captured)
-        return graph.rounds[count]
+        captured = CapturedRound.capture(
+            self._capture_replay,
+            lambda accepted, *after: program.then(accepted, *[replayed] * plan.has_drafts, *after),
+            graph.batch,
+            chosen[0],
+            after.slots,
+            chains,
+            count,
+            rounds.page_size,
+        )
+        graph.rounds[count, chains is not None] = captured
+        return captured
 
     def post(self, plan: Plan, tokens: Tensor | None = None) -> Ran | None:
         """Have other threads of a CPU run a padded plan, after what they were given before. None: they do not: there is
@@ -230,7 +225,7 @@ class CapturedPasses:
         """
         shape = plan.shape
         graph = self._graphs.get(shape)
-        is_alone = plan.ahead is None and not plan.has_drafts
+        is_alone = plan.rounds is None and not plan.has_drafts
         if graph is None or graph.post is None or not is_alone or not graph.most_likely:
             return None
         numbers = [plan.numbers, graph.numbers]

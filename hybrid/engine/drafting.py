@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.paths import exchange, extend
 from hybrid.engine.branches import Branches
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.capture import capture_for
-from hybrid.engine.chains_ahead import ChainsAhead
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.padding import MAX_CAPTURED_ROWS
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
+from hybrid.engine.rounds import MAX_ENDS, MAX_SECONDS, MAX_TOKENS, MOST_IDLE, Followed, Rounds
 from hybrid.engine.step import Part, Step
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import History
-from hybrid.speculation.drafts import Drafts
+from hybrid.speculation.drafts import Accepted, Drafts
 from hybrid.speculation.pace import clock_of
 from hybrid.speculation.speculator import DrafterStats, Speculator, make_speculator
 from hybrid.units import ceil_div
@@ -37,8 +38,12 @@ class Drafting:
         deterministic: decoded states are not shared.
         mtp: the drafter that computes in the requests' memory, if there is one.
         clock: seconds, by which passes are timed.
-        chains_alone: of a tree of drafts the most probable path is computed.
+        captures: passes are captured on a CPU: what follows them is computed in their call, and where drafts are chosen
+            by what they cost, the most probable path alone of a tree, which is not captured.
         end_tokens: the model's tokens that end an answer.
+
+    Attributes:
+        seconds_of_round: of the latest one; infinite: it is not known.
     """
 
     def __init__(
@@ -49,12 +54,14 @@ class Drafting:
         deterministic: bool,
         mtp: MtpDrafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        chains_alone: bool = False,
+        captures: bool = False,
         end_tokens: frozenset[int] = frozenset(),
     ) -> None:
         self._end_tokens = end_tokens
         self._clock = clock
-        self._chains_alone = chains_alone
+        self._chains_alone = captures and speculator.is_adaptive
+        self._captures = captures
+        self.seconds_of_round: float = inf
         self._began = 0.0
         self._num_plain = 0
         self._speculator = speculator
@@ -99,35 +106,90 @@ class Drafting:
                 yield part, error
             left -= part.num_drafts
 
-    def ahead(self, decodes: Sequence[Part]) -> ChainsAhead | None:
-        """What is drafted in the call of a pass over these parts, after the tokens that it chooses; None: nothing."""
-        if self._mtp is None or not decodes:
+    def rounds(self, decodes: Sequence[Part]) -> Rounds | None:
+        """What is computed in the call of the pass over these parts, after the tokens that it chooses; None: nothing.
+        Called when their drafts are known."""
+        has_drafts = any(part.drafts is not None for part in decodes)
+        has_chains = self._mtp is not None and all(self._mtp.num_ahead(part.request.history) for part in decodes)
+        if not self._captures or not decodes or not (has_drafts or has_chains):
             return None
-        verified, first = [], 0
+        if any(part.num_unknown for part in decodes):
+            return None
+        is_quick = has_drafts and self.seconds_of_round < MAX_SECONDS / 2
+        followed, may_continue, first = list[Followed](), is_quick, 0
         for part in decodes:
-            own = self._verified(part, first)
+            own = self._followed(part, first, may_continue)
             if own is None:
                 return None
-            verified.append(own)
+            may_continue = may_continue and own.until > part.end
+            followed.append(own)
             first += part.num_rows
-        return self._mtp.ahead(decodes, verified)
+        chains = self._mtp.ahead(decodes) if self._mtp is not None and has_chains else None
+        if chains is None and not has_drafts:
+            return None
+        may_continue = may_continue and (chains is not None or any(len(own.source) > 0 for own in followed))
+        rounds = Rounds(followed, chains, may_continue, self._cache.config.page_size, self._clock)
+        if self._mtp is not None and chains is not None:
+            self._mtp.follow(rounds)
+        return rounds
 
-    def _verified(self, part: Part, first: int) -> tuple[int, ...] | None:
-        """Of a part whose rows begin at `first`, as `hybrid.kernels.cpu.drafts.Verified.requests`; None: which drafts
-        are accepted does not follow from the most likely tokens alone."""
-        request, drafts, lease = part.request, part.drafts, part.lease
-        if self._mtp is None or not self._mtp.num_ahead(request.history) or part.branches is not None:
+    def _followed(self, part: Part, first: int, may_continue: bool) -> Followed | None:
+        """A part whose rows begin at `first`; None: which drafts are accepted does not follow from the most likely
+        tokens alone.
+
+        Args:
+            may_continue: it may have pages for further rounds.
+        """
+        request, drafts, lease, history = part.request, part.drafts, part.lease, part.request.history
+        if request.params.temperature or request.constraints is not None or request.forks or part.branches is not None:
             return None
-        if request.params.temperature or request.constraints is not None or request.forks:
-            return None
-        if drafts is not None and [token for token in drafts.tokens if request.is_end(token, self._end_tokens)]:
+        end_tokens = request.end_tokens(self._end_tokens)
+        if drafts is not None and end_tokens and any(token in end_tokens for token in drafts.tokens):
             return None
         known, beyond = part.write_slot, lease.back
         if known is None or beyond == known:
             return None
-        boundary = part.boundary - part.end if part.boundary is not None and beyond is not None else -1
-        ends = len(lease.block_table) * self._cache.config.page_size
-        return first, part.num_drafts, known, beyond or 0, boundary, ends, 0
+        until, proven = 0, 0
+        source: Sequence[int] = ()
+        if may_continue and part.samples and len(end_tokens) <= MAX_ENDS and self._says_all(part):
+            until = self._until(part)
+            if drafts is not None and until:
+                source, proven = self._speculator.following(history, drafts, MAX_TOKENS)
+        return Followed(
+            history,
+            first,
+            part.num_drafts,
+            known,
+            beyond if beyond is not None else -1,
+            part.boundary - part.end if part.boundary is not None and beyond is not None else -1,
+            len(lease.block_table) * self._cache.config.page_size,
+            until,
+            end_tokens,
+            drafts,
+            source,
+            part.end,
+            proven if self._speculator.is_adaptive and part.num_drafts <= MOST_IDLE else 0,
+            self._mtp.chains_of(history) if self._mtp is not None else [],
+        )
+
+    def _says_all(self, part: Part) -> bool:
+        """Whether a round of a part leaves nothing to do before the next one but to know its tokens."""
+        request = part.request
+        if request.may_end_anywhere or request.params.logprobs is not None or part.captured:
+            return False
+        return self._speculator.is_adaptive or part.num_drafts == self._speculator.max_drafts
+
+    def _until(self, part: Part) -> int:
+        """Number of tokens that a request may have in further rounds, without the one that is chosen last: with pages
+        for them, and for what is drafted after them, from memory that is free."""
+        request, lease, page_size, grid = part.request, part.lease, self._cache.config.page_size, self._grid
+        until = min(request.max_len - 1, part.end + MAX_TOKENS)
+        if not self._deterministic:  # the state there is to be kept
+            until = min(until, ceil_div(part.end, grid) * grid)
+        ahead = self._mtp.num_ahead(request.history) if self._mtp is not None else 0
+        if part.drafts is not None:  # what others have is not taken back if nothing is computed there
+            extend(self._cache, lease, ceil_div(until + ahead, page_size))
+        return min(until, len(lease.block_table) * page_size)
 
     def awaits(self, parts: Sequence[Part]) -> bool:
         """Whether the step after one that was launched waits for its tokens, since it may have drafts.
@@ -190,13 +252,17 @@ class Drafting:
             return None
         return branches
 
-    def accept(self, part: Part, path: Sequence[int]) -> None:
-        """The drafts of a part were computed, and those of `path` are what comes next: count these as computed, and
-        free the pages of the others."""
-        request, lease, drafts = part.request, part.lease, part.drafts
-        if drafts is None or not part.is_alive:
+    def accept(self, part: Part, accepted: Sequence[Accepted], num_more: int) -> None:
+        """After a part `num_more` tokens were computed, that are known now: count these as computed, and free the pages
+        of others.
+
+        Args:
+            accepted: what became of its drafts, in each round.
+        """
+        request, lease = part.request, part.lease
+        if not (accepted or num_more) or not part.is_alive:
             return
-        end, page_size = part.end + len(path), self._cache.config.page_size
+        end, page_size, path = part.end + num_more, self._cache.config.page_size, accepted[0].path if accepted else ()
         if path and part.branches is not None:
             first, own = part.branches.places[0], part.branches.places[part.branches.home[path[-1]]]
             for page in range(ceil_div(end, page_size) - first if own != first else 0):
@@ -205,13 +271,15 @@ class Drafting:
         if boundary is not None:
             self._cache.advance(lease, boundary)
             self._cache.swap(lease)
-        self._cache.advance(lease, end)
+        if num_more:
+            self._cache.advance(lease, end)
+            request.num_computed = end
         if len(lease.block_table) > part.num_pages:
             self._cache.trim(lease, max(part.num_pages, ceil_div(end, page_size)))
-        request.num_computed = end
-        request.num_drafted += len(drafts.tokens)
-        request.num_accepted += len(path)
-        self._speculator.verified(request.history, drafts, path)
+        for drafts, right in accepted:
+            request.num_drafted += len(drafts.tokens)
+            request.num_accepted += len(right)
+            self._speculator.verified(request.history, drafts, right)
 
     def begin(self) -> None:
         """A step begins."""
@@ -226,9 +294,15 @@ class Drafting:
             self._num_plain += 1
             if self._num_plain % TIMED_EVERY:
                 return
-        seconds = self._clock() - self._began - self._speculator.spent
-        if step.ahead is not None:
-            seconds -= step.ahead.seconds
+        seconds, rounds = self._clock() - self._began - self._speculator.spent, step.rounds
+        if rounds is not None and rounds.count:
+            own = rounds.elapsed - rounds.seconds_of_chains
+            seconds -= rounds.seconds_of_chains
+            if rounds.chains is not None:
+                seconds /= rounds.count
+            else:
+                seconds -= own * (rounds.count - 1) / rounds.count
+            self.seconds_of_round = rounds.elapsed / rounds.count
         self._speculator.timed(len(step.parts) + num_drafts, seconds, num_drafts)
 
     def end(self, request: Request) -> None:
@@ -262,6 +336,4 @@ def make_drafting(
     speculator = make_speculator(speculation, cache, loaded.model.config.vocab_size, mtp, clock, max_rows)
     if speculator is None:
         return None
-    # a captured pass takes half as long as one with a tree, which is launched kernel by kernel
-    chains_alone = captures and speculation is not None and speculation.adaptive
-    return Drafting(speculator, cache, config, deterministic, mtp, clock, chains_alone, loaded.end_tokens)
+    return Drafting(speculator, cache, config, deterministic, mtp, clock, captures, loaded.end_tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from hybrid.cache.cache import HybridCache
 from hybrid.engine.capture import Capture
 from hybrid.engine.chains_ahead import ChainsAhead, Found
 from hybrid.engine.predictor_passes import ChainNumbers, PredictorPasses, beliefs
+from hybrid.engine.rounds import Rounds
 from hybrid.engine.step import Part
 from hybrid.models.mtp import HIDDEN
-from hybrid.speculation.chances import CLAIMED, Claims
+from hybrid.speculation.chances import CLAIMED, Claims, PredictedChain
 from hybrid.speculation.config import MAX_DRAFTS
 from hybrid.speculation.drafter import ChainDrafter, History
 from hybrid.speculation.pace import clock_of
@@ -43,27 +44,19 @@ class _Known:
 
     Attributes:
         claims: how often drafts were right, by the probability that the predictor gave them.
-        position: of the first token of the latest chain.
-        tokens: of that chain.
-        claimed: the probability that the predictor gave each.
+        chains: those that were not compared with what came.
         asked: tokens that were asked for.
     """
 
     claims: Claims
-    position: int = 0
-    tokens: Sequence[int] = ()
-    claimed: Sequence[float] = ()
+    chains: list[PredictedChain] = field(default_factory=list)
     asked: int = 0
 
     def compare(self, ids: Sequence[int]) -> None:
-        """Compare the latest chain with the tokens that came, whether they were computed as drafts or not."""
-        for at, (token, claimed) in enumerate(zip(self.tokens, self.claimed, strict=True), self.position):
-            if at == len(ids):
-                break
-            self.claims.observe(claimed, ids[at] == token)
-            if ids[at] != token:
-                break
-        self.tokens = self.claimed = ()
+        """Compare chains with the tokens that came."""
+        for chain in self.chains:
+            self.claims.compare(chain, ids)
+        self.chains.clear()
 
 
 class MtpDrafter(ChainDrafter):
@@ -94,7 +87,7 @@ class MtpDrafter(ChainDrafter):
         self._known: dict[History, _Known] = {}
         self._parts: dict[History, Part] = {}
         self._proposed: dict[History, Proposed] = {}
-        self._ahead: ChainsAhead | None = None
+        self._rounds: Rounds | None = None  # of the step before, if chains were computed in its call
         self._clock = clock_of(device.type)
 
     @property
@@ -111,14 +104,15 @@ class MtpDrafter(ChainDrafter):
         """Predict up to this many tokens after each of these histories, as far as there is memory for them, and as
         they were not predicted in the call of the pass before."""
         asked, page_size = [], self._cache.config.page_size
-        ahead, self._ahead = self._ahead, None
-        rows = ahead.rows() if ahead is not None else {}
-        found = ahead.captured.found if ahead is not None and rows else None
-        self.seconds_before: float = ahead.seconds if ahead is not None and rows else 0.0
+        before, self._rounds = self._rounds, None
+        chains, rows = (before.chains, before.rows()) if before is not None else (None, {})
+        found = chains.captured.found if chains is not None and rows else None
+        self.seconds_before: float = chains.latest_seconds if chains is not None and rows else 0.0
         for history, count in wanted:
             if found is not None and history in rows:
                 row, most = rows[history]
-                self._proposed[history] = self._proposal(found, row, self._compared(history, count), min(count, most))
+                self._compared(history, count)
+                self._proposed[history] = self._proposal(found, row, history, min(count, most))
                 continue
             part = self._parts[history]
             pages = len(part.lease.block_table) * page_size
@@ -133,24 +127,28 @@ class MtpDrafter(ChainDrafter):
         """Tokens that may be predicted of a request in the call of its pass, after the tokens that the pass chooses."""
         return self._known[history].asked if history in self._proposed else 0
 
-    def ahead(self, parts: Sequence[Part], verified: Sequence[Sequence[int]]) -> ChainsAhead | None:
-        """Chains that are computed in the call of the pass of these parts; None: they cannot be.
+    def chains_of(self, history: History) -> list[PredictedChain]:
+        """Those of a request that were not compared with what came; more may be added."""
+        known = self._known.get(history)
+        return known.chains if known is not None else []
 
-        Args:
-            verified: of each part, as `hybrid.kernels.cpu.drafts.Verified.requests`.
-        """
-        histories = [part.request.history for part in parts]
-        known = [self._known[history] for history in histories]
+    def follow(self, rounds: Rounds) -> None:
+        """The next chains may be computed in these rounds."""
+        self._rounds = rounds
+
+    def ahead(self, parts: Sequence[Part]) -> ChainsAhead | None:
+        """Chains that are computed in the call of the pass of these parts, each of which has `num_ahead`; None: they
+        cannot be."""
+        known = [self._known[part.request.history] for part in parts]
         most = max([min(each.asked, part.request.num_left - 2) for each, part in zip(known, parts, strict=True)])
         if most <= 0:
             return None
         rates = [each.claims.rates for each in known]
         width = self._passes.width(max([len(part.lease.block_table) for part in parts]))
         captured = self._passes.captured((len(parts), width))
-        if captured is not None:
-            given = beliefs(rates, self.least), histories
-            self._ahead = ChainsAhead(captured, *given, min(most, MAX_DRAFTS), verified, self._clock)
-        return self._ahead
+        if captured is None:
+            return None
+        return ChainsAhead(captured, beliefs(rates, self.least), min(most, MAX_DRAFTS), self._clock)
 
     def propose(self, history: History, limit: int) -> Proposed:
         """What was predicted, with its probabilities."""
@@ -163,9 +161,10 @@ class MtpDrafter(ChainDrafter):
         histories = [part.request.history for part, _ in asked]
         # as they were before the latest tokens came: chains may be computed in the call that chooses these
         rates = [[*self._known_of(history).claims.rates] for history in histories]
-        known = [self._compared(history, count) for history, count in zip(histories, counts, strict=True)]
+        for history, count in zip(histories, counts, strict=True):
+            self._compared(history, count)
         found = self._passes.chains(numbers, max(counts), rates, self.least)
-        return [self._proposal(found, row, known[row], count) for row, count in enumerate(counts)]
+        return [self._proposal(found, row, histories[row], count) for row, count in enumerate(counts)]
 
     def _numbers(self, parts: Sequence[Part]) -> ChainNumbers:
         """Those of the last known tokens of parts."""
@@ -179,26 +178,24 @@ class MtpDrafter(ChainDrafter):
             known = self._known[history] = _Known(self._claims.of_request())
         return known
 
-    def _compared(self, history: History, count: int) -> _Known:
-        """What is known of a request, up to its last token. `count` tokens after it are asked for."""
+    def _compared(self, history: History, count: int) -> None:
+        """Look at what came up to the last token of a request. `count` tokens after it are asked for."""
         known = self._known_of(history)
-        if known.tokens:
-            known.compare(history.ids)
-        known.position, known.asked = len(history.ids), count
-        return known
+        known.compare(history.ids)
+        known.asked = count
 
-    def _proposal(self, found: Found, row: int, known: _Known, most: int) -> Proposed:
+    def _proposal(self, found: Found, row: int, history: History, most: int) -> Proposed:
         """The chain of a request, and then its alternatives."""
-        passes, claims = found
-        known.tokens = [tokens[row][0] for tokens in passes[:most]]
-        known.claimed = [claimed[row][0] for claimed in claims[:most]]
-        tokens, count = array("q", known.tokens), len(known.tokens)
-        chances = [*map(known.claims.of, known.claimed)]
+        (passes, claims), known = found, self._known[history]
+        named, claimed = [own[row][0] for own in passes[:most]], [own[row][0] for own in claims[:most]]
+        known.chains.append(PredictedChain(len(history.ids), named, claimed))
+        tokens, count = array("q", named), len(named)
+        chances = [*map(known.claims.of, claimed)]
         for rank in range(1, self._alternatives):  # what is left of the probability, in parts as they are claimed
             tokens.extend([own[row][rank] for own in passes[:most]])
-            for claimed, chance in zip(claims, chances[:count], strict=False):
-                left = 1 - claimed[row][0]
-                chances.append((1 - chance) * min(claimed[row][rank] / left, 1.0) if left > 0 else 0.0)
+            for own, chance in zip(claims, chances[:count], strict=False):
+                left = 1 - own[row][0]
+                chances.append((1 - chance) * min(own[row][rank] / left, 1.0) if left > 0 else 0.0)
         chain = range(-1, count - 1)
         return tokens, chain if self._alternatives == 1 else [*chain] * self._alternatives, chances
 

@@ -18,7 +18,6 @@ from hybrid.engine.chains_ahead import CapturedChains, Found
 from hybrid.engine.cuda_graphs import CapturedModel
 from hybrid.engine.padding import Padding
 from hybrid.engine.pieces import ALIGNMENT
-from hybrid.kernels.cpu.kinds import VERIFIED
 from hybrid.kernels.ops import compiled_module
 from hybrid.memory.device import on_device
 from hybrid.speculation.chances import CLAIMS, rate_of
@@ -263,7 +262,7 @@ class PredictorPasses:
     def _record(self, capture: Capture, numbers: ChainNumbers) -> CapturedChains | None:
         """Capture a pass of this shape, which is run for that with these numbers. If it fails, no other is tried."""
         (count, width), values = numbers.shape, numbers.at(0)
-        host = torch.zeros(len(values) + VERIFIED * count + 2, dtype=torch.int64)
+        host = torch.zeros(len(values) + 2, dtype=torch.int64)
         given = host[: len(values)]
         given.copy_(torch.tensor(values))
         inputs = PredictorInputs.of(given, count, self._states.new_empty(count, self._states.shape[1]))
@@ -299,7 +298,6 @@ class PredictorPasses:
             self._captured.popitem(last=False)
         captured = self._captured[numbers.shape] = CapturedChains(
             given.numpy(),
-            host[len(values) :].numpy(),
             chains,
             chains.beliefs.numpy(),
             chains.control.numpy(),

@@ -239,6 +239,11 @@ class Request:
         """
         return token in self.params.stop_token_ids or (token in end_tokens and not self.params.ignore_eos)
 
+    def end_tokens(self, end_tokens: frozenset[int]) -> Sequence[int]:
+        """The tokens that end the answer, of those of the model too."""
+        own = self.params.stop_token_ids
+        return own if self.params.ignore_eos else (*own, *end_tokens)
+
     @property
     def may_end_anywhere(self) -> bool:
         """Whether more than single tokens ends the answer: a stop text, or the end of a grammar."""

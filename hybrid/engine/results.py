@@ -16,6 +16,7 @@ from hybrid.engine.capture import Posted
 from hybrid.engine.constraints import Edits
 from hybrid.engine.planner import Plan
 from hybrid.engine.request import Request, Status
+from hybrid.engine.rounds import Rounds
 from hybrid.engine.sampled_rows import SampledRows, most_logprobs, tokens_of
 from hybrid.engine.sampler import (
     NOT_FINITE,
@@ -29,6 +30,7 @@ from hybrid.engine.sampler import (
 from hybrid.engine.verification import Verification
 from hybrid.kernels.cpu.threads import torch_on_one_thread
 from hybrid.memory.device import Arriving, on_device
+from hybrid.speculation.drafts import Accepted
 
 UNSETTLED = -3
 """In the place of a token that is not known before the vocabulary is sorted."""
@@ -39,12 +41,12 @@ class Result(NamedTuple):
 
     Attributes:
         is_finite: its logits and the checkpoints that it wrote hold no NaN and no infinity.
-        tokens: the drafts that were accepted, and the token after them, or `NO_TOKEN`; empty: the part does not end
-            with the last known token.
+        tokens: the drafts that were accepted, and the token after them, or `NO_TOKEN`; and those of further rounds
+            (`hybrid.engine.rounds`). Empty: the part does not end with the last known token.
         logprobs: `{token_id: logprob}` of each token; None unless requested.
         prompt_logprobs: `{token_id: logprob}` of tokens of the prompt after those that have them.
         forks: the first token of each other answer to the prompt, and its `{token_id: logprob}`.
-        path: indices of the drafts that were accepted.
+        accepted: the drafts of each round, and which of them were accepted.
         is_late: the device did not know the token by itself: a pass launched meanwhile wrote nothing for the request.
     """
 
@@ -53,8 +55,13 @@ class Result(NamedTuple):
     logprobs: tuple[dict[int, float], ...] | None = None
     prompt_logprobs: tuple[dict[int, float], ...] = ()
     forks: tuple[tuple[int, dict[int, float] | None], ...] = ()
-    path: tuple[int, ...] = ()
+    accepted: tuple[Accepted, ...] = ()
     is_late: bool = False
+
+    @property
+    def num_more(self) -> int:
+        """Number of tokens that were computed after those of the part: all but the last one."""
+        return max(len(self.tokens) - 1, 0)
 
 
 class Computed(NamedTuple):
@@ -85,11 +92,19 @@ class PendingTokens:
         plan: of the pass.
         computed: what it leaves on the device.
         verification: which drafts are accepted, and what is done with them; None: there are no drafts.
+        rounds: what all of this is known from already; None: it is not.
     """
 
-    def __init__(self, plan: Plan, computed: Computed, verification: Verification | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        computed: Computed,
+        verification: Verification | None = None,
+        rounds: Rounds | None = None,
+    ) -> None:
         self._plan = plan
         self._verification = verification
+        self._rounds = rounds
         self._computed = computed
         self._settle: Callable[[], Tensor] | None = None
         self._tokens: Tensor | None = None
@@ -138,6 +153,11 @@ class PendingTokens:
 
     def wait(self) -> list[Result]:
         """One result per part of the step, once the device has them."""
+        if self._rounds is not None:
+            return [
+                Result(NOT_FINITE not in own.tokens, tuple(own.tokens), accepted=tuple(own.accepted))
+                for own in self._rounds.followed
+            ]
         self.choose()
         if self._computed.posted is not None:
             self._computed.posted.wait()
@@ -201,8 +221,9 @@ class PendingTokens:
             known = None
             if logprobs is not None and part.num_logprobs is not None:
                 known = tuple(logprobs_of(logprobs, start + row, own[row], part.num_logprobs) for row in rows)
-            is_late = start + before in late
-            result = Result(is_finite, chosen if part.samples else (), known, path=tuple(path), is_late=is_late)
+            is_late, drafts = start + before in late, self._plan.parts[index].drafts
+            accepted = (Accepted(drafts, path),) if drafts is not None else ()
+            result = Result(is_finite, chosen if part.samples else (), known, accepted=accepted, is_late=is_late)
             if part.num_prompt_logprobs is not None or part.forks:
                 result = _with_more(result, part, own, start, logprobs)
             results.append(result)

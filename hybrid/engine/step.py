@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hybrid.cache.lease import Lease
 from hybrid.engine.branches import Branches
-from hybrid.engine.chains_ahead import ChainsAhead
 from hybrid.engine.request import Request
+from hybrid.engine.rounds import Rounds
 from hybrid.speculation.drafts import Drafts
 from hybrid.tree.node import Checkpoint
 
@@ -102,11 +102,11 @@ class Step:
     """What one forward pass computes: prompt parts first, then single tokens with their drafts.
 
     Attributes:
-        ahead: what is drafted in the call of the pass, after the tokens that it chooses; None: nothing.
+        rounds: what follows the pass in its call; None: nothing.
     """
 
     parts: list[Part]
-    ahead: ChainsAhead | None = None
+    rounds: Rounds | None = None
 
     def alive(self) -> Step:
         """The parts whose requests did not end, and were not retracted, since the step was scheduled."""

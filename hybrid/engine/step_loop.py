@@ -340,11 +340,11 @@ class StepLoop:
         request = part.request
         if not result.is_finite:
             raise NonFiniteError(NOT_FINITE)
-        if part.drafts is not None and self._scheduler.drafting is not None:
-            self._scheduler.drafting.accept(part, result.path)
+        if self._scheduler.drafting is not None:
+            self._scheduler.drafting.accept(part, result.accepted, result.num_more)
         for at, token in enumerate(result.tokens):
             if request.finish_reason is not None:
-                request.num_accepted -= len(result.path) - at  # these drafts are after the end
+                request.num_accepted -= result.num_more - at  # these drafts are after the end
                 break
             if token == NO_TOKEN:
                 raise SamplingError(request.why_no_token or NO_TOKEN_LEFT)
@@ -353,7 +353,7 @@ class StepLoop:
             self.meter.delivered(request, before)
         request.add_prompt_logprobs(result.prompt_logprobs, part.end)
         if part.is_alive:  # otherwise it was retracted while it was computed
-            self._scheduler.commit(part, part.end + len(result.path))
+            self._scheduler.commit(part, part.end + result.num_more)
         for fork, (token, logprobs) in zip(request.forks, result.forks, strict=True) if result.forks else ():
             self._fork(request, fork, token, logprobs)
 

@@ -103,11 +103,16 @@ class Source:
         self.matched = self.followed = 0
         self.is_left = False
 
-    def draft(self, limit: int) -> Chain:
-        """What follows, as a chain. Ids that stand for images end it."""
+    def tokens(self, limit: int) -> array[int]:
+        """What follows. Ids that stand for images end it."""
         tokens = self.ids[self.at : self.at + limit]
         if tokens and min(tokens) < 0:
             tokens = tokens[: next(at for at, token in enumerate(tokens) if token < 0)]
+        return tokens
+
+    def draft(self, limit: int) -> Chain:
+        """The same as a chain."""
+        tokens = self.tokens(limit)
         count = len(tokens)
         return tokens, range(-1, count - 1), self.learned.ahead(self.matched + self.followed, count)
 
@@ -148,6 +153,10 @@ class ContinuationDrafter(Drafter):
             if source.start == end and source.at < len(source.ids):
                 return source.draft(limit)
         return self._look(history, limit)
+
+    def source(self, history: History) -> Source | None:
+        """What its latest proposal for a history was from; None: there was none."""
+        return self._sources.get(history)
 
     def _look(self, history: History, limit: int) -> Chain:
         """Look the history up in the tree. When it is not there, it is looked up again with its next page."""
@@ -260,6 +269,11 @@ class GramDrafter(Drafter):
             return NOTHING
         reading.source = Source(found[0], found[1], end, found[2], reading.learned)
         return reading.source.draft(limit)
+
+    def source(self, history: History) -> Source | None:
+        """What its latest proposal for a history was from; None: there was none."""
+        reading = self._readings.get(history)
+        return reading.source if reading is not None else None
 
     def _look(self, ids: array[int], namespace: str, reading: _Reading) -> tuple[array[int], int, int] | None:
         """Look for the last tokens of a history: in the source that was left, in those that are not indexed yet, and in

@@ -4,7 +4,7 @@ right, those of a predictor by the probability that it gives them itself."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import NamedTuple, Self
 
 BUCKETS: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7, *[8] * 2, *[9] * 3, *[10] * 4, *[11] * 8, 12)
 """For each number of right tokens the rate that counts; for more of them the last one."""
@@ -70,6 +70,20 @@ CLAIMED: tuple[float, ...] = tuple([(tenth + 0.5) / CLAIMS for tenth in range(CL
 """It is believed, at first."""
 
 
+class PredictedChain(NamedTuple):
+    """A chain of a predictor.
+
+    Attributes:
+        position: of the first token.
+        tokens: that it has named.
+        claimed: the probability that it gave each.
+    """
+
+    position: int
+    tokens: Sequence[int]
+    claimed: Sequence[float]
+
+
 class Claims(_Rates):
     """Of the drafts of a predictor, one rate for each tenth of what it claims. Where the model takes its most probable
     token, which the predictor names, that token comes more often than its probability says."""
@@ -88,6 +102,15 @@ class Claims(_Rates):
         kind = min(int(claimed * CLAIMS), CLAIMS - 1) if claimed > 0 else 0
         self._counts[kind] = count = min(self._counts[kind] + 1, MAX_TOKENS)
         self._rates[kind] += (is_right - self._rates[kind]) / count
+
+    def compare(self, chain: PredictedChain, ids: Sequence[int]) -> None:
+        """Compare a chain with the tokens that came, whether they were computed as drafts or not."""
+        for at, (token, claimed) in enumerate(zip(chain.tokens, chain.claimed, strict=True), chain.position):
+            if at >= len(ids):
+                break
+            self.observe(claimed, ids[at] == token)
+            if ids[at] != token:
+                break
 
 
 def rate_of(rates: Sequence[float], claimed: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from hybrid.checks import is_integer
 from hybrid.errors import ArgumentError
@@ -40,10 +40,11 @@ class Drafts:
     chances: tuple[float, ...] | None = None
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], drafter: str, chances: Sequence[float]) -> Drafts:
+    def chain(cls, tokens: Sequence[int], drafter: str, chances: Sequence[float] | None = None) -> Drafts:
         """Tokens of one drafter that each follow the one before."""
         count = len(tokens)
-        return cls(tuple(tokens), _chained(count), ((drafter,),) * count, tuple(chances))
+        known = tuple(chances) if chances is not None else None
+        return cls(tuple(tokens), _chained(count), ((drafter,),) * count, known)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -139,6 +140,18 @@ class Drafts:
             return self
         chances = self.chances[:count] if self.chances is not None else None
         return Drafts(self.tokens[:count], self.parents[:count], self.drafters[:count], chances)
+
+
+class Accepted(NamedTuple):
+    """What became of the drafts of a pass.
+
+    Attributes:
+        drafts: as they were computed.
+        path: indices of those that were accepted.
+    """
+
+    drafts: Drafts
+    path: Sequence[int]
 
 
 def checked(

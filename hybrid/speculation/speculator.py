@@ -13,7 +13,7 @@ from operator import mul
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
 from hybrid.interrupts import is_for_the_process
-from hybrid.speculation.cached import NOTHING, CachedDrafter, ContinuationDrafter, GramDrafter
+from hybrid.speculation.cached import NOTHING, PROVEN, CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
@@ -78,6 +78,7 @@ class Speculator:
         self._known: dict[History, Known] = {}
         self._cost = PassCost()
         self._gain = 1.0  # tokens per second with drafts, of those without, lately
+        self._pays = True  # the drafts of the pass, with what it took to have them
         self._spent = 0.0
         self._spent_before = 0.0  # for what it has now, in the pass before
 
@@ -85,6 +86,11 @@ class Speculator:
     def spent(self) -> float:
         """Seconds for which drafters have computed, for the latest pass."""
         return self._spent
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether as many drafts are computed as pay; else as many as there are."""
+        return self._config.adaptive
 
     @property
     def max_drafts(self) -> int:
@@ -211,6 +217,7 @@ class Speculator:
         if count:
             self._cost.is_paid()
             gain = worth.gain(every[:count], self._spent + self._spent_before)
+            self._pays = gain > 1.0
             self._gain += (max(gain, 1.0) - self._gain) / MAX_WEIGHT
         elif every and self._cost.is_doubted(rows, every[0]):
             count = 1
@@ -227,8 +234,9 @@ class Speculator:
         known = joined.known
         for name, computes in joined.asked.items():
             own = known.measured[name]
-            if joined.count or not computes:
-                own.paid(joined.count > 0, known.passes)
+            is_paid = joined.count > 0 and (self._pays or not computes)
+            if is_paid or not computes:
+                own.paid(is_paid, known.passes)
             else:
                 own.missed(known.passes)
             self._pauses[name] = own.pauses
@@ -333,6 +341,16 @@ class Speculator:
         before = asked.chain.seconds_before if asked.chain is not None else 0.0
         self._spent_before += before
         return seconds + before
+
+    def following(self, history: History, drafts: Drafts, limit: int) -> tuple[Sequence[int], int]:
+        """Tokens of which these drafts of a request are the first, in the source that all of them are from; empty:
+        there is no such one. And the number of right ones that make a source proven."""
+        name = drafts.drafter
+        for drafter in self._cached:
+            source = drafter.source(history) if drafter.name == name else None
+            if source is not None and source.start == len(history.ids):
+                return source.tokens(limit), max(PROVEN - source.followed, 0)
+        return (), 0
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""

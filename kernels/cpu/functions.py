@@ -36,7 +36,10 @@ OF_NUMBERS = {
 
 OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
 
-OF_FLOATS = {"drafts": ("most_likely", "accept_drafts", "continue_chains"), "memory": ("fill",)}
+OF_FLOATS = {
+    "drafts": ("most_likely", "accept_drafts", "begin_chains", "continue_chains", "next_round"),
+    "memory": ("fill",),
+}
 
 OF_HALVES = {"matmul": ("widen_pairs", "widen"), "memory": ("widen",)}
 

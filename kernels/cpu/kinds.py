@@ -17,5 +17,8 @@ SIGNATURES: tuple[Kind, ...] = (*_ALL, *((first, second) for first in _ALL for s
 LEFT_OUT = -2
 """In the place of the slot that a token's state continues from, on a CPU: nothing of the token is needed."""
 
-VERIFIED = 7
+VERIFIED = 8
 """Numbers of a sequence whose drafts are accepted: as `hybrid.kernels.cpu.drafts.Verified.requests`."""
+
+FOLLOWED = 6
+"""Numbers of a sequence that is computed in rounds: as `hybrid.kernels.cpu.drafts.Rounds.followed`."""

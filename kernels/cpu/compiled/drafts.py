@@ -5,7 +5,7 @@ import numpy as np
 from hybrid.kernels.cpu.compiled.build import compiled_inline
 from hybrid.kernels.cpu.compiled.tiles import row_max, row_sum
 from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, allocate, at, exp, get, numbers, put, release
-from hybrid.kernels.cpu.kinds import LEFT_OUT, VERIFIED
+from hybrid.kernels.cpu.kinds import FOLLOWED, LEFT_OUT, VERIFIED
 from hybrid.kernels.cpu.target import LANES
 
 
@@ -72,17 +72,19 @@ def _slot_of(pages, place, page_size):
 def accept_drafts(args, kind, first, last):
     """All requests, as one element."""
     a = numbers(args, INDEX)
-    drafted, chosen, positions = numbers(a[0], INDEX), numbers(a[1], INDEX), numbers(a[2], INDEX)
-    lengths, table = numbers(a[3], INDEX), numbers(a[4], INDEX)
-    requests, slots = numbers(a[5], INDEX), numbers(a[6], INDEX)
-    columns, own_table = numbers(a[7], INDEX), numbers(a[8], INDEX)
-    count, rows, of_column, width, own_width, page_size = a[9], a[10], a[11], a[12], a[13], a[14]
+    drafted, chosen, requests, slots = (
+        numbers(a[0], INDEX),
+        numbers(a[1], INDEX),
+        numbers(a[2], INDEX),
+        numbers(a[3], INDEX),
+    )
+    count, rows = a[4], a[5]
     reads, writes = slots, at(slots, rows)
     for row in range(rows):
         reads[row], writes[row] = LEFT_OUT, -1
     for request in range(count):
         own = at(requests, request * VERIFIED)
-        start, drafts, known, beyond, boundary, ends = own[0], own[1], own[2], own[3], own[4], own[5]
+        start, drafts, known, beyond, boundary = own[0], own[1], own[2], own[3], own[4]
         right, state = 0, known
         while right < drafts and chosen[start + right] == drafted[start + right + 1]:
             right += 1
@@ -94,8 +96,19 @@ def accept_drafts(args, kind, first, last):
                 if boundary > 0:
                     writes[start + boundary] = known
             writes[start + right] = state
-        own[6] = right
-        row = start + right
+        own[6], own[7] = right, state
+
+
+def begin_chains(args, kind, first, last):
+    """All requests, as one element."""
+    a = numbers(args, INDEX)
+    chosen, positions, lengths = numbers(a[0], INDEX), numbers(a[1], INDEX), numbers(a[2], INDEX)
+    table, requests = numbers(a[3], INDEX), numbers(a[4], INDEX)
+    columns, own_table = numbers(a[5], INDEX), numbers(a[6], INDEX)
+    count, of_column, width, own_width, page_size = a[7], a[8], a[9], a[10], a[11]
+    for request in range(count):
+        own = at(requests, request * VERIFIED)
+        row, ends = own[0] + own[6], own[5]
         place, slot = lengths[row], -1
         for page in range(own_width):
             own_table[request * own_width + page] = table[row * width + page] if page < width else 0
@@ -106,7 +119,7 @@ def accept_drafts(args, kind, first, last):
         columns[request] = max(chosen[row], 0)  # it may be none
         columns[of_column + request] = positions[row] + 1
         columns[2 * of_column + request], columns[3 * of_column + request] = slot, ends
-        columns[4 * of_column + request] = state
+        columns[4 * of_column + request] = own[7]
 
 
 def continue_chains(args, kind, first, last):
@@ -132,3 +145,96 @@ def continue_chains(args, kind, first, last):
         columns[of_column + row] += 1
         columns[2 * of_column + row], columns[3 * of_column + row], columns[4 * of_column + row] = slot, place, -1
     control[0], control[1] = done + 1, int(most < get(beliefs, 0))
+
+
+@compiled_inline
+def _is_end(ends, count, token):
+    """Whether a token is one of `count`."""
+    found = False
+    for place in range(count):
+        found = found or ends[place] == token
+    return found
+
+
+def next_round(args, kind, first, last):
+    """All requests, as one element."""
+    a = numbers(args, INDEX)
+    tokens, chosen, positions, lengths = (
+        numbers(a[0], INDEX),
+        numbers(a[1], INDEX),
+        numbers(a[2], INDEX),
+        numbers(a[3], INDEX),
+    )
+    table, requests, slots, reads = (
+        numbers(a[4], INDEX),
+        numbers(a[5], INDEX),
+        numbers(a[6], INDEX),
+        numbers(a[7], INDEX),
+    )
+    writes, followed, sources, ends = (
+        numbers(a[8], INDEX),
+        numbers(a[9], INDEX),
+        numbers(a[10], INDEX),
+        numbers(a[11], INDEX),
+    )
+    control, log, claims = numbers(a[12], INDEX), numbers(a[13], INDEX), numbers(a[14], ZERO)
+    chain, claimed, passes = numbers(a[15], INDEX), numbers(a[16], ZERO), numbers(a[17], INDEX)
+    count, rows, width, of_source, of_ends, most_rounds = a[18], a[19], a[20], a[21], a[22], a[23]
+    most_passes, of_log, page_size, empty = a[24], a[25], a[26], a[27]
+    done, goes_on, drafted = control[0], True, 0
+    own_log, found = at(log, done * of_log), min(passes[0], most_passes) if most_passes > 0 else 0
+    for row in range(rows):
+        own_log[2 * row], own_log[2 * row + 1] = tokens[row], chosen[row]
+    counts = at(own_log, 2 * rows)
+    counts[2 * count] = found
+    for place in range(found * count):
+        counts[2 * count + 1 + place] = chain[place]
+        put(claims, done * most_passes * count + place, get(claimed, place))
+    for request in range(count):
+        own, known = at(requests, request * VERIFIED), at(followed, request * FOLLOWED)
+        source, own_ends = at(sources, request * of_source), at(ends, request * of_ends)
+        start, right, drafts = own[0], own[6], 0
+        counts[2 * request], counts[2 * request + 1] = own[1], right
+        token = chosen[start + right]
+        known[2] += right + 1
+        known[3] += right
+        if known[3] < known[4] and source[known[3]] == token:
+            known[3] += 1
+        else:
+            known[4] = known[3]
+        if token < 0 or known[2] > known[1] or _is_end(own_ends, of_ends, token):
+            goes_on = False
+        drafts = min(known[0], found if most_passes > 0 else known[4] - known[3])
+        if known[2] + drafts > known[1]:
+            goes_on = False
+        elif most_passes == 0 and drafts < known[0]:
+            if drafts > 0 or known[3] >= known[5]:
+                goes_on = False
+            else:
+                known[5], drafted = 0, drafted + 1
+        for draft in range(drafts):
+            proposed = chain[draft * count + request] if most_passes > 0 else source[known[3] + draft]
+            goes_on = goes_on and not _is_end(own_ends, of_ends, proposed)
+        drafted += drafts
+        own[1] = drafts
+    goes_on = goes_on and drafted > 0 and done + 1 < most_rounds
+    control[0], control[1] = done + 1, int(not goes_on)
+    if not goes_on:
+        return
+    for request in range(count):
+        own, known = at(requests, request * VERIFIED), at(followed, request * FOLLOWED)
+        source, start, drafts = at(sources, request * of_source), own[0], own[1]
+        pages, token, position = at(table, start * width), chosen[start + own[6]], positions[start] + own[6] + 1
+        for draft in range(known[0] + 1):
+            row = start + draft
+            if draft > drafts:  # it is computed in vain
+                tokens[row], positions[row], lengths[row], slots[row], reads[row] = 0, 0, 1, -1, empty
+            else:
+                if draft > 0:
+                    token = chain[(draft - 1) * count + request] if most_passes > 0 else source[known[3] + draft - 1]
+                place = known[2] - 1 + draft
+                tokens[row], positions[row], lengths[row] = token, position + draft, place + 1
+                slots[row], reads[row] = _slot_of(pages, place, page_size), -1
+            writes[row] = -1
+        reads[start] = writes[start] = own[2]
+        own[3], own[4], own[6], own[7] = -1, -1, 0, 0
