@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
+from typing import cast
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.paths import exchange, extend
@@ -15,7 +17,7 @@ from hybrid.engine.config import EngineConfig
 from hybrid.engine.padding import MAX_CAPTURED_ROWS
 from hybrid.engine.predictor import MtpDrafter
 from hybrid.engine.request import Request
-from hybrid.engine.rounds import MAX_ENDS, MAX_SECONDS, MAX_TOKENS, MOST_IDLE, Followed, Rounds
+from hybrid.engine.rounds import MAX_ENDS, MAX_SECONDS, MAX_TOKENS, Followed, Rounds
 from hybrid.engine.step import Part, Step
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import History
@@ -149,12 +151,11 @@ class Drafting:
         known, beyond = part.write_slot, lease.back
         if known is None or beyond == known:
             return None
-        until, proven = 0, 0
-        source: Sequence[int] = ()
+        until, source = 0, cast(Sequence[int], ())
         if may_continue and part.samples and len(end_tokens) <= MAX_ENDS and self._says_all(part):
             until = self._until(part)
             if drafts is not None and until:
-                source, proven = self._speculator.following(history, drafts, MAX_TOKENS)
+                source = self._speculator.following(history, drafts, MAX_TOKENS)
         return Followed(
             history,
             first,
@@ -168,9 +169,21 @@ class Drafting:
             drafts,
             source,
             part.end,
-            proven if self._speculator.is_adaptive and part.num_drafts <= MOST_IDLE else 0,
+            self._asking(history) if len(source) and self._speculator.is_adaptive else None,
             self._mtp.chains_of(history) if self._mtp is not None else [],
         )
+
+    def _asking(self, history: History) -> Callable[[Sequence[int]], Sequence[int]]:
+        """Asks for another source of a request, given the tokens that were chosen since it was asked before."""
+        ids: list[array[int]] = []
+
+        def ask(chosen: Sequence[int]) -> Sequence[int]:
+            if not ids:
+                ids.append(history[:])
+            ids[0].extend(chosen)
+            return self._speculator.beyond(history, ids[0], MAX_TOKENS)
+
+        return ask
 
     def _says_all(self, part: Part) -> bool:
         """Whether a round of a part leaves nothing to do before the next one but to know its tokens."""
@@ -298,7 +311,7 @@ class Drafting:
         if rounds is not None and rounds.count:
             own = rounds.elapsed - rounds.seconds_of_chains
             seconds -= rounds.seconds_of_chains
-            if rounds.chains is not None:
+            if rounds.chains is not None or len(step.parts) == 1:  # wrong drafts do not end them
                 seconds /= rounds.count
             else:
                 seconds -= own * (rounds.count - 1) / rounds.count

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from hybrid.engine.chains_ahead import CapturedChains, ChainsAhead
-from hybrid.kernels.cpu.kinds import FOLLOWED, VERIFIED
+from hybrid.kernels.cpu.kinds import FOLLOWED, LEFT, VERIFIED
 from hybrid.kernels.ops import compiled_module
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.speculation.chances import PredictedChain
@@ -42,11 +42,14 @@ PORTION = 4
 """As many rounds are computed between two looks at the clock."""
 
 MOST_IDLE = 4
-"""After a wrong draft of a source the next token is computed in the same call, if a pass has no more drafts than these:
-their rows are computed in vain. A source that was left seldom is followed at once by another one."""
+"""Where a source was left, and no other one is found at once, the next token is computed in the call, if a pass has no
+more drafts than these: their rows are computed in vain."""
 
 PREDICTOR = "mtp"
 """Names the drafts of chains."""
+
+NGRAMS = "ngrams"
+"""Names the drafts of other sources."""
 
 Numbers = NDArray[np.int64]
 
@@ -60,6 +63,7 @@ class CapturedRound(NamedTuple):
         chains: the predictor's passes that begin with the tokens after those that are accepted; None: there are none.
         proceed: writes the numbers of the next round, after those passes.
         repeated: all of it and `proceed`, where no passes come between.
+        resume: writes the numbers of the next round, with drafts from another source.
         stop: of `kernels.cpu.drafts.Rounds.control`.
         requests, followed, sources, ends, control, log, claims: as `hybrid.kernels.cpu.drafts.Rounds` has them.
         chosen: `[R]` the token that the model chooses after each row.
@@ -69,6 +73,7 @@ class CapturedRound(NamedTuple):
     chains: CapturedChains | None
     proceed: Callable[[], None]
     repeated: Any
+    resume: Callable[[], None]
     stop: torch.Tensor
     requests: Numbers
     followed: Numbers
@@ -133,11 +138,13 @@ class CapturedRound(NamedTuple):
             drafts.next_round(rounds, own_chains, page_size, EMPTY_STATE)
             return requests
 
-        (accepted, _), (proceeding, _) = capture(accept), capture(proceed)
-        read = requests, *rounds[4:], chosen
-        numbers = [tensor.numpy() for tensor in read]
-        repeated = then(accepted, proceeding)
-        return cls(then(accepted), chains, proceeding, repeated, rounds.control[1:], *numbers)
+        def resume() -> torch.Tensor:
+            drafts.resume_rounds(rounds, page_size, EMPTY_STATE)
+            return requests
+
+        accepted, proceeding, resuming = [capture(part)[0] for part in (accept, proceed, resume)]
+        programs = then(accepted), chains, proceeding, then(accepted, proceeding), resuming
+        return cls(*programs, rounds.control[1:], *[each.numpy() for each in (requests, *rounds[4:], chosen)])
 
 
 def _integers(*shape: int) -> torch.Tensor:
@@ -160,8 +167,7 @@ class Followed:
         drafts: of the first round.
         source: tokens of which these are the first; empty: none follows them.
         num_known: tokens before the round's.
-        proven: right drafts after which a wrong one is taken for a replacement: then the source may have the next
-            token, too. 0: no round without drafts follows.
+        ask: another source, after the tokens that were chosen; None: there may be none.
         chains: of the predictor, which were not compared with what came. Those that are followed by a round are added.
         tokens: those that were chosen.
         accepted: the drafts of each round, and those that were accepted.
@@ -179,7 +185,7 @@ class Followed:
     drafts: Drafts | None
     source: Sequence[int]
     num_known: int
-    proven: int
+    ask: Callable[[Sequence[int]], Sequence[int]] | None
     chains: list[PredictedChain]
     tokens: list[int] = field(default_factory=list)
     accepted: list[Accepted] = field(default_factory=list)
@@ -192,7 +198,7 @@ class Followed:
     @property
     def numbers(self) -> tuple[int, ...]:
         """As `hybrid.kernels.cpu.drafts.Rounds.followed`."""
-        return self.num_drafts, self.until, self.num_known, 0, len(self.source), self.proven
+        return self.num_drafts, self.until, self.num_known, 0, len(self.source)
 
     def take(self, drafts: Drafts | None, chosen: Sequence[int]) -> None:
         """A round of these drafts has chosen as many tokens; all but the last one are drafts."""
@@ -232,6 +238,7 @@ class Rounds:
         self.page_size: int = page_size
         self.count: int = 0
         self.elapsed: float = 0.0
+        self._asked: list[int] = []  # rounds that follow another source
         self._clock = clock
 
     @property
@@ -250,17 +257,10 @@ class Rounds:
         captured.requests[:] = [followed.requests for followed in self.followed]
         if self.may_continue:
             self._begin(captured)
-            widest, each = max([followed.num_drafts for followed in self.followed]), 0.0
-            while not captured.control[1] and self.elapsed < MAX_SECONDS:
-                if self.chains is None:
-                    captured.repeated.repeat(PORTION, captured.stop)
-                else:
-                    captured.single()
-                    is_last = self.elapsed + each > MAX_SECONDS
-                    self.chains.run(None if is_last else widest)  # a further round has no rows for more
-                    captured.proceed()
-                each, self.elapsed = -self.elapsed, self._clock() - started
-                each += self.elapsed
+            if self.chains is None:
+                self._follow_sources(captured, started)
+            else:
+                self._follow_chains(captured, self.chains, started)
             self._read(captured)
             return
         captured.single()
@@ -270,6 +270,42 @@ class Rounds:
         chosen = captured.chosen.tolist()
         for followed, right in zip(self.followed, captured.requests[:, -2].tolist(), strict=True):
             followed.take(followed.drafts, chosen[followed.first : followed.first + right + 1])
+
+    def _follow_chains(self, captured: CapturedRound, chains: ChainsAhead, started: float) -> None:
+        """Compute rounds whose drafts are the predictor's."""
+        widest, each = max([followed.num_drafts for followed in self.followed]), 0.0
+        while not captured.control[1] and self.elapsed < MAX_SECONDS:
+            captured.single()
+            is_last = self.elapsed + each > MAX_SECONDS
+            chains.run(None if is_last else widest)  # a further round has no rows for more
+            captured.proceed()
+            before, self.elapsed = self.elapsed, self._clock() - started
+            each = self.elapsed - before
+
+    def _follow_sources(self, captured: CapturedRound, started: float) -> None:
+        """Compute rounds whose drafts follow in sources. Where the only request has left its own, another one may be
+        found at once, or after one more token."""
+        ask, read, is_idle = self.followed[0].ask if len(self.followed) == 1 else None, 0, False
+        while not captured.control[1] and self.elapsed < MAX_SECONDS:
+            captured.repeated.repeat(PORTION, captured.stop)
+            self.elapsed = self._clock() - started
+            if ask is None or captured.control[1] != LEFT:
+                continue
+            source, was_idle = ask(self._chosen(captured, read)), is_idle
+            read, is_idle = int(captured.control[0]), not len(source)
+            if is_idle and (was_idle or self.followed[0].num_drafts > MOST_IDLE):
+                return
+            captured.sources[0, : len(source)] = source
+            captured.followed[0, 3:] = 0, len(source)
+            self._asked.append(read)
+            captured.resume()
+
+    def _chosen(self, captured: CapturedRound, first: int) -> list[int]:
+        """The tokens of the only request that were chosen from a round on."""
+        rows, count, tokens = len(captured.chosen), int(captured.control[0]), list[int]()
+        for log in captured.log[first:count].tolist():
+            tokens += log[1 : 2 * log[2 * rows + 1] + 2 : 2]
+        return tokens
 
     def _begin(self, captured: CapturedRound) -> None:
         """Write what the numbers of further rounds are made of."""
@@ -291,13 +327,20 @@ class Rounds:
                 first, (num_drafts, right) = followed.first, counts[2 * row : 2 * row + 2]
                 drafts = followed.drafts if not at else None
                 if at and num_drafts:
-                    drafter = PREDICTOR if self.chains is not None else followed.accepted[0].drafts.drafters[0][0]
-                    drafts = Drafts.chain(drafted[first + 1 : first + 1 + num_drafts], drafter)
+                    drafts = Drafts.chain(drafted[first + 1 : first + 1 + num_drafts], self._drafter(followed, at))
                 followed.take(drafts, chosen[first : first + right + 1])
                 if self.chains is not None and at + 1 < self.count:
                     claims = captured.claims[at, row : end - 2 * count - 1 : count].tolist()
                     tokens = counts[2 * count + 1 + row : end : count]
                     followed.chains.append(PredictedChain(followed.num_known, tokens, claims))
+
+    def _drafter(self, followed: Followed, at: int) -> str:
+        """Who has proposed the drafts of a round after the first one."""
+        if self.chains is not None:
+            return PREDICTOR
+        if self._asked and self._asked[0] <= at:
+            return NGRAMS
+        return followed.accepted[0].drafts.drafters[0][0]
 
     def rows(self) -> dict[History, tuple[int, int]]:
         """The requests whose latest chains are of use, since they follow the tokens that were chosen: the row of each,

@@ -250,11 +250,19 @@ class GramDrafter(Drafter):
     def propose(self, history: History, limit: int) -> Chain:
         """What followed the last tokens of the history."""
         reading = self._readings.get(history) or self._open(history)
-        ids, source = history.ids, reading.source
-        end = len(ids)
-        if end - reading.piece.end >= BLOCK:
+        if len(history.ids) - reading.piece.end >= BLOCK:
             self._learn(history, reading.piece)
             reading.indexed()
+        return self._proposal(reading, history.ids, history.namespace, limit)
+
+    def beyond(self, history: History, ids: array[int], limit: int) -> Sequence[int]:
+        """What follows these tokens, of which the first are those of a history, and the others come next."""
+        reading = self._readings.get(history)
+        return self._proposal(reading, ids, history.namespace, limit)[0] if reading is not None else ()
+
+    def _proposal(self, reading: _Reading, ids: array[int], namespace: str, limit: int) -> Chain:
+        """What follows these tokens."""
+        source, end = reading.source, len(ids)
         if source is not None:
             if not source.is_left:
                 source.follow(ids)
@@ -264,7 +272,7 @@ class GramDrafter(Drafter):
                 return source.draft(limit)
             if end - source.start > MAX_AHEAD:
                 reading.source = None
-        found = self._look(ids, history.namespace, reading)
+        found = self._look(ids, namespace, reading)
         if found is None:
             return NOTHING
         reading.source = Source(found[0], found[1], end, found[2], reading.learned)
@@ -288,7 +296,7 @@ class GramDrafter(Drafter):
         if source is not None and source.is_proven and (again := _again(source, ids[-2:])) is not None:
             best = (*again, match_length(ids, *again))
         place = reading.repeated(ids)
-        if place is not None:
+        if place is not None and place < len(ids):  # there were more of them, if a step has failed since
             length = match_length(ids, ids, place)
             if best is None or length > best[2]:
                 best = _cycle(ids[place:]), 0, length

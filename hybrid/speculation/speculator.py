@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from operator import mul
 from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
 from hybrid.interrupts import is_for_the_process
-from hybrid.speculation.cached import NOTHING, PROVEN, CachedDrafter, ContinuationDrafter, GramDrafter
+from hybrid.speculation.cached import NOTHING, CachedDrafter, ContinuationDrafter, GramDrafter
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
@@ -342,15 +343,25 @@ class Speculator:
         self._spent_before += before
         return seconds + before
 
-    def following(self, history: History, drafts: Drafts, limit: int) -> tuple[Sequence[int], int]:
+    def following(self, history: History, drafts: Drafts, limit: int) -> Sequence[int]:
         """Tokens of which these drafts of a request are the first, in the source that all of them are from; empty:
-        there is no such one. And the number of right ones that make a source proven."""
+        there is no such one."""
         name = drafts.drafter
         for drafter in self._cached:
             source = drafter.source(history) if drafter.name == name else None
             if source is not None and source.start == len(history.ids):
-                return source.tokens(limit), max(PROVEN - source.followed, 0)
-        return (), 0
+                return source.tokens(limit)
+        return ()
+
+    def beyond(self, history: History, ids: array[int], limit: int) -> Sequence[int]:
+        """What may follow in a source, where a request will have these tokens; empty: none is known. How often sources
+        are right is learned meanwhile."""
+        for drafter in [drafter for drafter in self._cached if isinstance(drafter, GramDrafter)]:
+            try:
+                return drafter.beyond(history, ids, limit)
+            except Exception as error:
+                self._refuse(drafter.name, history, error)
+        return ()
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
         """Drafts of a request were computed, and those of `path` were accepted."""

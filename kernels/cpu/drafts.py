@@ -20,6 +20,7 @@ _choose_drafts = Compiled(f"{COMPILED}.drafts", "choose_drafts")
 _accept_drafts = Compiled(f"{COMPILED}.drafts", "accept_drafts")
 _begin_chains = Compiled(f"{COMPILED}.drafts", "begin_chains")
 _next_round = Compiled(f"{COMPILED}.drafts", "next_round")
+_resume_rounds = Compiled(f"{COMPILED}.drafts", "resume_rounds")
 _continue_chains = Compiled(f"{COMPILED}.drafts", "continue_chains")
 
 
@@ -162,11 +163,11 @@ class Rounds(NamedTuple):
         slots: `[R]` int64, where the keys and values of each row are written.
         read, write: `[R]` int64, the state slots of each row.
         followed: `[N, FOLLOWED]` int64: of each sequence the most drafts, the most tokens that it may have before one
-            more is chosen, the tokens that it has, the places in its source where its next drafts begin, and where that
-            ends; and the number of right drafts below which, once, one more token is computed after a wrong one.
+            more is chosen, the tokens that it has, and the places in its source where its next drafts begin, and where
+            that ends.
         sources: `[N, S]` int64, tokens that it may follow, where there are no chains.
         ends: `[N, E]` int64, tokens that nothing follows.
-        control: `[2]` int64: the rounds so far, and whether there is no further one.
+        control: `[2]` int64: the rounds so far, and `ENDED` or `LEFT` where there is no further one.
         log: `[L, 2 R + 2 N + 1 + M N]` int64: of each round the token of each row, and the one that was chosen after
             it; the number of drafts and of accepted ones of each sequence; how many tokens each chain has, and these.
         claims: `[L, M N]` fp32, of the tokens of chains.
@@ -186,9 +187,10 @@ class Rounds(NamedTuple):
 
 def next_round(rounds: Rounds, chains: Chains | None, page_size: int, empty_state: int) -> None:
     """Keep what a pass has chosen, and write the numbers of the next one: over the tokens that were chosen last, and
-    drafts: those of chains, or those that follow in a source. There is none where a sequence has ended, has no room for
-    its drafts, or may end in them, where its source has less than the most drafts, or where no sequence has a draft;
-    but one without drafts may follow a wrong draft.
+    drafts: those of chains, or those that follow in a source.
+
+    There is none (`ENDED`) where a sequence has ended, has no room for its drafts, or may end in them; and (`LEFT`)
+    where a source has less than the most drafts, or no sequence has a draft.
 
     Args:
         rounds: all contiguous; after `accept_drafts`.
@@ -196,6 +198,21 @@ def next_round(rounds: Rounds, chains: Chains | None, page_size: int, empty_stat
         page_size: tokens of a page.
         empty_state: the slot that rows read that are not needed.
     """
+    run(_next_round, FLOAT, _arguments(rounds, chains, page_size, empty_state), 1, 1, 1)
+
+
+def resume_rounds(rounds: Rounds, page_size: int, empty_state: int) -> None:
+    """Write the numbers of the round after one that was `LEFT`, where `followed` and `sources` have others. With drafts
+    or without, there is none (`ENDED`) where a sequence has no room for them, or may end in them.
+
+    Args:
+        rounds, page_size, empty_state: as for `next_round`.
+    """
+    run(_resume_rounds, FLOAT, _arguments(rounds, None, page_size, empty_state), 1, 1, 1)
+
+
+def _arguments(rounds: Rounds, chains: Chains | None, page_size: int, empty_state: int) -> tuple[int, ...]:
+    """The numbers of what is computed between two rounds."""
     drafted, chosen, positions, lengths, table, requests, _ = rounds.verified
     tensors = [drafted, chosen, positions, lengths, table, requests, *rounds[1:]]
     assert all(tensor.is_contiguous() for tensor in tensors)
@@ -203,5 +220,4 @@ def next_round(rounds: Rounds, chains: Chains | None, page_size: int, empty_stat
     found = (chains.tokens, chains.claims, chains.control) if chains is not None else (rounds.control,) * 3
     addresses = [tensor.data_ptr() for tensor in (*tensors, *found)]
     sizes = len(requests), len(drafted), table.shape[1], rounds.sources.shape[1], rounds.ends.shape[1], len(rounds.log)
-    args = *addresses, *sizes, passes, rounds.log.shape[1], page_size, empty_state
-    run(_next_round, FLOAT, args, 1, 1, 1)
+    return *addresses, *sizes, passes, rounds.log.shape[1], page_size, empty_state

@@ -37,7 +37,7 @@ OF_NUMBERS = {
 OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
 
 OF_FLOATS = {
-    "drafts": ("most_likely", "accept_drafts", "begin_chains", "continue_chains", "next_round"),
+    "drafts": ("most_likely", "accept_drafts", "begin_chains", "continue_chains", "next_round", "resume_rounds"),
     "memory": ("fill",),
 }
 

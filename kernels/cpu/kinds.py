@@ -20,5 +20,8 @@ LEFT_OUT = -2
 VERIFIED = 8
 """Numbers of a sequence whose drafts are accepted: as `hybrid.kernels.cpu.drafts.Verified.requests`."""
 
-FOLLOWED = 6
+FOLLOWED = 5
 """Numbers of a sequence that is computed in rounds: as `hybrid.kernels.cpu.drafts.Rounds.followed`."""
+
+ENDED, LEFT = 1, 2
+"""Why no further round follows: whatever comes next is not known here; or sources were left that had the drafts."""

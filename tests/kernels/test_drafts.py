@@ -15,8 +15,9 @@ from hybrid.kernels.cpu.drafts import (
     continue_chains,
     most_likely,
     next_round,
+    resume_rounds,
 )
-from hybrid.kernels.cpu.kinds import LEFT_OUT
+from hybrid.kernels.cpu.kinds import ENDED, LEFT, LEFT_OUT
 from hybrid.kernels.cpu.memory import shift_rows, take_rows
 from support.tensors import ints, same_bits
 
@@ -186,7 +187,6 @@ def test_the_numbers_of_the_next_round_are_those_of_a_step_after_it(with_chains:
     )
     if rng.random() < 0.7:
         untils, ends = [99] * count, [[-1, -1]] * count
-    proven = [rng.choice([0, 4]) for _ in range(count)]
     chain = torch.randint(0, vocab, (most_passes, count, 1))
     found = rng.randint(1, most_passes)
     requests = [[starts[at], drafts[at], 10 + at, 20, 1, 24, rights[at], 20] for at in range(count)]
@@ -200,7 +200,7 @@ def test_the_numbers_of_the_next_round_are_those_of_a_step_after_it(with_chains:
     rounds = Rounds(
         verified,
         *(torch.full((rows,), 77) for _ in range(3)),
-        torch.tensor([[most[at], untils[at], known[at], 0, len(sources[at]), proven[at]] for at in range(count)]),
+        torch.tensor([[most[at], untils[at], known[at], 0, len(sources[at])] for at in range(count)]),
         torch.tensor([source + [0] * (8 - len(source)) for source in sources]),
         torch.tensor(ends),
         torch.zeros(2, dtype=torch.int64),
@@ -212,28 +212,36 @@ def test_the_numbers_of_the_next_round_are_those_of_a_step_after_it(with_chains:
     chains = Chains(nothing, nothing, nothing, nothing, torch.tensor([found, 0]), chain, claims)
     next_round(rounds, chains if with_chains else None, page_size, empty)
 
-    goes_on, any_drafts, next_drafts = True, False, list[list[int]]()
+    is_over = is_left = False
+    next_drafts = list[list[int]]()
     for at in range(count):
         token, source = chosen[starts[at] + rights[at]], sources[at]
         length = known[at] + rights[at] + 1
         left = source[rights[at] + 1 :] if source[rights[at] : rights[at] + 1] == [token] else []
         own = (chain[:found, at, 0].tolist() if with_chains else left)[: most[at]]
-        goes_on &= token >= 0 and token not in ends[at] and length + len(own) <= untils[at]
-        goes_on &= not set(own) & set(ends[at])
-        if not with_chains and len(own) < most[at]:
-            goes_on &= not own and rights[at] + (len(left) > 0) < proven[at]
-            any_drafts = True
-        any_drafts |= len(own) > 0
+        is_over |= token < 0 or token in ends[at] or length + len(own) > untils[at] or bool({*own} & {*ends[at]})
+        is_left |= not with_chains and len(own) < most[at]
         next_drafts.append(own)
-    goes_on &= any_drafts
-    assert rounds.control.tolist() == [1, int(not goes_on)]
+    stop = ENDED if is_over else LEFT if is_left or not any(next_drafts) else 0
+    assert rounds.control.tolist() == [1, stop]
     kept = [number for pair in zip(tokens, chosen, strict=True) for number in pair]
     kept += [number for pair in zip(drafts, rights, strict=True) for number in pair] + [found * with_chains]
     assert rounds.log[0, : len(kept)].tolist() == kept
     if with_chains:
         assert rounds.log[0, len(kept) :][: found * count].tolist() == chain[:found].flatten().tolist()
         assert rounds.claims[0, : found * count].tolist() == claims[:found].flatten().tolist()
-    if not goes_on:
+    if stop == LEFT and not with_chains:  # other sources are found
+        sources = [[rng.randrange(vocab) for _ in range(rng.choice([0, 1, 8]))] for _ in range(count)]
+        rounds.sources.copy_(torch.tensor([source + [0] * (8 - len(source)) for source in sources]))
+        rounds.followed[:, 3:] = torch.tensor([[0, len(source)] for source in sources])
+        resume_rounds(rounds, page_size, empty)
+        next_drafts = [source[:own] for source, own in zip(sources, most, strict=True)]
+        is_over = False
+        for at, own in enumerate(next_drafts):
+            is_over |= known[at] + rights[at] + 1 + len(own) > untils[at] or bool({*own} & {*ends[at]})
+        stop = ENDED if is_over else 0
+        assert rounds.control.tolist() == [1, stop]
+    if stop:
         return
     for at, own in enumerate(next_drafts):
         place, slot_of = slice(starts[at], starts[at] + most[at] + 1), tables[at]

@@ -8,6 +8,7 @@ import pytest
 from hybrid import CacheConfig, Engine, EngineConfig, SamplingParams, SpeculationConfig
 from hybrid.engine import rounds as rounds_module
 from hybrid.engine.rounds import Rounds
+from hybrid.speculation.cached import GramDrafter
 from hybrid.speculation.drafter import Drafter, History
 from support.engines import GRID, assert_nothing_held, greedy, ids, run_to_end
 
@@ -178,10 +179,19 @@ def test_pages_for_further_rounds_are_free_ones_and_given_back(predicting: Engin
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "fast"])
-def test_one_more_token_is_computed_after_a_wrong_draft_of_a_source(
-    predicting: Engine, deterministic: bool, computed: list[Rounds]
+def test_where_a_source_was_left_another_one_follows_or_a_token_without_drafts(
+    predicting: Engine, deterministic: bool, computed: list[Rounds], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where drafts are chosen by what they cost; the rows of drafts are computed in vain."""
+    """Where drafts are chosen by what they cost, and one request is computed."""
+    asked, beyond = list[int](), GramDrafter.beyond
+
+    def noted(self: GramDrafter, history: History, tokens: Any, limit: int) -> Sequence[int]:
+        assert tokens[: len(history)] == history[:] and len(tokens) > len(history)
+        found = beyond(self, history, tokens, limit)
+        asked.append(len(found))
+        return found
+
+    monkeypatch.setattr(GramDrafter, "beyond", noted)
     settings = CacheConfig(page_size=GRID, chunk_size=GRID, deterministic=deterministic, verify_contents=True)
     drafts = SpeculationConfig(drafters=("cache",), max_drafts=3)
     engine = predicting.with_cache(settings, size=(96, 24), config=EngineConfig(audit=True), speculation=drafts)
@@ -191,11 +201,30 @@ def test_one_more_token_is_computed_after_a_wrong_draft_of_a_source(
     prompts = [source * 3, [*source, *source[:4]], *prompts_of(engine, 3)]
     expected = [output.token_ids for output in engine_of(predicting).generate(prompts, greedy(60), progress=False)]
     for prompt, answer in zip(prompts, expected, strict=True):
-        assert engine.generate([prompt], greedy(60), progress=False)[0].token_ids == answer
+        output = engine.generate([prompt], greedy(60), progress=False)[0]
+        assert output.token_ids == answer and output.usage.accepted_tokens <= output.usage.drafted_tokens
     without = [each for each in computed if each.may_continue and each.count > len(each.followed[0].accepted)]
-    assert without and all(each.count == len(each.followed[0].accepted) + 1 for each in without)
+    assert without and 0 in asked and any(asked)
     assert_nothing_held(engine)
     engine.cache.audit(contents=True)
+
+
+def test_a_source_that_cannot_be_looked_for_is_none(predicting: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: GramDrafter, history: History, tokens: Any, limit: int) -> Sequence[int]:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(GramDrafter, "beyond", failing)
+    drafts = SpeculationConfig(drafters=("cache",), max_drafts=3)
+    settings = CacheConfig(page_size=GRID, chunk_size=GRID)
+    engine = predicting.with_cache(settings, size=(96, 24), config=EngineConfig(audit=True), speculation=drafts)
+    assert engine.scheduler.drafting is not None
+    engine.scheduler.drafting.seconds_of_round = 0.0
+    prompt = [*ids(24), *[7, 8, 9] * 3]
+    expected = engine_of(predicting).generate([prompt], greedy(40), progress=False)[0].token_ids
+    for _ in range(3):
+        assert engine.generate([prompt], greedy(40), progress=False)[0].token_ids == expected
+    assert engine.stats().speculation["ngrams"].refused > 0
+    assert_nothing_held(engine)
 
 
 class Once(Drafter):

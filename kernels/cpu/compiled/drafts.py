@@ -5,7 +5,7 @@ import numpy as np
 from hybrid.kernels.cpu.compiled.build import compiled_inline
 from hybrid.kernels.cpu.compiled.tiles import row_max, row_sum
 from hybrid.kernels.cpu.compiled.vectors import INDEX, ZERO, allocate, at, exp, get, numbers, put, release
-from hybrid.kernels.cpu.kinds import FOLLOWED, LEFT_OUT, VERIFIED
+from hybrid.kernels.cpu.kinds import ENDED, FOLLOWED, LEFT, LEFT_OUT, VERIFIED
 from hybrid.kernels.cpu.target import LANES
 
 
@@ -156,33 +156,66 @@ def _is_end(ends, count, token):
     return found
 
 
+@compiled_inline
+def _write_rows(a, request):
+    """The numbers of the next round of a request, with as many drafts as `requests` has."""
+    tokens, chosen, positions = numbers(a[0], INDEX), numbers(a[1], INDEX), numbers(a[2], INDEX)
+    lengths, slots, reads, writes = (
+        numbers(a[3], INDEX),
+        numbers(a[6], INDEX),
+        numbers(a[7], INDEX),
+        numbers(a[8], INDEX),
+    )
+    own, known = at(numbers(a[5], INDEX), request * VERIFIED), at(numbers(a[9], INDEX), request * FOLLOWED)
+    source, chain = at(numbers(a[10], INDEX), request * a[21]), numbers(a[15], INDEX)
+    count, width, has_chains, page_size, empty = a[18], a[20], a[24] > 0, a[26], a[27]
+    start, drafts = own[0], own[1]
+    pages, token, position = (
+        at(numbers(a[4], INDEX), start * width),
+        chosen[start + own[6]],
+        positions[start] + own[6] + 1,
+    )
+    for draft in range(known[0] + 1):
+        row = start + draft
+        if draft > drafts:  # it is computed in vain
+            tokens[row], positions[row], lengths[row], slots[row], reads[row] = 0, 0, 1, -1, empty
+        else:
+            if draft > 0:
+                token = chain[(draft - 1) * count + request] if has_chains else source[known[3] + draft - 1]
+            place = known[2] - 1 + draft
+            tokens[row], positions[row], lengths[row] = token, position + draft, place + 1
+            slots[row], reads[row] = _slot_of(pages, place, page_size), -1
+        writes[row] = -1
+    reads[start] = writes[start] = own[2]
+    own[3], own[4], own[6], own[7] = -1, -1, 0, 0
+
+
+@compiled_inline
+def _may_have(a, request, drafts):
+    """Whether a request has room for as many drafts, of which none ends its answer."""
+    known, ends = at(numbers(a[9], INDEX), request * FOLLOWED), at(numbers(a[11], INDEX), request * a[22])
+    source, chain = at(numbers(a[10], INDEX), request * a[21]), numbers(a[15], INDEX)
+    may = known[2] + drafts <= known[1]
+    for draft in range(drafts):
+        token = chain[draft * a[18] + request] if a[24] > 0 else source[known[3] + draft]
+        may = may and not _is_end(ends, a[22], token)
+    return may
+
+
 def next_round(args, kind, first, last):
     """All requests, as one element."""
     a = numbers(args, INDEX)
-    tokens, chosen, positions, lengths = (
+    tokens, chosen, requests, followed = (
         numbers(a[0], INDEX),
         numbers(a[1], INDEX),
-        numbers(a[2], INDEX),
-        numbers(a[3], INDEX),
-    )
-    table, requests, slots, reads = (
-        numbers(a[4], INDEX),
         numbers(a[5], INDEX),
-        numbers(a[6], INDEX),
-        numbers(a[7], INDEX),
-    )
-    writes, followed, sources, ends = (
-        numbers(a[8], INDEX),
         numbers(a[9], INDEX),
-        numbers(a[10], INDEX),
-        numbers(a[11], INDEX),
     )
     control, log, claims = numbers(a[12], INDEX), numbers(a[13], INDEX), numbers(a[14], ZERO)
     chain, claimed, passes = numbers(a[15], INDEX), numbers(a[16], ZERO), numbers(a[17], INDEX)
-    count, rows, width, of_source, of_ends, most_rounds = a[18], a[19], a[20], a[21], a[22], a[23]
-    most_passes, of_log, page_size, empty = a[24], a[25], a[26], a[27]
-    done, goes_on, drafted = control[0], True, 0
-    own_log, found = at(log, done * of_log), min(passes[0], most_passes) if most_passes > 0 else 0
+    count, rows, most_rounds, most_passes = a[18], a[19], a[23], a[24]
+    done, stop, drafted, is_left = control[0], 0, 0, False
+    own_log, found = at(log, done * a[25]), min(passes[0], most_passes) if most_passes > 0 else 0
     for row in range(rows):
         own_log[2 * row], own_log[2 * row + 1] = tokens[row], chosen[row]
     counts = at(own_log, 2 * rows)
@@ -192,49 +225,43 @@ def next_round(args, kind, first, last):
         put(claims, done * most_passes * count + place, get(claimed, place))
     for request in range(count):
         own, known = at(requests, request * VERIFIED), at(followed, request * FOLLOWED)
-        source, own_ends = at(sources, request * of_source), at(ends, request * of_ends)
-        start, right, drafts = own[0], own[6], 0
+        source, right = at(numbers(a[10], INDEX), request * a[21]), own[6]
         counts[2 * request], counts[2 * request + 1] = own[1], right
-        token = chosen[start + right]
+        token = chosen[own[0] + right]
         known[2] += right + 1
         known[3] += right
         if known[3] < known[4] and source[known[3]] == token:
             known[3] += 1
         else:
             known[4] = known[3]
-        if token < 0 or known[2] > known[1] or _is_end(own_ends, of_ends, token):
-            goes_on = False
-        drafts = min(known[0], found if most_passes > 0 else known[4] - known[3])
-        if known[2] + drafts > known[1]:
-            goes_on = False
-        elif most_passes == 0 and drafts < known[0]:
-            if drafts > 0 or known[3] >= known[5]:
-                goes_on = False
-            else:
-                known[5], drafted = 0, drafted + 1
-        for draft in range(drafts):
-            proposed = chain[draft * count + request] if most_passes > 0 else source[known[3] + draft]
-            goes_on = goes_on and not _is_end(own_ends, of_ends, proposed)
-        drafted += drafts
-        own[1] = drafts
-    goes_on = goes_on and drafted > 0 and done + 1 < most_rounds
-    control[0], control[1] = done + 1, int(not goes_on)
-    if not goes_on:
-        return
-    for request in range(count):
+        own[1] = min(known[0], found if most_passes > 0 else known[4] - known[3])
+        if token < 0 or known[2] > known[1] or _is_end(at(numbers(a[11], INDEX), request * a[22]), a[22], token):
+            stop = ENDED
+        if not _may_have(a, request, own[1]):
+            stop = ENDED
+        is_left = is_left or (most_passes == 0 and own[1] < known[0])
+        drafted += own[1]
+    if done + 1 == most_rounds:
+        stop = ENDED
+    if stop == 0 and (is_left or drafted == 0):
+        stop = LEFT
+    control[0], control[1] = done + 1, stop
+    if stop == 0:
+        for request in range(count):
+            _write_rows(a, request)
+
+
+def resume_rounds(args, kind, first, last):
+    """All requests, as one element."""
+    a = numbers(args, INDEX)
+    requests, followed, control = numbers(a[5], INDEX), numbers(a[9], INDEX), numbers(a[12], INDEX)
+    stop = 0
+    for request in range(a[18]):
         own, known = at(requests, request * VERIFIED), at(followed, request * FOLLOWED)
-        source, start, drafts = at(sources, request * of_source), own[0], own[1]
-        pages, token, position = at(table, start * width), chosen[start + own[6]], positions[start] + own[6] + 1
-        for draft in range(known[0] + 1):
-            row = start + draft
-            if draft > drafts:  # it is computed in vain
-                tokens[row], positions[row], lengths[row], slots[row], reads[row] = 0, 0, 1, -1, empty
-            else:
-                if draft > 0:
-                    token = chain[(draft - 1) * count + request] if most_passes > 0 else source[known[3] + draft - 1]
-                place = known[2] - 1 + draft
-                tokens[row], positions[row], lengths[row] = token, position + draft, place + 1
-                slots[row], reads[row] = _slot_of(pages, place, page_size), -1
-            writes[row] = -1
-        reads[start] = writes[start] = own[2]
-        own[3], own[4], own[6], own[7] = -1, -1, 0, 0
+        own[1] = min(known[0], known[4] - known[3])
+        if not _may_have(a, request, own[1]):
+            stop = ENDED
+    control[1] = stop
+    if stop == 0:
+        for request in range(a[18]):
+            _write_rows(a, request)
