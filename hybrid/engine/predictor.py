@@ -107,7 +107,12 @@ class MtpDrafter(ChainDrafter):
         before, self._rounds = self._rounds, None
         chains, rows = (before.chains, before.rows()) if before is not None else (None, {})
         found = chains.captured.found if chains is not None and rows else None
-        self.seconds_before: float = chains.latest_seconds if chains is not None and rows else 0.0
+        self.seconds_before: float = 0.0
+        self.each_before: float = 0.0
+        self.passes_before: int = 1
+        if before is not None and chains is not None and rows:
+            self.seconds_before, self.passes_before = chains.latest_seconds, before.count
+            self.each_before = chains.seconds / before.count
         for history, count in wanted:
             if found is not None and history in rows:
                 row, most = rows[history]

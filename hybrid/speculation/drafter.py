@@ -91,7 +91,11 @@ class ChainDrafter(Drafter):
     Attributes:
         least: the chance of a chain below which one more token would not pay: set before each `prepare`.
         seconds_before: in which chains were computed, before the latest `prepare`, that it has returned.
+        each_before: the same for one of the passes that were computed since the `prepare` before.
+        passes_before: their number.
     """
 
     least: float = 0.0
     seconds_before: float = 0.0
+    each_before: float = 0.0
+    passes_before: int = 1

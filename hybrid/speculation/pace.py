@@ -354,10 +354,11 @@ class Acceptance:
         self._paused_until = 0 if is_paid else now + 4**self.pauses
         self._missed = 0
 
-    def missed(self, now: int) -> None:
-        """Drafts were asked for, as they were expected to pay, and none was worth a row."""
+    def missed(self, now: int, were_computed: bool = False) -> None:
+        """Drafts were asked for, as they were expected to pay, and none was worth a row; or all of them were not worth
+        what it took to have them."""
         self._missed += 1
-        if self.is_due(now) and (self.pauses or self._missed == PATIENCE):
+        if self.is_due(now) and ((self.pauses and not were_computed) or self._missed >= PATIENCE):
             self.paid(False, now)
 
     def count(self, limit: int, worth: Worth, now: int) -> int:

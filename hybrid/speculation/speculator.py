@@ -81,7 +81,7 @@ class Speculator:
         self._gain = 1.0  # tokens per second with drafts, of those without, lately
         self._pays = True  # the drafts of the pass, with what it took to have them
         self._spent = 0.0
-        self._spent_before = 0.0  # for what it has now, in the pass before
+        self._spent_each = 0.0  # for each pass that was computed since, and in it
 
     @property
     def spent(self) -> float:
@@ -120,7 +120,7 @@ class Speculator:
             rows: rows of the pass without drafts.
         """
         trees, most = list[Joined](), self._config.max_drafts
-        self._spent = self._spent_before = 0.0
+        self._spent = self._spent_each = 0.0
         for history, limit in asked:
             known = self._known.get(history) or self._begin(history)
             known.passes = now = known.passes + 1
@@ -217,7 +217,7 @@ class Speculator:
         count = worth.best(every)
         if count:
             self._cost.is_paid()
-            gain = worth.gain(every[:count], self._spent + self._spent_before)
+            gain = worth.gain(every[:count], self._spent_each)
             self._pays = gain > 1.0
             self._gain += (max(gain, 1.0) - self._gain) / MAX_WEIGHT
         elif every and self._cost.is_doubted(rows, every[0]):
@@ -239,7 +239,7 @@ class Speculator:
             if is_paid or not computes:
                 own.paid(is_paid, known.passes)
             else:
-                own.missed(known.passes)
+                own.missed(known.passes, joined.count > 0)
             self._pauses[name] = own.pauses
         known.position = len(joined.history.ids)
         known.watched = {  # what was computed of drafters that say nothing is counted when it is verified
@@ -339,9 +339,9 @@ class Speculator:
             return None
         seconds = self._clock() - started
         self._spent += seconds
-        before = asked.chain.seconds_before if asked.chain is not None else 0.0
-        self._spent_before += before
-        return seconds + before
+        chain = asked.chain
+        self._spent_each += seconds / chain.passes_before + chain.each_before if chain is not None else seconds
+        return seconds + (chain.seconds_before if chain is not None else 0.0)
 
     def following(self, history: History, drafts: Drafts, limit: int) -> Sequence[int]:
         """Tokens of which these drafts of a request are the first, in the source that all of them are from; empty:
@@ -354,8 +354,7 @@ class Speculator:
         return ()
 
     def beyond(self, history: History, ids: array[int], limit: int) -> Sequence[int]:
-        """What may follow in a source, where a request will have these tokens; empty: none is known. How often sources
-        are right is learned meanwhile."""
+        """What may follow in a source, where a request will have these tokens; empty: none is known."""
         for drafter in [drafter for drafter in self._cached if isinstance(drafter, GramDrafter)]:
             try:
                 return drafter.beyond(history, ids, limit)
