@@ -14,11 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 # What tests share is in tests/support, imported as `support.<name>`.
 sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["support.race_plugin"]
+
+# No test is timed: a machine that pauses for a moment fails none.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 BETWEEN = pytest.StashKey[bool]()  # of a test with a set of parameters that is neither its first nor its last
 

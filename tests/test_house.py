@@ -201,6 +201,18 @@ def test_tests_watch_public_names() -> None:
     assert len(touches) <= MAX_PRIVATE_NAMES_IN_TESTS, "\n".join(touches)
 
 
+def test_no_test_fails_because_the_machine_paused() -> None:
+    """Speed is for `bench/`. In tests `support.lines` counts what something costs, and gates stand for what is slow."""
+    timed = re.compile(r"assert .*\b(perf_counter|monotonic|time\.time)\(\) - ")
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted(ROOT.glob("tests/**/*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if timed.search(line)
+    ]
+    assert lines == []
+
+
 # Public names
 
 PATHS = (

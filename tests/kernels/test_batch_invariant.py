@@ -50,7 +50,6 @@ def blocks_of(prompts: list[int], decoded: int, chunk: int = CHUNK) -> RowBlocks
     chunk=st.sampled_from([1, 16, 64, 128]),
     doublings=st.integers(0, 5),
 )
-@settings(deadline=None)
 def test_cuts_take_every_row_of_the_prompt_parts_once_and_only_whole_powers_of_chunks_but_for_rests(
     prompts: list[int], chunk: int, doublings: int
 ) -> None:
@@ -78,7 +77,7 @@ def test_cuts_take_every_row_of_the_prompt_parts_once_and_only_whole_powers_of_c
     sizes=st.sampled_from([(1,), (1, 2, 3), (8,), (4, 8, 16)]),
     columns=st.sampled_from([0, 7, 64]),
 )
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_cut_product_is_the_product(
     prompts: list[int], decoded: int, chunk_rows: int, sizes: tuple[int, ...], columns: int
 ) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -87,7 +87,6 @@ def assert_comes_back_and_stays(values: Tensor) -> None:
 
 
 @given(rows=st.integers(1, 33).flatmap(lambda n: st.lists(st.lists(NUMBERS, min_size=n, max_size=n), min_size=1)))
-@settings(deadline=None)
 def test_every_row_comes_back_within_half_its_step_and_then_stays(rows: list[list[float]]) -> None:
     assert_comes_back_and_stays(torch.tensor(rows, dtype=torch.float32))
 

@@ -322,4 +322,4 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=40, stateful_step_count=30, deadline=None, database=None)
+TestArena.settings = settings(max_examples=40, stateful_step_count=30, database=None)

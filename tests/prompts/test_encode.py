@@ -1,6 +1,5 @@
 """From prompts of every form to token ids, and what is refused before anything is computed from it."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,22 @@ from hybrid.prompts.encode import (
     load_tokenizer,
 )
 from hybrid.prompts.images import Image, ImagePrompt
+from support.lines import counted_lines
 
 LIMITS = PromptLimits.of(max_tokens=1000, vocab_size=500, max_request=640)
 PAD = 5
+LINES = 100_000
 
 
 def chat(text: str) -> Any:
     return [{"role": "user", "content": text}]
 
 
-def seconds(call: Callable[[], object], words: str) -> float:
-    """How long it takes to refuse something."""
-    started = time.perf_counter()
-    with pytest.raises(PromptError, match=words) as raised:
+def refused(call: Callable[[], object], words: str) -> None:
+    """Something is refused, however large it is at the cost of a few lines for each byte that a prompt may have."""
+    with pytest.raises(PromptError, match=words) as raised, counted_lines(LINES):
         call()
     assert len(str(raised.value)) < 1000
-    return time.perf_counter() - started
 
 
 # Forms
@@ -138,11 +137,11 @@ never.chat_template = never.apply_chat_template = never  # type: ignore[attr-def
 def test_a_text_is_refused_by_its_bytes_before_it_is_tokenized(text: str) -> None:
     """4 MB took 7 to 30 seconds and 2 GB; 12 MB of spaces raised what no `except Exception` catches."""
     words = r"bytes or more, and this engine takes up to 20480: .* 640 tokens, .* shorten the text, or .*memory=\.\.\."
-    assert seconds(lambda: encode(never, text, LIMITS), words) < 0.5
-    assert seconds(lambda: encode(never, chat(text), LIMITS), words) < 0.5
-    assert seconds(lambda: encode(never, {"messages": chat(text)}, LIMITS), words) < 0.5
+    refused(lambda: encode(never, text, LIMITS), words)
+    refused(lambda: encode(never, chat(text), LIMITS), words)
+    refused(lambda: encode(never, {"messages": chat(text)}, LIMITS), words)
     parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-    assert seconds(lambda: encode(never, parts, LIMITS), words) < 0.5
+    refused(lambda: encode(never, parts, LIMITS), words)
 
 
 class Uncopied(str):
@@ -182,13 +181,13 @@ def test_a_text_that_a_chat_template_makes_long_is_refused(tokenizer: Any) -> No
 )
 def test_chats_of_many_parts_are_refused_before_the_template_sees_them(messages: Any) -> None:
     encoder = PromptEncoder(never, None, hidden_size=4, page_size=8, limits=LIMITS)
-    assert seconds(lambda: encoder.encode(messages), "tokens; this model takes 1000|bytes or more") < 0.5
+    refused(lambda: encoder.encode(messages), "tokens; this model takes 1000|bytes or more")
 
 
 def test_a_chat_that_contains_itself_is_refused(tokenizer: Any) -> None:
     messages: list[Any] = chat("a")
     messages[0]["again"] = messages
-    assert seconds(lambda: encode(never, messages, LIMITS), "bytes or more") < 0.5
+    refused(lambda: encode(never, messages, LIMITS), "bytes or more")
 
 
 class Unread(list):  # type: ignore[type-arg]
@@ -200,11 +199,11 @@ class Unread(list):  # type: ignore[type-arg]
 
 def test_ids_are_refused_by_their_number_before_their_values() -> None:
     words = "1000000 tokens; this model takes 1000, the answer included: shorten the prompt"
-    assert seconds(lambda: encode(None, Unread([0] * 1_000_000), LIMITS), words) < 0.1
+    refused(lambda: encode(None, Unread([0] * 1_000_000), LIMITS), words)
     huge = np.broadcast_to(np.int64(3), (10**12,))  # takes no memory
-    assert seconds(lambda: encode(None, huge, LIMITS), "1000000000000 tokens") < 0.1  # type: ignore[arg-type]
+    refused(lambda: encode(None, huge, LIMITS), "1000000000000 tokens")  # type: ignore[arg-type]
     encoder = PromptEncoder(None, None, hidden_size=4, page_size=8, limits=LIMITS)
-    assert seconds(lambda: encoder.encode(ImagePrompt(Unread([0] * 1_000_000), [])), words) < 0.1
+    refused(lambda: encoder.encode(ImagePrompt(Unread([0] * 1_000_000), [])), words)
 
 
 def test_the_parts_of_a_message_are_refused_by_their_number_before_they_are_looked_at() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid.errors import PromptError
@@ -64,7 +64,6 @@ def test_200_000_images_of_one_position_have_200_000_keys(start: int, count: int
 @given(
     start=st.integers(0, 30), count=st.integers(1, 30), page_size=st.sampled_from([8, 16, 32]), more=st.integers(0, 40)
 )
-@settings(deadline=None)
 def test_two_images_differ_in_every_page_that_they_reach(start: int, count: int, page_size: int, more: int) -> None:
     length = start + count + more
     one, two = (ids_of(key(with_image(seed, start, count, length), page_size)) for seed in (1, 2))
@@ -78,7 +77,6 @@ def test_two_images_differ_in_every_page_that_they_reach(start: int, count: int,
 
 
 @given(starts=st.lists(st.integers(0, 60), unique=True, max_size=6), prompt_len=st.integers(61, 90), data=st.data())
-@settings(deadline=None)
 def test_a_key_is_the_beginning_of_the_key_of_any_longer_one(starts: list[int], prompt_len: int, data: Any) -> None:
     units = [Unit(start, start + 1, bytes([start] * 16)) for start in starts]
     prompt = data.draw(st.lists(st.integers(0, 99), min_size=prompt_len, max_size=prompt_len))

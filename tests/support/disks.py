@@ -1,6 +1,7 @@
 """What the tests of copies on disk share: a tier with known contents, and a store that fails. Imports no torch."""
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -136,6 +137,7 @@ class FaultyStore:
     Attributes:
         errors: what a verb raises.
         seconds: what a verb takes.
+        gates: what a verb waits for.
         first: what is done once before a verb.
         calls: verbs that were called.
     """
@@ -143,6 +145,7 @@ class FaultyStore:
     def __init__(self) -> None:
         self.errors: dict[str, OSError] = {}
         self.seconds: dict[str, float] = {}
+        self.gates: dict[str, threading.Event] = {}
         self.first: dict[str, Callable[[], object]] = {}
         self.calls: list[str] = []
         self.store: Store | None = None
@@ -155,6 +158,7 @@ class FaultyStore:
         self.calls.append(verb)
         if verb in self.first:
             self.first.pop(verb)()
+        assert verb not in self.gates or self.gates[verb].wait(60)
         time.sleep(self.seconds.get(verb, 0.0))
         if verb in self.errors:
             raise self.errors[verb]

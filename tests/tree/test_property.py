@@ -310,7 +310,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, database=None)
+TestTree.settings = settings(max_examples=100, stateful_step_count=40, database=None)
 
 
 def dice_kind(random: Random) -> str:
