@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import cast
@@ -28,6 +29,12 @@ from hybrid.units import ceil_div
 
 TIMED_EVERY = 4
 """Of steps without drafts as many take the same time, and one of them is timed."""
+
+RECENT = 8
+"""Calls with rounds, of which what is between two of them takes as long as in a quarter: others were captured."""
+
+EARLIER = 0.9
+"""What an earlier call counts for how many rounds there are in one, on average."""
 
 
 class Drafting:
@@ -66,6 +73,8 @@ class Drafting:
         self.seconds_of_round: float = inf
         self._began = 0.0
         self._num_plain = 0
+        self._num_rounds = self._num_calls = 0.0  # the latest ones count more
+        self._between: deque[float] = deque(maxlen=RECENT)  # seconds between calls
         self._speculator = speculator
         self._mtp = mtp
         self._cache = cache
@@ -309,14 +318,20 @@ class Drafting:
                 return
         seconds, rounds = self._clock() - self._began - self._speculator.spent, step.rounds
         if rounds is not None and rounds.count:
-            own = rounds.elapsed - rounds.seconds_of_chains
-            seconds -= rounds.seconds_of_chains
-            if rounds.chains is not None or len(step.parts) == 1:  # wrong drafts do not end them
-                seconds /= rounds.count
-            else:
-                seconds -= own * (rounds.count - 1) / rounds.count
             self.seconds_of_round = rounds.elapsed / rounds.count
+            own, between = self.seconds_of_round - rounds.seconds_of_chains / rounds.count, seconds - rounds.elapsed
+            if rounds.chains is not None or len(step.parts) == 1:  # wrong drafts do not end them
+                between = self._shared(between, rounds.count)
+            seconds = own + between
         self._speculator.timed(len(step.parts) + num_drafts, seconds, num_drafts)
+
+    def _shared(self, seconds: float, count: int) -> float:
+        """What a round has to bear of the seconds between calls, after a call of `count` rounds. How many there are
+        does not depend on the number of their rows, nor does what is between them."""
+        self._num_rounds = self._num_rounds * EARLIER + count
+        self._num_calls = self._num_calls * EARLIER + 1
+        self._between.append(seconds)
+        return sorted(self._between)[len(self._between) // 4] * self._num_calls / self._num_rounds
 
     def end(self, request: Request) -> None:
         """A request has given its memory back."""

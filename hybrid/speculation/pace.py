@@ -147,7 +147,8 @@ class PassCost:
     Attributes:
         row: seconds of one more row.
         base: seconds of a pass without drafts and without rows.
-        extra: seconds that a pass with drafts takes longer than one without of as many rows.
+        extra: seconds that a pass with drafts takes longer than one without of as many rows. Negative: it takes less,
+            since several of them share what the engine does between passes.
     """
 
     def __init__(self) -> None:
@@ -209,17 +210,22 @@ class PassCost:
 
     def _fit(self) -> None:
         """The lines. They have the same slope, which follows from passes with drafts if there are several numbers of
-        rows of them, else from all passes."""
+        rows of them, else from all passes. Where those with drafts take less than others it does not: then it is what
+        was expected at first, until there are several numbers."""
         plain, drafted = self._times.passes(False), self._times.passes(True)
         every = plain + drafted
         if len(every) < 2:
             return
         slope = _slope(drafted if len(drafted) > 1 else every)
-        without = _height(plain or drafted, slope)
+        without = _height(plain or drafted, max(slope, 0.0))
+        is_known = len(drafted) > 1 or slope > 0
         least = MIN_SHARE * max(without, min(seconds for _, seconds, _ in every))
-        self.row = max(slope, least)
+        self.row = max(slope, least) if is_known else FIRST_SHARE * without
         self.base = max(_height(plain or drafted, self.row), least)
-        self.extra = max(_height(drafted, self.row) - self.base, 0.0) if len(drafted) > 1 and plain else 0.0
+        if plain and (len(drafted) > 1 or (drafted and not is_known)):
+            self.extra = max(_height(drafted, self.row), least) - self.base
+        else:
+            self.extra = 0.0
 
 
 def _slope(known: Sequence[tuple[int, float, int]]) -> float:

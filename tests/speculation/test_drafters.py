@@ -236,6 +236,18 @@ def test_a_pass_that_was_captured_says_nothing() -> None:
     assert cost.row == pytest.approx(0.1) and cost.extra == pytest.approx(0)
 
 
+def test_passes_with_drafts_that_share_what_is_between_them_may_take_less_than_one_without() -> None:
+    cost = PassCost()
+    for _ in range(16):
+        cost.observe(1, 1.0, 0)
+        cost.observe(2, 0.7, 1)
+    assert cost.extra < 0 and cost.worth(1).best([0.05, 0.05]) == 1  # the second one takes longer
+    for _ in range(16):
+        cost.observe(1, 1.0, 0)
+        cost.observe(6, 0.9, 5)
+    assert (cost.row, cost.base, cost.extra) == pytest.approx((0.05, 0.95, -0.35))
+
+
 def test_as_many_drafts_are_computed_as_raise_the_tokens_per_second() -> None:
     assert Worth(1, 1.1, 0.1).best([0.9**ahead for ahead in range(1, 20)]) == 11  # ten: passes of 12 rows are common
     assert Worth(1, 1.1, 0.1).best([1.0] * 13) == 11  # a capture of 14 rows takes longer than two drafts gain

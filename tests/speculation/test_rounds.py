@@ -10,6 +10,7 @@ from hybrid.engine import rounds as rounds_module
 from hybrid.engine.rounds import Rounds
 from hybrid.speculation.cached import GramDrafter
 from hybrid.speculation.drafter import Drafter, History
+from hybrid.speculation.speculator import Speculator
 from support.engines import GRID, assert_nothing_held, greedy, ids, run_to_end
 
 TEXTS = (
@@ -275,3 +276,33 @@ def test_an_exception_between_two_rounds_is_one_of_the_step(
     assert [output.token_ids for output in outputs] == expected
     assert all(output.usage.accepted_tokens < 60 for output in outputs)
     assert_nothing_held(engine)
+
+
+def test_what_is_between_two_calls_is_shared_by_all_rounds(
+    predicting: Engine, monkeypatch: pytest.MonkeyPatch, computed: list[Rounds]
+) -> None:
+    """A call in which something was captured says nothing of it."""
+    now, seconds, run, timed = [0.0], list[float](), Rounds.run, Speculator.timed
+
+    def runs(self: Rounds, captured: Any) -> None:
+        now[0] += 0.01 if computed else 0.5
+        run(self, captured)
+        self.elapsed = 0.002 * self.count
+        now[0] += self.elapsed
+
+    def noted(self: Speculator, rows: int, spent: float, drafts: int = 0) -> None:
+        if spent:  # others were not captured
+            seconds.append(spent)
+        timed(self, rows, spent, drafts)
+
+    monkeypatch.setattr(Rounds, "run", runs)
+    monkeypatch.setattr(Speculator, "timed", noted)
+    monkeypatch.setattr("hybrid.engine.drafting.clock_of", lambda device: lambda: now[0])
+    engine = engine_of(predicting, "cache", deterministic=True)
+    for _ in range(4):
+        engine.generate(prompts_of(engine, 1), greedy(60), progress=False)
+    counts = [each.count for each in computed]
+    assert len(seconds) == len(counts) and max(counts) > 2
+    assert seconds[0] == pytest.approx(0.002 + 0.5 / counts[0])
+    assert max(seconds[1:]) <= 0.0121
+    assert seconds[-1] == pytest.approx(0.002 + 0.01 * len(counts) / sum(counts), rel=0.3)
