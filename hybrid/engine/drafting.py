@@ -314,7 +314,7 @@ class Drafting:
         num_drafts = sum([part.num_drafts for part in step.parts])
         if not num_drafts:
             self._num_plain += 1
-            if self._num_plain % TIMED_EVERY:
+            if self._num_plain % TIMED_EVERY and self._speculator.cost.knows_plain:
                 return
         seconds, rounds = self._clock() - self._began - self._speculator.spent, step.rounds
         if rounds is not None and rounds.count:

@@ -55,6 +55,10 @@ FIRST_SHARE = 0.1
 MIN_SHARE = 0.01
 """The least cost of a row that is believed, as a part of what a pass without drafts costs."""
 
+FIRST_PAID, NUM_PLAIN = 4, 8
+"""Where drafts always pay, after as many passes with some `NUM_PLAIN` in a row have none, and again after 4 times as
+many, until it is known what such a pass takes: the first ones after others take longer than the next."""
+
 DOUBTED_SHARE = 0.05
 """A draft that would pay at this cost of a row, and does not at the measured one, is computed now and then: the machine
 may have been busy with something else when it was measured."""
@@ -149,13 +153,17 @@ class PassCost:
         base: seconds of a pass without drafts and without rows.
         extra: seconds that a pass with drafts takes longer than one without of as many rows. Negative: it takes less,
             since several of them share what the engine does between passes.
+        knows_plain: what a pass without drafts takes was measured.
     """
 
     def __init__(self) -> None:
         self.row, self.base, self.extra = FIRST_SHARE, 1.0, 0.0
+        self.knows_plain: bool = False
         self._times = Times()
         self._passes = 0
         self._left_out, self._patience = 0, 1  # passes without drafts, and after how many what they cost is doubted
+        # passes with drafts, before it is known what one without takes; after how many there are some without; of these
+        self._paid, self._most_paid, self._num_plain = 0, FIRST_PAID, 0
 
     def observe(self, rows: int, seconds: float, drafts: int) -> None:
         """A pass of this many rows took so long, of which some were drafts."""
@@ -204,9 +212,19 @@ class PassCost:
         self._left_out += 1
         return self._left_out > self._patience
 
-    def is_paid(self) -> None:
-        """Drafts were computed because they pay, which measures what they cost."""
+    def is_paid(self) -> bool:
+        """Drafts pay. Whether to compute them, which measures what they cost: where too little is known of passes
+        without any, some are computed without. Else it would be believed for ever that drafts pay."""
+        if not self.knows_plain:
+            if self._paid == self._most_paid:
+                self._paid, self._most_paid = 0, min(4 * self._most_paid, 4**MAX_PAUSES)
+                self._num_plain = NUM_PLAIN
+            if self._num_plain:
+                self._num_plain -= 1
+                return False
+            self._paid += 1
         self._left_out = 0
+        return True
 
     def _fit(self) -> None:
         """The lines. They have the same slope, which follows from passes with drafts if there are several numbers of
@@ -214,6 +232,7 @@ class PassCost:
         was expected at first, until there are several numbers."""
         plain, drafted = self._times.passes(False), self._times.passes(True)
         every = plain + drafted
+        self.knows_plain = sum(count for _, _, count in plain) >= FIT_EVERY
         if len(every) < 2:
             return
         slope = _slope(drafted if len(drafted) > 1 else every)
@@ -244,7 +263,8 @@ def _height(known: Sequence[tuple[int, float, int]], slope: float) -> float:
 def is_common(rows: int) -> bool:
     """Whether passes of this many rows are computed. Passes are captured for each number of rows, which takes as long
     as many passes: there are to be few such numbers. (Others are computed where no such number would pay.)"""
-    return rows <= 4 or (rows <= 8 and rows % 2 == 0) or rows % 4 == 0
+    least = next((step for most, step in ((4, 1), (8, 2), (16, 4), (32, 8)) if rows <= most), 16)
+    return rows % least == 0
 
 
 class Worth:

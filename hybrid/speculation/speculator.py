@@ -19,7 +19,7 @@ from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts, checked
 from hybrid.speculation.joined import Asked, Joined, Known
-from hybrid.speculation.pace import MAX_WEIGHT, Acceptance, PassCost, Worth
+from hybrid.speculation.pace import MAX_WEIGHT, Acceptance, PassCost, Worth, is_common
 
 log: logging.Logger = logging.getLogger(__name__)
 
@@ -54,6 +54,9 @@ class Speculator:
         clock: seconds, by which drafters are timed.
         max_rows: rows of a pass beyond which one more costs more than those before, if there is such a number: with
             drafts that are chosen by what they cost it has no more.
+
+    Attributes:
+        cost: of passes.
     """
 
     def __init__(
@@ -77,9 +80,10 @@ class Speculator:
         self._expected = {asked.name: Acceptance(asked.drafter.prior) for asked in self._all}
         self._pauses = dict.fromkeys(self._stats, 0)
         self._known: dict[History, Known] = {}
-        self._cost = PassCost()
+        self.cost: PassCost = PassCost()
         self._gain = 1.0  # tokens per second with drafts, of those without, lately
         self._pays = True  # the drafts of the pass, with what it took to have them
+        self._leaves_out = False  # they pay, and are not computed for once
         self._spent = 0.0
         self._spent_each = 0.0  # for each pass that was computed since, and in it
 
@@ -172,9 +176,9 @@ class Speculator:
         if chances:
             chances.sort(reverse=True)
             rows = len(histories)
-            if not self._config.adaptive or self._cost.worth(rows).best(chances):
+            if not self._config.adaptive or self.cost.worth(rows).best(chances):
                 return False
-            if self._cost.is_doubted(rows, chances[0]):
+            if self.cost.is_doubted(rows, chances[0]):
                 return False
         self._spent = 0.0
         for known, is_asked, has_drafts in looked:
@@ -185,13 +189,9 @@ class Speculator:
 
     def _begin(self, history: History) -> Known:
         """A request of which nothing is known."""
-        known = self._known[history] = Known(
-            {
-                name: Acceptance(expected.rate, self._pauses[name], expected.trust)
-                for name, expected in self._expected.items()
-            }
-        )
-        return known
+        expected = self._expected.items()
+        measured = {name: Acceptance(own.rate, self._pauses[name], own.trust) for name, own in expected}
+        return self._known.setdefault(history, Known(measured))
 
     def _compare(self, history: History, known: Known) -> None:
         """Compare drafts with what came."""
@@ -213,27 +213,28 @@ class Speculator:
         every = each[0] if len(each) == 1 else sorted(chain.from_iterable(each), reverse=True)
         if self._max_rows is not None:
             every = every[: max(self._max_rows - rows, 0)]
-        worth = self._cost.worth(rows)
+        worth = self.cost.worth(rows)
         count = worth.best(every)
+        self._leaves_out = count > 0 and not self.cost.is_paid()
+        if self._leaves_out:
+            return [0] * len(each)
         if count:
-            self._cost.is_paid()
             gain = worth.gain(every[:count], self._spent_each)
             self._pays = gain > 1.0
             self._gain += (max(gain, 1.0) - self._gain) / MAX_WEIGHT
-        elif every and self._cost.is_doubted(rows, every[0]):
-            count = 1
+        elif every and self.cost.is_doubted(rows, every[0]):
+            count = next((count for count in range(1, len(every)) if is_common(rows + count)), len(every))
         if len(each) == 1:
             return [count]
-        taken = Counter(
-            at for _, at in sorted([(-chance, at) for at, own in enumerate(each) for chance in own])[:count]
-        )
+        ranked = sorted([(-chance, at) for at, own in enumerate(each) for chance in own])
+        taken = Counter(at for _, at in ranked[:count])
         return [taken[at] for at in range(len(trees))]
 
     def _judge(self, joined: Joined) -> None:
         """Drafts of a request were looked at: whether they pay. Those that are not computed are compared with what
         comes, where their drafter does not do that itself."""
         known = joined.known
-        for name, computes in joined.asked.items():
+        for name, computes in joined.asked.items() if not self._leaves_out else ():
             own = known.measured[name]
             is_paid = joined.count > 0 and (self._pays or not computes)
             if is_paid or not computes:
@@ -255,7 +256,7 @@ class Speculator:
         joined = Joined(history, limit, known) if others or (self._others and not self._config.adaptive) else None
         for drafter in self._first:
             if joined is not None and not joined.tree.is_empty and self._config.adaptive:
-                worth = self._cost.worth(_rows_besides(joined, trees, rows))
+                worth = self.cost.worth(_rows_besides(joined, trees, rows))
                 if not _pays(joined, known.measured[drafter.name].rate, worth):
                     continue
             drafts = self._ask_cached(drafter, history, limit)
@@ -279,7 +280,7 @@ class Speculator:
                 wanted.append((joined, count))
         longest, seconds = 1, 0.0
         if asked.chain is not None and self._config.adaptive:
-            asked.chain.least = self._gain * self._cost.least(rows, asked.name)
+            asked.chain.least = self._gain * self.cost.least(rows, asked.name)
         if asked.computes and wanted:
             found = self._prepare(asked, [(joined.history, count) for joined, count in wanted])
             if found is None:
@@ -301,7 +302,7 @@ class Speculator:
                 joined.known.measured[asked.name].longest = drafts.depth
                 self._add(asked.name, joined, drafts.scaled(joined.known.measured[asked.name].trust))
         if asked.computes and wanted:
-            self._cost.drafted(asked.name, longest, seconds)
+            self.cost.drafted(asked.name, longest, seconds)
 
     def _add(self, drafter: str, joined: Joined, drafts: Drafts) -> None:
         """Add drafts of a drafter to those of a request."""
@@ -313,8 +314,8 @@ class Speculator:
     def _worth_asking(self, asked: Asked, joined: Joined, own: Acceptance, trees: Sequence[Joined], rows: int) -> int:
         """How many drafts to ask a drafter for that takes time for each, or where others have some; 0: for none."""
         if asked.chain is None or not joined.tree.is_empty:
-            drafting = self._cost.drafting(asked.name) / len(trees)
-            worth = self._cost.worth(_rows_besides(joined, trees, rows), drafting)
+            drafting = self.cost.drafting(asked.name) / len(trees)
+            worth = self.cost.worth(_rows_besides(joined, trees, rows), drafting)
             if not joined.tree.is_empty and not _pays(joined, own.rate, worth):
                 return 0
         count = joined.limit
@@ -378,7 +379,7 @@ class Speculator:
 
     def timed(self, rows: int, seconds: float, drafts: int = 0) -> None:
         """A pass without prompts was computed; some of its rows were drafts."""
-        self._cost.observe(rows, seconds, drafts)
+        self.cost.observe(rows, seconds, drafts)
 
     def end(self, history: History) -> None:
         """A request has ended."""

@@ -272,6 +272,22 @@ def test_drafts_that_do_not_pay_are_looked_at_less_and_less() -> None:
     assert measured.is_due(301)
 
 
+@pytest.mark.parametrize("extra", [0.0, 0.5, 3.0])
+def test_what_a_pass_without_drafts_takes_is_measured_though_drafts_always_pay(extra: float) -> None:
+    """It was taken for one with drafts and fewer rows: what these take besides was never known."""
+    cost, plain = PassCost(), []
+    for at in range(600):
+        count = 3 if cost.is_paid() else 0
+        if not count:
+            plain.append(at)
+        before = plain[-2:-1] == [at - 1]
+        cost.observe(1 + count, 1.0 + 0.1 * count + extra * (count > 0 or not before), count)
+        cost.observe(3, 1.2 + extra, 2)
+    assert plain == [*range(4, 12), *range(28, 36)] and cost.knows_plain
+    assert cost.extra == pytest.approx(extra, abs=0.1)
+    assert cost.worth(1).best([0.9, 0.8, 0.7]) == (0 if extra == 3 else 3)
+
+
 def test_what_rows_cost_is_measured_again_now_and_then() -> None:
     """Otherwise a cost that was measured while the machine was busy would be believed for ever."""
     cost, tried = PassCost(), []
