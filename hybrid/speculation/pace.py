@@ -164,6 +164,7 @@ class PassCost:
         self._left_out, self._patience = 0, 1  # passes without drafts, and after how many what they cost is doubted
         # passes with drafts, before it is known what one without takes; after how many there are some without; of these
         self._paid, self._most_paid, self._num_plain = 0, FIRST_PAID, 0
+        self._num_kinds, self._was_halved = 0, False  # numbers of rows of passes with drafts whose time is known
 
     def observe(self, rows: int, seconds: float, drafts: int) -> None:
         """A pass of this many rows took so long, of which some were drafts."""
@@ -212,18 +213,34 @@ class PassCost:
         self._left_out += 1
         return self._left_out > self._patience
 
-    def is_paid(self) -> bool:
-        """Drafts pay. Whether to compute them, which measures what they cost: where too little is known of passes
-        without any, some are computed without. Else it would be believed for ever that drafts pay."""
-        if not self.knows_plain:
-            if self._paid == self._most_paid:
-                self._paid, self._most_paid = 0, min(4 * self._most_paid, 4**MAX_PAUSES)
-                self._num_plain = NUM_PLAIN
-            if self._num_plain:
-                self._num_plain -= 1
-                return False
+    def chosen(self, rows: int, count: int) -> int:
+        """The number of drafts that a pass computes, where `count` of them pay best: the same, as a rule. Where too
+        little is known of passes without any, some have none, else it would be believed for ever that drafts pay; and
+        as long as passes with drafts are known by one number of rows alone, every other one has half as many, else it
+        is not known what a row costs.
+
+        Args:
+            rows: of the pass without drafts.
+        """
+        if self._is_plain():
+            return 0
+        self._left_out = 0  # what drafts cost is measured
+        self._was_halved = self._num_kinds < 2 and not self._was_halved
+        if not self._was_halved:
+            return count
+        return next((half for half in range(count // 2, 0, -1) if is_common(rows + half)), count)
+
+    def _is_plain(self) -> bool:
+        """Whether a pass whose drafts would pay has none."""
+        if self.knows_plain:
+            return False
+        if self._paid == self._most_paid:
+            self._paid, self._most_paid = 0, min(4 * self._most_paid, 4**MAX_PAUSES)
+            self._num_plain = NUM_PLAIN
+        if not self._num_plain:
             self._paid += 1
-        self._left_out = 0
+            return False
+        self._num_plain -= 1
         return True
 
     def _fit(self) -> None:
@@ -232,6 +249,7 @@ class PassCost:
         was expected at first, until there are several numbers."""
         plain, drafted = self._times.passes(False), self._times.passes(True)
         every = plain + drafted
+        self._num_kinds = len(drafted)
         self.knows_plain = sum(count for _, _, count in plain) >= FIT_EVERY
         if len(every) < 2:
             return

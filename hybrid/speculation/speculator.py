@@ -214,20 +214,19 @@ class Speculator:
         if self._max_rows is not None:
             every = every[: max(self._max_rows - rows, 0)]
         worth = self.cost.worth(rows)
-        count = worth.best(every)
-        self._leaves_out = count > 0 and not self.cost.is_paid()
-        if self._leaves_out:
-            return [0] * len(each)
+        best = worth.best(every)
+        count = self.cost.chosen(rows, best) if best else 0
+        self._leaves_out = count < best and not count
         if count:
             gain = worth.gain(every[:count], self._spent_each)
             self._pays = gain > 1.0
             self._gain += (max(gain, 1.0) - self._gain) / MAX_WEIGHT
-        elif every and self.cost.is_doubted(rows, every[0]):
+        elif every and not best and self.cost.is_doubted(rows, every[0]):
             count = next((count for count in range(1, len(every)) if is_common(rows + count)), len(every))
         if len(each) == 1:
             return [count]
-        ranked = sorted([(-chance, at) for at, own in enumerate(each) for chance in own])
-        taken = Counter(at for _, at in ranked[:count])
+        ranked = sorted([(-chance, at) for at, own in enumerate(each) for chance in own])[:count]
+        taken = Counter(at for _, at in ranked)
         return [taken[at] for at in range(len(trees))]
 
     def _judge(self, joined: Joined) -> None:

@@ -277,7 +277,7 @@ def test_what_a_pass_without_drafts_takes_is_measured_though_drafts_always_pay(e
     """It was taken for one with drafts and fewer rows: what these take besides was never known."""
     cost, plain = PassCost(), []
     for at in range(600):
-        count = 3 if cost.is_paid() else 0
+        count = cost.chosen(1, 3)
         if not count:
             plain.append(at)
         before = plain[-2:-1] == [at - 1]

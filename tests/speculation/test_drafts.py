@@ -144,9 +144,10 @@ def test_drafts_fill_a_pass_up_to_the_rows_that_cost_more(requests: int, counts:
     drafter = Sure()
     speculator = Speculator(SpeculationConfig(drafters=(drafter,)), (drafter,), 1000, max_rows=64)
     histories = [History(ids := array("i", [1]), 1, "", partial(Key.of, ids)) for _ in range(requests)]
-    for _ in range(3):
+    for _ in range(16):
         speculator.timed(requests, 1.0)
         speculator.timed(requests + 1, 1.001, 1)
+        speculator.timed(requests + 4, 1.004, 4)
     for _ in range(4):  # a pass without room for drafts is no reason to doubt what they cost
         proposed = speculator.propose_all([(history, 30) for history in histories], requests)
         assert Counter(len(drafts or ()) for drafts in proposed) == counts

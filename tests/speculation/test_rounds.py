@@ -304,5 +304,5 @@ def test_what_is_between_two_calls_is_shared_by_all_rounds(
     counts = [each.count for each in computed]
     assert len(seconds) == len(counts) and max(counts) > 2
     assert seconds[0] == pytest.approx(0.002 + 0.5 / counts[0])
-    assert max(seconds[1:]) <= 0.0121
+    assert max(seconds[1:]) < 0.02
     assert seconds[-1] == pytest.approx(0.002 + 0.01 * len(counts) / sum(counts), rel=0.3)
