@@ -157,7 +157,9 @@ class PassCost:
     """
 
     def __init__(self) -> None:
-        self.row, self.base, self.extra = FIRST_SHARE, 1.0, 0.0
+        self.row: float = FIRST_SHARE
+        self.base: float = 1.0
+        self.extra: float = 0.0
         self.knows_plain: bool = False
         self._times = Times()
         self._passes = 0
