@@ -8,7 +8,7 @@ import pytest
 from hybrid import Engine
 from hybrid.cache.config import CacheConfig
 from hybrid.engine.build import LoadedModel
-from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids
+from support.engines import GRID, answer, assert_nothing_held, cold, computing_is_slow, greedy, ids
 
 PARAMS = greedy(8, logprobs=3)
 
@@ -18,9 +18,11 @@ def small(tiny: Engine, path: Path, **config: Any) -> Engine:
     page_bytes, state_bytes = tiny.cache.unit_bytes
     memory = 30 * page_bytes + 8 * state_bytes
     settings: dict[str, Any] = {"deterministic": True, "verify_contents": True, **config}
-    return tiny.with_cache(
+    engine = tiny.with_cache(
         CacheConfig(page_size=GRID, chunk_size=GRID, memory=memory, disk="64MiB", directory=path, **settings)
     )
+    computing_is_slow(engine)
+    return engine
 
 
 def flush(engine: Engine) -> None:

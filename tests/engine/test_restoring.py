@@ -17,7 +17,7 @@ from hybrid import ClosedError, Engine, EngineConfig, OwnershipError, RequestOut
 from hybrid.cache.config import CacheConfig
 from hybrid.key import Key
 from hybrid.tiers.store import DirectoryStore
-from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
+from support.engines import GRID, answer, assert_nothing_held, cold, computing_is_slow, greedy, ids, run_to_end
 
 PARAMS = greedy(8, logprobs=3)
 PREFIX = 6 * GRID
@@ -73,11 +73,6 @@ def engine_at(tiny: Engine, path: Path, *, config: EngineConfig | None = None, *
         page_size=GRID, chunk_size=GRID, memory=memory, disk="64MiB", directory=path, deterministic=True, **settings
     )
     return tiny.with_cache(cache, config=config)
-
-
-def computing_is_slow(engine: Engine) -> None:
-    for _ in range(20):
-        engine.cache.note_pass(1, 1.0)
 
 
 def after_restart(tiny: Engine, path: Path, *prefixes: list[int], **settings: Any) -> Engine:

@@ -75,3 +75,9 @@ def not_twice_in_a_row(prompt: list[int], answer: list[int], logits: Tensor) -> 
     """Processes logits, prompt given: the last token cannot be chosen again."""
     logits[(answer or prompt)[-1]] = -torch.inf
     return logits
+
+
+def computing_is_slow(engine: Engine) -> None:
+    """Restoring is worth it, and is waited for though the machine pauses meanwhile."""
+    for _ in range(20):
+        engine.cache.note_pass(1, 1.0)
