@@ -1,7 +1,7 @@
 """What something costs, in lines of our code: the same on every machine, however busy it is."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -39,11 +39,19 @@ class Lines:
 
 
 @contextmanager
-def counted_lines(limit: int = sys.maxsize) -> Iterator[Lines]:
-    """Count the lines that are run. What C code does is not seen: a loop in Python is."""
-    before, lines = sys.gettrace(), Lines(limit)
-    sys.settrace(lines)
+def traced(tracer: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """Trace this thread."""
+    before = sys.gettrace()
+    sys.settrace(tracer)
     try:
-        yield lines
+        yield
     finally:
         sys.settrace(before)
+
+
+@contextmanager
+def counted_lines(limit: int = sys.maxsize) -> Iterator[Lines]:
+    """Count the lines that are run. What C code does is not seen: a loop in Python is."""
+    lines = Lines(limit)
+    with traced(lines):
+        yield lines

@@ -1,14 +1,14 @@
 """An exception at any line of our code: what memory that Python does not get raises, or a bug."""
 
 import linecache
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import hybrid
+from support.lines import traced
 
 
 class PlantedError(Exception):
@@ -50,15 +50,9 @@ class Planted:
             self._rings()
         return self._line
 
-    @contextmanager
-    def traced(self) -> Iterator[None]:
+    def traced(self) -> AbstractContextManager[None]:
         """Trace this thread."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
+        return traced(self)
 
 
 def _begins_block(frame: FrameType) -> bool:
