@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import cast
@@ -23,18 +22,12 @@ from hybrid.engine.step import Part, Step
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import History
 from hybrid.speculation.drafts import Accepted, Drafts
-from hybrid.speculation.pace import clock_of
+from hybrid.speculation.pace import BetweenCalls, clock_of
 from hybrid.speculation.speculator import DrafterStats, Speculator, make_speculator
 from hybrid.units import ceil_div
 
 TIMED_EVERY = 4
 """Of steps without drafts as many take the same time, and one of them is timed."""
-
-RECENT = 8
-"""Calls with rounds, of which what is between two of them takes as long as in a quarter: others were captured."""
-
-EARLIER = 0.9
-"""What an earlier call counts for how many tokens there are in one, on average."""
 
 
 class Drafting:
@@ -73,9 +66,7 @@ class Drafting:
         self.seconds_of_round: float = inf
         self._began = 0.0
         self._num_plain = 0
-        self._num_calls = self._num_tokens = 0.0  # the latest ones count more
-        self._yields: dict[int, tuple[float, float]] = {}  # by the number of drafts: rounds, and tokens of them
-        self._between: deque[float] = deque(maxlen=RECENT)  # seconds between calls
+        self._between = BetweenCalls()
         self._speculator = speculator
         self._mtp = mtp
         self._cache = cache
@@ -322,22 +313,10 @@ class Drafting:
             self.seconds_of_round = rounds.elapsed / rounds.count
             own, between = self.seconds_of_round - rounds.seconds_of_chains / rounds.count, seconds - rounds.elapsed
             if rounds.chains is not None or len(step.parts) == 1:  # wrong drafts do not end them
-                between = self._shared(between, rounds, num_drafts)
+                tokens = sum([len(followed.tokens) for followed in rounds.followed])
+                between = self._between.share(between, num_drafts, rounds.count, tokens)
             seconds = own + between
         self._speculator.timed(len(step.parts) + num_drafts, seconds, num_drafts)
-
-    def _shared(self, seconds: float, rounds: Rounds, num_drafts: int) -> float:
-        """What a round has to bear of the seconds between two calls: as much for each token, since how many tokens
-        there are in a call follows from where it must end, and hardly from the number of drafts."""
-        tokens = sum([len(followed.tokens) for followed in rounds.followed])
-        self._num_calls = self._num_calls * EARLIER + 1
-        self._num_tokens = self._num_tokens * EARLIER + tokens
-        num_rounds, own = self._yields.get(num_drafts, (0.0, 0.0))
-        num_rounds, own = num_rounds * EARLIER + rounds.count, own * EARLIER + tokens
-        self._yields[num_drafts] = num_rounds, own
-        self._between.append(seconds)
-        usual = sorted(self._between)[len(self._between) // 4]
-        return usual * self._num_calls / self._num_tokens * own / num_rounds
 
     def end(self, request: Request) -> None:
         """A request has given its memory back."""

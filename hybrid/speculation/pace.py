@@ -10,6 +10,7 @@ accepted is measured per request and drafter, what passes cost per engine. With 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from math import exp, log
 
@@ -58,6 +59,12 @@ MIN_SHARE = 0.01
 FIRST_PAID, NUM_PLAIN = 4, 8
 """Where drafts always pay, after as many passes with some `NUM_PLAIN` in a row have none, and again after 4 times as
 many, until it is known what such a pass takes: the first ones after others take longer than the next."""
+
+RECENT = 8
+"""Calls with rounds, of which what is between two of them takes as long as in a quarter: others were captured."""
+
+EARLIER = 0.9
+"""What an earlier call counts for how many tokens there are in one, on average."""
 
 DOUBTED_SHARE = 0.05
 """A draft that would pay at this cost of a row, and does not at the measured one, is computed now and then: the machine
@@ -144,6 +151,34 @@ class Times:
         ]
 
 
+class BetweenCalls:
+    """What the engine does between two calls, shared by the passes of a call: its rounds."""
+
+    def __init__(self) -> None:
+        self._num_calls = self._num_tokens = 0.0  # the latest ones count more
+        self._yields: dict[int, tuple[float, float]] = {}  # by the number of drafts: rounds, and tokens of them
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+
+    def share(self, seconds: float, drafts: int, rounds: int, tokens: int) -> float:
+        """What a round has to bear of the seconds between two calls: as much for each token, since how many tokens
+        there are in a call follows from where it must end, and hardly from the number of drafts.
+
+        Args:
+            seconds: of this call.
+            drafts: of each of its rounds.
+            rounds: of this call.
+            tokens: that it has yielded.
+        """
+        self._num_calls = self._num_calls * EARLIER + 1
+        self._num_tokens = self._num_tokens * EARLIER + tokens
+        num_rounds, own = self._yields.get(drafts, (0.0, 0.0))
+        num_rounds, own = num_rounds * EARLIER + rounds, own * EARLIER + tokens
+        self._yields[drafts] = num_rounds, own
+        self._seconds.append(seconds)
+        usual = sorted(self._seconds)[len(self._seconds) // 4]
+        return usual * self._num_calls / self._num_tokens * own / num_rounds
+
+
 class PassCost:
     """Seconds of a pass without prompts by its number of rows: a line through passes with drafts, and one through those
     without.
@@ -164,7 +199,7 @@ class PassCost:
         self._times = Times()
         self._passes = 0
         self._left_out, self._patience = 0, 1  # passes without drafts, and after how many what they cost is doubted
-        # passes with drafts, before it is known what one without takes; after how many there are some without; of these
+        # until `knows_plain`: passes with drafts in a row, after how many there are some without, how many are left
         self._paid, self._most_paid, self._num_plain = 0, FIRST_PAID, 0
         self._num_kinds, self._was_halved = 0, False  # numbers of rows of passes with drafts whose time is known
 
@@ -203,7 +238,7 @@ class PassCost:
         self._times.observe(drafter, seconds / count)
 
     def is_doubted(self, rows: int, chance: float) -> bool:
-        """Drafts were left out of a pass, because of what they cost. Whether to compute the most probable one, to
+        """Drafts were left out of a pass, because of what they cost. Whether to compute the most probable ones, to
         measure that again: after more and more such passes, until a pass with drafts is observed.
 
         Args:
@@ -283,8 +318,8 @@ def _height(known: Sequence[tuple[int, float, int]], slope: float) -> float:
 def is_common(rows: int) -> bool:
     """Whether passes of this many rows are computed. Passes are captured for each number of rows, which takes as long
     as many passes: there are to be few such numbers. (Others are computed where no such number would pay.)"""
-    least = next((step for most, step in ((4, 1), (8, 2), (16, 4), (32, 8)) if rows <= most), 16)
-    return rows % least == 0
+    doublings = (rows - 1).bit_length() - 2  # two numbers from one power of two to the next, up to 64
+    return rows % (1 << min(max(doublings, 0), 4)) == 0
 
 
 class Worth:

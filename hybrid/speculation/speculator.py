@@ -216,7 +216,7 @@ class Speculator:
         worth = self.cost.worth(rows)
         best = worth.best(every)
         count = self.cost.chosen(rows, best) if best else 0
-        self._leaves_out = count < best and not count
+        self._leaves_out = best > 0 and count == 0
         if count:
             gain = worth.gain(every[:count], self._spent_each)
             self._pays = gain > 1.0
