@@ -23,7 +23,7 @@ setup: .venv/.compiled  ## .venv with this package, what its tests need, and cod
 
 # What runs on a CPU is compiled here on all cores, so that no prompt and no test waits for it.
 .venv/.compiled: .venv/.installed $(wildcard kernels/*.py kernels/cpu/*.py kernels/cpu/compiled/*.py)
-	$(BIN)/python tools/cpu_code.py
+	$(BIN)/python -m hybrid.kernels.cpu.prepare
 	touch $@
 
 demo: setup  ## the story of the cache, told on real text

@@ -10,7 +10,7 @@ of its twin in `hybrid.kernels.reference`.
 | GPU    | our Triton kernels; FLA's chunk rule and causal-conv1d, where they can be imported  | `auto`            |
 | GPU    | our Triton kernels alone                                                           | `triton`          |
 | any    | the twins                                                                          | `reference`       |
-| CPU    | compiled code (`hybrid.kernels.cpu`), where there is some, else the twins          | `auto`            |
+| CPU    | compiled code (`hybrid.kernels.cpu`); twins where numbers are only moved           | `auto`            |
 | CPU    | our Triton kernels, interpreted: `TRITON_INTERPRET=1` must be set; for tests       | `triton`          |
 
 Deterministic mode asks for `batch_invariant`: kernels of FLA and causal-conv1d are not used then, since their results
@@ -49,7 +49,7 @@ class Op(NamedTuple):
         writes: the arguments that it writes.
         external: another package may compute it too, where results may depend on the batch
             (`hybrid.kernels.external`).
-        compiled: `hybrid.kernels.cpu` computes it on a CPU, where there is compiled code.
+        compiled: `hybrid.kernels.cpu` computes it on a CPU.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Op(NamedTuple):
         return self._function("triton")
 
     def compiled_function(self) -> Callable[..., Any] | None:
-        """The function that is compiled for this CPU; None: there is none here."""
-        module = compiled_module(self.file) if self.compiled and setting() == "auto" else ""
-        return None if isinstance(module, str) else vars(module)[self.name]
+        """The function that is compiled for this CPU; None: the twin is asked for, or it moves numbers alone."""
+        is_compiled = self.compiled and setting() == "auto"
+        return vars(compiled_module(self.file))[self.name] if is_compiled else None
 
     def _function(self, folder: str) -> Callable[..., Any]:
         function: Callable[..., Any] = getattr(import_module(f"hybrid.kernels.{folder}.{self.file}"), self.name)
@@ -80,13 +80,9 @@ class Op(NamedTuple):
 
 
 @lru_cache
-def compiled_module(file: str) -> ModuleType | str:
-    """A module of `hybrid.kernels.cpu`, or why it cannot be used."""
-    try:
-        return import_module(f"hybrid.kernels.cpu.{file}")
-    except Exception as error:  # a broken installation fails in any way: a missing library, a version of NumPy
-        log.info("nothing is compiled for this CPU (%s: %s)", type(error).__name__, error)
-        return f"{type(error).__name__}: {error}"
+def compiled_module(file: str) -> ModuleType:
+    """A module of `hybrid.kernels.cpu`."""
+    return import_module(f"hybrid.kernels.cpu.{file}")
 
 
 def compiled_for(file: str, x: Tensor) -> ModuleType | None:
@@ -94,8 +90,7 @@ def compiled_for(file: str, x: Tensor) -> ModuleType | None:
     follows it. None: torch computes it."""
     if type(x) not in PLAIN or x.device.type != "cpu" or torch.compiler.is_compiling() or setting() != "auto":
         return None
-    module = compiled_module(file)
-    return None if isinstance(module, str) else module
+    return compiled_module(file)
 
 
 PLAIN = (Tensor, torch.nn.Parameter)

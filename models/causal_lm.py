@@ -6,9 +6,8 @@ The class of a family makes its layers, lists their tensors per token and per se
 
 import logging
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import Products, linear
-from hybrid.models.layers import Chosen, Linear, Projections, RMSNorm, Rotary
+from hybrid.kernels.batch_invariant import RowBlocks, is_compiled, linear
+from hybrid.models.layers import Linear, Projections, RMSNorm, Rotary
 from hybrid.models.moe import Experts
 from hybrid.models.mtp import MultiTokenPredictor
 from hybrid.models.weights import Layouts, Source
@@ -123,7 +122,6 @@ class CausalLM(nn.Module, ABC):
         waits_for_device: a decode step reads a result of the device on the host, so that it cannot be captured.
         rotary_layers: the type of the layers with full attention, where the configuration lists rotary parameters by
             type of layer.
-        is_batch_invariant: `make_batch_invariant` was called, which took `choosing_seconds` of CPU time.
         mtp: the predictor.
     """
 
@@ -142,10 +140,8 @@ class CausalLM(nn.Module, ABC):
         super().__init__()
         self.config: Any = config
         self.chunk_size = chunk_size
-        self.is_batch_invariant: bool = False
-        self.choosing_seconds: float = 0.0
         self.model: TextModel = TextModel(config, layers, norm)
-        self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size, takes_chunks=False)  # only sampled rows
+        self.lm_head: Linear = Linear(config.hidden_size, config.vocab_size)
         self.mtp: MultiTokenPredictor | None = predictor
         if config.tie_word_embeddings:
             self.tie_head()
@@ -168,11 +164,8 @@ class CausalLM(nn.Module, ABC):
         products are compiled (experts read on the host which tokens are theirs)."""
         if self.waits_for_device or kernels.uses_triton(self.lm_head.weight.device):
             return not self.waits_for_device
-        modules = list(self.modules())
-        linears = [module for module in modules if isinstance(module, Linear)]
-        return all(module.products.is_compiled for module in linears) and not any(
-            isinstance(module, Experts) for module in modules
-        )
+        has_experts = any(isinstance(module, Experts) for module in self.modules())
+        return is_compiled(self.lm_head.weight.device) and not has_experts
 
     @staticmethod
     @abstractmethod
@@ -256,8 +249,8 @@ class CausalLM(nn.Module, ABC):
 
     def _logits(self, x: Tensor, batch: Batch) -> Tensor:
         """`[S, vocab]` fp32 of final hidden states, which are single rows."""
-        blocks = batch.blocks.of_single_rows(x.shape[0]) if batch.blocks is not None else None
-        return linear(x, self.lm_head.weight, blocks, self.lm_head.products, self.lm_head.scale).float()
+        blocks = None if batch.blocks is None else RowBlocks(decode_start=0)
+        return linear(x, self.lm_head.weight, blocks, self.lm_head.scale).float()
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The embeddings of tokens, `[T, hidden_size]` in the model's type."""
@@ -318,22 +311,6 @@ class CausalLM(nn.Module, ABC):
         each = positions.unsqueeze(-1) if positions.dim() == 1 else positions[self.axes.to(positions.device)].t()
         return angles(each, self.inverse_frequencies, self.rotary_scale, dtype)
 
-    def make_batch_invariant(self) -> None:
-        """Choose, per kind of weight, the fastest products whose rows have the same bits in every batch on this
-        machine (`hybrid.kernels.batch_invariant`). The Triton kernels are batch invariant by themselves."""
-        if self.is_batch_invariant or kernels.uses_triton(self.lm_head.weight.device):
-            return
-        self.is_batch_invariant = True
-        started = time.process_time()
-        chosen: Chosen = {}
-        for module in self.modules():
-            if isinstance(module, Linear | Experts):
-                module.make_batch_invariant(self.chunk_size, chosen)
-        for name, weight, products in self.kinds_of_products():
-            log.info("%s %s %s: %s", name, weight.dtype, list(weight.shape), products)
-        self.choosing_seconds = time.process_time() - started
-        log.info("products of %d kinds of weights chosen in %.2f s", len(chosen), self.choosing_seconds)
-
     def fuse_projections(self) -> None:
         """Compute the projections of the same rows by one product each.
 
@@ -350,20 +327,3 @@ class CausalLM(nn.Module, ABC):
         predictor keeps the last hidden state of every prompt, also of one that is padding."""
         device = self.lm_head.weight.device
         return self.decode_can_be_recorded and kernels.uses_triton(device) and self.mtp is None
-
-    def kinds_of_products(self) -> Iterator[tuple[str, Tensor, Products]]:
-        """Of every kind of weight the first one: its name, the matrix `[outputs, inputs]`, and how rows are multiplied
-        with it where results must not depend on the batch."""
-        seen = set()
-        for name, module in self.named_modules():
-            if isinstance(module, Linear):
-                weights = {f"{name}.weight": module.matrix()}
-            elif isinstance(module, Experts):
-                weights = {f"{name}.gate_up_proj": module.gate_up_proj[0], f"{name}.down_proj": module.down_proj[0]}
-            else:
-                continue
-            for full_name, weight in weights.items():
-                kind = (weight.dtype, weight.shape, weight.stride(), module.products)
-                if kind not in seen:
-                    seen.add(kind)
-                    yield full_name, weight, module.products

@@ -13,11 +13,8 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, Group, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import ALIGNMENT, COMPILED, ONE_BY_ONE, Products, can_compile, choose, linear
+from hybrid.kernels.batch_invariant import linear
 from hybrid.kernels.packed_kv import is_packed
-
-Chosen = dict[tuple[object, ...], Products]
-"""Products per kind of weight: its role, type, shape, strides and alignment."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +30,24 @@ class Rotary:
 
 
 class Linear(nn.Module):
-    """A matrix product. Its weight may be stored by columns, or have another type than the rows; the product can be
-    made batch invariant.
+    """A matrix product. Its weight may have another type than the rows.
 
     Args:
         inputs, outputs: sizes of a row before and after.
-        takes_chunks: it multiplies whole chunks of a prompt, and not only single rows.
 
     Attributes:
-        products: how rows are multiplied where the results must not depend on the batch.
         scale: `[outputs]` fp32, what the rows of an int8 weight are multiplied by; None: the weight is not quantized.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False, takes_chunks: bool = True) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight: nn.Parameter = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
         self.scale: Tensor | None = None
-        self.takes_chunks = takes_chunks
-        self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Multiply rows `[T, inputs]`; returns `[T, outputs]`."""
-        return self.complete(linear(x, self.weight, batch.blocks, self.products, self.scale), x, batch)
+        return self.complete(linear(x, self.weight, batch.blocks, self.scale), x, batch)
 
     def complete(self, y: Tensor, x: Tensor, batch: Batch) -> Tensor:
         """What adapters and the bias add to the product `y` of rows `x`, which may be written."""
@@ -65,37 +57,6 @@ class Linear(nn.Module):
                 low = linear(x[adapted.rows], weights.a, adapted.blocks)
                 y[adapted.rows] += linear(low, weights.b, adapted.blocks)
         return y if self.bias is None else y + self.bias
-
-    def matrix(self) -> Tensor:
-        """The matrix that rows are multiplied by, `[outputs, inputs]`."""
-        return self.weight
-
-    def compile_products(self, dtype: torch.dtype, scale: Tensor | None = None) -> None:
-        """Multiply by compiled code where that is possible, in deterministic mode and out of it.
-
-        Args:
-            dtype: of the rows.
-            scale: of a weight that is int8.
-        """
-        self.scale = scale
-        if can_compile(self.matrix(), dtype):
-            self.products = COMPILED
-
-    def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
-        """Choose products whose rows have the same bits in every batch.
-
-        Args:
-            chunk_size: rows of a chunk.
-            chosen: products of other weights; each kind is tried once.
-        """
-        if self.products.is_compiled:
-            return
-        weight = self.matrix()
-        role = "linear" if self.takes_chunks else "single rows"
-        kind = (role, weight.dtype, tuple(weight.shape), weight.stride(), weight.data_ptr() % ALIGNMENT)
-        if kind not in chosen:
-            chosen[kind] = choose(weight, chunk_size, self.takes_chunks)
-        self.products = chosen[kind]
 
 
 class Projections(nn.Module):
@@ -122,19 +83,18 @@ class Projections(nn.Module):
         """
         linears = self._linears[first:]
         if self._weight is None:
-            calls = [partial(each, x, batch) for each in linears]
-            if not all(each.products.is_compiled for each in linears):
-                return tuple(call() for call in calls)
-            tasks: Any = kernels.compiled_module("tasks")
-            return tuple(tasks.side_by_side(calls))
+            tasks: Any = kernels.compiled_for("tasks", x)
+            if tasks is None:
+                return tuple(each(x, batch) for each in linears)
+            return tuple(tasks.side_by_side([partial(each, x, batch) for each in linears]))
         weight = self._weight[sum(len(each.weight) for each in self._linears[:first]) :]
-        y = linear(x, weight, batch.blocks, linears[0].products)
+        y = linear(x, weight, batch.blocks)
         parts = y.split([len(each.weight) for each in linears], dim=-1)
         return tuple(each.complete(part, x, batch) for each, part in zip(linears, parts, strict=True))
 
     def fuse(self) -> None:
-        """Compute all of them by one product. Not for weights that are int8, or multiplied in ways that differ."""
-        kinds = {(each.weight.dtype, each.weight.device, each.products) for each in self._linears}
+        """Compute all of them by one product. Not for weights that are int8, or of types that differ."""
+        kinds = {(each.weight.dtype, each.weight.device) for each in self._linears}
         if len(kinds) > 1 or any(each.scale is not None for each in self._linears):
             return
         self._weight = torch.cat([each.weight.detach() for each in self._linears])

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from hybrid.errors import CheckpointError, UnsupportedModelError
 from hybrid.files import is_file
-from hybrid.kernels.batch_invariant import can_compile
-from hybrid.kernels.ops import compiled_for, uses_triton
+from hybrid.kernels.batch_invariant import is_compiled
+from hybrid.kernels.ops import compiled_module, uses_triton
 from hybrid.models.bamba import BambaForCausalLM
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.gemma3 import Gemma3ForCausalLM
@@ -154,11 +154,7 @@ def load_model(
     except Exception as error:  # sizes that do not fit each other, or no tensor can have
         raise CheckpointError(f"{checkpoint.path / 'config.json'} does not describe a model: {error}") from error
     shapes = {name: tensor.shape for name, tensor in model.named_parameters() if not (tied and name == HEAD)}
-    # torch's product of few rows is up to 1.7 times as fast on a CPU with a weight stored by columns
-    is_slow = device.type == "cpu" and not can_compile(torch.empty(1, 1, dtype=dtype))
-    by_columns = frozenset(_products(model)) & shapes.keys() if is_slow else frozenset()
-    can_keep = can_compile(torch.empty(1, 1, dtype=torch.bfloat16, device=device), dtype)
-    kept = {EMBEDDING, *_products(model)} if can_keep else set()
+    kept = {EMBEDDING, *_products(model)} if is_compiled(device) else set()
     quantized = {f"{name}.weight" for name, module in _linears(model)} & shapes.keys() if quantize else set()
     loader = Loader(
         checkpoint.path,
@@ -166,7 +162,6 @@ def load_model(
         lambda parameter: family.layouts(parameter, checkpoint.config),
         dtype,
         device,
-        by_columns,
         frozenset(quantized),
         frozenset(kept),
     )
@@ -177,31 +172,19 @@ def load_model(
         model.load_state_dict(loader.load(tensors, bar.update), strict=False, assign=True)  # without a tied head
     if tied:
         model.tie_head()
-    for name, module in model.named_modules():
-        if isinstance(module, Linear):
-            module.compile_products(dtype, loader.scales.get(f"{name}.weight"))
-        elif isinstance(module, Experts):
-            module.compile_products(dtype)
+    for name, module in _linears(model):
+        module.scale = loader.scales.get(f"{name}.weight")
     if uses_triton(device):
         model.fuse_projections()
     return model.eval()
 
 
 def compile_operations(dtype: torch.dtype, device: torch.device, quantize: bool, show: bool) -> None:
-    """Compile the operations of models of a type, whatever their sizes, if there are compiled ones on the device and
-    they are not on disk yet."""
-    machine_code: Any = compiled_for("machine_code", torch.empty(0, device=device))
-    if machine_code is None or dtype not in (torch.float32, torch.bfloat16):
-        return
-    from hybrid.kernels.cpu.dtypes import KINDS  # it can be imported where machine code can run
-    from hybrid.kernels.cpu.functions import functions
-
-    missing = machine_code.missing(functions(KINDS[dtype], quantize))
-    if missing:
-        log.info("%d operations are compiled for this CPU, once", len(missing))
-        done = machine_code.compile_in_advance(missing)
-        for _ in tqdm(done, total=len(missing), desc="compile", unit="operation", disable=not show):
-            pass
+    """Load the compiled operations of models of a type, whatever their sizes. What Numba's cache does not have is
+    compiled."""
+    if is_compiled(device):
+        kinds: Any = compiled_module("dtypes").KINDS
+        compiled_module("prepare").prepare(compiled_module("functions").functions(kinds[dtype], quantize), show)
 
 
 def has_predictor(checkpoint: Checkpoint) -> bool:
@@ -215,7 +198,7 @@ def has_predictor(checkpoint: Checkpoint) -> bool:
 
 def can_quantize(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether weights can be int8 in a model of a type on a device: their products are compiled."""
-    return can_compile(torch.empty(1, 1, dtype=torch.int8, device=device), dtype)
+    return is_compiled(device) and dtype in (torch.float32, torch.bfloat16)
 
 
 def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:

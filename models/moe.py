@@ -12,17 +12,9 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.batch_invariant import (
-    ALIGNMENT,
-    COMPILED,
-    ONE_BY_ONE,
-    Products,
-    can_compile,
-    choose_for_experts,
-    linear,
-)
+from hybrid.kernels.batch_invariant import is_compiled, linear
 from hybrid.kernels.reference import sigmoid
-from hybrid.models.layers import MLP, Chosen, Linear
+from hybrid.models.layers import MLP, Linear
 from hybrid.models.weights import Layouts, Source
 
 
@@ -44,28 +36,20 @@ class Router(Linear):
 
     def choose(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """The `[T, top_k]` fp32 weights, and the `[T, top_k]` experts, of rows `[T, size]`."""
-        logits = linear(x.float(), self.matrix(), batch.blocks, self.products)
+        logits = linear(x.float(), self._matrix(), batch.blocks)
         return kernels.route_experts(logits, self.top_k, self.normalise)
 
-    def matrix(self) -> Tensor:
-        """The weight in fp32, computed once, or as it is where compiled code multiplies it with fp32 rows."""
+    def _matrix(self) -> Tensor:
+        """The weight as it is where compiled code multiplies it with fp32 rows; else in fp32, computed once."""
+        if is_compiled(self.weight.device):
+            return self.weight
         if self.exact is None:
             self.exact = self.weight.detach().float()  # a parameter would be one of the model's
         return self.exact
 
-    def compile_products(self, dtype: torch.dtype, scale: Tensor | None = None) -> None:
-        """Multiply by compiled code where that is possible, rows in fp32 whatever `dtype` they have before."""
-        if can_compile(self.weight, torch.float32):
-            self.exact = self.weight.detach()
-        super().compile_products(torch.float32, scale)
-
 
 class Experts(nn.Module):
-    """All routed experts. Gate and up projection of an expert are stored as one matrix.
-
-    Attributes:
-        products: how an expert's rows are multiplied in deterministic mode, and out of it where they are compiled.
-    """
+    """All routed experts. Gate and up projection of an expert are stored as one matrix."""
 
     def __init__(self, size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__()
@@ -75,7 +59,6 @@ class Experts(nn.Module):
         self.down_proj: nn.Parameter = nn.Parameter(
             torch.empty(num_experts, size, intermediate_size), requires_grad=False
         )
-        self.products: Products = ONE_BY_ONE
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, batch: Batch) -> Tensor:
         """The weighted sum of each token's experts: `x` is `[T, size]`, the rest is the router's."""
@@ -84,35 +67,10 @@ class Experts(nn.Module):
             decode_start = batch.prefills.rows.stop
         order, places, ends = kernels.sort_by_expert(experts, self.gate_up_proj.shape[0], decode_start)
         num_prompt = decode_start * top_k
-        sizes = self.products.sizes if batch.is_batch_invariant else ()
-        y = kernels.expert_linear(x, self.gate_up_proj, order, ends, top_k, num_prompt, sizes)
+        y = kernels.expert_linear(x, self.gate_up_proj, order, ends, top_k, num_prompt)
         y = kernels.silu_and_mul(*y.chunk(2, dim=-1))
-        y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt, sizes)
+        y = kernels.expert_linear(y, self.down_proj, order, ends, 0, num_prompt)
         return kernels.combine_experts(y, places, weights)
-
-    def compile_products(self, dtype: torch.dtype) -> None:
-        """Multiply rows of a type by compiled code where that is possible, in deterministic mode and out of it."""
-        if can_compile(self.gate_up_proj, dtype) and can_compile(self.down_proj, dtype):
-            self.products = COMPILED
-
-    def make_batch_invariant(self, chunk_size: int, chosen: Chosen) -> None:
-        """Choose blocks of an expert's rows whose rows have the same bits in every batch.
-
-        Args:
-            chunk_size: rows of a chunk.
-            chosen: products of other weights; each kind is tried once.
-        """
-        if self.products.is_compiled:
-            return
-        found = []
-        for weight in (self.gate_up_proj, self.down_proj):
-            kind = ("experts", weight.dtype, tuple(weight.shape), weight.stride(), weight.data_ptr() % ALIGNMENT)
-            if kind not in chosen:
-                chosen[kind] = choose_for_experts(weight)
-            found.append(chosen[kind])
-        gate_up, down = found
-        both = tuple(size for size in gate_up.sizes if size in down.sizes) or (1,)
-        self.products = COMPILED if gate_up.is_compiled and down.is_compiled else Products(sizes=both)
 
 
 class SparseMoE(nn.Module):

@@ -286,7 +286,6 @@ class Loader:
         shapes: of the parameters, by name.
         layouts: gives the layouts of a parameter by its name.
         dtype, device: of the parameters, where nothing else is said.
-        by_columns: names of parameters that are stored by columns: their last two dimensions are transposed in memory.
         quantized: names of parameters `[out, in]` that are stored as int8, each as soon as it is complete.
         kept: names of parameters that stay bfloat16 where all tensors that make them up are: no bit of them is lost.
 
@@ -300,7 +299,6 @@ class Loader:
     layouts: Callable[[str], Layouts]
     dtype: torch.dtype
     device: torch.device
-    by_columns: frozenset[str] = frozenset()
     quantized: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -379,8 +377,6 @@ class Loader:
             shape = self.shapes[name]
             if name in self.quantized:  # it is freed when it is complete
                 tensor = torch.empty(shape, dtype=dtype, device=self.device)
-            elif name in self.by_columns:
-                tensor = self._memory.empty((*shape[:-2], shape[-1], shape[-2]), dtype).transpose(-1, -2)
             else:
                 tensor = self._memory.empty(shape, dtype)
             self.parameters[name] = tensor

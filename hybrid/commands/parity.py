@@ -32,7 +32,7 @@ from hybrid.engine.planner import plan
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.step import Part, Step
-from hybrid.kernels.batch_invariant import can_compile, seconds_of
+from hybrid.kernels.ops import compiled_for
 from hybrid.models.loading import TINY, has_predictor, open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
 
@@ -212,38 +212,18 @@ def compare_errors(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: t
 
 
 @dataclass(frozen=True)
-class ProductCost:
-    """How the rows of a batch are multiplied with weights of one kind, and the cost of their independence.
-
-    Attributes:
-        weight: name of the first weight of the kind.
-        dtype, shape: of the weight.
-        products: what was chosen on this machine.
-        milliseconds: of that many single rows, as chosen and as one product of torch.
-    """
-
-    weight: str
-    dtype: str
-    shape: tuple[int, ...]
-    products: str
-    milliseconds: dict[int, tuple[float, float]]
-
-
-@dataclass(frozen=True)
 class Preparation:
     """CPU seconds from a checkpoint to an engine at full speed.
 
     Attributes:
         loading: reading and converting the checkpoint, without the rest, and without importing torch and transformers.
         importing: of the modules that run compiled code.
-        choosing: how the rows of a batch are multiplied with each weight.
         compiling: what the first request takes more than the same one in a second engine: code is read from disk.
             Where it was not there it was compiled while the model was loaded, by other processes.
     """
 
     loading: float
     importing: float
-    choosing: float
     compiling: float
 
 
@@ -253,12 +233,10 @@ class Parity:
 
     Attributes:
         checks: the lines of the table.
-        products: of every kind of weight.
         preparation: what it took to start; None: it was not measured.
     """
 
     checks: list[Check]
-    products: list[ProductCost]
     preparation: Preparation | None = None
 
     @property
@@ -269,22 +247,6 @@ class Parity:
     def as_json(self) -> dict[str, Any]:
         """The result for machines."""
         return {"passed": self.passed, **asdict(self)}
-
-
-def product_costs(engine: Engine) -> list[ProductCost]:
-    """What was chosen for every kind of weight, measured. Empty on a GPU, whose kernels need no choice."""
-    if engine.device.type != "cpu":
-        return []
-    costs = []
-    for name, weight, products in engine.model.kinds_of_products():
-        milliseconds = {}
-        for rows in (1, 8):
-            ones = torch.ones(rows, weight.shape[1], dtype=engine.model.dtype)
-            ours, plain = seconds_of(ones, weight, products)
-            milliseconds[rows] = (round(1000 * ours, 4), round(1000 * plain, 4))
-        dtype = str(weight.dtype).removeprefix("torch.")
-        costs.append(ProductCost(name, dtype, tuple(weight.shape), str(products), milliseconds))
-    return costs
 
 
 def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32") -> Parity:
@@ -300,7 +262,7 @@ def run_parity(model: str | Path, seed: int = 0, dtype: str = "float32") -> Pari
 def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Parity:
     """Run every check on a checkpoint; `process` computes what a second process does, most of it meanwhile."""
     started = time.process_time()
-    can_compile(torch.empty(1, 1, device=resolve_device(None)))  # imports what runs compiled code
+    compiled_for("tasks", torch.empty(0, device=resolve_device(None)))  # imports what runs compiled code
     imported = time.process_time()
     engine = Engine.from_pretrained(model, dtype=dtype, cache=CacheConfig(memory="2GiB", deterministic=True))
     loaded, judge = time.process_time(), Judge(engine, seed)
@@ -313,7 +275,7 @@ def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Pa
     checks = against_transformers(judge, *(torch.from_numpy(each.result()) for each in theirs)) + checks
     if others is not None:
         checks += [each.check(judge) for each in others.result()]
-    return Parity(checks, product_costs(engine), preparation)
+    return Parity(checks, preparation)
 
 
 def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
@@ -324,8 +286,7 @@ def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
         warm, started = judge.warm(), time.process_time()
         warm.generate([prompt], ANSWER, progress=False)
         times.append(time.process_time() - started)
-    choosing = judge.engine.model.choosing_seconds
-    parts = seconds - choosing, importing, choosing, max(0.0, times[0] - times[1])
+    parts = seconds, importing, max(0.0, times[0] - times[1])
     return Preparation(*(round(part, 3) for part in parts))
 
 
@@ -359,7 +320,7 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         if (took := result.preparation) is not None:
             table.caption = (
                 f"CPU time: loading {took.loading:.2f} s, importing what runs compiled code {took.importing:.2f} s, "
-                f"choosing products {took.choosing:.2f} s, compiling {took.compiling:.2f} s"
+                f"compiling {took.compiling:.2f} s"
             )
         console.print(table)
     results = {model: result.as_json() for model, result in families.items()}

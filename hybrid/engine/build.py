@@ -23,7 +23,8 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
-from hybrid.kernels.batch_invariant import multiplies_pairs
+from hybrid.kernels.batch_invariant import is_compiled, multiplies_pairs
+from hybrid.kernels.ops import setting
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.json_files import read_config
@@ -90,7 +91,7 @@ def load(
     Args:
         model: a folder, a hub id, or "tiny".
         device: None: a GPU if there is one.
-        dtype: None: `default_dtype`.
+        dtype: None: `default_dtype`. On a CPU weights in float16 are widened to float32.
         chunk_size: of the linear layers.
         load_dtype: "int8": weights of matrix products are quantized, per row; None: they have the type of the model.
         mtp: also load the checkpoint's predictor, if it has one.
@@ -105,11 +106,13 @@ def load(
     checkpoint = open_checkpoint(model)
     tokenizer = load_tokenizer(checkpoint.path)
     resolved, reason = (asked, "as asked for") if asked is not None else default_dtype(checkpoint, place)
+    if resolved == torch.float16 and is_compiled(place):
+        resolved, reason = torch.float32, "operations on a CPU have no float16, which float32 holds exactly"
     log.info("%s runs on %s in %s: %s", checkpoint.path, place, resolved, reason)
     if quantize and not can_quantize(resolved, place):
         raise ArgumentError(
-            f"load_dtype='int8' needs a CPU, compiled operations, and dtype float32 or bfloat16; got {place} and "
-            f"{resolved}: pip install numba, or leave load_dtype out"
+            f"load_dtype='int8' needs a CPU and its compiled operations; got {place} and "
+            f"HYBRID_KERNELS={setting()}: leave load_dtype out"
         )
     loaded = load_model(checkpoint, resolved, place, chunk_size, mtp=mtp, quantize=quantize)
     end_tokens, default_params = generation_defaults(checkpoint.path, checkpoint.config)
@@ -165,7 +168,7 @@ def default_dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[torch.d
     """The type to run in where none is asked for, and why: the checkpoint's on a GPU, and on a CPU where it is bfloat16
     and compiled products multiply that faster than float32; else float32.
 
-    float16 is never chosen on a CPU: nothing is compiled for it, and as bfloat16 its weights would be rounded.
+    float16 is float32 on a CPU: nothing is compiled for it, and as bfloat16 its weights would be rounded.
     """
     configs = checkpoint.config, checkpoint.whole  # vision-language checkpoints state it in either
     stored = next((found for each in configs if isinstance(found := each.dtype, torch.dtype)), None)
@@ -176,7 +179,7 @@ def default_dtype(checkpoint: Checkpoint, device: torch.device) -> tuple[torch.d
     if stored != torch.bfloat16:
         return torch.float32, f"products of the checkpoint's {stored} are not compiled for a CPU"
     if not multiplies_pairs():
-        return torch.float32, f"products of the checkpoint's {stored} are no faster on this CPU, or not compiled"
+        return torch.float32, f"products of the checkpoint's {stored} are no faster on this CPU"
     return stored, "the checkpoint's type, whose products are faster on this CPU"
 
 
@@ -275,8 +278,6 @@ def model_runner(
 ) -> ModelRunner:
     """What computes the steps of an engine on its model."""
     model, device = loaded.model, loaded.device
-    if deterministic:
-        model.make_batch_invariant()
     if device.type == "cuda":
         warm_up(model, cache, config, deterministic, speculation)
     graphs = None

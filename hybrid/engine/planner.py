@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
@@ -276,7 +276,7 @@ def plan(
     if decodes:
         splits["decodes"] = BATCH_INVARIANT_SPLITS if deterministic else None
         _add_decodes(pieces, decodes, positions[num_prefills:], rows.idle_decodes, shape)
-    adapted = _add_adapted(pieces, parts, rows.parts, chunk_size if deterministic else None)
+    adapted = _add_adapted(pieces, parts, rows.parts, deterministic)
     _add_sampling(pieces, parts, sampled, rows.num_idle)
     _add_links(pieces, parts, rows, sources)
     return Plan(
@@ -284,7 +284,7 @@ def plan(
         pieces.layout,
         splits,
         rows.prompts,
-        _row_blocks(rows, num_prefills, chunk_size) if deterministic else None,
+        RowBlocks(rows.prompts) if deterministic else None,
         embeddings,
         parts=tuple(parts),
         sampled=sampled,
@@ -389,9 +389,9 @@ def _add_links(pieces: Pieces, parts: list[Part], rows: Rows, sources: Mapping[R
 
 
 def _add_adapted(
-    pieces: Pieces, parts: list[Part], places: list[range], chunk_size: int | None
+    pieces: Pieces, parts: list[Part], places: list[range], deterministic: bool
 ) -> tuple[tuple[Adapter, RowBlocks | None], ...]:
-    """The rows of each adapter, those of prompts first. `chunk_size` is None where results may depend on the batch."""
+    """The rows of each adapter, those of prompts first."""
     by_adapter: dict[Adapter, list[tuple[Part, range]]] = {}
     for part, place in zip(parts, places, strict=True):
         if part.request.adapter is not None:
@@ -400,18 +400,9 @@ def _add_adapted(
     for index, (adapter, own) in enumerate(by_adapter.items()):
         adapted_rows = [row for _, rows in own for row in rows]
         pieces.add(f"adapted.{index}", adapted_rows)
-        ends = [0, *accumulate(len(rows) for part, rows in own if part.is_prefill)]
-        blocks = None if chunk_size is None else RowBlocks([*pairwise(ends)], ends[-1], len(adapted_rows), chunk_size)
-        adapted.append((adapter, blocks))
+        num_prompt = sum(len(rows) for part, rows in own if part.is_prefill)
+        adapted.append((adapter, RowBlocks(num_prompt) if deterministic else None))
     return tuple(adapted)
-
-
-def _row_blocks(rows: Rows, num_prompts: int, chunk_size: int) -> RowBlocks:
-    """How the rows of matrix products are split into blocks."""
-    segments = [(place.start, place.stop) for place in rows.parts[:num_prompts]]
-    if rows.known < rows.prompts:
-        segments.append((rows.known, rows.prompts))
-    return RowBlocks(segments, rows.prompts, rows.total, chunk_size)
 
 
 def _add_prefills(pieces: Pieces, parts: list[Part], rows: Rows, width: int) -> None:

@@ -157,7 +157,6 @@ def idle_batch(size: Size, chunk_size: int, deterministic: bool, slot: int, devi
         steps = _steps(size.decodes, 1 + size.drafts, device)
         unrolled = Unrolled(every, every.clone()) if size.is_tree else None
         decodes = replace(decodes, state_read=steps.read, run_starts=steps.starts, unrolled=unrolled)
-    blocks = RowBlocks([*pairwise(starts)], num_prompt, num_rows, chunk_size)
     return Batch(
         token_ids=ints(num_rows),
         positions=ints(num_rows),
@@ -166,7 +165,7 @@ def idle_batch(size: Size, chunk_size: int, deterministic: bool, slot: int, devi
         sample_rows=ints(len(size.prompts) + size.rows),
         prefills=prefills if size.prompts else None,
         decodes=decodes if size.decodes else None,
-        blocks=blocks if deterministic else None,
+        blocks=RowBlocks(num_prompt) if deterministic else None,
         log=[] if size.drafts else None,
         copies=torch.tensor([[0], [-1]], device=device) if size.is_tree else None,
         is_padded=size.is_padded,

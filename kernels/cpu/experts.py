@@ -1,20 +1,13 @@
 """The products of experts."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from hybrid.kernels.cpu.matmul import can_multiply, multiply_into
-from hybrid.kernels.reference import experts as twins
+from hybrid.kernels.cpu.matmul import multiply_into
 
 
-def expert_linear(
-    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int, sizes: Sequence[int]
-) -> Tensor:
-    """`reference.expert_linear`; pairs are not cut, since each has its bits by itself."""
-    if not can_multiply(weight, x.dtype):
-        return twins.expert_linear(x, weight, order, ends, top_k, num_prompt, sizes)
+def expert_linear(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int) -> Tensor:
+    """`reference.expert_linear`."""
     if top_k:
         x = x[order // top_k]
     output = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype)

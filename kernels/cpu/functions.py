@@ -63,12 +63,6 @@ class Function(NamedTuple):
     name: str
     arguments: tuple[Kind, ...]
 
-    @property
-    def symbol(self) -> str:
-        """Its name in machine code and on disk."""
-        kinds = (kind if isinstance(kind, str) else "+".join(kind) for kind in self.arguments)
-        return ".".join((self.module, self.name, *kinds))
-
 
 def functions(numbers: str, is_quantized: bool) -> list[Function]:
     """What is needed to compute with a kind of numbers, if weights are int8 or not."""

@@ -1,39 +1,33 @@
-"""Machine code of functions: it comes with the package, or Numba compiles a function once and it is kept on disk.
+"""Machine code of functions: Numba compiles a function once, and keeps it in its cache for later processes.
 
-A function that Numba compiles is named here by its module and its name (`hybrid.kernels.cpu.compiled`), so that a
-process that finds its code imports neither. Code of one function for arguments of some types is an image, which is
-copied to memory (`hybrid.kernels.cpu.image`), or where there is none, not on Linux and x86-64, an object file, which
-LLVM links. Numba compiles the function where there is no code, or one that does not belong to the present sources,
-versions and CPU. This module cannot be imported where there is neither code that was shipped nor Numba.
+A function that Numba compiles is named here by its module and its name (`hybrid.kernels.cpu.compiled`). It is compiled
+for arguments of some types where it is first needed, or in advance, on all cores.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
-from importlib import import_module
-from pathlib import Path
+from queue import SimpleQueue
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
-from hybrid.kernels.cpu import image, kept, shipped
+from hybrid.kernels.cpu.compiled.build import build_of, compile_and_keep, type_of
 from hybrid.kernels.cpu.functions import COMPILED, Function, all_functions
 from hybrid.kernels.cpu.kinds import INTEGER, Kind
-from hybrid.kernels.cpu.processes import compile_all
-from hybrid.kernels.cpu.target import compiler, target
-
-if not shipped.code():
-    compiler()  # raises ImportError where there is none
 
 _lock = threading.RLock()  # a signal handler may run compiled code, too
 
-_compiled: dict[Function, bytes] = {}
-"""Code that this process has compiled in advance."""
-
 _UNUSED = array("q", (0, 0))
 """Where compiled functions write results and exceptions, which are not read."""
+
+PROGRAM = "import sys; sys.path[:] = {path!r}; from {module} import compile_share; compile_share({numbers!r})"
+"""What a process that compiles runs."""
 
 
 class Compiled:
@@ -57,7 +51,10 @@ class Compiled:
         """The address of the machine code for arguments of these types."""
         with _lock:
             if arguments not in self._addresses:
-                self._addresses[arguments] = _load(Function(self._module, self.__name__, arguments))
+                function = Function(self._module, self.__name__, arguments)
+                is_listed = function in _known() or not self._module.startswith(COMPILED)
+                assert is_listed, f"{function} is not in the list"
+                self._addresses[arguments] = _address(function)
             return self._addresses[arguments]
 
     def __call__(self, *arguments: int) -> bool:
@@ -71,43 +68,25 @@ class Compiled:
         return failed
 
 
-def missing(wanted: Sequence[Function]) -> list[Function]:
-    """Those of functions that are to be compiled: no code of them comes with the package or is on disk."""
-    if shipped.code():
-        return []
-    nothing = f"{kept.short(repr(wanted))}.{target().short}.none"
-    if kept.read(nothing, _origin(COMPILED)) is not None:
-        return []
-    found = [each for each in wanted if each not in _compiled and _find(each) is None]
-    if not found:
-        kept.write(nothing, _origin(COMPILED), b"")  # one file to read instead of all
-    return found
+_loaded: dict[Function, Any] = {}
+"""What Numba has made of functions: it keeps their machine code in memory."""
 
 
-def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
-    """Compile functions, on all cores, and yield each when there is code of it. What cannot be compiled is left out: it
-    raises where it is needed."""
-    with kept.alone():  # another process may have compiled some meanwhile
-        left = [each for each in wanted if _find(each) is None]
-        yield from (each for each in wanted if each not in left)
-        for function, code in compile_all(left, target()):
-            _compiled[function] = code  # it may be that nothing can be kept on disk
-            _keep(function, code)
-            yield function
+def _address(function: Function) -> int:
+    found = _loaded.get(function) or _find(function)
+    if found is None:
+        signature = tuple(map(type_of, function.arguments))
+        found = _loaded[function] = build_of(function.module, function.name).compiled(signature)
+    address: int = found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
+    return address
 
 
-def _load(function: Function) -> int:
-    """Load the code of a function; returns its address."""
-    assert function in _known() or not function.module.startswith(COMPILED), f"{function} is not in the list"
-    code = _compiled.get(function) or _find(function)
-    if code is None:
-        code = import_module(f"{COMPILED}.build").compiled(function)
-        _keep(function, code)
-    found = image.unpacked(code)
+def _find(function: Function) -> Any | None:
+    """What Numba's cache has of a function."""
+    found = build_of(function.module, function.name).kept(tuple(map(type_of, function.arguments)))
     if found is not None:
-        return image.load(found)
-    linked: int = import_module(f"{__package__}.llvm").link(code, function.symbol)
-    return linked
+        _loaded[function] = found
+    return found
 
 
 @lru_cache
@@ -115,23 +94,59 @@ def _known() -> frozenset[Function]:
     return frozenset(all_functions())
 
 
-def _find(function: Function) -> bytes | None:
-    """The code of a function, if it comes with the package or is on disk."""
-    return shipped.code().get(function.symbol) or kept.read(_file(function), _origin(function.module))
+def missing(wanted: Sequence[Function]) -> list[Function]:
+    """Those of functions that are to be compiled; the others are loaded from Numba's cache."""
+    with _lock:
+        return [each for each in wanted if each not in _loaded and _find(each) is None]
 
 
-def _keep(function: Function, code: bytes) -> None:
-    """Keep the code of a function on disk."""
-    kept.write(_file(function), _origin(function.module), code)
+def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
+    """Compile functions, in as many processes as there are cores, and yield each when it is compiled. What cannot be
+    compiled is left out: it raises where it is needed. The processes import neither torch nor what the caller has
+    imported."""
+    functions = all_functions()
+    numbers = [functions.index(each) for each in wanted]
+    count = min(_cores(), len(numbers))
+    if count < 2 or not build_of(wanted[0].module, wanted[0].name).can_be_kept:
+        yield from compile_and_keep(list(wanted))
+        return
+    compiled: SimpleQueue[Function | None] = SimpleQueue()
+    processes = [_process(numbers[first::count]) for first in range(count)]
+
+    def follow(process: Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.strip().isdigit():
+                compiled.put(functions[int(line)])
+        compiled.put(None)
+
+    try:
+        for process in processes:
+            threading.Thread(target=follow, args=(process,), name="hybrid-compile", daemon=True).start()
+        while count:
+            function = compiled.get()
+            if function is None:
+                count -= 1
+            else:
+                yield function
+    finally:  # the caller may be interrupted
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def _file(function: Function) -> str:
-    return f"{function.symbol}.{target().short}.code"
+def _process(numbers: Sequence[int]) -> Popen[str]:
+    program = PROGRAM.format(path=sys.path, module=__name__, numbers=numbers)
+    return Popen([sys.executable, "-I", "-W", "ignore", "-c", program], stdout=PIPE, stderr=DEVNULL, text=True)
 
 
-@lru_cache
-def _origin(module: str) -> bytes:
-    """What the code of a function of a module follows from: what it is compiled for and by what, the sources, and the
-    module."""
-    own = b"" if module.startswith(COMPILED) else Path(str(import_module(module).__file__)).read_bytes()
-    return kept.digest(repr((target(), compiler()[1])).encode(), kept.sources(), own)
+def compile_share(numbers: Sequence[int]) -> None:
+    """Compile those of all functions that have these numbers, and print each number."""
+    functions = all_functions()
+    for function in compile_and_keep([functions[number] for number in numbers]):
+        print(functions.index(function), flush=True)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

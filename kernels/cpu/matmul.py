@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels.cpu.dtypes import KINDS
-from hybrid.kernels.cpu.functions import COMPILED, PRODUCTS
+from hybrid.kernels.cpu.functions import COMPILED
 from hybrid.kernels.cpu.machine_code import Compiled
 from hybrid.kernels.cpu.panels import MIN_SHARED, multiply_panels
 from hybrid.kernels.cpu.sizes import COLUMNS
-from hybrid.kernels.cpu.target import HAS_FMA, HAS_PAIRS, HAS_WIDE_REGISTERS, LANES
+from hybrid.kernels.cpu.target import HAS_PAIRS, HAS_WIDE_REGISTERS, LANES
 from hybrid.kernels.cpu.tasks import run
 
 MANY_ROWS = 320 if HAS_WIDE_REGISTERS else 40
@@ -21,20 +21,13 @@ _widen_pairs = Compiled(f"{COMPILED}.matmul", "widen_pairs")
 _widen = Compiled(f"{COMPILED}.matmul", "widen")
 
 
-def can_multiply(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether rows of a type can be multiplied with a weight `[out, in]`: types that are known, the weight on a CPU and
-    stored by rows, and the CPU adds products with one rounding."""
-    is_known = HAS_FMA and (KINDS.get(weight.dtype), KINDS.get(dtype)) in PRODUCTS
-    return is_known and weight.device.type == "cpu" and weight.stride(-1) == 1
-
-
 def multiply(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """`x @ weight.T`, accumulated in fp32, with torch's number of threads. With fp32 rows a bfloat16 weight gives the
     bits of its numbers as fp32.
 
     Args:
         x: `[rows, in]` fp32 or bfloat16.
-        weight: `[out, in]` fp32, bfloat16 or int8, stored by rows.
+        weight: `[out, in]` fp32, bfloat16 or int8; copied where it is not stored by rows.
         scale: `[out]` fp32, of the rows of an int8 weight.
 
     Returns:
@@ -51,6 +44,8 @@ def multiply_into(output: Tensor, x: Tensor, weight: Tensor, scale: Tensor | Non
     kinds = KINDS[weight.dtype], KINDS[x.dtype]
     if x.stride(1) != 1:
         x = x.contiguous()
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
     if x.dtype not in (weight.dtype, torch.float32):
         x = _widened(x, _widen, inner)
     if rows >= MANY_ROWS:

@@ -5,16 +5,9 @@ Each row and each of its experts make a *pair*. Pairs are sorted by expert, thos
 rows; where a pair comes to lie is its *place*. An expert with pairs multiplies them in one go, the
 others' weights are not touched.
 
-How many pairs an expert has depends on everything else in the batch, and a BLAS picks its algorithm by the number of
-rows. So where results must not depend on the batch, an expert's pairs are cut into blocks of few sizes, the last one
-filled up with zeros, and all sizes give a row the same bits wherever in a block it is:
-`hybrid.kernels.batch_invariant` finds these sizes.
-
 These twins need the numbers of pairs on the host: there is one wait for the device in each `expert_linear`. The kernels
 of `hybrid.kernels.triton.experts` need none.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -55,9 +48,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -> tupl
     return order, places.view_as(experts), ends.view(2, num_experts)
 
 
-def expert_linear(
-    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int, sizes: Sequence[int]
-) -> Tensor:
+def expert_linear(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int) -> Tensor:
     """`x @ weight[expert].T` for the pair at every place, accumulated in fp32.
 
     Args:
@@ -66,7 +57,6 @@ def expert_linear(
         order, ends: from `sort_by_expert`.
         top_k: experts per token, or 0.
         num_prompt: pairs of prompt rows. The kernel computes those in another way than the others.
-        sizes: what an expert's pairs are cut into, rising; empty: they are not cut. The kernel needs no cut.
 
     Returns:
         `[P, out]`.
@@ -76,17 +66,8 @@ def expert_linear(
     output = x.new_empty(x.shape[0], weight.shape[1])
     start = 0
     for at, end in enumerate(ends.flatten().tolist()):
-        matrix = weight[at % len(weight)].t()
-        while start < end:
-            size = next((size for size in sizes if size >= end - start), sizes[-1]) if sizes else end - start
-            stop = min(start + size, end)
-            if stop - start == size:
-                torch.mm(x[start:stop], matrix, out=output[start:stop])
-            else:
-                block = x.new_zeros(size, x.shape[1])
-                block[: stop - start] = x[start:stop]
-                output[start:stop] = torch.mm(block, matrix)[: stop - start]
-            start = stop
+        torch.mm(x[start:end], weight[at % len(weight)].t(), out=output[start:end])
+        start = end
     return output
 
 

@@ -1,6 +1,4 @@
-"""The twin of the batch-invariant matrix product, in plain torch. It is not batch invariant by itself: on a CPU
-`hybrid.kernels.batch_invariant` is.
-"""
+"""The twin of the batch-invariant matrix product, in plain torch. It is not batch invariant."""
 
 import torch.nn.functional as F
 from torch import Tensor

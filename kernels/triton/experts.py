@@ -7,8 +7,6 @@ are left over end. Results do not depend on the batch: a pair's products are add
 does it for rows, whatever tile the pair lies in.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -63,9 +61,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, decode_start: int) -> tupl
     return order, places, ends
 
 
-def expert_linear(
-    x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int, sizes: Sequence[int]
-) -> Tensor:
+def expert_linear(x: Tensor, weight: Tensor, order: Tensor, ends: Tensor, top_k: int, num_prompt: int) -> Tensor:
     """The kernel of `reference.expert_linear`. A pair's bits depend on its row, its expert's weight and whether it is
     of a prompt."""
     if x.stride(1) != 1:
