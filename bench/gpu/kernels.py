@@ -291,13 +291,13 @@ def experts(bench: Bench) -> Iterator[Planned]:
         def layer(x: Tensor) -> Tensor:
             shares, chosen = ops.route_experts(logits, top_k, True)
             order, places, ends = ops.sort_by_expert(chosen, count, start)
-            gate, up = ops.expert_linear(x, weight, order, ends, top_k, start * top_k, ()).chunk(2, dim=-1)
-            y = ops.expert_linear(ops.silu_and_mul(gate, up), second, order, ends, 0, start * top_k, ())
+            gate, up = ops.expert_linear(x, weight, order, ends, top_k, start * top_k).chunk(2, dim=-1)
+            y = ops.expert_linear(ops.silu_and_mul(gate, up), second, order, ends, 0, start * top_k)
             return ops.combine_experts(y, places, shares)
 
         def checks() -> Iterator[Line]:
             yield from bench.twins(f"{name}, their order", "sort_by_expert", chosen, count, start)
-            rest = (order, ends, top_k, start * top_k, ())
+            rest = (order, ends, top_k, start * top_k)
             yield from bench.twins(name, "expert_linear", *xs[0], weight, *rest, fp64=True)
 
         return Case(each_with(layer, xs), checks, num_bytes=moved)

@@ -111,7 +111,7 @@ def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
         yield from compile_and_keep(list(wanted))
         return
     compiled: SimpleQueue[Function | None] = SimpleQueue()
-    processes = [_process(numbers[first::count]) for first in range(count)]
+    processes = list[Popen[str]]()
 
     def follow(process: Popen[str]) -> None:
         assert process.stdout is not None
@@ -121,6 +121,8 @@ def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
         compiled.put(None)
 
     try:
+        for first in range(count):
+            processes.append(_process(numbers[first::count]))
         for process in processes:
             threading.Thread(target=follow, args=(process,), name="hybrid-compile", daemon=True).start()
         while count:

@@ -176,12 +176,12 @@ def test_products_of_experts_are_those_of_the_twin_and_of_each_pair_by_itself(dt
     weight, x = torch.randn(5, 24, 33).to(dtype), torch.randn(40, 33).to(dtype)
     chosen = torch.stack([torch.randperm(5)[:2] for _ in range(40)])
     order, places, ends = reference.sort_by_expert(chosen, 5, 0)
-    together = experts.expert_linear(x, weight, order, ends, 2, 0, ())
-    twin = reference.expert_linear(x, weight, order, ends, 2, 0, ())
+    together = experts.expert_linear(x, weight, order, ends, 2, 0)
+    twin = reference.expert_linear(x, weight, order, ends, 2, 0)
     torch.testing.assert_close(together, twin, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
     for row in range(40):
         own_order, own_places, own_ends = reference.sort_by_expert(chosen[row : row + 1], 5, 0)
-        alone = experts.expert_linear(x[row : row + 1], weight, own_order, own_ends, 2, 0, ())
+        alone = experts.expert_linear(x[row : row + 1], weight, own_order, own_ends, 2, 0)
         assert same_bits(alone[own_places[0]], together[places[row]])
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels.batch_invariant import choose_for_experts
 from hybrid.kernels.reference import experts as twins
 from hybrid.kernels.triton import experts as kernels
 from support.tensors import same_bits
@@ -104,12 +103,12 @@ def test_every_row_meets_its_experts_and_nobody_elses(
     untouched = sorted(set(range(EXPERTS)) - set(choice.flatten().tolist()))
     weight[untouched] = float("nan")
     order, places, ends = twins.sort_by_expert(choice, EXPERTS, decode_start)
-    y = made_by.expert_linear(x, weight, order, ends, TOP, decode_start * TOP, ())
+    y = made_by.expert_linear(x, weight, order, ends, TOP, decode_start * TOP)
     expected = torch.einsum("ti,tkoi->tko", x.double(), weight[choice].double())
     bounds = {"rtol": torch.finfo(dtype).eps, "atol": 2e-6}
     torch.testing.assert_close(y[places].double(), expected, **bounds)
     # a row per place, as the second product of an expert takes them
-    again = made_by.expert_linear(x[order // TOP], weight, order, ends, 0, decode_start * TOP, ())
+    again = made_by.expert_linear(x[order // TOP], weight, order, ends, 0, decode_start * TOP)
     assert same_bits(again, y)
     shares = random(rows, TOP, seed=2).softmax(-1)
     combined = made_by.combine_experts(y, places, shares)
@@ -118,22 +117,18 @@ def test_every_row_meets_its_experts_and_nobody_elses(
 
 
 @pytest.mark.usefixtures("untraced")  # the lines of one row, many times
-@BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_by_columns", [True, False])
-def test_the_bits_of_a_row_do_not_depend_on_who_shares_its_experts(
-    made_by: ModuleType, dtype: torch.dtype, is_by_columns: bool
-) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_who_shares_its_experts(dtype: torch.dtype, is_by_columns: bool) -> None:
     rows, inner, columns = 120, 48, 40
     x, choice, shares = random(rows, inner, dtype=dtype), chosen(rows), random(rows, TOP, seed=4).softmax(-1)
     weight = random(EXPERTS, columns, inner, seed=1, dtype=dtype)
     weight = by_columns(weight) if is_by_columns else weight
-    sizes = choose_for_experts(weight.cpu()).sizes
 
     def run(which: list[int], decode_start: int) -> Tensor:
-        order, places, ends = made_by.sort_by_expert(choice[which], EXPERTS, decode_start)
-        y = made_by.expert_linear(x[which], weight, order, ends, TOP, decode_start * TOP, sizes)
-        return made_by.combine_experts(y, places, shares[which])
+        order, places, ends = kernels.sort_by_expert(choice[which], EXPERTS, decode_start)
+        y = kernels.expert_linear(x[which], weight, order, ends, TOP, decode_start * TOP)
+        return kernels.combine_experts(y, places, shares[which])
 
     decoded, prompt = run(list(range(rows)), 0), run(list(range(rows)), rows)
     for which in ([0], [7, 3], list(range(20, 61)), list(range(rows - 1, -1, -1))):
@@ -142,23 +137,3 @@ def test_the_bits_of_a_row_do_not_depend_on_who_shares_its_experts(
     mixed = run(list(range(50)), 20)
     assert same_bits(mixed[:20], prompt[:20])
     assert same_bits(mixed[20:], decoded[20:50])
-
-
-@pytest.mark.parametrize("sizes", [(1,), (2, 4, 8), (16,)])
-@pytest.mark.parametrize("rows", [1, 5, 70])
-def test_a_twin_that_cuts_multiplies_blocks_of_the_sizes_asked_for(
-    rows: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, choice, weight = random(rows, 24), chosen(rows), random(EXPERTS, 10, 24, seed=1)
-    order, places, ends = twins.sort_by_expert(choice, EXPERTS, 0)
-    product, seen = torch.mm, set()
-
-    def noted(a: Tensor, b: Tensor, **out: Tensor) -> Tensor:
-        seen.add(len(a))
-        return product(a, b, **out)
-
-    monkeypatch.setattr(torch, "mm", noted)
-    y = twins.expert_linear(x, weight, order, ends, TOP, 0, sizes)
-    assert seen <= set(sizes)
-    expected = torch.einsum("ti,tkoi->tko", x, weight[choice])
-    torch.testing.assert_close(y[places], expected, rtol=1e-5, atol=1e-5)

@@ -40,7 +40,7 @@ LARGE: dict[str, Callable[[], tuple[Any, ...]]] = {
     "combine_experts": lambda: (empty(TOKENS, 64), ints(TOKENS // 2, 2), empty(TOKENS // 2, 2)),
     "copy_states": lambda: (empty(REQUESTS, 1 << 26, dtype=torch.uint8), ints(1000), ints(1000)),
     "delta_gates": lambda: (empty(TOKENS, 2), empty(TOKENS, 2), empty(2), empty(2)),
-    "expert_linear": lambda: (empty(TOKENS, 64), empty(8, 64, 64), ints(TOKENS), ints(2, 8), 1, TOKENS // 2, ()),
+    "expert_linear": lambda: (empty(TOKENS, 64), empty(8, 64, 64), ints(TOKENS), ints(2, 8), 1, TOKENS // 2),
     "fill_in_tokens": lambda: (ints(TOKENS), ints(TOKENS), ints(TOKENS, 5)),
     "gated_delta_step": lambda: (
         *(empty(REQUESTS, 96), empty(REQUESTS, 2), empty(REQUESTS, 2), empty(96, 4), empty(2), empty(2)),

@@ -1,6 +1,7 @@
-"""The promised bits on other CPUs than the one at hand: libraries are asked to take the code that they have for those.
+"""The promised bits on other CPUs than the one at hand: libraries are asked to take the code that they have for those,
+and Numba to compile for them.
 
-Which settings change something depends on the machine. Those that do not are not counted.
+Which settings of libraries change something depends on the machine. Those that do not are not counted.
 """
 
 import json
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,10 @@ SETTINGS: dict[str, dict[str, str]] = {
 FAMILIES = {1: "qwen3_5_text, odd sizes", 2: "qwen3_next, odd sizes"}
 """The checkpoint by number of threads."""
 
-KERNELS = {1: "auto", 2: "reference"}
-"""With compiled products where Numba is installed, and without, by number of threads."""
+TARGETS: dict[str, dict[str, str]] = {
+    "a CPU without AVX2": {"NUMBA_CPU_NAME": "generic"},
+    "a CPU with AVX2": {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"},
+}
 
 MIN_DIFFERENT = 6
 
@@ -57,7 +61,7 @@ def run(settings: Mapping[str, str], threads: int, *arguments: str) -> dict[str,
     environment |= {
         **settings,
         "OMP_NUM_THREADS": str(threads),
-        "HYBRID_KERNELS": KERNELS[threads],
+        "HYBRID_KERNELS": "auto",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")])),
     }
     command = [sys.executable, "-W", "ignore", str(PROGRAM), *arguments]
@@ -82,8 +86,7 @@ def results(checkpoints: dict[int, str]) -> Results:
     return found
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("name", [HERE, *SETTINGS])
+@pytest.mark.parametrize(("name", "threads"), [(HERE, 1), (HERE, 2), *zip(SETTINGS, cycle((1, 2)), strict=False)])
 def test_bits_do_not_depend_on_the_batch(name: str, threads: int, results: Results) -> None:
     found = results(name, threads)
     if name != HERE and found["plain"] == results(HERE, threads)["plain"]:
@@ -93,7 +96,17 @@ def test_bits_do_not_depend_on_the_batch(name: str, threads: int, results: Resul
     assert found["is_dot_invariant"]
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_what_is_compiled_for_other_cpus_has_the_bits_of_this_one(
+    name: str, checkpoints: dict[int, str], results: Results
+) -> None:
+    found = run(TARGETS[name], 1, checkpoints[1], "another")
+    assert found["broken"] == []
+    assert found["wrong"] == []
+    assert found["compiled"] == run({}, 1, checkpoints[1], "another")["compiled"]
+
+
 def test_enough_settings_change_the_code_that_runs(results: Results) -> None:
-    here = results(HERE, 1)["plain"]
-    different = [name for name in SETTINGS if results(name, 1)["plain"] != here]
+    settings = dict(zip(SETTINGS, cycle((1, 2)), strict=False))
+    different = [name for name, on in settings.items() if results(name, on)["plain"] != results(HERE, on)["plain"]]
     assert len(different) >= MIN_DIFFERENT, different

@@ -72,7 +72,6 @@ ARGUMENTS: dict[str, Callable[[], tuple[Any, ...]]] = {
         ints([[1, 1, 2, 2], [3, 5, 6, 6]]),
         2,
         2,
-        [],
     ),
     "route_experts": lambda: (torch.randn(3, 8), 2, True),
     "sort_by_expert": lambda: (ints([[0, 2], [1, 0], [1, 2]]), 4, 1),

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import hybrid
-from hybrid.models.layers import Linear
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.qwen3_5 import Qwen3_5ForCausalLM
 from support.checkpoints import (
@@ -150,18 +149,6 @@ def test_the_engine_takes_a_dtype_by_name_or_as_it_is_and_fp32_on_a_cpu(
 def test_another_dtype_is_refused_with_those_that_there_are(asked: str, checkpoint: Path) -> None:
     with pytest.raises(hybrid.ArgumentError, match="float32, bfloat16, float16"):
         hybrid.Engine.from_pretrained(checkpoint, dtype=asked, cache=SMALL)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_weights_of_matrix_products_lie_by_columns_and_the_embedding_by_rows(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HYBRID_KERNELS", "reference")  # compiled products take weights by rows
-    model = load(write_checkpoint(tmp_path, random_model(text_config(tie_word_embeddings=tied))))
-    for name, module in model.named_modules():
-        if isinstance(module, Linear) and not (tied and name == "lm_head"):
-            assert module.weight.t().is_contiguous(), name
-    assert model.model.embed_tokens.weight.is_contiguous()
 
 
 def test_a_loaded_model_does_not_hold_on_to_its_file(copy: Path) -> None:

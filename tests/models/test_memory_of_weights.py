@@ -50,7 +50,6 @@ def test_weights_take_the_bytes_of_their_file(
     monkeypatch.setenv("HYBRID_KERNELS", kernels)
     path = checkpoints[family]
     model = load_model(open_checkpoint(path), dtype, CPU, 64)
-    model.make_batch_invariant()
     assert num_bytes(model) <= 1.05 * bytes_on_disk(path) * dtype.itemsize / 4
 
 

@@ -1,5 +1,6 @@
 """Projections of the same rows, fused into one product: the same bits, the same parameters, half the products."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,9 @@ class Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_decode_step_of_32_layers_has_129_products() -> None:
+def test_a_decode_step_of_32_layers_has_129_products(use_kernels: Callable[[str], None]) -> None:
     """As many as Qwen3.5-9B has layers: 2 for a mixer, 2 for a feed-forward part, and the head; 249 apart."""
+    use_kernels("reference")
     config = text_config(layer_types=layers("LLLF" * 8), tie_word_embeddings=False)
     model = Qwen3_5ForCausalLM(config, 64)
     for parameter in model.parameters():

@@ -52,7 +52,6 @@ def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[Qwen3_5ForCausa
         ours = load_model(open_checkpoint(path), dtype, CPU, CHUNK)
         theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
     use_torch_functions(theirs)
-    ours.make_batch_invariant()
     return ours, theirs
 
 
@@ -131,7 +130,6 @@ class Runner:
                 None,
             )
 
-        segments = [(starts[row], starts[row + 1]) for row in range(num_prompts)]
         batch = Batch(
             token_ids=ints(ids),
             positions=ints(positions),
@@ -140,7 +138,7 @@ class Runner:
             sample_rows=torch.arange(len(ids)),
             prefills=group(slice(0, num_prompts)),
             decodes=group(slice(num_prompts, len(parts))),
-            blocks=RowBlocks(segments, starts[num_prompts], starts[-1], CHUNK) if self.blocks else None,
+            blocks=RowBlocks(starts[num_prompts]) if self.blocks else None,
         )
         logits = self.model(batch, self.tensors.kv, self.tensors.state)
         for (sequence, count), slot in zip(parts, writes, strict=True):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.kernels.batch_invariant import can_compile
 from hybrid.models import weight_memory
 from hybrid.models.loading import load_model, open_checkpoint
 from hybrid.models.weight_memory import ALIGNMENT, huge_pages
@@ -53,8 +52,6 @@ def test_all_parameters_are_in_one_memory_and_are_the_same(
     kernels: str, quantize: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HYBRID_KERNELS", kernels)
-    if quantize and not can_compile(torch.empty(1, 1, dtype=torch.int8), torch.float32):
-        pytest.skip("bytes are not multiplied")
     path = write_checkpoint(tmp_path, random_model(text_config()))
     given: list[Tensor] = []
 
