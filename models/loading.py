@@ -124,7 +124,7 @@ def load_model(
     rows: they give the same bits and take half of the memory.
 
     Args:
-        dtype, device: of activations and parameters, these matrices aside.
+        dtype, device: of activations and parameters, these matrices aside; `running_dtype` of it is taken.
         chunk_size: chunk of the linear layers, in tokens.
         mtp: also load the predictor, where the checkpoint has one, as `model.mtp`: it drafts tokens.
         quantize: store the weights of matrix products, experts and their routers aside, as int8 (`can_quantize`).
@@ -134,6 +134,7 @@ def load_model(
         CheckpointError: weights are missing, unexpected, truncated or of another shape.
         UnsupportedModelError: it has several layers for multi-token prediction, and they are to be loaded.
     """
+    dtype = running_dtype(dtype, device)
     tied = checkpoint.config.tie_word_embeddings
     tensors = {}
     for stored in stored_tensors(checkpoint.path).values():
@@ -196,9 +197,18 @@ def has_predictor(checkpoint: Checkpoint) -> bool:
     return any(stored.name.startswith(MTP) for stored in stored_tensors(checkpoint.path).values())
 
 
-def can_quantize(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights can be int8 in a model of a type on a device: their products are compiled."""
-    return is_compiled(device) and dtype in (torch.float32, torch.bfloat16)
+def running_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type that a model runs in that is asked for in another: float16 is widened to float32 on a CPU, which holds
+    the same numbers, since no compiled operation has it."""
+    if dtype == torch.float16 and is_compiled(device):
+        log.info("weights in float16 are widened to float32: operations on a CPU have float32 and bfloat16")
+        return torch.float32
+    return dtype
+
+
+def can_quantize(device: torch.device) -> bool:
+    """Whether weights can be int8 on a device: their products are compiled."""
+    return is_compiled(device)
 
 
 def _linears(model: CausalLM) -> Iterator[tuple[str, Linear]]:

@@ -23,7 +23,7 @@ from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
-from hybrid.kernels.batch_invariant import is_compiled, multiplies_pairs
+from hybrid.kernels.batch_invariant import multiplies_pairs
 from hybrid.kernels.ops import setting
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
@@ -106,10 +106,8 @@ def load(
     checkpoint = open_checkpoint(model)
     tokenizer = load_tokenizer(checkpoint.path)
     resolved, reason = (asked, "as asked for") if asked is not None else default_dtype(checkpoint, place)
-    if resolved == torch.float16 and is_compiled(place):
-        resolved, reason = torch.float32, "operations on a CPU have no float16, which float32 holds exactly"
     log.info("%s runs on %s in %s: %s", checkpoint.path, place, resolved, reason)
-    if quantize and not can_quantize(resolved, place):
+    if quantize and not can_quantize(place):
         raise ArgumentError(
             f"load_dtype='int8' needs a CPU and its compiled operations; got {place} and "
             f"HYBRID_KERNELS={setting()}: leave load_dtype out"

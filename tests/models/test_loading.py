@@ -1,6 +1,7 @@
 """From a checkpoint in Hugging Face form to a model: the layouts that are accepted, and the memory that it takes."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -106,11 +107,19 @@ def test_a_head_that_is_stored_although_it_is_tied_is_ignored(checkpoint: Path, 
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_cast_to_the_dtype_asked_for(stored: torch.dtype, dtype: torch.dtype, copy: Path) -> None:
     model, tensors = load(cast_weights(copy, stored), dtype), load_file(copy / WEIGHTS)
     for name, tensor in tensors.items():
         assert same_bits(model.get_parameter(name).to(dtype), tensor.to(dtype)), name
+
+
+def test_float16_is_widened_to_float32_on_a_cpu_and_says_so(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "hybrid.models.loading")
+    model, tensors = load(cast_weights(copy, torch.float16), torch.float16), load_file(copy / WEIGHTS)
+    for name, tensor in tensors.items():
+        assert same_bits(model.get_parameter(name), tensor.float()), name
+    assert "widened to float32" in caplog.text
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
@@ -130,7 +139,7 @@ def test_of_a_model_of_fp32_matrices_that_are_bfloat16_stay_so_where_products_ar
 
 
 @pytest.mark.parametrize(
-    ("asked", "dtype"), [(None, torch.float32), ("bfloat16", torch.bfloat16), (torch.float16, torch.float16)]
+    ("asked", "dtype"), [(None, torch.float32), ("bfloat16", torch.bfloat16), (torch.float16, torch.float32)]
 )
 def test_the_engine_takes_a_dtype_by_name_or_as_it_is_and_fp32_on_a_cpu(
     asked: str | torch.dtype | None, dtype: torch.dtype, checkpoint: Path

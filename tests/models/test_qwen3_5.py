@@ -184,7 +184,7 @@ def test_logits_do_not_depend_on_the_page_size(page_size: int) -> None:
     assert_equal_logits(runner.run(runner.sequence(ids), [CHUNK, 30]), expected_logits(theirs, ids))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_half_precision_is_as_close_to_fp32_as_that_of_transformers(dtype: torch.dtype) -> None:
     exact, (ours, theirs) = pair("untied")[1], pair("untied", dtype)
     error, their_error = 0.0, 0.0  # squared, over several prompts: that of a single one may be half as large again
