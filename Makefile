@@ -4,7 +4,7 @@ WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part parity stress bench gpu clean
+.PHONY: help setup demo test lint typecheck pytest woven sglang sglang-part newest newest-part beside parity stress bench gpu clean
 
 help:  ## what there is to make
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -84,6 +84,18 @@ sglang-part:  # what of it needs no trace and no random steps: run by .ci/run wh
 	.venv-sglang/bin/python -m pytest -q -p no:cacheprovider tests/sglang/test_backend.py tests/sglang/test_served.py \
 		-k "not leak and not victims and not balance and (not rust or 24000)"
 
+# Environments of their own, without the packages for GPUs: the newest versions that exist whatever pyproject.toml says,
+# and the lowest that it allows.
+newest: .venv/.installed  ## tests that depend on other packages, with the newest versions that exist and with the lowest allowed
+	$(BIN)/python tools/versions.py newest
+	$(BIN)/python tools/versions.py lowest
+
+newest-part: .venv/.installed  # three minutes of it: run by .ci/run
+	$(BIN)/python tools/versions.py newest --part
+
+beside: .venv/.installed  ## whether this installs beside vLLM and SGLang, by what these ask for
+	$(BIN)/python tools/beside.py
+
 parity: setup  ## hits do not change results, and logits are those of transformers
 	$(BIN)/hybrid parity
 
@@ -97,4 +109,4 @@ gpu: setup  ## kernels and engine on a GPU, ten minutes; figures in gpu.json
 	$(BIN)/python bench/gpu/run.py
 
 clean:
-	rm -rf .venv .venv-sglang build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage
+	rm -rf .venv .venv-sglang .venv-newest .venv-lowest build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .coverage

@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ import torch
 from torch import Tensor
 
 log: logging.Logger = logging.getLogger(__name__)
+
+INSTALL_GPU = 'pip install "hybrid-prefix-cache[gpu]"'
+"""What installs Triton and flash-linear-attention."""
 
 SETTINGS = ("auto", "triton", "reference")
 """The values of `HYBRID_KERNELS`."""
@@ -186,6 +190,31 @@ def uses_triton(device: torch.device) -> bool:
     return asked == "triton" or (asked == "auto" and device.type == "cuda")
 
 
+@lru_cache
+def has_triton() -> bool:
+    """Whether Triton is installed. Where it is not, the log says so once."""
+    try:
+        found = find_spec("triton") is not None
+    except ImportError:  # a finder of modules refuses it
+        found = False
+    if not found:
+        log.info("the kernels for GPUs are not installed, and nothing on a CPU needs them; for a GPU: %s", INSTALL_GPU)
+    return found
+
+
+def check_gpu_kernels(device: torch.device) -> None:
+    """Check that the kernels of a device are installed.
+
+    Raises:
+        RuntimeError: operations on the device are computed by Triton kernels, and Triton is not installed.
+    """
+    if not has_triton() and uses_triton(device):
+        raise RuntimeError(
+            f"the kernels for {device.type} need Triton, which is not installed: {INSTALL_GPU}, or run on the CPU "
+            "(device='cpu')"
+        )
+
+
 def implementation(name: str, device: torch.device) -> Callable[..., Any]:
     """The function that computes an operation on a device. The choice is logged.
 
@@ -193,9 +222,11 @@ def implementation(name: str, device: torch.device) -> Callable[..., Any]:
         name: of a row of `OPS`, or that with the prefix `BATCH_DEPENDENT`.
 
     Raises:
-        RuntimeError: `HYBRID_KERNELS=triton` on a device that Triton does not compile for.
+        RuntimeError: `HYBRID_KERNELS=triton` on a device that Triton does not compile for, or Triton is needed and not
+            installed.
     """
     op = OPS[name.removeprefix(BATCH_DEPENDENT)]
+    check_gpu_kernels(device)
     if not uses_triton(device):
         found = op.compiled_function() if device.type == "cpu" else None
         if found is not None:

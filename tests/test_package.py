@@ -6,11 +6,8 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from base64 import urlsafe_b64encode
 from email import message_from_string
-from hashlib import sha256
 from pathlib import Path
-from platform import machine
 
 import pytest
 
@@ -20,13 +17,12 @@ EPOCH = 1_750_000_000
 NOT_OURS = (".*", "build", "dist", "*.egg-info", "__pycache__")
 
 
-def build(kind: str, source: Path, out: Path, umask: int, code: str = "none") -> Path:
-    """Build a source distribution or a wheel with the project's backend, as another user with another umask would.
-    `code`: a folder of code for CPUs."""
+def build(kind: str, source: Path, out: Path, umask: int) -> Path:
+    """Build a source distribution or a wheel with the project's backend, as another user with another umask would."""
     out.mkdir()
     program = f"import os, sys; os.umask({umask}); sys.path.insert(0, 'tools'); import reproducible as backend"
     subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", f"{program}; backend.build_{kind}({str(out)!r}, {{'code': {code!r}}})"],
+        [sys.executable, "-W", "ignore", "-c", f"{program}; backend.build_{kind}({str(out)!r})"],
         cwd=source,
         env={**os.environ, "SOURCE_DATE_EPOCH": str(EPOCH)},
         check=True,
@@ -109,34 +105,24 @@ def test_the_wheel_holds_the_packages_and_the_licences_of_all_that_ships(wheel: 
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in licence
     assert metadata["Name"] == "hybrid-prefix-cache"
     assert metadata["License-Expression"] == "Apache-2.0 AND PSF-2.0"
-    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Requires-Python"] == "<3.14,>=3.11"
     for version in ("3.11", "3.12", "3.13"):  # those that were tried
         assert f"Programming Language :: Python :: {version}" in metadata.get_all("Classifier", [])
 
 
-def test_a_wheel_holds_code_for_cpus_and_records_it(unpacked: Path, tmp_path: Path) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "x86-64-v3.code").write_bytes(b"machine code")
-    with zipfile.ZipFile(build("wheel", unpacked, tmp_path / "wheel", 0o022, str(tmp_path / "code"))) as archive:
-        assert archive.read("hybrid/kernels/cpu/levels/x86-64-v3.code") == b"machine code"
-        record = f"{NAME}.dist-info/RECORD"
-        rows = [line.rsplit(",", 2) for line in archive.read(record).decode().splitlines()]
-        recorded = {name: (digest, size) for name, digest, size in rows}
-        assert recorded.keys() == {*archive.namelist()}
-        for name in archive.namelist():
-            content = archive.read(name)
-            digest = urlsafe_b64encode(sha256(content).digest()).decode().rstrip("=")
-            assert recorded[name] == (("", "") if name == record else (f"sha256={digest}", str(len(content))))
-
-
-def test_a_wheel_without_code_needs_no_numba(sources: Path) -> None:
-    code = "import sys; sys.path.insert(0, 'tools'); import reproducible as backend; print(backend.{}(*{!r}))"
-    for settings, expected in (({"code": "none"}, []), (None, ["numba>=0.61"])):
-        if settings is None and (sys.platform != "linux" or machine() != "x86_64"):
-            expected = []
-        program = code.format("get_requires_for_build_wheel", [settings])
-        ended = subprocess.run([sys.executable, "-c", program], cwd=sources, check=True, capture_output=True, text=True)
-        assert ended.stdout.splitlines()[-1] == str(expected)
+def test_a_wheel_is_pure_and_its_build_asks_for_nothing(sources: Path, wheel: Path) -> None:
+    """So that its tag is true: it holds nothing that was compiled, and no compiler can have run."""
+    assert wheel.name == f"{NAME}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        suffixes = {Path(name).suffix for name in archive.namelist() if ".dist-info/" not in name}
+        wheel_file = archive.read(f"{NAME}.dist-info/WHEEL").decode()
+    assert suffixes <= {".py", ".typed", ".html", ".json", ".jinja", ".safetensors", ".md", ".PSF"}
+    assert "Root-Is-Purelib: true" in wheel_file
+    program = "import sys; sys.path.insert(0, 'tools'); import reproducible as backend; print(backend.{}())"
+    for hook in ("get_requires_for_build_wheel", "get_requires_for_build_sdist"):
+        command = [sys.executable, "-c", program.format(hook)]
+        ended = subprocess.run(command, cwd=sources, check=True, capture_output=True, text=True)
+        assert ended.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_wheel_can_be_imported_without_the_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -3,11 +3,7 @@
 Two builds of the same files have equal bytes, whoever builds them, where, and when: entries are sorted, have one owner,
 one time (`SOURCE_DATE_EPOCH`, or the beginning of 2026), and modes that do not depend on the umask.
 
-A wheel holds code for CPUs, too (`hybrid.kernels.cpu.shipped`), as data: it is read on Linux and x86-64, and only where
-it was compiled from the sources in the wheel. It is compiled where Numba is at hand, which installers are asked for
-where it has wheels. Equal versions of Numba, of LLVM's package and of Python make equal code; next to it are paths of
-the sources as they were built, which Numba keeps for exceptions. `--config-settings code=none` builds without it, and
-`code=FOLDER` takes it from a folder.
+A wheel holds Python alone and is the same file on every machine: no compiler runs while it is built.
 """
 
 from __future__ import annotations
@@ -15,26 +11,16 @@ from __future__ import annotations
 import gzip
 import io
 import os
-import platform
-import sys
 import tarfile
 import time
 import zipfile
-from base64 import urlsafe_b64encode
-from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from cpu_code import write_levels
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403
 
 BEGIN_OF_2026 = 1767225600
-
-NUMBA = "numba>=0.61"
-
-FOLDER_OF_CODE = "hybrid/kernels/cpu/levels"
 
 
 def build_sdist(sdist_directory: str, config_settings: Any = None) -> str:
@@ -64,11 +50,6 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
     path = Path(wheel_directory) / name
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: (entry, archive.read(entry)) for entry in archive.infolist()}
-    ours = {f"{FOLDER_OF_CODE}/{file}": content for file, content in code_of_levels(config_settings).items()}
-    (record,) = (file for file in entries if file.endswith(".dist-info/RECORD"))
-    lines = "".join(f"{file},{hash_of(content)},{len(content)}\n" for file, content in sorted(ours.items()))
-    entries[record] = entries[record][0], lines.encode() + entries[record][1]
-    entries |= {file: (zipfile.ZipInfo(file), content) for file, content in ours.items()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file, (entry, content) in sorted(entries.items()):
             plain = zipfile.ZipInfo(file, date_time=time.gmtime(epoch())[:6])
@@ -77,33 +58,6 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
             plain.create_system = 3
             archive.writestr(plain, content)
     return name
-
-
-def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
-    """What installers install before they build a wheel."""
-    found: list[str] = build_meta.get_requires_for_build_wheel(config_settings)
-    is_known = sys.platform == "linux" and platform.machine() == "x86_64" and sys.implementation.name == "cpython"
-    compiles = is_known and sys.version_info < (3, 15) and "code" not in (config_settings or {})
-    return [*found, NUMBA] if compiles else found
-
-
-def code_of_levels(config_settings: Any = None) -> dict[str, bytes]:
-    """Files with code for CPUs, by name: none where there is no Numba."""
-    asked = (config_settings or {}).get("code")
-    if asked == "none":
-        return {}
-    with TemporaryDirectory() as made:
-        if asked is None:
-            try:
-                write_levels(Path(made))
-            except Exception as error:  # no Numba, or one that does not run here
-                print(f"the wheel has no code for CPUs: {error}")
-        return {path.name: path.read_bytes() for path in Path(asked or made).iterdir()}
-
-
-def hash_of(content: bytes) -> str:
-    """As wheels record it."""
-    return f"sha256={urlsafe_b64encode(sha256(content).digest()).decode().rstrip('=')}"
 
 
 def epoch() -> int:

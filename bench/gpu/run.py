@@ -11,10 +11,12 @@ Each section is a process of its own with a time limit: an illegal access or a h
 says where it was. `smoke` and `steps` come first, then what the targets are about. Figures are written to a file after
 every one of them. What the budget of seconds does not hold is skipped and reported. Exit status: 0; 1 when a target was
 missed or something was not measured; 2 when a result was wrong. A rehearsal runs the same on a CPU with toy sizes, by
-the kernels that `HYBRID_KERNELS` names; its times mean nothing.
+the kernels that `HYBRID_KERNELS` names; its times mean nothing. With `--unlimited` nothing is ended or skipped for the
+time that it takes.
 """
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -113,7 +115,7 @@ class Worker:
             entry["status"] = f"still running after {limit:.0f} s"
             self._process.send_signal(signal.SIGABRT)  # faulthandler prints where it is
         try:
-            code = self._process.wait(GRACE)
+            code = self._process.wait(None if in_time and limit == math.inf else GRACE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
@@ -135,7 +137,7 @@ class Worker:
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._messages, selectors.EVENT_READ)
-            while selector.select(max(0.0, deadline - time.perf_counter())):
+            while selector.select(None if deadline == math.inf else max(0.0, deadline - time.perf_counter())):
                 data = os.read(self._messages, 1 << 16)
                 if not data:
                     return True
@@ -184,6 +186,7 @@ def taken_on() -> dict[str, Any]:
 def main(arguments: list[str] | None = None, sections: dict[str, Section] = SECTIONS) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="sections (default: all)")
+    parser.add_argument("--unlimited", action="store_true", help="no time limit, for the whole or for a section")
     parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: 540)")
     default = Path(os.environ.get("OUT", ".")) / "gpu.json"
     parser.add_argument(
@@ -195,6 +198,9 @@ def main(arguments: list[str] | None = None, sections: dict[str, Section] = SECT
     report = Report(args.json, {"machine": taken_on(), "rehearsal": args.rehearse})
     # figures of any section are judged by what the roofline measures
     chosen = {name: section for name, section in sections.items() if name in args.only or name == "roofline"}
+    if args.unlimited:
+        args.budget = math.inf
+        chosen = {name: section._replace(seconds=math.inf) for name, section in chosen.items()}
     run_sections(chosen, args, report)
     report.head["seconds"] = round(time.perf_counter() - begin, 1)
     report.write()

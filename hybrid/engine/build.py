@@ -24,7 +24,7 @@ from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
 from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import multiplies_pairs
-from hybrid.kernels.ops import setting
+from hybrid.kernels.ops import check_gpu_kernels, setting
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import MIN_STATE_SLOTS, CacheMemory
 from hybrid.models.json_files import read_config
@@ -98,11 +98,16 @@ def load(
 
     Raises:
         CheckpointError: there is no usable checkpoint.
-        ArgumentError: `device`, `dtype` or `load_dtype` is not supported here.
+        ArgumentError: `device`, `dtype` or `load_dtype` is not supported here, or the packages that a GPU needs are not
+            installed.
     """
     if load_dtype not in (None, "int8"):
         raise ArgumentError(f"load_dtype must be 'int8' or None, got {load_dtype!r}")
     place, asked, quantize = resolve_device(device), check_dtype(dtype), load_dtype == "int8"
+    try:
+        check_gpu_kernels(place)
+    except RuntimeError as error:
+        raise ArgumentError(str(error)) from error
     checkpoint = open_checkpoint(model)
     tokenizer = load_tokenizer(checkpoint.path)
     resolved, reason = (asked, "as asked for") if asked is not None else default_dtype(checkpoint, place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,13 @@ Numbers = np.ndarray[Any, Any]
 
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{0,24}"}
 """Between the parts of JSON there is white space for indentation, and no endless run of it."""
+
+JSON_OPTIONS_BEFORE_1_8 = {
+    "whitespace_flexible": False,
+    "item_separator": r",[ \n\t]{0,24}",
+    "key_separator": r":[ \n\t]{0,24}",
+}
+"""llguidance 1.7 repeats a pattern of white space without end. There, white space follows commas and colons alone."""
 
 UNFORCED = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @form'}
 """The grammar around every other. Where only one text can follow, llguidance would allow only the token that the
@@ -130,6 +138,12 @@ class Grammars:
         return matcher
 
 
+def json_options() -> dict[str, Any]:
+    """What the installed llguidance is told about white space in JSON."""
+    major, minor = map(int, version("llguidance").split(".")[:2])
+    return JSON_OPTIONS if (major, minor) >= (1, 8) else JSON_OPTIONS_BEFORE_1_8
+
+
 def _choice(texts: Sequence[str]) -> dict[str, Any]:
     return {"lark_grammar": f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}"}
 
@@ -141,9 +155,9 @@ def _first(grammars: str) -> dict[str, Any]:
 
 
 COMPILERS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
-    "json_schema": lambda matcher, schema: _first(matcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)),
+    "json_schema": lambda matcher, schema: _first(matcher.grammar_from_json_schema(schema, overrides=json_options())),
     "json_object": lambda matcher, _: _first(
-        matcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_OPTIONS)
+        matcher.grammar_from_json_schema({"type": "object"}, overrides=json_options())
     ),
     "regex": lambda matcher, regex: _first(matcher.grammar_from_regex(regex)),
     "grammar": lambda _, lark: {"lark_grammar": lark},

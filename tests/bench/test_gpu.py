@@ -50,8 +50,8 @@ def without_fla(folder: Path, **more: str) -> dict[str, str]:
 def rehearse(path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Run the script on toy sizes with our kernels interpreted: its exit status, its figures, what it printed."""
     environment = without_fla(path.parent, TRITON_INTERPRET="1", HYBRID_KERNELS="triton")
-    command = [sys.executable, str(ROOT / "bench" / "gpu" / "run.py"), "--rehearse", "--json", str(path), *arguments]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(ROOT / "bench" / "gpu" / "run.py"), "--rehearse", "--unlimited", "--json", str(path)]
+    ended = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
     assert path.exists(), ended.stderr
     return ended.returncode, json.loads(path.read_text(encoding="utf-8")), ended.stdout + ended.stderr
 
@@ -73,7 +73,7 @@ report = Report(Path(sys.argv[1]))
 for name, (module, function, _) in SECTIONS.items():
     entry, section = report.begin(name), getattr(import_module(module), function)
     take = lambda message: report.take(name, json.loads(json.dumps(message, default=str)))
-    run(section, (600, report.head.get("roofline")), True, take)
+    run(section, (float("inf"), report.head.get("roofline")), True, take)
     entry["status"] = "done"
 report.write()
 """
@@ -124,7 +124,8 @@ from gpu.harness import Planned, Case, compare
 
 def hangs(bench):
     yield Line("before a hang", 1.0)
-    time.sleep(600)
+    while True:
+        time.sleep(600)
 
 def dies(bench):
     yield Line("before an illegal access", 1.0)
@@ -168,14 +169,15 @@ import sys
 sys.path.insert(0, {str(ROOT / "bench")!r})
 from pathlib import Path
 from gpu import run
-sections = {{name: run.Section("planted", name, 40) for name in {names!r}}}
-sections = {{"roofline": run.Section("planted", "measures", 40), **sections}}
-sections["hangs"] = run.Section("planted", "hangs", 2)
-sys.exit(run.main(["--rehearse", "--json", {str(folder / "gpu.json")!r}], sections))
+inf = float("inf")
+sections = {{name: run.Section("planted", name, inf) for name in {names!r}}}
+sections = {{"roofline": run.Section("planted", "measures", inf), **sections}}
+sections["hangs"] = run.Section("planted", "hangs", 5)
+sys.exit(run.main(["--rehearse", "--budget", "inf", "--json", {str(folder / "gpu.json")!r}], sections))
 """
     environment = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
     return ended.returncode, json.loads((folder / "gpu.json").read_text(encoding="utf-8")), ended.stdout
 
@@ -183,7 +185,7 @@ sys.exit(run.main(["--rehearse", "--json", {str(folder / "gpu.json")!r}], sectio
 @pytest.mark.parametrize(
     ("section", "status", "error"),
     [
-        ("hangs", "still running after 2 s", "in hangs"),  # where it was, by faulthandler
+        ("hangs", "still running after 5 s", "in hangs"),  # where it was, by faulthandler
         ("dies", "died by SIGSEGV", "in dies"),
         ("raises", "failed", "RuntimeError: no such kernel"),
         ("exits", "failed", ""),
@@ -224,14 +226,13 @@ def test_a_run_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
 import sys
 sys.path.insert(0, {str(ROOT / "bench")!r})
 from gpu import run
-sections = {{"hangs": run.Section("planted", "hangs", 100)}}
-run.main(["--rehearse", "--json", {str(tmp_path / "gpu.json")!r}], sections)
+sections = {{"hangs": run.Section("planted", "hangs", float("inf"))}}
+run.main(["--rehearse", "--budget", "inf", "--json", {str(tmp_path / "gpu.json")!r}], sections)
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, start_new_session=True)
     path, lines = tmp_path / "gpu.json", list[Any]()
-    end = time.monotonic() + 120
-    while not lines and time.monotonic() < end:
+    while not lines and process.poll() is None:
         time.sleep(0.2)
         lines = json.loads(path.read_text(encoding="utf-8"))["lines"] if path.exists() else []
     os.killpg(process.pid, signal.SIGKILL)
@@ -286,7 +287,7 @@ def test_the_summary_says_in_a_line_each_what_was_asked(bench: Path, tmp_path: P
 
 def working(rehearsal: bool) -> Any:
     device = load("gpu.harness")
-    deadline = time.perf_counter() + 60
+    deadline = time.perf_counter() + 1e6  # farther than any test runs
     skipped: list[str] = []
     roofline, sizes = device.Roofline(1.0, 1.0), load("gpu.sizes").TOY
 
@@ -341,9 +342,9 @@ def test_nan_passes_no_comparison(bench: Path) -> None:
 def test_what_the_time_does_not_hold_is_skipped_and_said(bench: Path, tmp_path: Path) -> None:
     work, skipped = working(rehearsal=True)
     shared = load("gpu.harness")
-    assert not [*work.measure(shared.Planned("a long case", 1000, shared.Case))]
+    assert not [*work.measure(shared.Planned("a long case", 1e7, shared.Case))]
     assert work.has(30, "short")
-    assert not work.has(90, "long")
+    assert not work.has(2e6, "long")
     assert skipped == ["a long case", "long"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrid import ArgumentError, Engine, SamplingError, SamplingParams
+from hybrid.engine import structured
 from hybrid.engine.constraints import Constraints, Edits
 from hybrid.engine.structured import Grammars
 from support.engines import GRID, answer, assert_nothing_held, engine_on, ids
@@ -55,6 +56,19 @@ def test_an_answer_follows_its_form(tiny: Engine, form: dict[str, Any]) -> None:
     else:  # a list may be longer than the answer
         assert "grammar" in form
         assert follows(form, re.sub(r",[^,]*$", "]", output.text))
+
+
+@pytest.mark.parametrize("form", FORMS[:3], ids=lambda form: next(iter(form)))
+def test_json_of_an_older_llguidance_follows_its_form(
+    tiny: Engine, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pattern of white space has no end: it is told where white space may be."""
+    monkeypatch.setattr(structured, "version", lambda name: "1.7.0")
+    engine = engine_on(tiny)
+    for seed in range(3):
+        output = answer(engine, ids(20), params_of(form, seed=seed))
+        assert output.finish_reason == "stop"
+        assert follows(form, output.text), output.text
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
