@@ -33,6 +33,7 @@ from hybrid.errors import (  # noqa: E402
     RequestError,
     SamplingError,
     UnsupportedModelError,
+    VersionError,
 )
 from hybrid.version import __version__  # noqa: E402
 
@@ -95,6 +96,7 @@ __all__ = [
     "SpeculationConfig",
     "Transfer",
     "UnsupportedModelError",
+    "VersionError",
     "Usage",
     "__version__",
 ]
