@@ -96,8 +96,8 @@ __all__ = [
     "SpeculationConfig",
     "Transfer",
     "UnsupportedModelError",
-    "VersionError",
     "Usage",
+    "VersionError",
     "__version__",
 ]
 

@@ -29,10 +29,9 @@ OVERRIDDEN = (
     "batch_select_indices",
     "crop",
     "get_seq_length",
-    "is_recording_past",
     "reorder_cache",
 )
-"""Methods of transformers' cache that a `Past` replaces, or asks."""
+"""Methods of transformers' cache that a `Past` replaces, or asks for its length."""
 
 LOOP_ARGUMENTS = {
     "generate": ("custom_generate", "streamer"),

@@ -240,7 +240,7 @@ class Past(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers, and also right for models with states (see `rewind`), where transformers' is not."""
-        recording = any(self.is_recording_past(at) for at in range(len(self.layers)))
+        recording = any(getattr(layer, "record_past", False) for layer in self.layers)
         if self._backend.has_states or not (self._backend.can_be_cut or recording):
             self.rewind(-tokens_to_remove)
             return
