@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
+from hybrid.hf.installed import as_argument
 from hybrid.hf.prefix_cache import PrefixCache
 
 TURN, ANSWER, FEW = 1301, 64, 16
@@ -62,7 +63,9 @@ def turn(count: int) -> Tensor:
 
 def first_token(generate: Callable[..., Any], tokens: Tensor, past: DynamicCache | None = None) -> float:
     streamer = Tokens()
-    generate(tokens, past_key_values=past, max_new_tokens=FEW, do_sample=False, streamer=streamer)
+    generate(
+        tokens, **({} if past is None else as_argument(past)), max_new_tokens=FEW, do_sample=False, streamer=streamer
+    )
     return streamer.seconds[1]
 
 
@@ -96,7 +99,7 @@ class Sides:
     def carried(self, chat: Tensor) -> DynamicCache:
         """A cache of transformers that holds these tokens."""
         past = DynamicCache(config=self.model.config)
-        self.model(input_ids=chat, past_key_values=past, logits_to_keep=1)
+        self.model(input_ids=chat, **as_argument(past), logits_to_keep=1)
         return past
 
     def two_turns(self) -> Tensor:

@@ -39,17 +39,17 @@ def main() -> None:
         for step in (" Use a list when", " Use a tuple when"):
             way = torch.cat([task, tokens(step)], dim=1)
             branch = trunk.fork()
-            output = model.generate(way, past_key_values=branch, **options)
+            output = model.generate(way, **branch.as_argument, **options)
             print(f"branch {step!r}: {tokenizer.decode(output[0, way.shape[1] :])!r}")
 
         # The trunk goes one way, and takes it back to the task.
         way = torch.cat([task, tokens(" This is wrong:")], dim=1)
-        model.generate(way, past_key_values=trunk, **options)
+        model.generate(way, **trunk.as_argument, **options)
         before = trunk.get_seq_length()
         trunk.rewind(before - task.shape[1] + 1)
         print(f"rewound from {before} to {trunk.get_seq_length()} tokens")
         way = torch.cat([task, tokens(" A dictionary")], dim=1)
-        output = model.generate(way, past_key_values=trunk, **options)
+        output = model.generate(way, **trunk.as_argument, **options)
         print(f"after it: {tokenizer.decode(output[0, way.shape[1] :])!r}")
 
     # What the branches computed is known to everybody.

@@ -44,7 +44,7 @@ def main() -> None:
 
     # For those who call generate themselves.
     with cache.session(prompt.input_ids) as past:
-        own = model.generate(**prompt, past_key_values=past, max_new_tokens=16, do_sample=False)
+        own = model.generate(**prompt, **past.as_argument, max_new_tokens=16, do_sample=False)
     print("session:", past.explanations[0])
     assert torch.equal(own, output)
     cache.audit()

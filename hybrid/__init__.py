@@ -33,6 +33,7 @@ from hybrid.errors import (  # noqa: E402
     RequestError,
     SamplingError,
     UnsupportedModelError,
+    VersionError,
 )
 from hybrid.version import __version__  # noqa: E402
 
@@ -96,6 +97,7 @@ __all__ = [
     "Transfer",
     "UnsupportedModelError",
     "Usage",
+    "VersionError",
     "__version__",
 ]
 

@@ -18,7 +18,9 @@ HybridError
 ├── LockError                             a lock was released twice, or passed to a cache that did not create it
 ├── OwnershipError                        a page or a state slot was about to be owned or freed twice, or a thread that
 │                                         does not own the cache called it
-└── AuditError                            an invariant of the cache does not hold: a bug in this package; report it
+├── AuditError                            an invariant of the cache does not hold: a bug in this package; report it
+└── VersionError                          an installed package is not as this one relies on it to be; the message names
+                                          the version found, and those known to work
 """
 
 
@@ -84,3 +86,7 @@ class OwnershipError(HybridError):
 
 class AuditError(HybridError):
     """An invariant of the cache does not hold: a bug in this package."""
+
+
+class VersionError(HybridError):
+    """An installed package is not as this one relies on it to be. Nothing of what it computed was cached."""

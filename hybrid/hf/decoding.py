@@ -22,6 +22,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hybrid.hf.installed import as_argument
 from hybrid.hf.past import Past
 from hybrid.speculation.drafter import History
 from hybrid.speculation.drafts import Drafts
@@ -104,7 +105,7 @@ class Answer:
             sequences=self.ids,
             scores=self._scores if self._config.output_scores else None,
             logits=self._logits if self._config.output_logits else None,
-            past_key_values=past,
+            **as_argument(past),
         )
 
 
@@ -117,6 +118,9 @@ class DraftedDecoding:
         history: makes the history of the answer from the prompt's tokens, which it then shares.
         grid: where the past may be committed: no pass with drafts goes beyond the next multiple.
         streamer: of the call of `generate`.
+
+    Attributes:
+        was_called: whether transformers has called it.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class DraftedDecoding:
         grid: int,
         streamer: BaseStreamer | None,
     ) -> None:
+        self.was_called = False
         self._past = past
         self._source = source
         self._make_history = history
@@ -144,6 +149,7 @@ class DraftedDecoding:
         **model_kwargs: Any,
     ) -> Any:
         """Decode: `generate` calls it with what it gives to its own loop."""
+        self.was_called = True
         answer = Answer(input_ids, generation_config, self._streamer)
         tokens = array("i", input_ids[0, self._past.pads[0] :].tolist())
         history = self._make_history(tokens)

@@ -14,6 +14,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.errors import ArgumentError
 from hybrid.hf.decoding import DraftedDecoding, DraftSource
 from hybrid.hf.drafters import AssistantDrafter, LookupDrafter
+from hybrid.hf.installed import as_argument, unexpected
 from hybrid.hf.options import Assistance, GenerateCall, option
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
@@ -88,12 +89,15 @@ class Drafting:
         elif config is not None and call.is_single and call.other_search is None:
             speculator = self._speculator(config)
         if speculator is None:
-            return self._model.generate(call.input_ids, past_key_values=past, **options)
+            return self._model.generate(call.input_ids, **as_argument(past), **options)
         source = speculator if call.assistance is not None else _Locked(speculator, self._cache, self._lock)
         options = _with_own_criteria(self._model.outer, options)
-        options["custom_generate"] = self._decoding(past, source, options.get("streamer"))
+        decoding = options["custom_generate"] = self._decoding(past, source, options.get("streamer"))
         try:
-            return self._model.generate(call.input_ids, past_key_values=past, **options)
+            output = self._model.generate(call.input_ids, **as_argument(past), **options)
+            if not decoding.was_called:
+                raise unexpected("generate did not call the decoding loop that it was given (custom_generate)")
+            return output
         finally:
             if call.assistance is not None:
                 with self._lock:

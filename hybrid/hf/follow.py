@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.errors import NonFiniteError
+from hybrid.hf.installed import cache_in
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
 from hybrid.interrupts import deferred_interrupts
@@ -25,19 +26,20 @@ def following(model: PassModel, past: Past) -> Iterator[None]:
     Raises:
         NonFiniteError: by a pass with one of these pasts whose logits are not finite.
         RequestError: by a pass that does not begin where its past ends.
+        VersionError: at the end, when one of these pasts was extended by a pass that no hook has seen.
     """
 
-    def member_in(kwargs: dict[str, Any]) -> Past | None:
-        found = kwargs.get("past_key_values")
+    def member_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Past | None:
+        found = cache_in(args, kwargs)
         return found if isinstance(found, Past) and any(found is member for member in past.family) else None
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        member = member_in(kwargs)
+        member = member_in(args, kwargs)
         if member is not None:
             member.refuse_misplaced_pass(kwargs.get("position_ids"))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        member = member_in(kwargs)
+        member = member_in(args, kwargs)
         if member is not None:
             logits = output[0] if isinstance(output, tuple) else output.logits
             if not finite_logits(logits[:, -1]):
@@ -55,6 +57,8 @@ def following(model: PassModel, past: Past) -> Iterator[None]:
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after, with_kwargs=True))
         yield
+        for member in past.family:
+            member.refuse_unseen()
     finally:
         with deferred_interrupts():
             for handle in handles:

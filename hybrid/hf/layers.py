@@ -183,7 +183,7 @@ def layout_of(layers: Sequence[Any], model_name: str) -> Layout:
                 heads, head_dim = tensor.shape[1], tensor.shape[3]
                 tokens.append(TokenPart(index, name, heads, head_dim, tensor.dtype, tensor.device, window))
         for name in INDEX if isinstance(layer, INDEXED) else ():
-            tensor = getattr(layer, name)
+            tensor = getattr(layer, name, None)  # positions are stored from transformers 5.2x on
             if tensor is not None:
                 _, heads, _, head_dim = _shaped(name, tensor).shape
                 tokens.append(TokenPart(index, name, heads, head_dim, tensor.dtype, tensor.device, None))

@@ -17,12 +17,15 @@ from transformers import GenerationConfig, GenerationMixin
 from hybrid.checks import integer, shown
 from hybrid.errors import ArgumentError, PromptError
 from hybrid.hf.images import ImageInputs
+from hybrid.hf.installed import CACHE_NAMES
 from hybrid.hf.pass_model import inner_model
 from hybrid.hf.past import Past
 
 REFUSED = {
     "inputs_embeds": "prefixes are matched by token ids, and embeddings have none; give input_ids",
-    "past_key_values": "the cache makes it, or takes one that it has returned; to bring your own call model.generate",
+    **dict.fromkeys(
+        CACHE_NAMES, "the cache makes it, or takes one that it has returned; to bring your own call model.generate"
+    ),
     "cache_implementation": "only transformers' dynamic cache can be saved and restored; leave it out",
     "cache_config": "only transformers' dynamic cache can be saved and restored; leave it out",
     "position_ids": "positions are those of the tokens; leave it out",
@@ -217,10 +220,12 @@ class GenerateCall:
         if inputs is not None and input_ids is not None:
             raise ArgumentError("generate: the prompts are given twice, as first argument and as input_ids")
         input_ids = inputs if input_ids is None else input_ids
-        for name in ("past_key_values", "use_cache"):
+        for name in (*CACHE_NAMES, "use_cache"):
             if name in given and given[name] in (None, True):
                 del given[name]
-        past = given.pop("past_key_values") if isinstance(given.get("past_key_values"), Past) else None
+        pasts = [given.pop(name) for name in CACHE_NAMES if isinstance(given.get(name), Past)]
+        if len(pasts) > 1:
+            raise ArgumentError(f"generate: {' and '.join(CACHE_NAMES)} are names of one option; give one of them")
         images = ImageInputs.taken(given)
         _refuse_options(model, given)
         assistance = Assistance.taken(model, given)
@@ -238,7 +243,7 @@ class GenerateCall:
             num_returned,
             option(model, given, "max_new_tokens"),
             option(model, given, "max_time"),
-            past,
+            pasts[0] if pasts else None,
             assistance,
             _other_search(model, given),
             images,
@@ -275,7 +280,7 @@ def _refuse_options(model: Any, options: Mapping[str, Any]) -> None:
                 f"generate: {name!r} is not an option of transformers' generate; other inputs (audio, video) are "
                 "not part of what prefixes are matched by"
             )
-        if value is not None and name in ("inputs_embeds", "past_key_values", "position_ids", "token_type_ids"):
+        if value is not None and name in ("inputs_embeds", *CACHE_NAMES, "position_ids", "token_type_ids"):
             raise ArgumentError(f"generate: {name}: {REFUSED[name]}")
     for name, reason in REFUSED.items():
         value = option(model, options, name)

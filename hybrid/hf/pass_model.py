@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 
 from hybrid.checks import shown
 from hybrid.errors import ArgumentError, PromptError
+from hybrid.hf.installed import as_argument, refuse_unexpected
 from hybrid.hf.model_version import ModelVersions
 from hybrid.hf.positions import RopeDeltas, rope_limit
 from hybrid.prompts.images import Media
@@ -41,6 +42,7 @@ class PassModel:
 
     Raises:
         ArgumentError: it is not a model of transformers.
+        VersionError: something in transformers is not as expected.
     """
 
     def __init__(self, model: Any) -> None:
@@ -49,6 +51,7 @@ class PassModel:
                 "PrefixCache: model must be a loaded model of transformers that has generate, as from "
                 f"AutoModelForCausalLM.from_pretrained(...); got {type(model).__name__} {shown(model)}"
             )
+        refuse_unexpected(inner_model(model))
         self.outer = model
         self.generate: Callable[..., Any] = model.generate
         self.inner: Any = inner_model(model)
@@ -128,6 +131,6 @@ class PassModel:
             options["inputs_embeds"] = embeddings
             rotary = media.rotary_positions(start, end).to(device).unsqueeze(1)
             options["position_ids"] = torch.cat([options["position_ids"].unsqueeze(0), rotary])  # text, then its three
-        output = self.inner(past_key_values=past, use_cache=True, return_dict=True, **options)
+        output = self.inner(**as_argument(past), use_cache=True, return_dict=True, **options)
         logits: Tensor = output.logits[0, -1]
         return logits

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from hybrid.cache.explain import Explanation
 from hybrid.errors import ArgumentError, RequestError
+from hybrid.hf.installed import as_argument, unexpected
 from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.layers import fork_layer
 
@@ -151,6 +152,12 @@ class Past(DynamicCache):
         return is_longer and self.keys.key(at, row) == keys.key(at, prompt[: len(row)])
 
     @property
+    def as_argument(self) -> dict[str, Any]:
+        """It as the argument of `model.generate` or of the model, `{"cache": past}`, by the name that this version of
+        transformers has for it: `model.generate(input_ids, **past.as_argument)`."""
+        return as_argument(self)
+
+    @property
     def explanations(self) -> tuple[Explanation, ...]:
         """Per sequence, why its hit was as long as it was."""
         return tuple(origin.explanation for origin in self.origins)
@@ -233,7 +240,7 @@ class Past(DynamicCache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers, and also right for models with states (see `rewind`), where transformers' is not."""
-        recording = any(self.is_recording_past(at) for at in range(len(self.layers)))
+        recording = any(getattr(layer, "record_past", False) for layer in self.layers)
         if self._backend.has_states or not (self._backend.can_be_cut or recording):
             self.rewind(-tokens_to_remove)
             return
@@ -264,12 +271,29 @@ class Past(DynamicCache):
             return None
         return self.rows
 
+    def refuse_unseen(self) -> None:
+        """Check that every pass since the session began was seen.
+
+        Raises:
+            VersionError: this past holds tokens of a pass that was not.
+        """
+        if self.rows is not None and self.known_rows() is None:
+            self.forget_tokens()
+            raise unexpected(
+                "a pass was not seen by the hooks on the model, so that neither its tokens nor NaN in it are known; "
+                "nothing of it is cached. If this program calls a part of the model instead of the model, call the "
+                "model"
+            )
+
     def _refuse_unknown(self, what: str) -> list[list[int]]:
         """Per sequence the tokens that it holds.
 
         Raises:
             RequestError: it does not know them.
+            VersionError: its session is open, and a pass was not seen.
         """
+        if self.family:
+            self.refuse_unseen()
         rows = self.known_rows()
         if rows is None:
             raise RequestError(

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hybrid.errors import UnsupportedModelError
+from hybrid.hf.installed import TESTED
 from hybrid.hf.layers import Layout, fork_layer, layout_of, refuse_unsupported
 from hybrid.hf.pass_model import PassModel
 
@@ -46,6 +48,13 @@ class _Probe:
         past = self._model.empty_cache()
         refuse_unsupported(past.layers, name)
         self.run(FIRST, past)
+        beside = sorted(vars(past).keys() - vars(self._model.empty_cache()).keys())
+        if beside:
+            raise UnsupportedModelError(
+                f"{name} keeps {' and '.join(beside)} in its cache, outside of the layers, which PrefixCache does not "
+                f"save; transformers {transformers.__version__} is installed: install the newest of {TESTED}, which keeps such in "
+                "the layers"
+            )
         refuse_unsupported(past.layers, name)  # some models make their layers in the first pass
         return layout_of(past.layers, name), past
 

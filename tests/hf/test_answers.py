@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hybrid.hf.installed import as_argument
 from hybrid.hf.prefix_cache import PrefixCache
 from support.hf import SUPPORTED, assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 
@@ -55,8 +56,8 @@ def test_with_chunks_of_one_token_a_turn_goes_on_where_the_last_one_was_computed
     with torch.no_grad():
         for start, end in [(0, 39), (39, 40)]:
             positions = torch.arange(start, end).unsqueeze(0)
-            model(turn[:, start:end], past_key_values=past, position_ids=positions, logits_to_keep=1)
-    assert_same(hit, model.generate(turn, past_key_values=past, **greedy(3)))
+            model(turn[:, start:end], **as_argument(past), position_ids=positions, logits_to_keep=1)
+    assert_same(hit, model.generate(turn, **as_argument(past), **greedy(3)))
     cache.keep(hit.sequences[0].tolist())
     assert cache.explain(turn_after(hit)).usable_hit == hit.sequences.shape[1]
     assert_nothing_held(cache)
@@ -97,8 +98,8 @@ def test_without_determinism_an_answer_is_kept_as_it_was_computed(name: str) -> 
         with torch.no_grad():
             for start, end in [(0, 32), (32, 40), *((at, at + 1) for at in range(40, 64))]:
                 positions = torch.arange(start, end).unsqueeze(0)
-                model(turn[:, start:end], past_key_values=past, position_ids=positions, logits_to_keep=1)
-        assert_same(cache.generate(turn, **greedy()), model.generate(turn, past_key_values=past, **greedy()))
+                model(turn[:, start:end], **as_argument(past), position_ids=positions, logits_to_keep=1)
+        assert_same(cache.generate(turn, **greedy()), model.generate(turn, **as_argument(past), **greedy()))
     assert cache.explanations[0].usable_hit == 64
     assert_nothing_held(cache)
 
@@ -130,10 +131,10 @@ def test_what_follows_another_pass_than_a_whole_chunk_is_computed_again(model: A
     cache, cold = cache_on(model), cache_on(model)
     prompt = ids(40)
     with cache.session(prompt) as past:
-        first = model.generate(prompt, past_key_values=past, **greedy(9))
+        first = model.generate(prompt, **as_argument(past), **greedy(9))
         longer = torch.cat([first.sequences[:, :48], ids(16, 1)], 1)
         with torch.no_grad():
-            model(longer[:, 48:], past_key_values=past)
+            model(longer[:, 48:], **as_argument(past))
         assert past.known_rows() == longer.tolist()
     turn = torch.cat([longer, ids(5, 2)], 1)
     assert_same(cache.generate(turn, **greedy()), cold.generate(turn, **greedy()))
@@ -179,10 +180,10 @@ def test_the_best_of_several_beams_is_kept(model: Any) -> None:
 def test_what_was_taken_back_is_not_kept(model: Any) -> None:
     cache = cache_on(model, deterministic=False)
     with cache.session(ids(40)) as past:
-        first = model.generate(ids(40), past_key_values=past, **greedy(30))
+        first = model.generate(ids(40), **as_argument(past), **greedy(30))
         past.rewind(20)
         again = torch.cat([first.sequences[:, :49], ids(30, 1)], 1)
-        second = model.generate(again, past_key_values=past, **greedy(4))
+        second = model.generate(again, **as_argument(past), **greedy(4))
     assert_close(second, model.generate(again, **greedy(4)))
     turn = turn_after(second)
     hit = cache.generate(turn, **greedy())

@@ -61,7 +61,7 @@ def test_an_image_before_changes_no_text_prompt(vision: Any) -> None:
     assert_close(first, vision.generate(text(70), **greedy()))
     show_an_image(vision)
     with cache.session(text(70)) as past:
-        assert_same(vision.generate(text(70), past_key_values=past, **greedy()), first)
+        assert_same(vision.generate(text(70), **past.as_argument, **greedy()), first)
 
 
 def test_a_batch_before_changes_no_text_prompt(vision: Any) -> None:
@@ -79,7 +79,7 @@ def test_a_text_prompt_between_changes_no_image_prompt(vision: Any) -> None:
     def go_on(between: Callable[[], object]) -> Any:
         past = show_an_image(vision).past_key_values
         between()
-        return vision.generate(turn, past_key_values=past, **greedy())
+        return vision.generate(turn, **past.as_argument, **greedy())
 
     cache = cache_on(vision)
     assert_same(go_on(lambda: cache.generate(text(70), **greedy())), go_on(lambda: None))
@@ -229,7 +229,7 @@ def test_a_session_during_which_the_model_changed_is_not_cached(model: Any) -> N
     cache = cache_on(model, deterministic=False)
     with cache.session(ids(40)) as past:
         load_other_weights(model)
-        output = model.generate(ids(40), past_key_values=past, **greedy(30))
+        output = model.generate(ids(40), **past.as_argument, **greedy(30))
         with pytest.raises(RequestError, match="has changed"):
             past.rewind(20)
     assert cache.explain(torch.cat([output.sequences, ids(5)], 1)).usable_hit == 0
@@ -287,10 +287,10 @@ def test_a_session_of_a_wrapped_model_is_followed(adapters: Any) -> None:
     for model in (adapters, compiled):
         cache = cache_on(model, deterministic=False)
         with cache.session(ids(40)) as past:
-            output = model.generate(ids(40), past_key_values=past, **greedy(30))
+            output = model.generate(ids(40), **past.as_argument, **greedy(30))
             assert past.known_rows() == output.sequences[:, :-1].tolist()
             with torch.no_grad():
-                model(input_ids=torch.cat([output.sequences[:, -1:], ids(10, 1)], 1), past_key_values=past)
+                model(input_ids=torch.cat([output.sequences[:, -1:], ids(10, 1)], 1), **past.as_argument)
         assert past.known_rows() == torch.cat([output.sequences, ids(10, 1)], 1).tolist()
         assert cache.explain(torch.cat([output.sequences, ids(10, 1), ids(5)], 1)).usable_hit == 80
         assert_nothing_held(cache)

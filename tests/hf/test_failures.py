@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hybrid import NonFiniteError, UnsupportedModelError
+from hybrid.hf.installed import cache_in
 from support.hf import assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 from support.planted import Planted, PlantedError
 
@@ -86,7 +87,7 @@ def test_a_session_with_nan_raises_and_caches_nothing_of_the_past(model: Any) ->
     cache = cache_on(model, deterministic=False)
     with cache.session(ids(40)) as past:
         with nan_planted(model, 1, 4), pytest.raises(NonFiniteError):
-            model.generate(ids(40), past_key_values=past, **greedy(30))
+            model.generate(ids(40), **past.as_argument, **greedy(30))
         assert past.known_rows() is None
     assert cache.explain(ids(60)).usable_hit == 32
     assert_nothing_held(cache)
@@ -99,7 +100,7 @@ def test_a_state_that_is_not_finite_is_not_captured(deterministic: bool) -> None
     cache = cache_on(model, deterministic=deterministic)
 
     def plant(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        kwargs["past_key_values"].layers[0].recurrent_states[0][..., 0, 0] = float("inf")
+        cache_in(args, kwargs).layers[0].recurrent_states[0][..., 0, 0] = float("inf")
 
     hook = model.register_forward_hook(plant, with_kwargs=True)
     with pytest.raises(NonFiniteError):

@@ -166,7 +166,7 @@ class Life:
         self.log.append(f"give back {len(tokens)} of {prompt.shape[1]}")
         options = {"max_new_tokens": 4, "do_sample": False}
         mask = torch.ones_like(prompt)
-        found = self.seeded(self.cache.generate, prompt, mask, {**options, "past_key_values": past})
+        found = self.seeded(self.cache.generate, prompt, mask, {**options, **past.as_argument})
         self.compare(found, self.seeded(self.model.generate, prompt, mask, options), options)
         self.seen.append(found.sequences[0].tolist())
 
@@ -179,7 +179,7 @@ class Life:
             if self.rng.random() < 0.3:
                 between = torch.tensor([self.prompt()[-100:]])  # another prompt in between
                 self.cache.generate(between, max_new_tokens=3, do_sample=False)
-            found = self.seeded(self.model.generate, prompt, mask, {**options, "past_key_values": past})
+            found = self.seeded(self.model.generate, prompt, mask, {**options, **past.as_argument})
             self.compare(found, self.seeded(self.model.generate, prompt, mask, options), options)
             tokens = found.sequences[0].tolist()
             if self.rng.random() < 0.6:
@@ -191,7 +191,7 @@ class Life:
                 for member, begun in ((past, kept), (branch, tokens)):
                     turn = torch.tensor([[*begun, *self.tokens(12)]])
                     ones, few = torch.ones_like(turn), {"max_new_tokens": 3, "do_sample": False}
-                    found = self.seeded(self.model.generate, turn, ones, {**few, "past_key_values": member})
+                    found = self.seeded(self.model.generate, turn, ones, {**few, **member.as_argument})
                     self.compare(found, self.seeded(self.model.generate, turn, ones, few), few)
                     self.seen.append(found.sequences[0].tolist())
         self.seen.append(tokens)

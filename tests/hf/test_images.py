@@ -156,12 +156,12 @@ def test_a_session_takes_images_and_rewinds_them(vision: Any) -> None:
     expected = cache.generate(**prompt, **greedy(20))
     with cache.session(prompt["input_ids"], **images) as past:
         other = past.fork()
-        found = vision.generate(prompt["input_ids"], past_key_values=past, **greedy(20))
+        found = vision.generate(prompt["input_ids"], **past.as_argument, **greedy(20))
         assert_same(found, expected)
         past.rewind(18)
-        again = vision.generate(found.sequences[:, :66], past_key_values=past, **greedy(8))
+        again = vision.generate(found.sequences[:, :66], **past.as_argument, **greedy(8))
         assert torch.equal(again.sequences, expected.sequences[:, :74])
-        assert_same(vision.generate(prompt["input_ids"], past_key_values=other, **greedy(20)), expected)
+        assert_same(vision.generate(prompt["input_ids"], **other.as_argument, **greedy(20)), expected)
     with pytest.raises(ArgumentError, match="'audio' is not an argument"), cache.session(text(20), audio=text(3)):
         pass
     assert_nothing_held(cache)

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 
 from hybrid import ArgumentError, RequestError
+from hybrid.hf.installed import as_argument
 from hybrid.hf.prefix_cache import PrefixCache
 from hybrid.hf.torch_functions import use_torch_functions
 from support.hf import assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
@@ -66,7 +67,7 @@ def test_calls_that_cannot_use_an_installed_cache_run_without_it(model: Any) -> 
     assert torch.equal(model.generate(inputs_embeds=embeddings, max_new_tokens=5, do_sample=False), expected)
     assert_same(model.generate(ids(40), **hidden), expected_hidden)
     own = DynamicCache(config=model.config)
-    assert_same(model.generate(ids(40), past_key_values=own, **greedy()), expected_hidden)
+    assert_same(model.generate(ids(40), **as_argument(own), **greedy()), expected_hidden)
     assert own.get_seq_length() == 43
     assert cache.stats().requests == 0
 
@@ -133,7 +134,7 @@ def test_a_past_that_holds_other_tokens_is_refused(model: Any) -> None:
             cache.generate(prompt, past_key_values=past, **greedy())
     turn = torch.cat([output.sequences, ids(9, 1)], 1)
     with pytest.raises(ArgumentError, match="another cache"):
-        cache_on(model).generate(turn, past_key_values=past, **greedy())
+        cache_on(model).generate(turn, **past.as_argument, **greedy())
     with pytest.raises(ArgumentError, match="namespace"):
         cache.generate(turn, past_key_values=past, namespace="other", **greedy())
     with torch.no_grad():
@@ -154,7 +155,7 @@ def test_a_deleted_cache_is_freed_at_once(model: Any) -> None:
         output = cache.generate(ids(70), **greedy(20))
         with cache.session(output.sequences) as past:
             past.fork()
-            model.generate(output.sequences, past_key_values=past, **greedy())
+            model.generate(output.sequences, **past.as_argument, **greedy())
         cache.install()
         cache.uninstall()
         memory = weakref.ref(cache.memory)

@@ -13,6 +13,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import hybrid
 from hybrid import ArgumentError, MemoryBudgetError, PromptError, RequestError
+from hybrid.hf.installed import as_argument
 from hybrid.hf.prefix_cache import PrefixCache
 from hybrid.hf.torch_functions import TORCH_FUNCTIONS
 from support.hf import (
@@ -48,8 +49,8 @@ def cut_by_hand(model: Any, prompt: Any, cuts: list[int], **options: Any) -> Any
     with torch.no_grad():
         for start, end in zip([0, *cuts], cuts, strict=False):
             positions = torch.arange(start, end).unsqueeze(0)
-            model(prompt[:, start:end], past_key_values=past, position_ids=positions, logits_to_keep=1)
-    return model.generate(prompt, past_key_values=past, **options)
+            model(prompt[:, start:end], **as_argument(past), position_ids=positions, logits_to_keep=1)
+    return model.generate(prompt, **as_argument(past), **options)
 
 
 # Hits
@@ -202,14 +203,14 @@ def test_an_exception_inside_a_session_keeps_nothing_and_leaks_nothing(model: An
     def work() -> None:
         with cache.session(ids(40)) as past:
             pasts.append(past)
-            answers.append(model.generate(ids(40), past_key_values=past, max_new_tokens=40, min_new_tokens=40))
+            answers.append(model.generate(ids(40), **past.as_argument, max_new_tokens=40, min_new_tokens=40))
             raise KeyError
 
     with pytest.raises(KeyError):
         work()
     assert_nothing_held(cache)
     assert cache.explain(answers[0]).usable_hit == 32  # of the prompt, which was cached when the session began
-    model.generate(torch.cat([answers[0], ids(5)], 1), past_key_values=pasts[0], max_new_tokens=1)
+    model.generate(torch.cat([answers[0], ids(5)], 1), **pasts[0].as_argument, max_new_tokens=1)
     assert pasts[0].known_rows() is None  # it is not followed any more
 
 
@@ -374,7 +375,7 @@ def test_a_session_gives_a_past_for_transformers_own_generate_and_keeps_the_answ
         with cache.session(ids(40)) as past:
             assert past.explanations[0].usable_hit == hit
             assert isinstance(past, DynamicCache)
-            output = model.generate(ids(40), past_key_values=past, **greedy(30))
+            output = model.generate(ids(40), **past.as_argument, **greedy(30))
         assert_same(output, cut_by_hand(model, ids(40), [16, 32], **greedy(30)))
     assert cache.explain(torch.cat([output.sequences, ids(5)], 1)).usable_hit == 64
     assert_nothing_held(cache)
@@ -383,8 +384,8 @@ def test_a_session_gives_a_past_for_transformers_own_generate_and_keeps_the_answ
 def test_a_session_follows_passes_by_hand(model: Any) -> None:
     cache = cache_on(model)
     with cache.session(ids(40)) as past, torch.no_grad():
-        model(ids(40)[:, 32:], past_key_values=past)
-        model(ids(30, 1), past_key_values=past)
+        model(ids(40)[:, 32:], **past.as_argument)
+        model(ids(30, 1), **past.as_argument)
         assert past.known_rows() == [[*ids(40)[0].tolist(), *ids(30, 1)[0].tolist()]]
     assert cache.explain(torch.cat([ids(40), ids(30, 1), ids(5)], 1)).usable_hit == 64
 
@@ -393,7 +394,7 @@ def test_what_came_as_embeddings_is_not_kept_and_not_taken_back(model: Any) -> N
     cache = cache_on(model)
     with cache.session(ids(40)) as past:
         with torch.no_grad():
-            model(inputs_embeds=model.get_input_embeddings()(ids(30, 1)), past_key_values=past)
+            model(inputs_embeds=model.get_input_embeddings()(ids(30, 1)), **past.as_argument)
         with pytest.raises(RequestError, match="does not know"):
             past.rewind(3)
     assert cache.stats().pages_cached == 32
@@ -406,7 +407,7 @@ def test_a_session_takes_a_batch_and_beams(model: Any) -> None:
     expected = model.generate(batch, attention_mask=mask, num_beams=2, max_new_tokens=5)
     with cache.session(batch, mask) as past:
         past.batch_repeat_interleave(2)
-        found = model.generate(batch, attention_mask=mask, past_key_values=past, num_beams=2, max_new_tokens=5)
+        found = model.generate(batch, attention_mask=mask, **past.as_argument, num_beams=2, max_new_tokens=5)
     assert torch.equal(found, expected)
     assert_nothing_held(cache)
 
@@ -417,12 +418,12 @@ def test_a_fork_goes_on_by_itself(kind: str, request: pytest.FixtureRequest) -> 
     cache = cache_on(model)
     prompt = ids(40)
     with cache.session(prompt) as past:
-        model.generate(prompt, past_key_values=past, **greedy(1))
+        model.generate(prompt, **past.as_argument, **greedy(1))
         branches = [past, past.fork(), copy.deepcopy(past)]
         outputs = []
         for seed, branch in enumerate(branches):
             longer = torch.cat([prompt, ids(20, 10 + seed)], 1)
-            outputs.append(model.generate(longer, past_key_values=branch, **greedy(10)))
+            outputs.append(model.generate(longer, **branch.as_argument, **greedy(10)))
     for seed, output in enumerate(outputs):
         longer = torch.cat([prompt, ids(20, 10 + seed)], 1)
         assert_same(output, cut_by_hand(model, longer, [16, 32, 40], **greedy(10)))
@@ -437,12 +438,12 @@ def test_rewinding_is_as_if_it_had_never_been(kind: str, request: pytest.Fixture
     cache = cache_on(model)
     prompt = ids(70)
     with cache.session(prompt) as past:
-        output = model.generate(prompt, past_key_values=past, **greedy(12))
+        output = model.generate(prompt, **past.as_argument, **greedy(12))
         past.rewind(31)
         kept = output.sequences[:, :50]
         assert past.known_rows() == kept.tolist()
         again = torch.cat([kept, ids(9, 1)], 1)
-        found = model.generate(again, past_key_values=past, **greedy(6))
+        found = model.generate(again, **past.as_argument, **greedy(6))
         past.crop(-4)
         assert past.get_seq_length() == 60
     by_hand = cut_by_hand(model, again, [16, 32, 48, 50], **greedy(6))
@@ -458,9 +459,9 @@ def test_a_batch_is_rewound_row_by_row(model: Any) -> None:
     batch, mask = ids(50, rows=2), torch.ones(2, 50, dtype=torch.long)
     mask[0, :11] = 0
     with cache.session(batch, mask) as past:
-        model.generate(batch, attention_mask=mask, past_key_values=past, **greedy(5))
+        model.generate(batch, attention_mask=mask, **past.as_argument, **greedy(5))
         past.rewind(24)
-        found = model.generate(batch[:, :40], attention_mask=mask[:, :40], past_key_values=past, **greedy(5))
+        found = model.generate(batch[:, :40], attention_mask=mask[:, :40], **past.as_argument, **greedy(5))
     assert_close(found, model.generate(batch[:, :40], attention_mask=mask[:, :40], **greedy(5)))
 
 
@@ -471,12 +472,12 @@ def test_a_pass_that_does_not_go_on_where_the_past_ends_is_refused(kind: str, re
     cache = cache_on(model)
     with cache.session(ids(40)) as past, torch.no_grad():
         with pytest.raises(RequestError, match="ends at position 32, but the pass begins at 0"):
-            model(ids(40), past_key_values=past, position_ids=torch.arange(40)[None])
+            model(ids(40), **past.as_argument, position_ids=torch.arange(40)[None])
         if kind == "llama":  # transformers itself refuses it for models with states
             with pytest.raises(RequestError, match="assisted decoding"):
-                model.generate(ids(40), past_key_values=past, prompt_lookup_num_tokens=3)
+                model.generate(ids(40), **past.as_argument, prompt_lookup_num_tokens=3)
         assert_same(
-            model.generate(ids(40), past_key_values=past, **greedy()), cut_by_hand(model, ids(40), [16, 32], **greedy())
+            model.generate(ids(40), **past.as_argument, **greedy()), cut_by_hand(model, ids(40), [16, 32], **greedy())
         )
 
 
@@ -493,7 +494,7 @@ def test_a_past_that_moved_on_after_its_session_cannot_be_rewound(model: Any) ->
     with cache_on(model).session(ids(40)) as past:
         pass
     past.rewind(5)
-    model.generate(ids(40), past_key_values=past, **greedy())
+    model.generate(ids(40), **past.as_argument, **greedy())
     with pytest.raises(RequestError, match="session"):
         past.rewind(5)
 

@@ -169,9 +169,9 @@ def test_batches_sessions_and_forks_are_cut_alike(model: Any) -> None:
         cold.clear()
     assert [one.usable_hit for one in cache.explanations] == [56, 48]
     with cache.session(first) as past:
-        out = model.generate(first, past_key_values=past, max_new_tokens=9, forced_eos_token_id=END)
+        out = model.generate(first, **past.as_argument, max_new_tokens=9, forced_eos_token_id=END)
         branch = past.fork()
-        model.generate(join(out, ids(9, 3)), past_key_values=branch, max_new_tokens=9, forced_eos_token_id=END)
+        model.generate(join(out, ids(9, 3)), **branch.as_argument, max_new_tokens=9, forced_eos_token_id=END)
     assert cache.explain(join(out, ids(MIN_TAIL))).usable_hit == out.shape[1]
     assert_nothing_held(cache)
 
@@ -180,7 +180,7 @@ def test_a_pass_of_a_session_over_a_segment_is_kept_as_it_was_computed(model: An
     cache, prompt = cache_on(model), join(turn(28), ids(MIN_TAIL))
     with cache.session(prompt) as past:
         computed.clear()
-        model(prompt[:, 28:], past_key_values=past)
+        model(prompt[:, 28:], **past.as_argument)
     assert computed == [MIN_TAIL]
     assert cache.explain(join(prompt, ids(1))).usable_hit == 28 + MIN_TAIL
 

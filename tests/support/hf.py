@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from hybrid.hf.prefix_cache import PrefixCache
 from hybrid.hf.torch_functions import use_torch_functions
@@ -86,6 +86,9 @@ INKLING = {
 EVERY_SECOND = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 HYBRIDS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 
+NEWER_THAN_LOWEST = ("bailing_hybrid", "inkling2_text", "kimi_linear", "lfm3")
+"""Model types that the lowest supported version of transformers does not have, and a later one has."""
+
 SUPPORTED: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
@@ -95,7 +98,7 @@ SUPPORTED: dict[str, dict[str, Any]] = {
         **DELTA,
         **EXPERTS,
         "shared_expert_intermediate_size": 16,
-        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "layer_types": DELTA["layer_types"],
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
@@ -178,6 +181,9 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     },
 }
 """Supported model types, with the settings of a tiny model. docs/transformers.md has the same list."""
+
+NEWER = {name: SUPPORTED.pop(name) for name in NEWER_THAN_LOWEST if name not in CONFIG_MAPPING}
+"""Those that the installed version of transformers does not have yet."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jamba": (
