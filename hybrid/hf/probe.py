@@ -52,8 +52,8 @@ class _Probe:
         if beside:
             raise UnsupportedModelError(
                 f"{name} keeps {' and '.join(beside)} in its cache, outside of the layers, which PrefixCache does not "
-                f"save; transformers {transformers.__version__} is installed: install the newest of {TESTED}, which keeps such "
-                "in the layers"
+                f"save; transformers {transformers.__version__} is installed: install the newest of {TESTED}, which keeps "
+                "such in the layers"
             )
         refuse_unsupported(past.layers, name)  # some models make their layers in the first pass
         return layout_of(past.layers, name), past
