@@ -184,9 +184,7 @@ def taken_on() -> dict[str, Any]:
 def main(arguments: list[str] | None = None, sections: dict[str, Section] = SECTIONS) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="sections (default: all)")
-    parser.add_argument(
-        "--budget", type=float, default=540, help="seconds for everything (default: 540); inf: no limits"
-    )
+    parser.add_argument("--budget", type=float, default=540, help="seconds in all (default: 540; inf: no limits)")
     default = Path(os.environ.get("OUT", ".")) / "gpu.json"
     parser.add_argument(
         "--json", type=Path, default=default, metavar="FILE", help="for the figures (default: gpu.json in $OUT or here)"
