@@ -5,11 +5,16 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from base64 import urlsafe_b64encode
 from email import message_from_string
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 NAME = "hybrid_prefix_cache-0.1.0"
@@ -74,6 +79,19 @@ def test_two_builds_have_equal_bytes(sources: Path, sdist: Path, unpacked: Path,
     assert build("wheel", again, tmp_path / "wheel", 0o077).read_bytes() == wheel.read_bytes()
     with tarfile.open(sdist) as archive:
         assert {entry.mtime for entry in archive.getmembers()} == {EPOCH}
+
+
+def test_a_wheel_records_its_files_and_not_what_built_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        record = f"{NAME}.dist-info/RECORD"
+        rows = [line.rsplit(",", 2) for line in archive.read(record).decode().splitlines()]
+        recorded = {name: (digest, size) for name, digest, size in rows}
+        assert recorded.keys() == {*archive.namelist()}
+        for name in archive.namelist():
+            content = archive.read(name)
+            digest = urlsafe_b64encode(sha256(content).digest()).decode().rstrip("=")
+            assert recorded[name] == (("", "") if name == record else (f"sha256={digest}", str(len(content))))
+        assert "Generator: hybrid" in archive.read(f"{NAME}.dist-info/WHEEL").decode().splitlines()
 
 
 def test_the_source_distribution_holds_all_that_is_in_the_project(sources: Path, unpacked: Path) -> None:
@@ -147,3 +165,20 @@ def test_the_source_distribution_runs_its_tests(unpacked: Path) -> None:
     tests = ["tests/test_key.py", "tests/tree/test_tree.py"]
     result = subprocess.run([*command, *tests], cwd=unpacked, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
+
+
+def test_ranges_end_at_what_was_tried() -> None:
+    """They include what the tests run with, and what inference engines pin."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *(line for name, more in extras.items() if name != "dev" for line in more)]
+    ranges = {canonicalize_name(each.name): each.specifier for each in map(Requirement, lines)}
+    open_above = {name for name, found in ranges.items() if not any(each.operator == "<" for each in found)}
+    assert open_above == {"causal-conv1d"}  # it is built from its sources, against the torch at hand
+    assert all(any(each.operator == ">=" for each in found) for found in ranges.values())
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for name, version in pinned.items():
+        assert canonicalize_name(name) not in ranges or version in ranges[canonicalize_name(name)], name
+    for name, versions in {"numba": ("0.65.0", "0.65.1"), "llguidance": ("1.7.0",), "torch": ("2.14.1",)}.items():
+        assert all(version in ranges[name] for version in versions), name
+    assert not {"triton", "flash-linear-attention"} & {Requirement(line).name for line in project["dependencies"]}

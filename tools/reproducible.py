@@ -1,7 +1,8 @@
 """The build backend: that of setuptools, with archives that depend on nothing but the files in them.
 
 Two builds of the same files have equal bytes, whoever builds them, where, and when: entries are sorted, have one owner,
-one time (`SOURCE_DATE_EPOCH`, or the beginning of 2026), and modes that do not depend on the umask.
+one time (`SOURCE_DATE_EPOCH`, or the beginning of 2026), and modes that do not depend on the umask; a wheel does not
+name the version of setuptools that made it.
 
 A wheel holds Python alone and is the same file on every machine: no compiler runs while it is built.
 """
@@ -11,9 +12,12 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import re
 import tarfile
 import time
 import zipfile
+from base64 import urlsafe_b64encode
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,10 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
     path = Path(wheel_directory) / name
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: (entry, archive.read(entry)) for entry in archive.infolist()}
+    (about,) = (file for file in entries if file.endswith(".dist-info/WHEEL"))
+    entries[about] = entries[about][0], re.sub(rb"(?m)^Generator: .*$", b"Generator: hybrid", entries[about][1])
+    (record,) = (file for file in entries if file.endswith(".dist-info/RECORD"))
+    entries[record] = entries[record][0], recorded({file: content for file, (_, content) in entries.items()}, record)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file, (entry, content) in sorted(entries.items()):
             plain = zipfile.ZipInfo(file, date_time=time.gmtime(epoch())[:6])
@@ -58,6 +66,15 @@ def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_dire
             plain.create_system = 3
             archive.writestr(plain, content)
     return name
+
+
+def recorded(files: dict[str, bytes], record: str) -> bytes:
+    """The record of a wheel: the hash and the size of every file but the record itself."""
+    lines = [f"{record},,\n"]
+    for file in sorted(files.keys() - {record}):
+        digest = urlsafe_b64encode(sha256(files[file]).digest()).decode().rstrip("=")
+        lines.append(f"{file},sha256={digest},{len(files[file])}\n")
+    return "".join(lines).encode()
 
 
 def epoch() -> int:

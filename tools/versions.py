@@ -38,13 +38,8 @@ FOR_TESTS = ("hypothesis", "peft", "pytest", "pytest-xdist")
 TESTS = ("tests/hf", "tests/models", "tests/engine", "tests/prompts")
 
 PART = (
-    "tests/hf/test_install.py",
-    "tests/hf/test_answers.py",
-    "tests/hf/test_changes.py",
-    "tests/engine/test_structured.py",
-    "tests/engine/test_engine.py",
-    "tests/models/test_qwen3_5.py",
-    "tests/prompts/test_encode.py",
+    *("tests/hf/test_answers.py", "tests/hf/test_install.py", "tests/engine/test_structured.py"),
+    *("tests/models/test_qwen3_5.py", "tests/prompts/test_encode.py"),
 )
 
 SHOWN = ("torch", "transformers", "numba", "llvmlite", "numpy", "tokenizers", "huggingface_hub", "llguidance", "pillow")
@@ -82,7 +77,7 @@ def make(folder: Path, wanted: list[str], seconds: float | None) -> None:
     Raises:
         NotMadeError: a command failed, or took longer than the given time.
     """
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--retries", "1", "--timeout", "30"]
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-qq", "--retries", "1", "--timeout", "30"]
     here = [*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)]
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
@@ -102,7 +97,7 @@ def run(folder: Path, tests: tuple[str, ...]) -> list[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     workers = str(min(4, os.cpu_count() or 1))
     commands = {
-        "tests": [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers, "--dist", "loadfile", *tests],
+        "tests": [python, "-m", "pytest", "-q", "--tb", "short", "-n", workers, "--dist", "loadfile", *tests],
         "parity": [str(folder / "bin" / "hybrid"), "parity"],
     }
     return [

@@ -11,12 +11,10 @@ Each section is a process of its own with a time limit: an illegal access or a h
 says where it was. `smoke` and `steps` come first, then what the targets are about. Figures are written to a file after
 every one of them. What the budget of seconds does not hold is skipped and reported. Exit status: 0; 1 when a target was
 missed or something was not measured; 2 when a result was wrong. A rehearsal runs the same on a CPU with toy sizes, by
-the kernels that `HYBRID_KERNELS` names; its times mean nothing. With `--unlimited` nothing is ended or skipped for the
-time that it takes.
+the kernels that `HYBRID_KERNELS` names; its times mean nothing.
 """
 
 import json
-import math
 import os
 import selectors
 import signal
@@ -102,7 +100,7 @@ class Worker:
     def run(self, name: str, seconds: float, report: Report) -> None:
         """Run the section to its end or its time limit; whatever ends it is recorded."""
         entry, start = report.begin(name), time.perf_counter()
-        limit = min(self._section.seconds, seconds)
+        limit = seconds if seconds == float("inf") else min(self._section.seconds, seconds)
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps([limit, report.head.get("roofline")]).encode() + b"\n")
@@ -115,7 +113,7 @@ class Worker:
             entry["status"] = f"still running after {limit:.0f} s"
             self._process.send_signal(signal.SIGABRT)  # faulthandler prints where it is
         try:
-            code = self._process.wait(None if in_time and limit == math.inf else GRACE)
+            code = self._process.wait(None if in_time and seconds == float("inf") else GRACE)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
@@ -137,7 +135,7 @@ class Worker:
         rest = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._messages, selectors.EVENT_READ)
-            while selector.select(None if deadline == math.inf else max(0.0, deadline - time.perf_counter())):
+            while selector.select(None if deadline == float("inf") else max(0.0, deadline - time.perf_counter())):
                 data = os.read(self._messages, 1 << 16)
                 if not data:
                     return True
@@ -186,8 +184,7 @@ def taken_on() -> dict[str, Any]:
 def main(arguments: list[str] | None = None, sections: dict[str, Section] = SECTIONS) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="sections (default: all)")
-    parser.add_argument("--unlimited", action="store_true", help="no time limit, for the whole or for a section")
-    parser.add_argument("--budget", type=float, default=540, help="seconds for everything (default: 540)")
+    parser.add_argument("--budget", type=float, default=540, help="seconds in all (default: 540; inf: no limits)")
     default = Path(os.environ.get("OUT", ".")) / "gpu.json"
     parser.add_argument(
         "--json", type=Path, default=default, metavar="FILE", help="for the figures (default: gpu.json in $OUT or here)"
@@ -198,9 +195,6 @@ def main(arguments: list[str] | None = None, sections: dict[str, Section] = SECT
     report = Report(args.json, {"machine": taken_on(), "rehearsal": args.rehearse})
     # figures of any section are judged by what the roofline measures
     chosen = {name: section for name, section in sections.items() if name in args.only or name == "roofline"}
-    if args.unlimited:
-        args.budget = math.inf
-        chosen = {name: section._replace(seconds=math.inf) for name, section in chosen.items()}
     run_sections(chosen, args, report)
     report.head["seconds"] = round(time.perf_counter() - begin, 1)
     report.write()

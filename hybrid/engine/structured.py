@@ -139,7 +139,7 @@ class Grammars:
 
 
 def json_options() -> dict[str, Any]:
-    """What the installed llguidance is told about white space in JSON."""
+    """How the installed llguidance limits white space in JSON."""
     major, minor = map(int, version("llguidance").split(".")[:2])
     return JSON_OPTIONS if (major, minor) >= (1, 8) else JSON_OPTIONS_BEFORE_1_8
 

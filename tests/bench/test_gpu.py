@@ -50,8 +50,9 @@ def without_fla(folder: Path, **more: str) -> dict[str, str]:
 def rehearse(path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     """Run the script on toy sizes with our kernels interpreted: its exit status, its figures, what it printed."""
     environment = without_fla(path.parent, TRITON_INTERPRET="1", HYBRID_KERNELS="triton")
-    command = [sys.executable, str(ROOT / "bench" / "gpu" / "run.py"), "--rehearse", "--unlimited", "--json", str(path)]
-    ended = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(ROOT / "bench" / "gpu" / "run.py"), "--rehearse", "--budget", "inf"]
+    command += ["--json", str(path), *arguments]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert path.exists(), ended.stderr
     return ended.returncode, json.loads(path.read_text(encoding="utf-8")), ended.stdout + ended.stderr
 
@@ -169,11 +170,10 @@ import sys
 sys.path.insert(0, {str(ROOT / "bench")!r})
 from pathlib import Path
 from gpu import run
-inf = float("inf")
-sections = {{name: run.Section("planted", name, inf) for name in {names!r}}}
-sections = {{"roofline": run.Section("planted", "measures", inf), **sections}}
+sections = {{name: run.Section("planted", name, 1e6) for name in {names!r}}}
+sections = {{"roofline": run.Section("planted", "measures", 1e6), **sections}}
 sections["hangs"] = run.Section("planted", "hangs", 5)
-sys.exit(run.main(["--rehearse", "--budget", "inf", "--json", {str(folder / "gpu.json")!r}], sections))
+sys.exit(run.main(["--rehearse", "--budget", "1e6", "--json", {str(folder / "gpu.json")!r}], sections))
 """
     environment = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(
@@ -226,7 +226,7 @@ def test_a_run_that_is_killed_leaves_what_it_had(tmp_path: Path) -> None:
 import sys
 sys.path.insert(0, {str(ROOT / "bench")!r})
 from gpu import run
-sections = {{"hangs": run.Section("planted", "hangs", float("inf"))}}
+sections = {{"hangs": run.Section("planted", "hangs", 1)}}
 run.main(["--rehearse", "--budget", "inf", "--json", {str(tmp_path / "gpu.json")!r}], sections)
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}

@@ -62,7 +62,7 @@ def test_an_answer_follows_its_form(tiny: Engine, form: dict[str, Any]) -> None:
 def test_json_of_an_older_llguidance_follows_its_form(
     tiny: Engine, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its pattern of white space has no end: it is told where white space may be."""
+    """Its pattern of white space has no end, so another option says where white space may be."""
     monkeypatch.setattr(structured, "version", lambda name: "1.7.0")
     engine = engine_on(tiny)
     for seed in range(3):
