@@ -54,7 +54,7 @@ class _Probe:
             raise UnsupportedModelError(
                 f"{name} adds layers to its cache when it runs, and an empty one cannot be filled from a saved one"
             )
-        beside = sorted(vars(past).keys() - vars(empty).keys())
+        beside = [key for key, value in vars(past).items() if isinstance(value, Tensor) and key not in vars(empty)]
         if beside:
             needed = NEEDED.get(self._model.inner.config.get_text_config(decoder=True).model_type, "another version")
             raise UnsupportedModelError(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybrid import PromptError, RequestError
+from hybrid.hf.installed import as_argument
 from support.hf import (
     IMAGE,
     assert_close,

@@ -227,6 +227,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 NEWER = {name for name, first in NEEDED.items() if Version(transformers.__version__) < Version(first)}
 """Model types that need a newer transformers than the installed one."""
 
+
+def having(*names: str) -> list[str]:
+    """Those of these model types that the installed version of transformers has."""
+    return [name for name in names if name not in NEWER]
+
+
 for name in NEWER:
     SUPPORTED.pop(name, None)
     REFUSED.pop(name, None)
