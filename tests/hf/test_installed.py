@@ -235,7 +235,7 @@ def test_the_document_names_what_needs_a_newer_version() -> None:
 
 def script_of(document: Path) -> str:
     """The first Python program of a document."""
-    return re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)[0]
+    return str(re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)[0])
 
 
 @pytest.mark.parametrize("document", ["docs/transformers.md", "README.md"])
