@@ -4,7 +4,7 @@
     cache = hybrid.hf.PrefixCache(model, memory="1GiB")
     out = cache.generate(input_ids, max_new_tokens=64)
     with cache.session(input_ids) as past:
-        out = model.generate(input_ids, past_key_values=past, max_new_tokens=64)
+        out = model.generate(input_ids, **past.as_argument, max_new_tokens=64)
 
 How prompts are computed, and the invariants of that, are in `hybrid.hf.prefill`.
 """

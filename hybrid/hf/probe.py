@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hybrid.errors import UnsupportedModelError
-from hybrid.hf.installed import TESTED
+from hybrid.hf.installed import NEEDED
 from hybrid.hf.layers import Layout, fork_layer, layout_of, refuse_unsupported
 from hybrid.hf.pass_model import PassModel
 
@@ -48,14 +48,19 @@ class _Probe:
         past = self._model.empty_cache()
         refuse_unsupported(past.layers, name)
         self.run(FIRST, past)
-        beside = sorted(vars(past).keys() - vars(self._model.empty_cache()).keys())
-        if beside:
-            raise UnsupportedModelError(
-                f"{name} keeps {' and '.join(beside)} in its cache, outside of the layers, which PrefixCache does not "
-                f"save; transformers {transformers.__version__} is installed: install the newest of {TESTED}, which keeps "
-                "such in the layers"
-            )
         refuse_unsupported(past.layers, name)  # some models make their layers in the first pass
+        empty = self._model.empty_cache()
+        if len(past.layers) != len(empty.layers):
+            raise UnsupportedModelError(
+                f"{name} adds layers to its cache when it runs, and an empty one cannot be filled from a saved one"
+            )
+        beside = [key for key, value in vars(past).items() if isinstance(value, Tensor) and key not in vars(empty)]
+        if beside:
+            needed = NEEDED.get(self._model.inner.config.get_text_config(decoder=True).model_type, "another version")
+            raise UnsupportedModelError(
+                f"{name} of transformers {transformers.__version__} keeps {' and '.join(beside)} in its cache outside "
+                f"of the layers, which PrefixCache does not save: it needs transformers {needed}"
+            )
         return layout_of(past.layers, name), past
 
 

@@ -13,7 +13,7 @@ from hybrid.hf.installed import as_argument
 from hybrid.hf.prefix_cache import PrefixCache
 from support.hf import SUPPORTED, assert_close, assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
 
-WINDOWS = ("inkling_text", "inkling2_text", "lfm3", "zaya", "mistral", "gemma3_text", "gpt_oss")
+WINDOWS = ("inkling_text", "inkling2_text", "lfm3", "lara_mini", "zaya", "mistral", "gemma3_text", "gpt_oss")
 """Model types with layers that keep a window."""
 
 

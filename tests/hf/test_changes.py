@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybrid import PromptError, RequestError
+from hybrid.hf.installed import as_argument
 from support.hf import (
     IMAGE,
     assert_close,
@@ -79,7 +80,7 @@ def test_a_text_prompt_between_changes_no_image_prompt(vision: Any) -> None:
     def go_on(between: Callable[[], object]) -> Any:
         past = show_an_image(vision).past_key_values
         between()
-        return vision.generate(turn, **past.as_argument, **greedy())
+        return vision.generate(turn, **as_argument(past), **greedy())
 
     cache = cache_on(vision)
     assert_same(go_on(lambda: cache.generate(text(70), **greedy())), go_on(lambda: None))

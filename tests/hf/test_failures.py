@@ -12,11 +12,11 @@ import torch
 
 from hybrid import NonFiniteError, UnsupportedModelError
 from hybrid.hf.installed import cache_in
-from support.hf import assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
+from support.hf import assert_nothing_held, assert_same, cache_on, greedy, having, ids, tiny_model
 from support.planted import Planted, PlantedError
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm3"])
+@pytest.fixture(scope="module", params=having("qwen3_5_text", "lfm3"))
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny_model(request.param)
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from hybrid import CacheFileError, PromptError
-from support.hf import assert_nothing_held, assert_same, cache_on, greedy, ids, tiny_model
+from support.hf import assert_nothing_held, assert_same, cache_on, greedy, having, ids, tiny_model
 
-KINDS = ("qwen3_5_text", "lfm3", "qwen4_exp_text", "kimi_linear", "zaya", "llama", "mistral")
+KINDS = having("qwen3_5_text", "lfm3", "qwen4_exp_text", "kimi_linear", "zaya", "llama", "mistral")
 """Hybrids, with windows, with an index, with latent attention; without states; windows alone."""
 
 

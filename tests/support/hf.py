@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybrid.hf.installed import NEEDED
 from hybrid.hf.prefix_cache import PrefixCache
 from hybrid.hf.torch_functions import use_torch_functions
 
@@ -86,9 +88,6 @@ INKLING = {
 EVERY_SECOND = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 HYBRIDS = ["linear_attention", "hybrid", "linear_attention", "hybrid"]
 
-NEWER_THAN_LOWEST = ("bailing_hybrid", "inkling2_text", "kimi_linear", "lfm3")
-"""Model types that the lowest supported version of transformers does not have, and a later one has."""
-
 SUPPORTED: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
@@ -161,7 +160,14 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {**LATENT, "num_hidden_layers": 4, "layer_types": EVERY_SECOND, "num_experts": 4},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 24},
     "inkling_text": INKLING,
-    "inkling2_text": INKLING,
+    "inkling2_text": {**INKLING, "unpadded_vocab_size": VOCAB},
+    "lara_mini": {
+        **DELTA,
+        **EXPERTS,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 24,
+    },
     "llama": {},
     "qwen3": {},
     "deepseek_v3": {**LATENT, "n_routed_experts": 4, "n_shared_experts": 1},
@@ -181,9 +187,6 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     },
 }
 """Supported model types, with the settings of a tiny model. docs/transformers.md has the same list."""
-
-NEWER = {name: SUPPORTED.pop(name) for name in NEWER_THAN_LOWEST if name not in CONFIG_MAPPING}
-"""Those that the installed version of transformers does not have yet."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "jamba": (
@@ -205,9 +208,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "recurrent_gemma": ({"lru_width": 32, "block_types": ["recurrent", "attention"]}, "outside of its cache"),
     "minimax": ({}, "does not run on transformers' DynamicCache"),
     "deepseek_v4": ({}, "DeepseekV4HCACache"),
+    "inkling2_loop_text": (
+        {
+            **{name: value for name, value in INKLING.items() if name not in ("mlp_layer_types", "n_shared_experts")},
+            "unpadded_vocab_size": VOCAB,
+            "n_layers_per_attn_res_block": 1,
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "loop_num_passes": 2,
+            "loop_gate_rank": 4,
+        },
+        "adds layers to its cache",
+    ),
     "falcon_mamba": ({"state_size": 8, "time_step_rank": 4}, "none of its layers is attention"),
 }
 """Model types that are refused, with settings and a part of the reason."""
+
+NEWER = {name for name, first in NEEDED.items() if Version(transformers.__version__) < Version(first)}
+"""Model types that need a newer transformers than the installed one."""
+
+
+def having(*names: str) -> list[str]:
+    """Those of these model types that the installed version of transformers has."""
+    return [name for name in names if name not in NEWER]
+
+
+for name in NEWER:
+    SUPPORTED.pop(name, None)
+    REFUSED.pop(name, None)
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> Any:
