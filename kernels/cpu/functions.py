@@ -30,6 +30,7 @@ OF_NUMBERS = {
     "panels": ("make_panels",),
     "drafts": ("choose_drafts",),
     "rotary": ("rotary",),
+    "experts": ("combine_experts", "add_shared"),
     "memory": ("shift", "take", "copy"),
 }
 """Functions of one kind of numbers, by module."""
@@ -38,6 +39,7 @@ OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
 
 OF_FLOATS = {
     "drafts": ("most_likely", "accept_drafts", "begin_chains", "continue_chains", "next_round", "resume_rounds"),
+    "experts": ("route_experts",),
     "memory": ("fill",),
 }
 

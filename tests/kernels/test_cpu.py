@@ -185,6 +185,65 @@ def test_products_of_experts_are_those_of_the_twin_and_of_each_pair_by_itself(dt
         assert same_bits(alone[own_places[0]], together[places[row]])
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("count", "top_k"), [(13, 3), (128, 8), (1, 1), (512, 10), (6, 6)])
+def test_experts_are_those_of_fp64_and_of_a_row_by_itself(
+    count: int, top_k: int, normalise: bool, threads: Callable[[int], None]
+) -> None:
+    logits = inside(3 * torch.randn(70, count))
+    weights, chosen = experts.route_experts(logits, top_k, normalise)
+    exact, places = logits.double().softmax(-1).sort(descending=True)
+    exact = exact[:, :top_k]
+    exact = exact / exact.sum(-1, keepdim=True) if normalise else exact
+    assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int64)
+    assert torch.equal(chosen, places[:, :top_k])
+    torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-7)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([69], [3, 40, 2], list(range(69, -1, -1))):
+            found, places = experts.route_experts(logits[rows], top_k, normalise)
+            assert same_bits(found, weights[rows])
+            assert torch.equal(places, chosen[rows])
+
+
+def test_of_equal_logits_the_lower_experts_come_first_and_nan_routes_to_experts_that_exist() -> None:
+    logits = torch.zeros(3, 12)
+    logits[1, 5], logits[2, 3:6] = 1, -1
+    assert experts.route_experts(logits, 3, True)[1].tolist() == [[0, 1, 2], [5, 0, 1], [0, 1, 2]]
+    for places in (slice(None), slice(0, 1), slice(11, 12), slice(2, 9)):
+        for value in (float("nan"), float("inf"), -float("inf")):
+            spoiled = torch.randn(2, 12)
+            before = experts.route_experts(spoiled, 3, True)
+            spoiled[0, places] = value
+            for normalise in (True, False):
+                weights, chosen = experts.route_experts(spoiled, 3, normalise)
+                assert bool(((chosen >= 0) & (chosen < 12)).all())
+                assert all(len(set(row)) == 3 for row in chosen.tolist())
+                if value != -float("inf") or places == slice(None):
+                    assert bool(weights[0].isnan().all())
+                assert torch.equal(chosen[1], before[1][1])
+            assert same_bits(experts.route_experts(spoiled, 3, True)[0][1], before[0][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_experts_give_is_added_up_by_ranks_and_each_row_by_itself(
+    dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    y, places = inside(torch.randn(120, 77).to(dtype)), torch.randperm(120).view(40, 3)
+    shares = torch.randn(40, 3).softmax(-1)
+    total = experts.combine_experts(y, places, shares)
+    close(total, (y[places].double() * shares.double().unsqueeze(-1)).sum(1), 2)
+    close(total, reference.combine_experts(y, places, shares), 2)
+    shared, gate = torch.randn(40, 77).to(dtype), 5 * torch.randn(40, 1).to(dtype)
+    summed = experts.add_shared(total, shared, gate)
+    close(summed, total.double() + shared.double() * gate.double().sigmoid(), 4)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([39], [3, 20, 2], list(range(39, -1, -1))):
+            assert same_bits(experts.combine_experts(y, places[rows], shares[rows]), total[rows])
+            assert same_bits(experts.add_shared(total[rows], shared[rows], gate[rows]), summed[rows])
+
+
 # Rows
 
 
