@@ -153,7 +153,7 @@ OPS: dict[str, Op] = {
         Op("chunk_gated_delta_rule", "delta_rule", _like(2), writes=("state",), external=True, compiled=True),
         Op("combine_experts", "experts", _fake_combine_experts, compiled=True),
         Op("copy_states", "memory", _nothing, writes=("rows",)),
-        Op("delta_gates", "delta_rule", _fake_delta_gates),
+        Op("delta_gates", "delta_rule", _fake_delta_gates, compiled=True),
         Op("expert_linear", "experts", _fake_expert_linear, compiled=True),
         Op("fill_in_tokens", "memory", _nothing, writes=("numbers",)),
         Op("gated_delta_step", "delta_rule_step", _fake_gated_delta_step, writes=("conv", "recurrent"), compiled=True),

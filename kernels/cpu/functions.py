@@ -18,6 +18,7 @@ OF_NUMBERS = {
     "attention": ("attend",),
     "delta_rule": ("rule",),
     "delta_rule_step": ("step",),
+    "gates": ("delta_gates",),
     "elementwise": (
         "norm_rotate_store",
         "rms_norm",

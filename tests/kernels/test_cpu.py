@@ -589,6 +589,30 @@ def test_prompts_of_a_linear_layer_agree_with_the_twins_and_are_by_themselves(
         assert all(same_bits(pool[write], together[write]) for pool, together in zip(pools, ours, strict=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_the_delta_rule_agree_with_fp64_and_a_token_is_by_itself(
+    dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    a, b = inside(20 * torch.randn(400, 24).to(dtype)), 20 * torch.randn(24, 400).to(dtype).t()
+    rate, bias = -4 * torch.rand(24), torch.randn(24).to(dtype)
+    g, beta = delta_rule.delta_gates(a, b, rate, bias)
+    assert (g.dtype, beta.dtype) == (torch.float32, dtype)
+    exact = torch.nn.functional.softplus((a.float() + bias.float()).double(), threshold=100)
+    torch.testing.assert_close(g.double(), rate.double() * exact, rtol=1e-6, atol=1e-37)
+    close(beta, b.double().sigmoid(), 8)
+    for ours, twin in zip((g, beta), reference.delta_gates(a, b, rate, bias), strict=True):
+        close(ours, twin, 8)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([399], [3, 40, 2], list(range(399, -1, -1))):
+            for ours, own in zip((g, beta), delta_rule.delta_gates(a[rows], b[rows], rate, bias), strict=True):
+                assert same_bits(own, ours[rows])
+    far = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 0.0]]).to(dtype)
+    g = delta_rule.delta_gates(far, far, -torch.ones(6), torch.zeros(6).to(dtype))[0]
+    expected = torch.tensor([[float("nan"), -float("inf"), 0.0, -far[0, 3].item(), 0.0, -math.log(2)]])
+    torch.testing.assert_close(g, expected, rtol=1e-6, atol=1e-37, equal_nan=True)
+
+
 def test_types_that_are_not_compiled_are_computed_by_the_twins() -> None:
     x, scale = torch.randn(3, 24).half(), torch.rand(24)
     assert same_bits(elementwise.rms_norm(x, scale, EPS), reference.rms_norm(x, scale, EPS))
