@@ -41,6 +41,7 @@ OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
 OF_FLOATS = {
     "drafts": ("most_likely", "accept_drafts", "begin_chains", "continue_chains", "next_round", "resume_rounds"),
     "experts": ("route_experts",),
+    "softmax": ("softmax", "log_softmax"),
     "memory": ("fill",),
 }
 

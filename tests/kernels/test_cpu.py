@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels import reference
-from hybrid.kernels.cpu import attention, convolution, delta_rule, delta_rule_step, elementwise, experts, matmul
+from hybrid.kernels.cpu import (
+    attention,
+    convolution,
+    delta_rule,
+    delta_rule_step,
+    elementwise,
+    experts,
+    matmul,
+    softmax,
+)
 from hybrid.kernels.cpu.compiled.panels import MAX_NEAR
 from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
@@ -611,6 +620,38 @@ def test_gates_of_the_delta_rule_agree_with_fp64_and_a_token_is_by_itself(
     g = delta_rule.delta_gates(far, far, -torch.ones(6), torch.zeros(6).to(dtype))[0]
     expected = torch.tensor([[float("nan"), -float("inf"), 0.0, -far[0, 3].item(), 0.0, -math.log(2)]])
     torch.testing.assert_close(g, expected, rtol=1e-6, atol=1e-37, equal_nan=True)
+
+
+# Probabilities
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 100, 1024, 5003])
+def test_probabilities_agree_with_fp64_and_a_row_is_by_itself(size: int, threads: Callable[[int], None]) -> None:
+    logits = inside(5 * torch.randn(40, size))
+    temperature = torch.rand(40, dtype=torch.float64) + 0.3
+    values, logs = softmax.softmax(logits, temperature), softmax.log_softmax(logits)
+    exact = (logits.double() / temperature.unsqueeze(-1)).softmax(-1)
+    torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(logs.double(), logits.double().log_softmax(-1), rtol=1e-6, atol=2e-6)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([39], [3, 20, 2], list(range(39, -1, -1))):
+            assert same_bits(softmax.softmax(logits[rows], temperature[rows]), values[rows])
+            assert same_bits(softmax.log_softmax(logits[rows]), logs[rows])
+
+
+def test_probabilities_of_what_is_excluded_are_zero_and_what_is_not_finite_spoils_its_row() -> None:
+    size, infinity = 37, float("inf")
+    logits, temperature = torch.randn(5, size), torch.ones(5).double()
+    logits[0, :30], logits[1, 17], logits[2, 36], logits[3] = -infinity, float("nan"), infinity, -infinity
+    values, logs = softmax.softmax(logits, temperature), softmax.log_softmax(logits)
+    assert bool((values[0, :30] == 0).all())
+    assert bool((logs[0, :30] == -infinity).all())
+    for ours, theirs in ((values, logits.softmax(-1)), (logs, logits.log_softmax(-1))):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    for tiny in (0.0, 1e-300, 1e-30):
+        values = softmax.softmax(logits[4:], torch.tensor([tiny], dtype=torch.float64))
+        assert values.tolist() == [[float(i == int(logits[4].argmax())) for i in range(size)]]
 
 
 def test_types_that_are_not_compiled_are_computed_by_the_twins() -> None:
