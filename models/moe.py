@@ -87,7 +87,12 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Run the part on `[T, size]`."""
         routed = self.experts(x, *self.gate.choose(x, batch), batch)
-        return routed + self.shared_expert(x, batch) * sigmoid(self.shared_expert_gate(x, batch))
+        shared, gate = self.shared_expert(x, batch), self.shared_expert_gate(x, batch)
+        compiled: Any = kernels.compiled_for("experts", routed)
+        if compiled is not None:
+            total: Tensor = compiled.add_shared(routed, shared, gate)
+            return total
+        return routed + shared * sigmoid(gate)
 
 
 def expert_layouts(parameter: str, config: Any) -> Layouts | None:

@@ -12,6 +12,11 @@ Nothing advances by asking: several positions, such as those along a path of dra
 (`Request.sample_row(drafts)`), and one position again and again. The history advances where a token is appended to its
 request, and nowhere else. So an answer does not depend on whether prompts were cached, on what else is in the batch, on
 retraction, on failures, or on how many positions a pass computes.
+
+On a CPU probabilities and their logarithms are computed by compiled operations, each row by itself
+(`hybrid.kernels.cpu.softmax`). What torch computes here is exact, or is one operation on each element that is rounded
+as IEEE 754 says, so that it cannot depend on the batch: values are compared, sorted and gathered, and probabilities are
+added up as whole numbers.
 """
 
 import secrets
@@ -146,9 +151,19 @@ def presample(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
 
 def probabilities(logits: Tensor, rows: SamplingRows) -> Tensor:
     """`[S, vocab]` at the temperature of each row."""
+    compiled: Any = _compiled_softmax(logits)
+    if compiled is not None:
+        found: Tensor = compiled.softmax(logits, rows.temperature)
+        return found
     smallest = torch.finfo(logits.dtype).tiny  # a smaller number would be 0 here
     temperature = rows.temperature.clamp(min=smallest).to(logits.dtype).unsqueeze(-1)
     return torch.softmax((logits - logits.max(-1, keepdim=True).values) / temperature, dim=-1)
+
+
+def _compiled_softmax(logits: Tensor) -> Any:
+    """The module that computes probabilities of these logits, each row by itself; None: torch does."""
+    is_known = logits.dtype == torch.float32 and logits.dim() == 2 and logits.shape[1] > 0
+    return compiled_for("softmax", logits) if is_known else None
 
 
 def _weights(values: Tensor) -> Tensor:
@@ -297,6 +312,7 @@ def token_logprobs(logits: Tensor, chosen: Tensor, count: int) -> Logprobs:
         logits: `[S, vocab]` fp32.
         chosen: `[S]` int64.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
+    compiled: Any = _compiled_softmax(logits)
+    logprobs = compiled.log_softmax(logits) if compiled is not None else torch.log_softmax(logits, dim=-1)
     values, tokens = _first_most_likely(logprobs, min(count, logits.shape[-1]))
     return Logprobs(values, tokens, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1))

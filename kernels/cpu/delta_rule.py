@@ -1,4 +1,5 @@
-"""The gated delta rule of prompts over state slots (`hybrid.kernels.cpu.compiled.delta_rule`)."""
+"""The gated delta rule of prompts over state slots, and its gates (`hybrid.kernels.cpu.compiled.delta_rule`,
+`hybrid.kernels.cpu.compiled.gates`)."""
 
 import torch
 from torch import Tensor
@@ -14,7 +15,25 @@ MIN_SHARED = 1 << 15
 
 DTYPES = (torch.float32, torch.bfloat16)
 
+MIN_SHARED_GATES = 1 << 12
+"""Gates that are worth a thread."""
+
 _rule = Compiled(f"{COMPILED}.delta_rule", "rule")
+_delta_gates = Compiled(f"{COMPILED}.gates", "delta_gates")
+
+
+def delta_gates(a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`reference.delta_gates`, as the decode step has them."""
+    is_known = a.dtype in DTYPES and a.dtype == b.dtype == dt_bias.dtype and rate.dtype == torch.float32
+    if not is_known or a.dim() != 2:
+        return twins.delta_gates(a, b, rate, dt_bias)
+    a, b = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (a, b))
+    rate, dt_bias = rate.contiguous(), dt_bias.contiguous()
+    g, beta = torch.empty(a.shape, dtype=torch.float32), torch.empty(b.shape, dtype=b.dtype)
+    addresses = tuple(tensor.data_ptr() for tensor in (a, b, rate, dt_bias, g, beta))
+    args = (*addresses, a.stride(0), b.stride(0), a.shape[1])
+    run(_delta_gates, KINDS[a.dtype], args, a.shape[0], 1, a.numel() // MIN_SHARED_GATES)
+    return g, beta
 
 
 def chunk_gated_delta_rule(
@@ -40,7 +59,7 @@ def chunk_gated_delta_rule(
         return twins.chunk_gated_delta_rule(
             q, k, v, a, b, rate, dt_bias, state, cu_seqlens, state_read, state_write, captures, chunk_size
         )
-    g, beta = (gate.contiguous() for gate in twins.delta_gates(a, b, rate, dt_bias))
+    g, beta = (gate.contiguous() for gate in delta_gates(a, b, rate, dt_bias))
     captures, y = captures.contiguous(), torch.empty(v.shape, dtype=v.dtype)
     state_read, state_write = state_read.contiguous(), state_write.contiguous()
     tensors = (q, k, v, g, beta, state, cu_seqlens, state_read, state_write, captures, y)

@@ -18,6 +18,7 @@ OF_NUMBERS = {
     "attention": ("attend",),
     "delta_rule": ("rule",),
     "delta_rule_step": ("step",),
+    "gates": ("delta_gates",),
     "elementwise": (
         "norm_rotate_store",
         "rms_norm",
@@ -30,6 +31,7 @@ OF_NUMBERS = {
     "panels": ("make_panels",),
     "drafts": ("choose_drafts",),
     "rotary": ("rotary",),
+    "experts": ("combine_experts", "add_shared"),
     "memory": ("shift", "take", "copy"),
 }
 """Functions of one kind of numbers, by module."""
@@ -38,6 +40,8 @@ OF_PRODUCTS = {"panels": ("multiply_panels",), "matmul": ("multiply",)}
 
 OF_FLOATS = {
     "drafts": ("most_likely", "accept_drafts", "begin_chains", "continue_chains", "next_round", "resume_rounds"),
+    "experts": ("route_experts",),
+    "softmax": ("softmax", "log_softmax"),
     "memory": ("fill",),
 }
 

@@ -19,6 +19,7 @@ from hybrid.engine.sampler import (
     choose,
     new_seed,
     presample,
+    probabilities,
     sample,
     sampling_numbers,
     token_logprobs,
@@ -26,6 +27,7 @@ from hybrid.engine.sampler import (
 )
 from hybrid.engine.sampling_params import SamplingParams
 from support.engines import engine_on, ids
+from support.tensors import same_bits
 
 LOGITS = [1.5, -0.3, 2.0, 0.1, 1.9, -4.0, 0.9, 0.0]
 
@@ -315,10 +317,12 @@ def test_of_tokens_that_are_equally_likely_the_first_are_reported_however_many_a
     logits[1] = 1.0
     chosen = torch.zeros(6, dtype=torch.int64)
     expected = logits.sort(dim=-1, descending=True, stable=True).indices
+    values = token_logprobs(logits, chosen, logits.shape[1]).values
+    torch.testing.assert_close(values, torch.log_softmax(logits, -1).gather(-1, expected))
     for count in (1, 2, 3, 20, 77, 100):
         found = token_logprobs(logits, chosen, count)
         assert torch.equal(found.tokens, expected[:, :count])
-        assert torch.equal(found.values, torch.log_softmax(logits, -1).gather(-1, found.tokens))
+        assert torch.equal(found.values, values[:, :count])
     with_nan = token_logprobs(torch.full((1, 8), torch.nan), chosen[:1], 3)  # its request ends with an error
     assert with_nan.tokens.shape == (1, 3)
 
@@ -328,6 +332,26 @@ def test_the_chosen_token_is_reported_once_however_many_are_asked_for(count: int
     chosen = torch.tensor([4])
     logprobs = token_logprobs(torch.tensor([LOGITS]), chosen, count)
     assert logprobs_of([values.tolist() for values in logprobs], 0, 4, count).keys() == tokens
+
+
+@pytest.mark.parametrize("vocab", [8, 1000, 3001])
+def test_the_bits_of_probabilities_do_not_depend_on_other_rows(vocab: int) -> None:
+    logits = 4 * torch.randn(9, vocab, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(temperature=0.3 + 0.2 * row) for row in range(9)]
+    rows = SamplingRows(*torch.tensor(sampling_numbers([SampleRow(each, 0.5) for each in params]), dtype=torch.float64))
+    chosen = torch.arange(9) % vocab
+    values, logprobs = probabilities(logits, rows), token_logprobs(logits, chosen, 5)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for few in ([8], [3, 1], [8, 7, 6, 5, 4, 3, 2, 1, 0]):
+                own = SamplingRows(*(numbers[few] for numbers in rows))
+                assert same_bits(probabilities(logits[few], own), values[few])
+                for part, whole in zip(token_logprobs(logits[few], chosen[few], 5), logprobs, strict=True):
+                    assert torch.equal(part, whole[few])
+    finally:
+        torch.set_num_threads(before)
 
 
 # In the engine

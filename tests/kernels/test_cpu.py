@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from hybrid.kernels import reference
-from hybrid.kernels.cpu import attention, convolution, delta_rule, delta_rule_step, elementwise, experts, matmul
+from hybrid.kernels.cpu import (
+    attention,
+    convolution,
+    delta_rule,
+    delta_rule_step,
+    elementwise,
+    experts,
+    matmul,
+    softmax,
+)
 from hybrid.kernels.cpu.compiled.panels import MAX_NEAR
 from hybrid.kernels.cpu.kinds import LEFT_OUT
 from hybrid.kernels.packed_kv import KV_DTYPES, pack, row_size, unpack
@@ -183,6 +192,65 @@ def test_products_of_experts_are_those_of_the_twin_and_of_each_pair_by_itself(dt
         own_order, own_places, own_ends = reference.sort_by_expert(chosen[row : row + 1], 5, 0)
         alone = experts.expert_linear(x[row : row + 1], weight, own_order, own_ends, 2, 0)
         assert same_bits(alone[own_places[0]], together[places[row]])
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("count", "top_k"), [(13, 3), (128, 8), (1, 1), (512, 10), (6, 6)])
+def test_experts_are_those_of_fp64_and_of_a_row_by_itself(
+    count: int, top_k: int, normalise: bool, threads: Callable[[int], None]
+) -> None:
+    logits = inside(3 * torch.randn(70, count))
+    weights, chosen = experts.route_experts(logits, top_k, normalise)
+    exact, places = logits.double().softmax(-1).sort(descending=True)
+    exact = exact[:, :top_k]
+    exact = exact / exact.sum(-1, keepdim=True) if normalise else exact
+    assert (weights.dtype, chosen.dtype) == (torch.float32, torch.int64)
+    assert torch.equal(chosen, places[:, :top_k])
+    torch.testing.assert_close(weights.double(), exact, rtol=1e-5, atol=1e-7)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([69], [3, 40, 2], list(range(69, -1, -1))):
+            found, places = experts.route_experts(logits[rows], top_k, normalise)
+            assert same_bits(found, weights[rows])
+            assert torch.equal(places, chosen[rows])
+
+
+def test_of_equal_logits_the_lower_experts_come_first_and_nan_routes_to_experts_that_exist() -> None:
+    logits = torch.zeros(3, 12)
+    logits[1, 5], logits[2, 3:6] = 1, -1
+    assert experts.route_experts(logits, 3, True)[1].tolist() == [[0, 1, 2], [5, 0, 1], [0, 1, 2]]
+    for places in (slice(None), slice(0, 1), slice(11, 12), slice(2, 9)):
+        for value in (float("nan"), float("inf"), -float("inf")):
+            spoiled = torch.randn(2, 12)
+            before = experts.route_experts(spoiled, 3, True)
+            spoiled[0, places] = value
+            for normalise in (True, False):
+                weights, chosen = experts.route_experts(spoiled, 3, normalise)
+                assert bool(((chosen >= 0) & (chosen < 12)).all())
+                assert all(len(set(row)) == 3 for row in chosen.tolist())
+                if value != -float("inf") or places == slice(None):
+                    assert bool(weights[0].isnan().all())
+                assert torch.equal(chosen[1], before[1][1])
+            assert same_bits(experts.route_experts(spoiled, 3, True)[0][1], before[0][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_experts_give_is_added_up_by_ranks_and_each_row_by_itself(
+    dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    y, places = inside(torch.randn(120, 77).to(dtype)), torch.randperm(120).view(40, 3)
+    shares = torch.randn(40, 3).softmax(-1)
+    total = experts.combine_experts(y, places, shares)
+    close(total, (y[places].double() * shares.double().unsqueeze(-1)).sum(1), 2)
+    close(total, reference.combine_experts(y, places, shares), 2)
+    shared, gate = torch.randn(40, 77).to(dtype), 5 * torch.randn(40, 1).to(dtype)
+    summed = experts.add_shared(total, shared, gate)
+    close(summed, total.double() + shared.double() * gate.double().sigmoid(), 4)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([39], [3, 20, 2], list(range(39, -1, -1))):
+            assert same_bits(experts.combine_experts(y, places[rows], shares[rows]), total[rows])
+            assert same_bits(experts.add_shared(total[rows], shared[rows], gate[rows]), summed[rows])
 
 
 # Rows
@@ -528,6 +596,62 @@ def test_prompts_of_a_linear_layer_agree_with_the_twins_and_are_by_themselves(
             if at == 0 and end == CHUNK:
                 assert all(same_bits(pool[write], kept[7]) for pool, kept in zip(pools, ours, strict=True))
         assert all(same_bits(pool[write], together[write]) for pool, together in zip(pools, ours, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_the_delta_rule_agree_with_fp64_and_a_token_is_by_itself(
+    dtype: torch.dtype, threads: Callable[[int], None]
+) -> None:
+    a, b = inside(20 * torch.randn(400, 24).to(dtype)), 20 * torch.randn(24, 400).to(dtype).t()
+    rate, bias = -4 * torch.rand(24), torch.randn(24).to(dtype)
+    g, beta = delta_rule.delta_gates(a, b, rate, bias)
+    assert (g.dtype, beta.dtype) == (torch.float32, dtype)
+    exact = torch.nn.functional.softplus((a.float() + bias.float()).double(), threshold=100)
+    torch.testing.assert_close(g.double(), rate.double() * exact, rtol=1e-6, atol=1e-37)
+    close(beta, b.double().sigmoid(), 8)
+    for ours, twin in zip((g, beta), reference.delta_gates(a, b, rate, bias), strict=True):
+        close(ours, twin, 8)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([399], [3, 40, 2], list(range(399, -1, -1))):
+            for ours, own in zip((g, beta), delta_rule.delta_gates(a[rows], b[rows], rate, bias), strict=True):
+                assert same_bits(own, ours[rows])
+    far = torch.tensor([[float("nan"), float("inf"), -float("inf"), 1e30, -1e30, 0.0]]).to(dtype)
+    g = delta_rule.delta_gates(far, far, -torch.ones(6), torch.zeros(6).to(dtype))[0]
+    expected = torch.tensor([[float("nan"), -float("inf"), 0.0, -far[0, 3].item(), 0.0, -math.log(2)]])
+    torch.testing.assert_close(g, expected, rtol=1e-6, atol=1e-37, equal_nan=True)
+
+
+# Probabilities
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 100, 1024, 5003])
+def test_probabilities_agree_with_fp64_and_a_row_is_by_itself(size: int, threads: Callable[[int], None]) -> None:
+    logits = inside(5 * torch.randn(40, size))
+    temperature = torch.rand(40, dtype=torch.float64) + 0.3
+    values, logs = softmax.softmax(logits, temperature), softmax.log_softmax(logits)
+    exact = (logits.double() / temperature.unsqueeze(-1)).softmax(-1)
+    torch.testing.assert_close(values.double(), exact, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(logs.double(), logits.double().log_softmax(-1), rtol=1e-6, atol=2e-6)
+    for number in (1, 2):
+        threads(number)
+        for rows in ([39], [3, 20, 2], list(range(39, -1, -1))):
+            assert same_bits(softmax.softmax(logits[rows], temperature[rows]), values[rows])
+            assert same_bits(softmax.log_softmax(logits[rows]), logs[rows])
+
+
+def test_probabilities_of_what_is_excluded_are_zero_and_what_is_not_finite_spoils_its_row() -> None:
+    size, infinity = 37, float("inf")
+    logits, temperature = torch.randn(5, size), torch.ones(5).double()
+    logits[0, :30], logits[1, 17], logits[2, 36], logits[3] = -infinity, float("nan"), infinity, -infinity
+    values, logs = softmax.softmax(logits, temperature), softmax.log_softmax(logits)
+    assert bool((values[0, :30] == 0).all())
+    assert bool((logs[0, :30] == -infinity).all())
+    for ours, theirs in ((values, logits.softmax(-1)), (logs, logits.log_softmax(-1))):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    for tiny in (0.0, 1e-300, 1e-30):
+        values = softmax.softmax(logits[4:], torch.tensor([tiny], dtype=torch.float64))
+        assert values.tolist() == [[float(i == int(logits[4].argmax())) for i in range(size)]]
 
 
 def test_types_that_are_not_compiled_are_computed_by_the_twins() -> None:

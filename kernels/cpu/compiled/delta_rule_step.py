@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from hybrid.kernels.cpu.compiled.build import compiled_inline
+from hybrid.kernels.cpu.compiled.gates import beta, log_decay
 from hybrid.kernels.cpu.compiled.tiles import dot
 from hybrid.kernels.cpu.compiled.vectors import (
     FLOATS,
@@ -27,6 +28,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
     ZEROS,
     allocate,
     at,
+    exp,
     first_lanes,
     fma,
     fma_of,
@@ -54,7 +56,7 @@ _COLUMNS = _VECTORS * LANES
 _MAX_RUN = 8
 """Tokens that are computed together. A longer run continues from the state after them."""
 
-_ONE, _TWENTY, _EPS = np.float32(1), np.float32(20), np.float32(1e-6)
+_ONE, _EPS = np.float32(1), np.float32(1e-6)
 
 
 # A key head's inputs: what comes in for its q, for its k and for the values of its heads, side by side
@@ -291,10 +293,8 @@ def _keys_and_gates(x, of_token, inputs, key_dim, head, group):
     _unit(x, q, key_dim, _ONE / np.float32(math.sqrt(np.float32(key_dim))))
     _unit(at(x, key_dim), k, key_dim, _ONE)
     for i in range(group):
-        dt = get(a, head + i) + get(dt_bias, head + i)
-        soft = dt if dt > _TWENTY else np.float32(math.log1p(np.float32(math.exp(dt))))
-        put(gates, 2 * i, np.float32(math.exp(get(rate, head + i) * soft)))
-        put(gates, 2 * i + 1, sigmoid(get(b, head + i)))
+        put(gates, 2 * i, exp(log_decay(get(a, head + i), get(rate, head + i), get(dt_bias, head + i))))
+        put(gates, 2 * i + 1, beta(get(b, head + i)))
     put(gates, 2 * group, dot(q, k, key_dim))
 
 
