@@ -1,19 +1,19 @@
 """Bamba: Mamba-2 layers, and a few of full attention. Its state differs from Qwen's and has the same interface: `spec`
 lists the tensors of its layers, and cache and engine do the rest.
 
-The linear layers run in plain torch on every device (`hybrid.kernels.reference.state_space`).
+The linear layers are compiled on a CPU (`hybrid.kernels.cpu.state_space`), and run in plain torch elsewhere
+(`hybrid.kernels.reference.state_space`).
 """
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
-from hybrid.kernels.reference.elementwise import rotate, silu, softplus
+from hybrid.kernels.reference.elementwise import rotate
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import (
     MLP,
@@ -30,6 +30,11 @@ from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor
 
 
+def _computes(x: Tensor) -> Any:
+    """The module whose functions compute what follows from a tensor."""
+    return kernels.compiled_for("state_space", x) or state_space
+
+
 class GroupedGatedNorm(nn.Module):
     """Root-mean-square norm per group of `x * silu(gate)`."""
 
@@ -41,8 +46,8 @@ class GroupedGatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Norm of `x` `[T, size]`, fp32, times silu of `gate` `[T, size]`; returns the dtype of `gate`."""
-        y = (x * silu(gate.float())).unflatten(-1, (self.groups, -1))
-        return (F.rms_norm(y, y.shape[-1:], None, self.eps).flatten(-2) * self.weight).to(gate.dtype)
+        y: Tensor = _computes(x).grouped_gated_norm(x, gate, self.weight, self.groups, self.eps)
+        return y
 
 
 class Mamba2(nn.Module):
@@ -71,15 +76,16 @@ class Mamba2(nn.Module):
     def forward(self, x: Tensor, batch: Batch, state: dict[str, Tensor], chunk_size: int) -> Tensor:
         """Run the layer on `[T, hidden_size]`; reads and writes the state slots of the batch."""
         gate, mixed, dt = self.in_proj(x, batch).split(self.widths, dim=-1)
-        dt = softplus(dt.float() + self.dt_bias.float()).clamp(*self.limits)
+        computes = _computes(x)
+        dt = computes.time_steps(dt, self.dt_bias, self.limits)
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
         taps = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
         parts = []
         if (prompts := batch.prefills) is not None:
             slots = (prompts.cu_seqlens, prompts.state_read, prompts.state_write, batch.checkpoints)
-            y, b, c = self._split(state_space.biased_causal_conv1d(mixed[prompts.rows], *taps, conv, *slots))
-            rule = state_space.chunk_state_space(y, dt[prompts.rows], b, c, self._rate(), recurrent, *slots, chunk_size)
-            parts.append(self._with_skip(rule, y))
+            y, b, c = self._split(computes.biased_causal_conv1d(mixed[prompts.rows], *taps, conv, *slots))
+            rule = computes.chunk_state_space(y, dt[prompts.rows], b, c, self._rate(), recurrent, *slots, chunk_size)
+            parts.append(computes.add_skip(rule, y, self.D))
         if (decodes := batch.decodes) is not None:
             inputs = (mixed[decodes.rows], dt[decodes.rows])
             parts.append(decode_linear(self, inputs, decodes, batch, state))
@@ -90,9 +96,12 @@ class Mamba2(nn.Module):
         """The convolution and the rule for decoded tokens: `inputs` are the rows of `mixed` and `dt`."""
         mixed, dt = inputs
         conv, recurrent = state["conv"][:, self.layer], state["recurrent"][:, self.layer]
+        computes = _computes(mixed)
         weight, bias, slots = self.conv1d.weight.squeeze(1), self.conv1d.bias, (steps.read, steps.write)
-        y, b, c = self._split(state_space.biased_causal_conv1d_update(mixed, weight, bias, conv, *slots))
-        return self._with_skip(state_space.state_space_step(y, dt, b, c, self._rate(), recurrent, *slots), y)
+        y, b, c = self._split(computes.biased_causal_conv1d_update(mixed, weight, bias, conv, *slots))
+        rule = computes.state_space_step(y, dt, b, c, self._rate(), recurrent, *slots)
+        result: Tensor = computes.add_skip(rule, y, self.D)
+        return result
 
     def _rate(self) -> Tensor:
         """`-exp(A_log)` in fp32, computed once."""
@@ -104,9 +113,6 @@ class Mamba2(nn.Module):
         y, b, c = mixed.split(self.inner_widths, dim=-1)
         shared = (self.groups, self.state_size)
         return y.unflatten(-1, (self.heads, self.head_dim)), b.unflatten(-1, shared), c.unflatten(-1, shared)
-
-    def _with_skip(self, y: Tensor, x: Tensor) -> Tensor:
-        return y + self.D.float().unsqueeze(-1) * x.float()
 
 
 class BambaAttention(nn.Module):

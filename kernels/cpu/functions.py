@@ -27,7 +27,8 @@ OF_NUMBERS = {
         "silu_and_mul",
         "sigmoid_and_mul",
     ),
-    "convolution": ("convolve",),
+    "convolution": ("convolve", "convolve_tokens"),
+    "state_space": ("scan", "advance", "time_steps", "add_skip", "grouped_gated_norm"),
     "panels": ("make_panels",),
     "drafts": ("choose_drafts",),
     "rotary": ("rotary",),
@@ -47,7 +48,7 @@ OF_FLOATS = {
 
 OF_HALVES = {"matmul": ("widen_pairs", "widen"), "memory": ("widen",)}
 
-SECONDS = {"attend": 6, "multiply_panels": 4, "rule": 3, "multiply": 3, "step": 3, "lead": 1}
+SECONDS = {"attend": 6, "multiply_panels": 4, "rule": 3, "multiply": 3, "step": 3, "scan": 2, "lead": 1}
 """CPU time that it takes to compile those that take long: they are compiled first, so that processes end together."""
 
 OF_INTEGERS = {"team": {"lead": 5, "help": 2, "post": 6, "end": 2, "repeat": 4, "compute": 4}}

@@ -1,15 +1,17 @@
-"""Mamba-2's layer over state slots, in plain torch on every device: convolution with a bias, and the state space rule.
+"""The twins of Mamba-2's layer over state slots, in plain torch: convolution with a bias, the state space rule, and
+what comes before and after it.
 
 S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T and y_t = C_t S_t, per head, with a scalar A (Dao and Gu, "Transformers are
 SSMs", 2024). Slots, packed batches, captures and what must stay bitwise are as in `hybrid.kernels.reference`.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.kernels.reference.chunks import above_diagonal, chunk_layout
 from hybrid.kernels.reference.convolution import convolve, convolve_step
-from hybrid.kernels.reference.elementwise import silu
+from hybrid.kernels.reference.elementwise import silu, softplus
 
 
 def biased_causal_conv1d(
@@ -116,3 +118,30 @@ def state_space_step(
         if write >= 0:
             state[write] = current
     return output.squeeze(2)
+
+
+def time_steps(dt: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor:
+    """Softplus of `dt + bias` in fp32, within limits; `[T, heads]`."""
+    return softplus(dt.float() + bias.float()).clamp(*limits)
+
+
+def add_skip(y: Tensor, x: Tensor, d: Tensor) -> Tensor:
+    """`y + d * x` in fp32.
+
+    Args:
+        y, x: `[T, heads, head_dim]`.
+        d: `[heads]`.
+    """
+    return y + d.float().unsqueeze(-1) * x.float()
+
+
+def grouped_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
+    """Root-mean-square norm of each of a row's groups of `x * silu(gate)`, times the weight.
+
+    Args:
+        x: `[T, size]` fp32.
+        gate: `[T, size]`; its type is that of the result.
+        weight: `[size]`.
+    """
+    y = (x * silu(gate.float())).unflatten(-1, (groups, -1))
+    return (F.rms_norm(y, y.shape[-1:], None, eps).flatten(-2) * weight).to(gate.dtype)
