@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
-from hybrid.kernels.reference.elementwise import rotate, silu, softplus
+from hybrid.kernels.reference.elementwise import silu, softplus
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import (
     MLP,
@@ -25,6 +25,7 @@ from hybrid.models.layers import (
     Rotary,
     copy_keys_and_values,
     decode_linear,
+    rotate,
 )
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor

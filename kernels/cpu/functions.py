@@ -25,6 +25,8 @@ OF_NUMBERS = {
         "gated_rms_norm",
         "silu_and_mul",
         "sigmoid_and_mul",
+        "gelu_and_mul",
+        "rotate",
     ),
     "convolution": ("convolve",),
     "panels": ("make_panels",),
