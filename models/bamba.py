@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.reference import state_space
-from hybrid.kernels.reference.elementwise import rotate
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.layers import (
     MLP,
@@ -25,6 +24,7 @@ from hybrid.models.layers import (
     Rotary,
     copy_keys_and_values,
     decode_linear,
+    rotate,
 )
 from hybrid.models.weights import Layouts, Source
 from hybrid.spec import HybridSpec, StateTensor, TokenTensor

@@ -1,7 +1,8 @@
 """Gemma 3, the text model: sliding-window attention in most layers, full attention in the rest. There is no recurrent
 state: what the windows hold is the state of a sequence (`models/windows.py`).
 
-Window layers run in plain torch on prompts; decoded tokens, and full attention, have the kernels of all families.
+On a GPU, window layers run in plain torch on prompts; on a CPU, and for decoded tokens and full attention, by the kernels
+of all families.
 """
 
 from dataclasses import dataclass
@@ -12,8 +13,6 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, StateSteps
 from hybrid.kernels import ops as kernels
-from hybrid.kernels.reference.elementwise import gelu_and_mul, rotate
-from hybrid.kernels.reference.window import window_attention
 from hybrid.models.causal_lm import CausalLM, angles, rotary_frequencies, unsupported_rotary
 from hybrid.models.layers import (
     MLP,
@@ -23,8 +22,10 @@ from hybrid.models.layers import (
     Rotary,
     copy_keys_and_values,
     decode_linear,
+    gelu_and_mul,
+    rotate,
 )
-from hybrid.models.windows import WINDOW, decode_windows, rings
+from hybrid.models.windows import WINDOW, decode_windows, rings, window_attention
 from hybrid.spec import HybridSpec, TokenTensor
 
 FULL, SLIDING = "full_attention", "sliding_attention"

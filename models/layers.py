@@ -15,6 +15,7 @@ from hybrid.batch import Batch, Group, StateSteps
 from hybrid.kernels import ops as kernels
 from hybrid.kernels.batch_invariant import linear
 from hybrid.kernels.packed_kv import is_packed
+from hybrid.kernels.reference import elementwise
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,20 @@ class Projections(nn.Module):
         parts = self._weight.split([len(each.weight) for each in self._linears])
         for each, part in zip(self._linears, parts, strict=True):
             each.weight = nn.Parameter(part, requires_grad=False)
+
+
+def gelu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu(gate) * up` of equal shapes, gelu by its approximation with tanh."""
+    compiled: Any = kernels.compiled_for("elementwise", gate)
+    y: Tensor = (compiled or elementwise).gelu_and_mul(gate, up)
+    return y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of heads `[T, heads, head_dim]`, by angles `[T, rotary_dim]`."""
+    compiled: Any = kernels.compiled_for("elementwise", x)
+    y: Tensor = (compiled or elementwise).rotate(x, cos, sin)
+    return y
 
 
 class RMSNorm(nn.Module):

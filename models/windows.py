@@ -5,11 +5,14 @@ The keys and values of the last `window` tokens are a ring in the sequence's sta
 needs. docs/windows.md has the reasons.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hybrid.batch import StateSteps
 from hybrid.kernels import ops as kernels
+from hybrid.kernels.reference import window as twins
 from hybrid.spec import StateTensor
 
 WINDOW = "window"
@@ -19,6 +22,13 @@ WINDOW = "window"
 def rings(layers: int, window: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> StateTensor:
     """The rings of a model: one for each of its window layers."""
     return StateTensor(WINDOW, (layers, 2, window, kv_heads, head_dim), dtype)
+
+
+def window_attention(query: Tensor, *rest: Any) -> Tensor:
+    """`reference.window.window_attention`: that of prompts."""
+    compiled: Any = kernels.compiled_for("window", query)
+    y: Tensor = (compiled or twins).window_attention(query, *rest)
+    return y
 
 
 def decode_windows(

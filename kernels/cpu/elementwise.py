@@ -20,6 +20,8 @@ _rms_norm = Compiled(f"{COMPILED}.elementwise", "rms_norm")
 _add_rms_norm = Compiled(f"{COMPILED}.elementwise", "add_rms_norm")
 _gated_rms_norm = Compiled(f"{COMPILED}.elementwise", "gated_rms_norm")
 _silu_and_mul = Compiled(f"{COMPILED}.elementwise", "silu_and_mul")
+_gelu_and_mul = Compiled(f"{COMPILED}.elementwise", "gelu_and_mul")
+_rotate = Compiled(f"{COMPILED}.elementwise", "rotate")
 _sigmoid_and_mul = Compiled(f"{COMPILED}.elementwise", "sigmoid_and_mul")
 _norm_rotate_store = Compiled(f"{COMPILED}.elementwise", "norm_rotate_store")
 
@@ -75,6 +77,26 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     if not _are_known(gate, up) or gate.shape != up.shape:
         return twins.silu_and_mul(gate, up)
     return _of_two(_silu_and_mul, gate, up)
+
+
+def gelu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`reference.elementwise.gelu_and_mul`."""
+    if not _are_known(gate, up) or gate.shape != up.shape:
+        return twins.gelu_and_mul(gate, up)
+    return _of_two(_gelu_and_mul, gate, up)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`reference.rotate`."""
+    if not _are_known(x, cos, sin):
+        return twins.rotate(x, cos, sin)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cos, sin, y = cos.contiguous(), sin.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    tokens, heads, size = x.shape
+    addresses = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), y.data_ptr()
+    args = (*addresses, x.stride(0), x.stride(1), heads, size, cos.shape[-1])
+    run(_rotate, KINDS[x.dtype], args, tokens, 1, x.numel() // MIN_SHARED)
+    return y
 
 
 def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:

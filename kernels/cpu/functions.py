@@ -26,6 +26,8 @@ OF_NUMBERS = {
         "gated_rms_norm",
         "silu_and_mul",
         "sigmoid_and_mul",
+        "gelu_and_mul",
+        "rotate",
     ),
     "convolution": ("convolve", "convolve_tokens"),
     "state_space": ("scan", "advance", "time_steps", "add_skip", "grouped_gated_norm"),

@@ -5,6 +5,9 @@ from hybrid.kernels.cpu.target import HAS_WIDE_REGISTERS, LANES
 TOKENS = 16
 """Tokens whose queries attention takes together."""
 
+BLOCK = 64
+"""Keys that attention takes at once, a multiple of LANES."""
+
 COLUMNS = 12
 """Rows of a weight that few rows of x are multiplied with before the next ones; tiles divide it."""
 

@@ -5,6 +5,8 @@ A state slot holds a *ring*: the keys and values of the last `window` tokens, th
 takes its keys follows from its position alone.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,6 +43,41 @@ def window_attention(
     Returns:
         `[T, heads, head_dim]`.
     """
+    window = rings.shape[2]
+
+    def attend(rows: Tensor, both: Tensor, base: int) -> Tensor:
+        length, output = base + both.shape[1], torch.empty_like(rows)
+        position = first = length - len(rows)
+        while position < length:
+            stop = min((position // chunk_size + 1) * chunk_size, length)
+            seen = both[:, max(0, position - window + 1) - base : stop - base]
+            own = slice(position - first, stop - first)
+            output[own] = _attend(rows[own], seen, window, scale)
+            position = stop
+        return output
+
+    slots = (state_read, state_write, captures)
+    return over_rings(query, key, value, rings, cu_seqlens, seq_lens, *slots, attend)
+
+
+def over_rings(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rings: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    state_read: Tensor,
+    state_write: Tensor,
+    captures: Tensor,
+    attend: Callable[[Tensor, Tensor, int], Tensor],
+) -> Tensor:
+    """`window_attention` by a function that attends to the keys and values of one sequence, which are copied.
+
+    Args:
+        attend: computes the outputs of queries of a request from keys and values `[2, tokens, kv_heads, head_dim]`,
+            those of the queries at their end, and the position of the first of these.
+    """
     window, output = rings.shape[2], query.new_empty(query.shape)
     starts, reads, writes = cu_seqlens.tolist(), state_read.tolist(), state_write.tolist()
     kept = [(row, starts[row + 1] - starts[row], slot) for row, slot in enumerate(writes) if slot >= 0]
@@ -55,13 +92,7 @@ def window_attention(
         places = torch.arange(base, first, device=query.device) % window
         new = torch.stack((key[start:end], value[start:end]))
         both = torch.cat((rings[reads[row]][:, places], new), dim=1)  # [2, tokens, kv_heads, head_dim]
-        position = first
-        while position < length:
-            stop = min((position // chunk_size + 1) * chunk_size, length)
-            lowest = max(0, position - window + 1)
-            rows = slice(start + position - first, start + stop - first)
-            output[rows] = _attend(query[rows], both[:, lowest - base : stop - base], window, scale)
-            position = stop
+        output[start:end] = attend(query[start:end], both, base)
         for of, count, slot in kept:
             if of == row:
                 _keep(both[:, : first + count - base], base, rings[slot])

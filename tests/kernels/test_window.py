@@ -1,16 +1,22 @@
 """Attention over rings in state slots against attention written key by key, over poisoned slots."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from hybrid.batch import StateSteps
-from hybrid.kernels.reference.window import window_attention
-from hybrid.models.windows import decode_windows
+from hybrid.models.windows import decode_windows, window_attention
 from support.tensors import ints, poisoned_states, rows_of, same_bits, starts_of, untouched
 
 HEADS, KV_HEADS, DIM, CHUNK, SLOTS, SCALE = 4, 2, 6, 8, 14, 0.3
 WINDOWS = [1, 3, CHUNK, 2 * CHUNK + 5]
+
+
+@pytest.fixture(autouse=True, params=["auto", "reference"])
+def _kernels(request: pytest.FixtureRequest, use_kernels: Callable[[str], None]) -> None:
+    use_kernels(request.param)
 
 
 def tokens(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

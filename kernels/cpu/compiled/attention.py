@@ -24,26 +24,27 @@ from hybrid.kernels.cpu.compiled.vectors import (
     put,
     release,
 )
-from hybrid.kernels.cpu.sizes import TOKENS, UNPACKED
+from hybrid.kernels.cpu.sizes import BLOCK, TOKENS, UNPACKED
 from hybrid.kernels.cpu.target import LANES
-
-BLOCK = 64
-"""Keys that are taken at once, a multiple of LANES."""
 
 _LOWEST = np.float32(-np.inf)
 
 
 @compiled_inline
-def _normalise(scores, count, state, output, size):
-    """Make the scores of a row in a block weights. `state` is the row's maximum and sum so far; they, and its output
+def _normalise(scores, hidden, count, state, output, size):
+    """Make the scores of a row in a block weights, 0 those of the first `hidden` keys. `state` is the row's maximum and sum so far; they, and its output
     so far, are changed to the maximum with this block."""
     for j in range(count, (count + LANES - 1) // LANES * LANES):
+        put(scores, j, _LOWEST)
+    for j in range(hidden):
         put(scores, j, _LOWEST)
     padded = (count + LANES - 1) // LANES * LANES
     before, most = get(state, 0), row_max(scores, padded)
     most = most if most > before else before
     for j in range(padded):
         put(scores, j, exp(get(scores, j) - most))
+    for j in range(hidden):
+        put(scores, j, ZERO)
     for j in range(count, padded):
         put(scores, j, ZERO)
     if before != most:
@@ -82,20 +83,24 @@ def _add_values(outputs, scores, values, of_value, done, sizes):
 def _add_block(queries, cache, of_values, pages, position, count, memory, sizes):
     """Attend to a block of `count` keys and values, from a position on.
 
-    `memory`: scores, states and outputs. `sizes`: tokens, queries of each, size of a head, and how many keys of the
-    block the first token sees: each of the next ones sees one more.
+    `memory`: scores, states and outputs. `sizes`: tokens, queries of each, size of a head, how many keys of the block
+    the first token sees, from its first one on, and how many of these are before its window: each of the next tokens
+    has one more of both.
     """
     scores, states, outputs = memory
-    tokens, group, size, seen = sizes
+    tokens, group, size, seen, hidden = sizes
     rows, done = tokens * group, 0
     while done < count:
         place, part = _place(pages, position + done, count - done)
         multiply_rows(queries, size, at(cache, place), pages[3], states, at(scores, done), BLOCK, rows, part, size)
         done += part
     for row in range(rows):
-        own = min(count, seen + row // group)
-        if own > 0:
-            _normalise(at(scores, row * BLOCK), own, at(states, 2 * row), at(outputs, row * size), size)
+        own, before = min(count, seen + row // group), max(hidden + row // group, 0)
+        if before >= own:
+            for j in range(count):
+                put(scores, row * BLOCK + j, ZERO)
+        else:
+            _normalise(at(scores, row * BLOCK), before, own, at(states, 2 * row), at(outputs, row * size), size)
     done = 0
     while done < count:
         place, part = _place(pages, position + done, count - done)
@@ -105,13 +110,14 @@ def _add_block(queries, cache, of_values, pages, position, count, memory, sizes)
 
 def attend(args, kind, first, last):
     """The KV heads `[first, last)`, counted through the tiles of up to TOKENS tokens of all requests. There may be
-    fewer tiles."""
+    fewer tiles. A token sees the last `window` keys up to its own, all of them if that is 0; with a window the first
+    key is at position 0."""
     a = numbers(args, INDEX)
     query, cache, output = numbers(a[0], kind), numbers(a[1], kind), numbers(a[5], kind)
     table, starts, lengths = numbers(a[2], INDEX), numbers(a[3], INDEX), numbers(a[4], INDEX)
     of_page, of_kind, of_offset, of_head, of_query, width = a[6], a[7], a[8], a[9], a[10], a[11]
     requests, heads, kv_heads, size, page_size = a[12], a[13], a[14], a[15], a[16]
-    scale, begin, kept, row_bytes = as_float(np.int32(a[17])), a[18], a[19], a[20]
+    scale, begin, kept, row_bytes, window = as_float(np.int32(a[17])), a[18], a[19], a[20], a[21]
     group = heads // kv_heads
     most = TOKENS * group
     own_size = most * (2 * size + BLOCK + 2)
@@ -145,9 +151,14 @@ def attend(args, kind, first, last):
                 put(states, 2 * row + 1, ZERO)
         pages = at(table, request * width), page_size, of_page, of_offset
         position = begin
+        unseen = end - tokens + 1 - window if window else INDEX  # keys before the window of the first token
+        if unseen > position:
+            position = unseen // BLOCK * BLOCK
         while position < end:
             count = min(BLOCK - position % BLOCK, end - position)
-            own, sizes = (scores, states, outputs), (tokens, group, size, end - tokens + 1 - position)
+            own = scores, states, outputs
+            hidden = unseen - position if window else -TOKENS
+            sizes = tokens, group, size, end - tokens + 1 - position, hidden
             if kept == UNPACKED:
                 _add_block(queries, at(cache, kv_head * of_head), of_kind, pages, position, count, own, sizes)
             else:

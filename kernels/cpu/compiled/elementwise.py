@@ -26,6 +26,7 @@ from hybrid.kernels.cpu.compiled.vectors import (
 from hybrid.kernels.cpu.sizes import UNPACKED
 
 _ONE = np.float32(1)
+_CUBE, _TWICE = np.float32(0.044715), np.float32(2 * math.sqrt(2 / math.pi))
 
 
 @compiled_inline
@@ -86,11 +87,37 @@ def silu_and_mul(args, kind, first, last):
             put(out, i, (x * sigmoid(x)) * get(up, i))
 
 
+def gelu_and_mul(args, kind, first, last):
+    for row in range(first, last):
+        gate, up, out, size = _two_rows(args, kind, row)
+        for i in range(size):
+            x = get(gate, i)
+            twice = fma((x * x) * x, _CUBE, x) * _TWICE
+            put(out, i, (x * sigmoid(twice)) * get(up, i))
+
+
 def sigmoid_and_mul(args, kind, first, last):
     for row in range(first, last):
         x, gate, out, size = _two_rows(args, kind, row)
         for i in range(size):
             put(out, i, get(x, i) * sigmoid(get(gate, i)))
+
+
+def rotate(args, kind, first, last):
+    a = numbers(args, INDEX)
+    x, cosines, sines, y = numbers(a[0], kind), numbers(a[1], kind), numbers(a[2], kind), numbers(a[3], kind)
+    of_token, of_head, heads, size, rotary = a[4], a[5], a[6], a[7], a[8]
+    half = rotary // 2
+    for token in range(first, last):
+        cos, sin = at(cosines, token * rotary), at(sines, token * rotary)
+        for head in range(heads):
+            own, out = at(x, token * of_token + head * of_head), at(y, (token * heads + head) * size)
+            for i in range(half):
+                first_half, second_half = get(own, i), get(own, half + i)
+                put(out, i, fma(first_half, get(cos, i), -(second_half * get(sin, i))))
+                put(out, half + i, fma(second_half, get(cos, half + i), first_half * get(sin, half + i)))
+            for i in range(rotary, size):
+                out[i] = own[i]
 
 
 @compiled_inline
