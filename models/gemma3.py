@@ -1,8 +1,8 @@
 """Gemma 3, the text model: sliding-window attention in most layers, full attention in the rest. There is no recurrent
 state: what the windows hold is the state of a sequence (`models/windows.py`).
 
-On a GPU, window layers run in plain torch on prompts; on a CPU, and for decoded tokens and full attention, by the kernels
-of all families.
+On a GPU, window layers run in plain torch on prompts; on a CPU, and for decoded tokens and full attention, by the
+kernels of all families.
 """
 
 from dataclasses import dataclass

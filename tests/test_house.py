@@ -1,4 +1,4 @@
-"""What must hold of the code as a whole: the rule of imports, sizes, public names."""
+"""What must hold of the code as a whole: the rule of imports, public names."""
 
 import ast
 import re
@@ -25,9 +25,6 @@ the same place of the line. Words are the files of `hybrid/` itself."""
 
 LEVEL = {room: level for level, place in enumerate(ORDER.split(" < ")) for room in place.split(", ")}
 
-MAX_LINES_OF_A_FILE = 500
-MAX_LINES_OF_A_FUNCTION = 60
-MAX_PARAMETERS = 8
 MAX_PRIVATE_NAMES_IN_TESTS = 10
 
 NO_TORCH = {"tree"}
@@ -118,40 +115,6 @@ def test_kernels_know_no_request_and_no_tree() -> None:
 def test_kernels_and_models_hold_no_init_file() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "models" / "__init__.py").exists()
-
-
-# Sizes
-
-
-def test_a_file_can_be_read_in_one_sitting() -> None:
-    sizes = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert {name: lines for name, lines in sizes.items() if lines > MAX_LINES_OF_A_FILE} == {}
-
-
-def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function of `hybrid/`, by the name of its module. Kernels and models follow papers and checkpoints."""
-    for path in ROOT.glob("hybrid/**/*.py"):
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.FunctionDef):
-                yield f"{name_of(path)}.{node.name}", node
-
-
-def test_a_function_fits_a_screen() -> None:
-    lines = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
-    assert {name: count for name, count in lines.items() if count > MAX_LINES_OF_A_FUNCTION} == {}
-
-
-def test_a_function_takes_a_handful_of_parameters() -> None:
-    def count(arguments: ast.arguments) -> int:
-        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
-        return len([name for name in names if name not in ("self", "cls")])
-
-    taken = {name: count(node.args) for name, node in functions()}
-    assert {name: number for name, number in taken.items() if number > MAX_PARAMETERS} == {}
-
-
-def test_the_benchmarks_stay_small() -> None:
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("bench/**/*.py")) <= 4751
 
 
 # Private names

@@ -68,15 +68,15 @@ class Compiled:
         return failed
 
 
-_loaded: dict[Function, Any] = {}
+loaded: dict[Function, Any] = {}
 """What Numba has made of functions: it keeps their machine code in memory."""
 
 
 def _address(function: Function) -> int:
-    found = _loaded.get(function) or _find(function)
+    found = loaded.get(function) or _find(function)
     if found is None:
         signature = tuple(map(type_of, function.arguments))
-        found = _loaded[function] = build_of(function.module, function.name).compiled(signature)
+        found = loaded[function] = build_of(function.module, function.name).compiled(signature)
     address: int = found.library.get_pointer_to_function(found.fndesc.llvm_func_name)
     return address
 
@@ -85,7 +85,7 @@ def _find(function: Function) -> Any | None:
     """What Numba's cache has of a function."""
     found = build_of(function.module, function.name).kept(tuple(map(type_of, function.arguments)))
     if found is not None:
-        _loaded[function] = found
+        loaded[function] = found
     return found
 
 
@@ -97,7 +97,7 @@ def _known() -> frozenset[Function]:
 def missing(wanted: Sequence[Function]) -> list[Function]:
     """Those of functions that are to be compiled; the others are loaded from Numba's cache."""
     with _lock:
-        return [each for each in wanted if each not in _loaded and _find(each) is None]
+        return [each for each in wanted if each not in loaded and _find(each) is None]
 
 
 def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
@@ -106,7 +106,7 @@ def compile_in_advance(wanted: Sequence[Function]) -> Iterator[Function]:
     imported."""
     functions = all_functions()
     numbers = [functions.index(each) for each in wanted]
-    count = min(_cores(), len(numbers))
+    count = min(cores(), len(numbers))
     if count < 2 or not build_of(wanted[0].module, wanted[0].name).can_be_kept:
         yield from compile_and_keep(list(wanted))
         return
@@ -149,6 +149,6 @@ def compile_share(numbers: Sequence[int]) -> None:
         print(functions.index(function), flush=True)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

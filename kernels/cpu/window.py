@@ -1,5 +1,5 @@
-"""Attention of prompts over sliding windows whose keys and values are state: that of pages, of which one is made for each
-request."""
+"""Attention of prompts over sliding windows whose keys and values are state: that of pages, of which one is made for
+each request."""
 
 import torch.nn.functional as F
 from torch import Tensor

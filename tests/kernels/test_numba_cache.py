@@ -105,7 +105,7 @@ def full_disk(*args: object) -> None:
 @pytest.mark.parametrize("failure", ["no folder", "a full disk", "no home"])
 def test_what_cannot_be_kept_is_compiled(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if failure == "no folder":
-        monkeypatch.setattr(build, "_Cache", no_folder)
+        monkeypatch.setattr(build, "FunctionsCache", no_folder)
     elif failure == "a full disk":
         monkeypatch.setattr(FunctionCache, "save_overload", full_disk)
     else:
@@ -121,7 +121,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     """A process that has loaded nothing, with a cache of its own."""
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     config.reload_config()
-    monkeypatch.setattr(machine_code, "_loaded", {})
+    monkeypatch.setattr(machine_code, "loaded", {})
     build.build_of.cache_clear()
     yield tmp_path
     build.build_of.cache_clear()
@@ -132,7 +132,7 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 def test_processes_compile_in_advance_what_is_then_only_loaded(
     nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_code, "_cores", lambda: 2)
+    monkeypatch.setattr(machine_code, "cores", lambda: 2)
     wanted = [TAKE, SHIFT, COMPUTE]
     assert machine_code.missing(wanted) == wanted
     assert sorted(machine_code.compile_in_advance(wanted)) == sorted(wanted)
@@ -144,7 +144,7 @@ def test_processes_compile_in_advance_what_is_then_only_loaded(
 def test_processes_that_compile_end_with_who_waits_for_them(
     nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_code, "_cores", lambda: 2)
+    monkeypatch.setattr(machine_code, "cores", lambda: 2)
     before = {*psutil.Process().children()}
     compiled = machine_code.compile_in_advance([TAKE, SHIFT, *all_functions()[:4]])
     next(compiled)
@@ -157,7 +157,7 @@ def test_processes_that_compile_end_with_who_waits_for_them(
 def test_where_no_process_runs_what_is_needed_is_compiled_here(
     nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_code, "_cores", lambda: 2)
+    monkeypatch.setattr(machine_code, "cores", lambda: 2)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     assert [*machine_code.compile_in_advance([TAKE, SHIFT])] == []
     assert machine_code.Compiled(*TAKE[:2]).address(*TAKE.arguments)

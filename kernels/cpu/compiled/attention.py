@@ -32,8 +32,8 @@ _LOWEST = np.float32(-np.inf)
 
 @compiled_inline
 def _normalise(scores, hidden, count, state, output, size):
-    """Make the scores of a row in a block weights, 0 those of the first `hidden` keys. `state` is the row's maximum and sum so far; they, and its output
-    so far, are changed to the maximum with this block."""
+    """Make the scores of a row in a block weights, 0 those of the first `hidden` keys. `state` is the row's maximum and
+    sum so far; they, and its output so far, are changed to the maximum with this block."""
     for j in range(count, (count + LANES - 1) // LANES * LANES):
         put(scores, j, _LOWEST)
     for j in range(hidden):

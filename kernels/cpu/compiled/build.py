@@ -55,9 +55,9 @@ class Build:
     def __init__(self, module: str, name: str) -> None:
         plain = vars(import_module(module))[name]
         self._dispatcher = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(plain)
-        self._cache: _Cache | None = None
+        self._cache: FunctionsCache | None = None
         with suppress(RuntimeError):  # no folder can be written: not beside the sources, nor in the user's cache
-            self._cache = _Cache(plain)
+            self._cache = FunctionsCache(plain)
 
     @property
     def can_be_kept(self) -> bool:
@@ -77,7 +77,7 @@ class Build:
         return found
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]  # Numba has no types
+class FunctionsCache(FunctionCache):  # type: ignore[misc]  # Numba has no types
     """Numba's cache of a function, which knows all of its sources, and never fails."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
