@@ -244,6 +244,7 @@ def test_the_public_names_are_these() -> None:
         "Transfer",
         "UnsupportedModelError",
         "Usage",
+        "VersionError",
         "__version__",
     }
     assert all(hasattr(hybrid, name) for name in hybrid.__all__)

@@ -37,7 +37,7 @@ def route_experts(args, kind, first, last):
         if normalises:
             for rank in range(top_k):
                 total += get(share, rank)
-            for i in range(count):  # a row with NaN gives NaN, whoever is chosen
+            for i in range(count):  # a row with NaN gives NaN, whichever are chosen
                 total = total if get(x, i) == get(x, i) else get(x, i)
         else:
             for i in range(count):
