@@ -394,7 +394,7 @@ def test_a_full_disk_behind_stdout_ends_every_command_with_status_2(
 ) -> None:
     """In this process, with the results of the slow commands given: what is looked at is what they print."""
     check = parity.Check("a check", True, None, "")
-    monkeypatch.setattr(parity, "run_parity", lambda *_: parity.Parity([check], []))
+    monkeypatch.setattr(parity, "run_parity", lambda *_: parity.Parity([check]))
     monkeypatch.setattr(demo.Demo, "run", lambda *_: [])
     monkeypatch.setattr(demo, "judge", lambda _: demo.Verdict(True, True, 1, 1, {}))
     monkeypatch.setattr("hybrid.commands.main.forget_output", lambda: None)

@@ -26,11 +26,14 @@ def other_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choose_again()
 
 
-def life(tiny: Engine, path: Path, deterministic: bool = True) -> tuple[list[int], object, int, str]:
-    """An engine on a directory answers, and what it is cold. Returns ids, log-probabilities, its hit, and why."""
+def life(
+    tiny: Engine, path: Path, deterministic: bool = True, is_exact: bool = True
+) -> tuple[list[int], object, int, str]:
+    """An engine on a directory answers, and what it is cold, unless the twins compute, whose bits depend on the batch.
+    Returns ids, log-probabilities, its hit, and why."""
     with engine_on(tiny, pages=40, states=10, deterministic=deterministic, disk="64MiB", directory=path) as engine:
         output = answer(engine, PROMPT, PARAMS)
-        if deterministic:
+        if deterministic and is_exact:
             expected = cold(tiny, PROMPT, PARAMS)
             assert (output.token_ids, output.logprobs) == (expected.token_ids, expected.logprobs)
         return output.token_ids, output.logprobs, output.usage.cached_tokens, str(output.explain)
@@ -41,10 +44,10 @@ def test_other_kernels_compute_in_the_next_life(tiny: Engine, tmp_path: Path, re
     first = life(tiny, tmp_path)
     assert first[2] == 5 * GRID
     request.getfixturevalue("other_kernels")
-    second = life(tiny, tmp_path)
+    second = life(tiny, tmp_path, is_exact=False)
     assert second[2] == 0 and "HYBRID_KERNELS is '' there and 'reference' here" in second[3]
     assert first[1] != second[1], "the test needs kernels that round differently"
-    assert life(tiny, tmp_path)[2] == 5 * GRID, "its own copies are there, too"
+    assert life(tiny, tmp_path, is_exact=False)[2] == 5 * GRID, "its own copies are there, too"
 
 
 def test_where_bits_do_not_count_neither_do_kernels(
