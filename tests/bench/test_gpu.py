@@ -85,7 +85,7 @@ def test_a_rehearsal_runs_every_section(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     ended = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS, str(path)],
-        env=without_fla(tmp_path, HYBRID_KERNELS="reference", TRITON_INTERPRET="0"),
+        env=without_fla(tmp_path, HYBRID_KERNELS="auto", TRITON_INTERPRET="0"),
         capture_output=True,
         text=True,
         check=False,
