@@ -156,6 +156,16 @@ def deferred_interrupts() -> Iterator[DeferredInterrupts]:
         section.restore_handlers()
 
 
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Run a piece of bookkeeping whole: handlers of signals that arrive meanwhile run after it, all of them.
+
+    Within another one, and in other threads than the main one, where handlers never run, it does nothing.
+    """
+    with deferred_interrupts():
+        yield
+
+
 def is_for_the_process(error: BaseException) -> bool:
     """Whether an exception is meant for the process, and no failure of what was under way: Ctrl-C, or a function of the
     user's that calls `sys.exit`. Only the main thread can end the process: elsewhere it is a failure like any other."""

@@ -16,9 +16,10 @@ An allocation that fails changes nothing: the call returns None or False.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, SupportsIndex
@@ -47,8 +48,8 @@ from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers, make_tiers
 from hybrid.checks import MAX_INT, integer, shown
-from hybrid.errors import ArgumentError
-from hybrid.interrupts import deferred_interrupts
+from hybrid.errors import ArgumentError, RequestError
+from hybrid.interrupts import deferred
 from hybrid.key import Key, check_key
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
@@ -60,6 +61,8 @@ from hybrid.tiers.fingerprint import Fingerprint
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind, Released
 from hybrid.tree.tree import Tree
+
+log: logging.Logger = logging.getLogger(__name__)
 
 
 class HybridCache:
@@ -114,6 +117,8 @@ class HybridCache:
         self._stats = CacheStats(page_bytes=sizes.page, checkpoint_bytes=sizes.checkpoint) if sizes else CacheStats()
         self._owner = Owner()
         self.dependents: Dependents = Dependents()
+        self._is_bookkeeping = False
+        self._is_suspect = False  # an exception has left bookkeeping, and the audit after it has not ended
         self._begin()
 
     def _begin(self) -> None:
@@ -356,8 +361,8 @@ class HybridCache:
             ArgumentError: `ttl` is not a positive number.
             MemoryBudgetError: more than half of the memory would be pinned. Nothing was changed.
         """
-        self._owner.claim()
-        return self.pins.add(key, ttl)
+        with self.bookkeeping():
+            return self.pins.add(key, ttl)
 
     def extend_pin(self, pin: Pin, key: Key) -> None:
         """Have a pin protect what is usable of a key by now. A pin that has ended stays so, and so does one of whose
@@ -369,18 +374,18 @@ class HybridCache:
         Raises:
             MemoryBudgetError: more than half of the memory would be pinned. The pin is as it was.
         """
-        self._owner.claim()
-        self.pins.extend(pin, key)
+        with self.bookkeeping():
+            self.pins.extend(pin, key)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin. One that has ended stays so. What is not a `Pin` is an `ArgumentError`."""
-        self._owner.claim()
-        self.pins.remove(pin)
+        with self.bookkeeping():
+            self.pins.remove(pin)
 
     def give_up_a_pin(self) -> bool:
         """End the pin that would expire first, because no request could run otherwise. False when there is none."""
-        self._owner.claim()
-        return self.pins.remove_next_to_expire()
+        with self.bookkeeping():
+            return self.pins.remove_next_to_expire()
 
     # Files
 
@@ -422,8 +427,8 @@ class HybridCache:
         Args:
             after: leave out the pages of the first `after` tokens: who loads it has them.
         """
-        self._owner.claim()
-        return self._archives.collect(keys, namespace, model, after)
+        with self.bookkeeping():
+            return self._archives.collect(keys, namespace, model, after)
 
     def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
         """Bring prefixes of a file, an archive, or its `to_bytes`, into the cache: each checkpoint with all pages
@@ -436,15 +441,61 @@ class HybridCache:
             CacheFileError: it is damaged, or of another model, other settings or another version. Nothing was changed.
             ArgumentError: the memory has no contents that can be written.
         """
-        self._owner.claim()
-        return self._archives.load(source, model)
+        with self.bookkeeping():
+            return self._archives.load(source, model)
 
     # The whole
 
+    @contextmanager
+    def bookkeeping(self) -> Iterator[None]:
+        """Run what changes the cache whole, a step of an engine or a single call: handlers of signals run after it.
+
+        An exception that leaves it, unless it refuses what was asked, has the cache audited, and emptied where the
+        audit fails (`reset_if_inconsistent`). Leases that are not among `leases` then have ended, and their requests
+        have to run again. Within another one it does nothing. Passes of the model belong outside of it.
+
+        Raises:
+            OwnershipError: another thread owns the cache.
+        """
+        self._owner.claim()
+        if self._is_bookkeeping:
+            yield
+            return
+        with deferred():
+            if self._is_suspect:
+                self.reset_if_inconsistent()
+            self._is_bookkeeping = True
+            try:
+                yield
+            except (ArgumentError, RequestError):  # nothing was changed
+                raise
+            except BaseException as error:
+                self.reset_if_inconsistent(error)
+                raise
+            finally:
+                self._is_bookkeeping = False
+
+    def reset_if_inconsistent(self, error: BaseException | None = None) -> bool:
+        """Empty the cache where its audit fails. Returns whether it did: all leases and pins have ended then.
+
+        Args:
+            error: the exception after which it is audited, for the log.
+        """
+        self._owner.claim()
+        self._is_suspect = True  # until this has ended, which a recursion that is too deep prevents
+        try:
+            self.audit()
+            is_consistent = True
+        except Exception as wrong:
+            log.error("the cache is emptied: its bookkeeping is inconsistent after %r; %s", error, wrong)
+            self.reset()
+            is_consistent = False
+        self._is_suspect = False
+        return not is_consistent
+
     def clear(self) -> None:
         """Evict everything that no running request needs and no pin protects. Drafters forget it, too."""
-        self._owner.claim()
-        with deferred_interrupts(), self.tiers.discarding() if self.tiers is not None else nullcontext():
+        with self.bookkeeping(), self.tiers.discarding() if self.tiers is not None else nullcontext():
             self.allocator.evict(self.tree.evict_all)
             self.dependents.clear()
 
@@ -452,7 +503,7 @@ class HybridCache:
         """Forget all that is cached, for a cache that an exception has left inconsistent. Its leases and pins have
         ended then, and are not to be closed. Copies in tiers stay, but those of a tier that is inconsistent too."""
         self._owner.claim()
-        with deferred_interrupts():
+        with deferred():
             self._stats.note_reset(self.stats())
             abandon(self.leases, self.tiers)
             self.memory.reset()
@@ -460,8 +511,7 @@ class HybridCache:
 
     def shutdown(self) -> None:
         """Clear the cache for good: what is worth it is written to disk before. Waits for it for a minute at most."""
-        self._owner.claim()
-        with deferred_interrupts():
+        with self.bookkeeping():
             if self.tiers is not None and self.tiers.begin_shutdown():
                 self.allocator.evict(self.tree.evict_all)
                 self.tiers.close()
