@@ -18,51 +18,122 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, SupportsIndex
+from typing import NoReturn, Protocol, SupportsIndex
+from weakref import WeakSet
 
 import torch
 
 from hybrid.cache.allocator import Allocator
 from hybrid.cache.archives import Archives
 from hybrid.cache.audit import audit
-from hybrid.cache.capture import Capturer
 from hybrid.cache.commit import Committer
 from hybrid.cache.config import CacheConfig, settings_of
-from hybrid.cache.counting import current
-from hybrid.cache.dependents import Dependents
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
-from hybrid.cache.mending import abandon
-from hybrid.cache.new_tree import new_tree
 from hybrid.cache.opener import Opener
-from hybrid.cache.owner import Owner, refuse_copy
-from hybrid.cache.passes import Passes
 from hybrid.cache.pins import Pin, Pins
 from hybrid.cache.restorer import Restorer
 from hybrid.cache.restores import Restores, waited_for
 from hybrid.cache.snapshot import take_snapshot
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers, make_tiers
-from hybrid.checks import MAX_INT, integer, shown
-from hybrid.errors import ArgumentError, RequestError
+from hybrid.checks import MAX_INT, count, integer, shown
+from hybrid.errors import ArgumentError, OwnershipError, RequestError
 from hybrid.interrupts import deferred
 from hybrid.key import Key, check_key
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
+from hybrid.memory.pool import EMPTY_STATE
 from hybrid.observe import notebook
 from hybrid.observe.draw import draw
 from hybrid.observe.snapshot import Decode
 from hybrid.tiers.archive import Archive
 from hybrid.tiers.fingerprint import Fingerprint
+from hybrid.tiers.tier import clear_inconsistent
 from hybrid.tiers.transfer import Transfer
 from hybrid.tree.node import Checkpoint, Kind, Released
+from hybrid.tree.policies import policy_of
+from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
+from hybrid.units import ceil_div
 
 log: logging.Logger = logging.getLogger(__name__)
+
+GHOSTS_PER_PAGE, MIN_GHOSTS = 4, 1 << 17
+"""The tree remembers this many evicted prefixes for each page of the memory, and at least this many: about 15 MB."""
+
+SPARE_SHARE = 0.25
+"""Spare checkpoints leave this part of the memory free."""
+
+
+def refuse_copy(owner: object) -> NoReturn:
+    """Refuse to copy or pickle: for the `__reduce_ex__` of what cannot be.
+
+    Raises:
+        OwnershipError: always.
+    """
+    raise OwnershipError(
+        f"{type(owner).__name__} cannot be copied or pickled: its memory has one owner. Engine.with_cache makes one "
+        "more on the same weights; another process loads the checkpoint itself, and may load what this one has saved"
+    )
+
+
+class _Owner:
+    """The thread that owns a cache: the first that claims it, until another adopts it. In a process that is forked
+    later it is none of the threads: those of PyTorch do not exist there, and a pass may wait for them for ever."""
+
+    def __init__(self) -> None:
+        self._thread: int | None = None
+        self._process = 0
+        self._claiming = threading.RLock()  # a signal handler may claim, too
+
+    def adopt(self) -> None:
+        """Make the calling thread the owner."""
+        self._process = os.getpid()
+        self._thread = threading.get_ident()
+
+    def claim(self) -> None:
+        """Make the calling thread the owner, if there is none."""
+        if self._thread != threading.get_ident() or self._process != os.getpid():
+            with self._claiming:  # of two threads that come together, one becomes the owner
+                if self._thread is None:
+                    self.adopt()
+            self.check()
+
+    def check(self) -> None:
+        """Check that no other thread is the owner.
+
+        Raises:
+            OwnershipError: one is, or one of the process that this one was forked from.
+        """
+        if self._thread is None:
+            return
+        if self._process != os.getpid():
+            raise OwnershipError(
+                "this process was forked from the one that owns this cache, and does not have its threads, for which a "
+                "pass may wait for ever. Load the model in this process, or start processes with 'spawn'; adopt() "
+                "makes the calling thread the owner of this process's copy"
+            )
+        if self._thread != threading.get_ident():
+            raise OwnershipError(
+                "another thread owns this cache; only stats() may be called from here. To hand the cache over, call "
+                "adopt() in the thread that is to own it"
+            )
+
+
+class Clearable(Protocol):
+    """A thing that has learned from the requests of a cache, and can forget it."""
+
+    def clear(self) -> None:
+        """Forget what those have left that have ended."""
+        ...
 
 
 class HybridCache:
@@ -94,7 +165,7 @@ class HybridCache:
         leases: the open leases.
         tiers: copies in host memory and on disk; None: `config` asks for none.
         restores: brings back what they have; None: there are none.
-        dependents: who keeps tokens of requests that have ended; cleared with the cache.
+        on_clear: what keeps tokens of requests that have ended: cleared with the cache, while others refer to it.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -115,8 +186,8 @@ class HybridCache:
         self._on_evict = on_evict
         sizes = memory.sizes
         self._stats = CacheStats(page_bytes=sizes.page, checkpoint_bytes=sizes.checkpoint) if sizes else CacheStats()
-        self._owner = Owner()
-        self.dependents: Dependents = Dependents()
+        self._owner = _Owner()
+        self.on_clear: WeakSet[Clearable] = WeakSet()
         self._is_bookkeeping = False
         self._is_suspect = False  # an exception has left bookkeeping, and the audit after it has not ended
         self._begin()
@@ -124,14 +195,12 @@ class HybridCache:
     def _begin(self) -> None:
         """Make the bookkeeping of a memory of which nothing is in use."""
         memory, config = self.memory, self.config
-        self.tree: Tree = new_tree(memory, config, self.tiers)
+        self.tree: Tree = self._new_tree()
         self._digests = memory.digests() if config.verify_contents else None
         self.allocator: Allocator = Allocator(self.tree, memory, self._digests, self._on_evict)
         self._opener = Opener(self.tree, memory, self.allocator)
         self.leases: set[Lease] = self._opener.leases
         self.pins: Pins = Pins(self.tree, memory, self.allocator)
-        self._passes = Passes(self.allocator, config.page_size)
-        self._capturer = Capturer(self.tree, memory, self.allocator, self.tiers)
         self._committer = Committer(self.tree, memory, self.allocator)
         restorer = Restorer(self._opener, self._committer, self.allocator, memory)
         self._archives = Archives(self.tree, memory, config, self.allocator, restorer, self.tiers)
@@ -139,6 +208,22 @@ class HybridCache:
         self._audit = partial(audit, self.tree, memory, self.leases, self.pins, tiers=self.tiers)
         if self.tiers is not None and memory.sizes is not None:
             self.restores = Restores(self.tiers, self.tree, self._opener, restorer, memory.sizes, config, self._audit)
+
+    def _new_tree(self) -> Tree:
+        departures = self.tiers.departures if self.tiers is not None else None
+        tree = Tree(
+            self.config.page_size,
+            self.config.grid,
+            policy_of(self.config.eviction),
+            self.memory.prices,
+            max_ghosts=max(MIN_GHOSTS, GHOSTS_PER_PAGE * self.memory.pages.capacity),
+            seed=self.config.seed,
+            priority_cap=self.config.priority_cap,
+            pools=Pools(leaving=departures),
+        )
+        if departures is not None:
+            departures.follow(tree)
+        return tree
 
     # The memory
 
@@ -247,12 +332,46 @@ class HybridCache:
     def reserve(self, lease: Lease, num_tokens: int) -> bool:
         """Make sure that the lease has pages for `num_tokens` tokens. False, and nothing changed: no memory is left."""
         self._refuse_closed(lease)
-        return self._passes.reserve(lease, num_tokens)
+        missing = ceil_div(count("reserve: num_tokens", num_tokens), self.config.page_size) - len(lease.block_table)
+        if missing > 0:
+            pages = self.allocator.allocate_pages(missing)
+            if pages is None:
+                return False
+            self.allocator.give_pages(lease, pages)
+        return True
+
+    def reserve_from_free(self, lease: Lease, num_pages: int) -> bool:
+        """Make sure that the lease has `num_pages` pages, from memory that is free: nothing is evicted. False, and
+        nothing changed, when there is too little."""
+        self._refuse_closed(lease)
+        missing = num_pages - len(lease.block_table)
+        if missing > 0:
+            pages = self.memory.pages.allocate(missing)
+            if pages is None:
+                return False
+            self.allocator.give_pages(lease, pages)
+        return True
+
+    def swap_pages(self, lease: Lease, first: int, second: int) -> None:
+        """Have two private pages of the lease change places in its block table: of several continuations that were
+        computed, the one that is kept takes its place.
+
+        Raises:
+            ArgumentError: one of them is not private, or there is none.
+        """
+        self._refuse_closed(lease)
+        if not lease.num_shared <= min(first, second) <= max(first, second) < len(lease.block_table):
+            raise ArgumentError(
+                f"swap_pages: places {first} and {second} of {len(lease.block_table)} pages, of which the first "
+                f"{lease.num_shared} are shared"
+            )
+        self.allocator.exchange_pages(lease, first, second)
 
     def trim(self, lease: Lease, num_pages: int) -> None:
         """Free the lease's private pages after its first `num_pages`. Those that the tree owns stay."""
         self._refuse_closed(lease)
-        self._passes.trim(lease, num_pages)
+        if len(lease.block_table) > max(count("trim: num_pages", num_pages), lease.num_shared):
+            self.allocator.free_pages(lease.cut(num_pages))
 
     def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
         """Allocate a slot for the state after `num_tokens` tokens, which the next pass writes.
@@ -268,19 +387,79 @@ class HybridCache:
             ArgumentError: the position is not on the grid, not beyond the front, or captured already.
         """
         self._refuse_closed(lease)
-        return self._capturer.capture(lease, num_tokens, kind)
+        num_tokens = self._position(lease, num_tokens)
+        if type(kind) is not Kind:
+            if kind not in [*Kind]:
+                raise ArgumentError(f"capture: kind must be one of {', '.join(Kind)}; got {shown(kind)}")
+            kind = Kind(kind)
+        if self._is_useless(lease, num_tokens):
+            return None
+        if not self.memory.checkpoints.num_free and not self._is_admitted(lease, num_tokens, kind):
+            return None
+        return self._capture(lease, num_tokens, kind)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
         """As `capture` (arguments and errors too), of the kind "interval" and from free memory: None unless more than a
         quarter is free. Nothing is evicted, and the policy is not asked."""
         self._refuse_closed(lease)
-        return self._capturer.capture_spare(lease, num_tokens)
+        num_tokens = self._position(lease, num_tokens)
+        if self.memory.free_state_share <= SPARE_SHARE or self._is_useless(lease, num_tokens):
+            return None
+        return self._capture(lease, num_tokens, Kind.INTERVAL)
+
+    def _position(self, lease: Lease, num_tokens: int) -> int:
+        """Check where a state is to be captured."""
+        num_tokens = integer("capture: num_tokens", num_tokens, 0)
+        if num_tokens % self.tree.grid:
+            raise ArgumentError(f"capture: {num_tokens} is not a multiple of the grid of {self.tree.grid}")
+        if num_tokens <= lease.front_tokens:
+            raise ArgumentError(f"capture: the state after {num_tokens} tokens; the front is at {lease.front_tokens}")
+        if lease.captures(num_tokens):
+            raise ArgumentError(f"capture: the state after {num_tokens} tokens is captured already")
+        return num_tokens
+
+    def _is_useless(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether no match could use a checkpoint there, or the tree has one."""
+        if num_tokens > len(lease.key):
+            return False
+        if lease.key.whole(num_tokens, 1) != num_tokens:
+            return True
+        node = lease.shared_node
+        if node is not None and node.end < num_tokens and not node.children:
+            return False  # the usual case: the tree has nothing beyond the lease's pages
+        return self.tree.peek(lease.key, num_tokens).num_tokens == num_tokens
+
+    def _is_admitted(self, lease: Lease, num_tokens: int, kind: Kind) -> bool:
+        """Ask the policy. A checkpoint that is not admitted is remembered all the same, so that the policy learns what
+        it missed."""
+        usage = lease.lost.setdefault(num_tokens, self.tree.new_usage(kind, lease.turn, lease.key.namespace))
+        usage.raise_priority(lease.priority)
+        above = [checkpoint.num_tokens for checkpoint in lease.captured if checkpoint.num_tokens < num_tokens]
+        node = lease.shared_node
+        if node is not None and node.slot is None:
+            node = node.checkpoint_above()
+        while node is not None and node.end >= num_tokens:
+            node = node.checkpoint_above()
+        above.append(node.end if node is not None else 0)
+        if self.tree.admits(usage, num_tokens, max(above), kind == Kind.TURN_END, self.memory.arena is not None):
+            return True
+        return self.tiers is not None and self.tiers.departures.would_copy(usage, num_tokens - max(above))
+
+    def _capture(self, lease: Lease, num_tokens: int, kind: Kind) -> Checkpoint | None:
+        slot = self.allocator.allocate_state()
+        if slot is None:
+            return None
+        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn)
+        lease.captured.append(checkpoint)
+        return checkpoint
 
     def take_back(self, lease: Lease) -> bool:
         """Make sure that the lease has its back slot, the second of the ping-pong pair. False, and nothing changed,
         when there is no memory for one."""
         self._refuse_closed(lease)
-        return self._passes.take_back(lease)
+        if lease.back is None:
+            lease.back = self.allocator.allocate_state()
+        return lease.back is not None
 
     def swap(self, lease: Lease) -> None:
         """The pass has read the front and written the back: they change places, and the old state stays in the back.
@@ -290,7 +469,11 @@ class HybridCache:
                 checkpoint, or the empty state. Nothing was changed.
         """
         self._refuse_closed(lease)
-        self._passes.swap(lease)
+        if lease.back is None:
+            raise OwnershipError("swap: the lease has no back slot; call take_back before the pass")
+        if lease.read_slot != lease.front:
+            raise OwnershipError("swap: the first pass of a lease does not read its front, and must write the front")
+        lease.front, lease.back, lease.back_tokens = lease.back, lease.front, lease.front_tokens
 
     def advance(self, lease: Lease, num_tokens: int) -> None:
         """A pass is done: the front holds the state after `num_tokens` tokens. The matched checkpoint is unlocked.
@@ -300,14 +483,46 @@ class HybridCache:
             OwnershipError: the front was donated.
         """
         self._refuse_closed(lease)
-        self._passes.advance(lease, num_tokens)
+        num_tokens, end = count("advance: num_tokens", num_tokens), len(lease.block_table) * self.config.page_size
+        if not lease.front_tokens <= num_tokens <= end:
+            raise ArgumentError(f"advance: to {num_tokens} tokens, from {lease.front_tokens} on, with pages for {end}")
+        if lease.front == EMPTY_STATE:
+            raise OwnershipError("advance: the front of the lease was donated")
+        if lease.state_lock is not None:
+            self.allocator.unlock(lease.state_lock)
+            lease.state_lock = None
+        lease.read_slot = lease.front
+        lease.front_tokens = num_tokens
+
+    def undo_advance(self, lease: Lease, num_tokens: int, swapped: bool) -> None:
+        """Undo the last `advance`, and the `swap` before it: the pass turned out to write nothing for the lease.
+
+        Args:
+            num_tokens: where the front was, which the pass read.
+            swapped: front and back changed places for the pass. The back counts as empty now.
+
+        Raises:
+            ArgumentError: the front is not beyond `num_tokens`, or is not the lease's own.
+        """
+        self._refuse_closed(lease)
+        if num_tokens >= lease.front_tokens or lease.read_slot != lease.front:
+            raise ArgumentError(
+                f"undo_advance: to {num_tokens} tokens, from {lease.front_tokens}; to before its last pass only"
+            )
+        if swapped:
+            self.swap(lease)
+            lease.back_tokens = 0
+        lease.read_slot, lease.front_tokens = lease.front, num_tokens
 
     def discard(self, lease: Lease) -> None:
         """Void a lease whose pass failed, or yielded numbers that are not finite: the slots that were captured and not
         committed are freed, and nothing else of it can be committed, captured or advanced. What was committed before
         stays. Close the lease when its request has ended."""
         self._refuse_closed(lease)
-        self._passes.discard(lease)
+        lease.is_void = True
+        slots = [checkpoint.slot for checkpoint in lease.captured]
+        lease.captured = []
+        self.allocator.free_states(slots)
 
     def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
         """Hand the pages of `[0, num_tokens)`, and the checkpoints captured there, to the tree.
@@ -333,12 +548,73 @@ class HybridCache:
             limit: tokens of the key up to which a checkpoint may be put.
         """
         self._refuse_closed(lease)
-        self._capturer.donate(lease, limit)
+        limit = integer("donate_states: limit", limit, -MAX_INT)
+        own = lease.front != EMPTY_STATE and lease.read_slot == lease.front
+        if own and self._can_be_donated(lease, lease.front_tokens, limit):
+            lease.captured.append(
+                Checkpoint(lease.front, lease.front_tokens, Kind.TURN_END, lease.priority, lease.turn)
+            )
+            lease.front = EMPTY_STATE
+        elif lease.back is not None and self._can_be_donated(lease, lease.back_tokens, limit):
+            lease.captured.append(Checkpoint(lease.back, lease.back_tokens, Kind.TURN_END, lease.priority, lease.turn))
+            lease.back = None
+
+    def _can_be_donated(self, lease: Lease, num_tokens: int, limit: int) -> bool:
+        on_grid = 0 < num_tokens <= limit and num_tokens % self.tree.grid == 0
+        return on_grid and not lease.captures(num_tokens) and lease.key.whole(num_tokens, 1) == num_tokens
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
         """A request's turn ends after `num_tokens` tokens, all committed: a checkpoint there becomes a turn's end."""
         self._refuse_closed(lease)
         self._committer.end_turn(lease, num_tokens)
+
+    def fork(self, lease: Lease) -> Lease | None:
+        """Open a second lease of the same tokens, up to the front of one that was advanced: the prompt of several
+        answers is computed once.
+
+        Pages that the tree owns are shared. The other pages up to the front, and the front itself, are copied. None,
+        and nothing changed, when there is no memory for that.
+        """
+        self._refuse_closed(lease)
+        num_tokens, num_shared = lease.front_tokens, lease.num_shared
+        num_private = ceil_div(num_tokens, self.config.page_size) - num_shared
+        if lease.front == EMPTY_STATE or lease.read_slot != lease.front or num_private < 0:
+            return None
+        allocated = self.allocator.allocate_request(num_private)
+        if allocated is None:
+            return None
+        front, pages = allocated
+        copy = Lease(
+            key=lease.key,
+            num_known=lease.num_known,
+            front=front,
+            read_slot=front,
+            front_tokens=num_tokens,
+            num_hit_tokens=num_tokens,
+            branching_len=None,
+            explanation=lease.explanation,
+            block_table=lease.block_table[:num_shared],
+            num_shared=num_shared,
+            page_lock=None,
+            state_lock=None,
+            priority=lease.priority,
+            turn=lease.turn,
+        )
+        self.leases.add(copy)
+        self.allocator.give_pages(copy, pages)
+        try:
+            if (node := lease.shared_node) is not None:
+                copy.page_lock = self.tree.lock_pages(node, num_shared * self.config.page_size)
+                self.allocator.share(copy)
+            if self.memory.mover is not None:
+                own = lease.block_table[num_shared : num_shared + num_private]
+                if own:
+                    self.memory.mover.move_pages(dict(zip(own, pages, strict=True)))
+                self.memory.mover.move_states({lease.front: front})
+        except BaseException:
+            self.close(copy)
+            raise
+        return copy
 
     def close(self, lease: Lease) -> None:
         """Give back everything the lease holds.
@@ -382,7 +658,7 @@ class HybridCache:
         with self.bookkeeping():
             self.pins.remove(pin)
 
-    def give_up_a_pin(self) -> bool:
+    def expire_next_pin(self) -> bool:
         """End the pin that would expire first, because no request could run otherwise. False when there is none."""
         with self.bookkeeping():
             return self.pins.remove_next_to_expire()
@@ -497,7 +773,8 @@ class HybridCache:
         """Evict everything that no running request needs and no pin protects. Drafters forget it, too."""
         with self.bookkeeping(), self.tiers.discarding() if self.tiers is not None else nullcontext():
             self.allocator.evict(self.tree.evict_all)
-            self.dependents.clear()
+            for own in [*self.on_clear]:
+                own.clear()
 
     def reset(self) -> None:
         """Forget all that is cached, for a cache that an exception has left inconsistent. Its leases and pins have
@@ -505,7 +782,11 @@ class HybridCache:
         self._owner.claim()
         with deferred():
             self._stats.note_reset(self.stats())
-            abandon(self.leases, self.tiers)
+            for lease in self.leases:
+                if lease.restoring is not None:
+                    lease.restoring.drop()
+                    lease.restoring = None
+            clear_inconsistent(self.tiers.places if self.tiers is not None else ())
             self.memory.reset()
             self._begin()
 
@@ -519,7 +800,20 @@ class HybridCache:
 
     def stats(self) -> CacheStats:
         """What the cache did and holds. May be called from any thread."""
-        return current(self._stats, self.tree, self.memory, self.allocator, self.pins, self.tiers, self.restores)
+        now, tree, allocator, memory = replace(self._stats), self.tree, self.allocator, self.memory
+        now.evicted_pages += allocator.evicted_pages
+        now.evicted_checkpoints += allocator.evicted_checkpoints
+        now.moved_pages += allocator.num_moved
+        now.pages_total, now.pages_free = memory.pages.capacity, memory.pages.num_free
+        now.states_total, now.states_free = memory.checkpoints.capacity, memory.checkpoints.num_free
+        now.pages_cached, now.checkpoints = tree.num_pages, tree.num_checkpoints
+        now.pages_private, now.states_private = allocator.num_private()
+        if self.tiers is not None:
+            self.tiers.count(now)
+        if self.restores is not None:
+            self.restores.count(now)
+        now.pins, now.policy_failure = len(self.pins), tree.policy_failure
+        return now
 
     def draw(self, path: str | Path | None = None, decode: Decode | None = None, *, width: int = 100) -> str:
         """Draw the tree, as text or as a page `path` for a browser; `decode` makes text of ids: see `observe.draw`."""

@@ -67,7 +67,7 @@ class Committer:
 
     def end_turn(self, lease: Lease, num_tokens: int) -> None:
         """See `HybridCache.end_turn`."""
-        node = lease.page_lock.node if lease.page_lock is not None else None
+        node = lease.shared_node
         boundary = count("end_turn: num_tokens", num_tokens) // self._tree.grid * self._tree.grid
         while node is not None and node.end > boundary:
             node = node.parent
@@ -110,7 +110,7 @@ class Committer:
 
     def _enter(self, lease: Lease, key: Key, num_tokens: int, checkpoint: Checkpoint | None) -> Inserted:
         """Insert the lease's pages of `[0, num_tokens)`, and a checkpoint."""
-        start = lease.page_lock.node if lease.page_lock is not None else None
+        start = lease.shared_node
         pages = lease.block_table[: num_tokens // self._tree.page_size]
         past = lease.lost.get(num_tokens)
         inserted = self._tree.insert(key, num_tokens, pages, checkpoint, start, past, lease.hashes)

@@ -10,7 +10,7 @@ from hybrid.cache.explain import Explanation
 from hybrid.cache.restoring import Restoring
 from hybrid.key import Key
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.tree.node import Checkpoint, KeyHashes, Lock, NodeUsage, PageLock, StateLock
+from hybrid.tree.node import Checkpoint, KeyHashes, Lock, Node, NodeUsage, PageLock, StateLock
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +76,15 @@ class Lease:
         first = max(num_pages, self.num_shared)
         unused, self.block_table = self.block_table[first:], self.block_table[:first]
         return unused
+
+    @property
+    def shared_node(self) -> Node | None:
+        """The node where the pages end that it shares with the tree; None: it shares none."""
+        return self.page_lock.node if self.page_lock is not None else None
+
+    def captures(self, num_tokens: int) -> bool:
+        """Whether a checkpoint after `num_tokens` tokens is captured, and not committed."""
+        return any(checkpoint.num_tokens == num_tokens for checkpoint in self.captured)
 
     @property
     def locks(self) -> list[Lock]:

@@ -9,7 +9,6 @@ from math import inf
 from typing import cast
 
 from hybrid.cache.cache import HybridCache
-from hybrid.cache.paths import exchange, extend
 from hybrid.engine.branches import Branches
 from hybrid.engine.build import LoadedModel
 from hybrid.engine.capture import capture_for
@@ -202,7 +201,7 @@ class Drafting:
             until = min(until, ceil_div(part.end, grid) * grid)
         ahead = self._mtp.num_ahead(request.history) if self._mtp is not None else 0
         if part.drafts is not None:  # what others have is not taken back if nothing is computed there
-            extend(self._cache, lease, ceil_div(until + ahead, page_size))
+            self._cache.reserve_from_free(lease, ceil_div(until + ahead, page_size))
         return min(until, len(lease.block_table) * page_size)
 
     def awaits(self, parts: Sequence[Part]) -> bool:
@@ -262,7 +261,7 @@ class Drafting:
         lease, page_size = part.lease, self._cache.config.page_size
         num_pages = max(len(lease.block_table), ceil_div(part.end + drafts.depth, page_size))
         branches = Branches.of(drafts, part.end, page_size, num_pages)
-        if branches.places[0] < lease.num_shared or not extend(self._cache, lease, branches.num_pages):
+        if branches.places[0] < lease.num_shared or not self._cache.reserve_from_free(lease, branches.num_pages):
             return None
         return branches
 
@@ -280,7 +279,7 @@ class Drafting:
         if path and part.branches is not None:
             first, own = part.branches.places[0], part.branches.places[part.branches.home[path[-1]]]
             for page in range(ceil_div(end, page_size) - first if own != first else 0):
-                exchange(self._cache, lease, first + page, own + page)
+                self._cache.swap_pages(lease, first + page, own + page)
         boundary = part.boundary_before(end)
         if boundary is not None:
             self._cache.advance(lease, boundary)

@@ -13,10 +13,9 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 from tqdm import tqdm
 
-from hybrid.cache.cache import HybridCache
+from hybrid.cache.cache import HybridCache, refuse_copy
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation
-from hybrid.cache.owner import refuse_copy
 from hybrid.cache.pins import Pin
 from hybrid.checks import known_keywords
 from hybrid.engine.adapters import Adapters

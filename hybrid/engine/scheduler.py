@@ -19,10 +19,8 @@ from collections.abc import Callable, Iterable, Set
 
 from hybrid.cache import placement
 from hybrid.cache.cache import HybridCache
-from hybrid.cache.fork import fork as fork_lease
 from hybrid.cache.lease import Lease
 from hybrid.cache.mending import is_unexpected
-from hybrid.cache.retreat import retreat
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.drafting import Drafting
 from hybrid.engine.leaders import Leaders
@@ -135,7 +133,7 @@ class Scheduler:
     def retreat(self, part: Part) -> None:
         """A part was launched that wrote nothing: its last token was not known to the device. It is computed again."""
         if part.is_alive:
-            retreat(self.cache, part.lease, part.start, part.swaps)
+            self.cache.undo_advance(part.lease, part.start, part.swaps)
             part.request.num_computed = part.start
 
     def commit(self, part: Part, computed: int) -> None:
@@ -425,7 +423,7 @@ class Scheduler:
         fork.is_fork, fork.explanation = False, request.explanation
         lease = None
         if request.lease is not None and len(self.running) < self.config.max_num_seqs:
-            lease = fork_lease(self.cache, request.lease)
+            lease = self.cache.fork(request.lease)
         if lease is None:
             self.waiting.return_first(fork)
             return
@@ -460,7 +458,7 @@ class Scheduler:
         num_pages, num_checkpoints = self.cache.tree.num_pages, self.cache.tree.num_checkpoints
         self.cache.allocator.evict(self.cache.tree.evict_all)  # copies in tiers stay
         emptied = self.cache.tree.num_pages < num_pages or self.cache.tree.num_checkpoints < num_checkpoints
-        return emptied or self.cache.give_up_a_pin()
+        return emptied or self.cache.expire_next_pin()
 
     def _retract(self, request: Request) -> None:
         """Take a running request off its memory, to be resumed first. A replay is given up."""

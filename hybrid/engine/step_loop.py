@@ -217,7 +217,7 @@ class StepLoop:
                     self._scheduler.discard(replay)
                 self._next = None
                 self.runner = ClosedRunner()
-                while self._cache.give_up_a_pin():
+                while self._cache.expire_next_pin():
                     pass
                 self._cache.shutdown()
             finally:

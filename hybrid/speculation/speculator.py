@@ -495,5 +495,5 @@ def make_speculator(
     if len(set(names)) < len(names):
         raise ArgumentError(f"SpeculationConfig: drafters must have different names, got {names}")
     own = Speculator(config, sorted(drafters, key=lambda drafter: drafter is mtp), vocab_size, clock, max_rows)
-    cache.dependents.add(own)
+    cache.on_clear.add(own)
     return own

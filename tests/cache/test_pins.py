@@ -278,12 +278,12 @@ def test_the_pin_that_would_end_first_is_given_up(cache: AuditedCache, clock: Cl
     for text, ttl in (("a", math.inf), ("b", 5.0), ("c", 50.0)):
         pinned(cache, text, ttl)
     gone = []
-    while cache.give_up_a_pin():
+    while cache.expire_next_pin():
         cache.audit()
         cache.clear()
         gone.append([text for text in "abc" if not kept(cache, text)])
     assert gone == [["b"], ["b", "c"], ["a", "b", "c"]]
-    assert not cache.give_up_a_pin()
+    assert not cache.expire_next_pin()
 
 
 def test_pins_end_in_the_order_of_their_times_however_many_came_and_went(cache: AuditedCache, clock: Clock) -> None:
@@ -305,10 +305,10 @@ def test_pins_end_in_the_order_of_their_times_however_many_came_and_went(cache: 
         assert set(cache.pins) == set(ends)
     while ends:
         first = min(ends.values())
-        assert cache.give_up_a_pin()
+        assert cache.expire_next_pin()
         (gone,) = set(ends) - set(cache.pins)
         assert ends.pop(gone) == first
-    assert not cache.give_up_a_pin()
+    assert not cache.expire_next_pin()
 
 
 def test_pins_that_were_let_go_of_do_not_pile_up(cache: AuditedCache) -> None:

@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Owned], object]] = {
     "pin what is not there": lambda owned: owned.cache.pin(key_of(owned.cache, "q")),
     "extend_pin": lambda owned: owned.cache.extend_pin(owned.pin, key_of(owned.cache, "abcd")),
     "unpin": lambda owned: owned.cache.unpin(owned.pin),
-    "give_up_a_pin": lambda owned: owned.cache.give_up_a_pin(),
+    "expire_next_pin": lambda owned: owned.cache.expire_next_pin(),
     "clear": lambda owned: owned.cache.clear(),
 }
 

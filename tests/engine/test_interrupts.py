@@ -278,13 +278,13 @@ def test_a_handler_may_close_the_engine(
 def test_a_handler_that_raises_while_an_engine_is_closed_waits(tiny: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_on(tiny)
     answer(engine, ids(40), greedy(4, pin_for=100.0))
-    give_up = engine.cache.give_up_a_pin
+    give_up = engine.cache.expire_next_pin
 
     def ringing() -> bool:
         signal.raise_signal(signal.SIGUSR1)
         return give_up()
 
-    monkeypatch.setattr(engine.cache, "give_up_a_pin", ringing)
+    monkeypatch.setattr(engine.cache, "expire_next_pin", ringing)
     with handler(signal.SIGUSR1, raising), pytest.raises(TimeLimitError):
         engine.close()
     assert engine.cache.memory.tensors is None

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hybrid import Drafter, Engine, History, SamplingParams, SpeculationConfig
-from hybrid.cache.retreat import retreat
 from hybrid.engine import sampler
 from hybrid.engine.request import Request, Status
 from hybrid.engine.results import PendingTokens
@@ -395,6 +394,6 @@ def test_a_lease_retreats_to_before_its_last_pass_only(tiny: Engine) -> None:
     (request,) = engine.scheduler.running
     assert request.status is Status.RUNNING and request.lease is not None
     with pytest.raises(ArgumentError, match=r"to 16 tokens, from 16"):
-        retreat(engine.cache, request.lease, GRID, False)
+        engine.cache.undo_advance(request.lease, GRID, False)
     engine.scheduler.discard(request)
     engine.close()

@@ -12,7 +12,6 @@ import torch
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.fork import fork
 from hybrid.errors import ArgumentError, AuditError, OwnershipError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.digests import Contents
@@ -314,7 +313,7 @@ def by_a_fork(forgotten: str | None) -> tuple[Held, Held]:
         randomize(tensors.tokens, page, rng)
     randomize(tensors.state, lease.front, rng)
     cache.advance(lease, len(key))
-    copy = fork(cache, lease)
+    copy = cache.fork(lease)
     assert copy is not None
     both = []
     for own in (lease, copy):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from hybrid import ArgumentError, CacheConfig, Engine, EngineConfig, SamplingParams
-from hybrid.cache.paths import exchange
 from hybrid.commands.judge import ANSWER, Judge
 from hybrid.commands.parity_drafts import Known
 from hybrid.commands.random_checkpoints import write_random_checkpoint
@@ -140,9 +139,9 @@ def test_only_private_pages_change_places(tiny: Engine) -> None:
     engine.step()
     (lease,) = engine.cache.leases
     with pytest.raises(ArgumentError, match="first 3 are shared"):
-        exchange(engine.cache, lease, 2, 3)
+        engine.cache.swap_pages(lease, 2, 3)
     with pytest.raises(ArgumentError, match="places 3 and 4"):
-        exchange(engine.cache, lease, 3, 4)
+        engine.cache.swap_pages(lease, 3, 4)
     run_to_end(engine)
 
 

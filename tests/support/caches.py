@@ -10,7 +10,6 @@ from typing import Any
 
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
-from hybrid.cache.fork import fork
 from hybrid.cache.lease import Lease
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
@@ -409,7 +408,7 @@ class RandomWorkload:
     def fork(self, request: Running) -> None:
         """Another answer to the tokens up to now, if there is memory for a copy of their state."""
         before, own, memory = self._evicted(), request.lease, self.memory
-        lease = fork(self.cache, own)
+        lease = self.cache.fork(own)
         self.cache.audit()
         if lease is not None:
             if self.cache.memory.mover is not None:  # what it moves is not where it was; here it is copied
