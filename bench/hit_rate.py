@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from hybrid import CacheConfig, CacheMemory, HybridCache, HybridError
 from hybrid.cache import placement
-from hybrid.cache.config import PLACEMENTS, STATE_DTYPES
+from hybrid.cache.config import DEFAULT_PLACEMENT, STATE_DTYPES
 from hybrid.key import Key
 from hybrid.tiers.disk import MAX_SEGMENT_BYTES, READ
 from hybrid.tiers.host import COPY
@@ -236,7 +236,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--geometry", metavar="NAME", help=f"{shapes}, or bytes of KV per token,bytes of a state")
     parser.add_argument("--budget-gb", type=float, help="memory, 1 GB = 1e9 bytes; inf: never runs out")
     parser.add_argument("--policy", default="lhd", choices=list(POLICIES), help="what is evicted first (default: lhd)")
-    placements = ",".join(PLACEMENTS)
+    placements = ",".join(DEFAULT_PLACEMENT)
     parser.add_argument("--placement", default=placements, help=f"where checkpoints are put (default: {placements})")
     parser.add_argument("--state-dtype", default="float32", choices=STATE_DTYPES, help="how checkpoints are stored")
     parser.add_argument("--host", type=float, default=0.0, help="host memory behind it, in multiples of the budget")

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import reprlib
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, ParamSpec, TypeGuard, TypeVar
 
 import numpy as np
 
-from hybrid.errors import ArgumentError, KeywordError
+from hybrid.errors import ArgumentError, CheckpointError, KeywordError
 
 Settings = TypeVar("Settings", bound=type)
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+"""The types that a model runs in, for who checks arguments before torch is imported."""
 
 SETTINGS_ELSEWHERE = {
     "max_tokens": "max_new_tokens",
@@ -188,3 +193,28 @@ def text(name: str, value: str) -> str:
             "bytes with the right encoding, or with errors='replace'"
         ) from None
     return value
+
+
+def is_file(path: Path) -> bool:
+    """Whether a checkpoint has a file, which it may also lack.
+
+    Raises:
+        CheckpointError: something of that name is there, and is not a file that can be read: a folder, a pipe, a link
+            that leads nowhere, as in a download of which parts were deleted. It is not taken for a file that is
+            missing.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            with path.open("rb"):
+                return True
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a link to {str(path.readlink())!r:.200}, which is not there; download the checkpoint again"
+            ) from error
+        return False
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; check its permissions, or copy it again") from error
+    kind = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+    raise CheckpointError(f"{path} is {kind}, and must be a file; remove it, or copy the checkpoint again")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.batch import LowRank
+from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
-from hybrid.files import is_file
 from hybrid.models.causal_lm import CausalLM
 from hybrid.models.json_files import read_config
 from hybrid.models.layers import Linear

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, UnsupportedModelError
-from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import is_compiled
 from hybrid.kernels.ops import compiled_module, uses_triton
 from hybrid.models.bamba import BambaForCausalLM

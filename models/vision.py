@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hybrid.checks import is_file
 from hybrid.errors import CheckpointError, PromptError
-from hybrid.files import is_file
 from hybrid.models.json_files import read_config
 from hybrid.models.loading import Checkpoint
 from hybrid.models.weights import Loader, Source, stored_tensors

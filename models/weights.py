@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid.checks import is_file
 from hybrid.errors import CheckpointError
-from hybrid.files import is_file
 from hybrid.models.json_files import MAX_INDEX_BYTES, parse_json, read_json
 from hybrid.models.weight_memory import WeightMemory, aligned
 

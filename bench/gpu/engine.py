@@ -207,7 +207,7 @@ def restore(bench: Bench) -> Iterator[Line]:
         if not bench.has(25, f"restores, {mode}"):
             continue
         engine, document = make_engine(bench, graphs=graphs, host="4GiB"), ids(s.document)
-        cache, arrivals = engine.cache, engine.cache.memory.arrivals
+        cache, arrivals = engine.cache, engine.cache.memory.uploads
         taken: dict[str, list[float]] = {"layers": [], "all": [], "device": [], "leaving": []}
         first_token(engine, document)
         for run, side in product(range(s.runs + 2), ("layers", "all", "device")):  # the first two runs warm up

@@ -304,7 +304,7 @@ class HybridCache:
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
         """As `open` (`limit` may be all of the key), without waiting for a disk: while `lease.restoring` is not None,
-        call `proceed`. On a GPU what was restored may be on its way: wait for `memory.arrivals` before it is used."""
+        call `proceed`. On a GPU what was restored may be on its way: wait for `memory.uploads` before it is used."""
         self._owner.claim()
         self.pins.expire()
         lease = self._opener.open(key, limit, num_tokens, priority)
@@ -365,7 +365,7 @@ class HybridCache:
                 f"swap_pages: places {first} and {second} of {len(lease.block_table)} pages, of which the first "
                 f"{lease.num_shared} are shared"
             )
-        self.allocator.exchange_pages(lease, first, second)
+        self.allocator.swap_pages(lease, first, second)
 
     def trim(self, lease: Lease, num_pages: int) -> None:
         """Free the lease's private pages after its first `num_pages`. Those that the tree owns stay."""

@@ -17,6 +17,9 @@ from hybrid.units import byte_count, format_bytes, parse_memory
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
 """Where checkpoints can be placed."""
 
+DEFAULT_PLACEMENT = ("branch", "turn_end", "prompt_end", "geometric")
+"""Where they are."""
+
 GPU_MEMORY = 0.9
 """The part of a GPU's free memory that a cache allocates by default; the rest is for the temporaries of a pass."""
 
@@ -83,7 +86,7 @@ class CacheConfig:
     directory_readable: bool = False
     state_share: float | None = None
     eviction: str | Policy = "lhd"
-    placement: Sequence[str] = PLACEMENTS
+    placement: Sequence[str] = DEFAULT_PLACEMENT
     state_dtype: str = "float32"
     kv_dtype: str = "auto"
     deterministic: bool | None = None

@@ -32,7 +32,7 @@ class Leaver(NamedTuple):
     Attributes:
         name: of its copy.
         num_bytes: of its contents.
-        read: reads them. They may be on their way to the host then (`CacheMemory.outgoing`).
+        read: reads them. They may be on their way to the host then (`CacheMemory.downloads`).
         path: makes `Offer.path`.
         note: of a checkpoint: see `Offer`.
         is_asked: a copy was asked for, however likely it is to be wanted.
@@ -178,7 +178,7 @@ class Departures:
 
     def _whole(self, read: Callable[[], Contents]) -> bytes:
         """Contents that the host may read: host memory keeps them while they are on their way, a disk cannot."""
-        return bytes(self._memory.outgoing.wait(read()))
+        return bytes(self._memory.downloads.wait(read()))
 
     def would_copy(self, usage: NodeUsage, num_tokens: int, has_below: bool = False) -> bool:
         """Whether a checkpoint would be copied if it left the device.
@@ -195,7 +195,7 @@ class Departures:
     def _pass_on(self, host: HostTier, disk: DiskTier) -> None:
         """What host memory dropped is offered to the disk."""
         for name, contents, path, note in host.take_dropped():
-            read = partial(self._memory.outgoing.wait, contents)
+            read = partial(self._memory.downloads.wait, contents)
             leaver = Leaver(name, len(contents), read, partial(iter, path), note)
             disk.offer(self._for(disk, leaver))
 

@@ -11,7 +11,7 @@ from hybrid.cache.commit import Committer
 from hybrid.cache.lease import Lease
 from hybrid.cache.opener import Opener
 from hybrid.key import Key
-from hybrid.memory.arrivals import Arrivals
+from hybrid.memory.copies import Uploads
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.node import Checkpoint, Kind, NodeUsage
@@ -88,13 +88,13 @@ class Restorer:
             self._opener.close(lease)
 
     @property
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> Uploads:
         """What was written, and is on its way."""
-        return self._memory.arrivals
+        return self._memory.uploads
 
     def fill(self, lease: Lease, boundary: Boundary) -> Outcome:
         """Write what a lease lacks up to a boundary beyond its hit into its own pages, and insert them with the
-        checkpoint. On a GPU contents are on their way then (`hybrid.memory.arrivals`). Otherwise the lease is as it
+        checkpoint. On a GPU contents are on their way then (`hybrid.memory.copies`). Otherwise the lease is as it
         was, but for contents of its private pages, which it has not computed yet.
         """
         page_size = self._opener.page_size

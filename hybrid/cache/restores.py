@@ -21,7 +21,7 @@ from hybrid.cache.restoring import Candidate, Restoring
 from hybrid.cache.stats import CacheStats
 from hybrid.cache.tiers import Tiers
 from hybrid.key import TOKEN_BYTES, Key
-from hybrid.memory.arrivals import Arrivals
+from hybrid.memory.copies import Uploads
 from hybrid.memory.memory import UnitSizes
 from hybrid.tiers.chain import chain
 from hybrid.tiers.restored import Restored
@@ -68,7 +68,7 @@ class Restores:
         self._tiers = tiers
         self._tree = tree
         self._opener = opener
-        self.arrivals: Arrivals = restorer.arrivals
+        self.arrivals: Uploads = restorer.arrivals
         self._restorer = restorer
         self._sizes = sizes
         self._page_size = config.page_size

@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 
-from hybrid.dtypes import DTYPE_NAMES
+from hybrid.checks import DTYPE_NAMES
 from hybrid.errors import ArgumentError
 
 OWN_DTYPE = (

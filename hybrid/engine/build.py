@@ -13,8 +13,7 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import make_cache
 from hybrid.cache.fingerprints import fingerprint_of
-from hybrid.checks import integer, shown
-from hybrid.dtypes import DTYPE_NAMES
+from hybrid.checks import DTYPE_NAMES, integer, is_file, shown
 from hybrid.engine.config import EngineConfig
 from hybrid.engine.cuda_graphs import CapturedPasses
 from hybrid.engine.model_runner import ModelRunner
@@ -22,7 +21,6 @@ from hybrid.engine.padding import MAX_PROMPT_TOKENS
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.warm_up import warm_up
 from hybrid.errors import ArgumentError, CheckpointError
-from hybrid.files import is_file
 from hybrid.kernels.batch_invariant import multiplies_pairs
 from hybrid.kernels.ops import check_gpu_kernels, setting
 from hybrid.memory.device import free_memory

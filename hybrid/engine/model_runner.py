@@ -99,8 +99,8 @@ class ModelRunner:
         self.graphs = graphs
         self._cache = cache
         self._kv, self._state = cache.kv, cache.state_tensors
-        self._arrivals = cache.memory.arrivals
-        self._computing = cache.memory.computing
+        self._arrivals = cache.memory.uploads
+        self._computing = cache.memory.in_flight
         self._device = device
         self._deterministic = deterministic
         self._end_tokens = end_tokens

@@ -161,7 +161,7 @@ class MtpDrafter(ChainDrafter):
 
     def _predict(self, asked: Sequence[tuple[Part, int]]) -> list[Proposed]:
         """What follows the last known token of each part, for each as many tokens as are asked for."""
-        self._cache.memory.computing.settle()
+        self._cache.memory.in_flight.settle()
         numbers, counts = self._numbers([part for part, _ in asked]), [count for _, count in asked]
         histories = [part.request.history for part, _ in asked]
         # as they were before the latest tokens came: chains may be computed in the call that chooses these

@@ -29,7 +29,7 @@ from hybrid.engine.sampler import (
 )
 from hybrid.engine.verification import Verification
 from hybrid.kernels.cpu.threads import torch_on_one_thread
-from hybrid.memory.device import Arriving, on_device
+from hybrid.memory.device import HostCopy, on_device
 from hybrid.speculation.drafts import Accepted
 
 UNSETTLED = -3
@@ -108,7 +108,7 @@ class PendingTokens:
         self._computed = computed
         self._settle: Callable[[], Tensor] | None = None
         self._tokens: Tensor | None = None
-        self._arriving: Arriving
+        self._arriving: HostCopy
 
     def choose(self) -> Tensor:
         """The tokens on the device, `[S]`: the first call chooses them. Negative: there is none, or it is not known
@@ -189,7 +189,7 @@ class PendingTokens:
         count = sum([own.count for own in self._plan.sampled])
         if len(tokens) > count:  # of padding
             tokens = tokens[:count]
-        self._arriving = Arriving([tokens, *more, *(self._logprobs(tokens) or ())])
+        self._arriving = HostCopy([tokens, *more, *(self._logprobs(tokens) or ())])
         return tokens
 
     def _logprobs(self, tokens: Tensor) -> Logprobs | None:

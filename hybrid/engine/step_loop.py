@@ -326,7 +326,7 @@ class StepLoop:
         """Whether the next step is launched before the results of this one are waited for."""
         if self._overlap is not None:
             return self._overlap
-        return self._cache.memory.computing.is_under_way and not self._scheduler.may_prefill
+        return self._cache.memory.in_flight.is_under_way and not self._scheduler.may_prefill
 
     def _note_time(self, launched: Launched) -> None:
         """The results of a step are there."""

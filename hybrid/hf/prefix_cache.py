@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from hybrid.cache.cache import HybridCache
-from hybrid.cache.config import PLACEMENTS, CacheConfig
+from hybrid.cache.config import DEFAULT_PLACEMENT, CacheConfig
 from hybrid.cache.explain import Explanation, explain
 from hybrid.cache.fingerprints import fingerprint_of
 from hybrid.cache.pins import Pin
@@ -121,7 +121,7 @@ class PrefixCache:
         deterministic: bool | None = None,
         chunk_size: int | None = None,
         eviction: str | Policy = "lhd",
-        placement: Sequence[str] = PLACEMENTS,
+        placement: Sequence[str] = DEFAULT_PLACEMENT,
         **tiers: Unpack[TierOptions],
     ) -> None:
         options = [*(PrefixCache.__init__.__kwdefaults__ or ()), *TierOptions.__annotations__]

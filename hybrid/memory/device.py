@@ -29,7 +29,7 @@ def on_device(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.pin_memory().to(device, non_blocking=True)
 
 
-class Arriving:
+class HostCopy:
     """Tensors on their way to the host: copied after the work that their device was given before, while the host, and
     then the device, do other work.
 

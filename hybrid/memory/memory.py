@@ -13,12 +13,10 @@ from hybrid.checks import integer
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.kernels.codec import stored_layout
 from hybrid.memory.arena import Arena, ArenaPool, PieceLayout
-from hybrid.memory.arrivals import Arrivals
-from hybrid.memory.computing import Computing
+from hybrid.memory.copies import Downloads, Uploads
 from hybrid.memory.digests import ContentReader, Contents, ContentWriter, Digests
-from hybrid.memory.outgoing import Outgoing
 from hybrid.memory.pool import EMPTY_STATE, IndexPool
-from hybrid.memory.tensors import CacheTensors
+from hybrid.memory.tensors import CacheTensors, InFlight
 from hybrid.spec import HybridSpec
 from hybrid.units import Prices, format_bytes
 
@@ -112,9 +110,9 @@ class CacheMemory:
         ArgumentError: there is a pool of stored checkpoints, and nothing that stores them.
 
     Attributes:
-        arrivals: contents on their way into the tensors.
-        outgoing: contents on their way from them to the host.
-        computing: what other threads compute on the tensors.
+        uploads: contents on their way into the tensors.
+        downloads: contents on their way from them to the host.
+        in_flight: what other threads compute on the tensors.
     """
 
     def __init__(
@@ -135,9 +133,9 @@ class CacheMemory:
         self.arena: Arena | None = arena
         self.sizes: UnitSizes | None = sizes
         self.tensors: CacheTensors | None = tensors
-        self.arrivals: Arrivals = tensors.arrivals if tensors is not None else Arrivals()
-        self.outgoing: Outgoing = tensors.outgoing if tensors is not None else Outgoing()
-        self.computing: Computing = tensors.computing if tensors is not None else Computing()
+        self.uploads: Uploads = tensors.uploads if tensors is not None else Uploads()
+        self.downloads: Downloads = tensors.downloads if tensors is not None else Downloads()
+        self.in_flight: InFlight = tensors.in_flight if tensors is not None else InFlight()
         self.mover: Mover | None = mover if mover is not None else tensors
         self.store: CheckpointStore | None = None
         if checkpoints is not None:
@@ -262,13 +260,13 @@ class CacheMemory:
 
     def release(self) -> None:
         """Free the tensors. The pools stay as they are, and nothing can be computed on this memory any more."""
-        self.computing.settle()
-        self.arrivals.settle()
+        self.in_flight.settle()
+        self.uploads.settle()
         self.tensors = self.mover = self.store = None
 
     def reset(self) -> None:
         """Nothing is in use any more, whatever was. Contents stay until they are overwritten."""
-        self.arrivals.settle()
+        self.uploads.settle()
         if self.arena is not None:
             self.arena.reset()
         else:
@@ -277,7 +275,7 @@ class CacheMemory:
 
     def write(self, pages: Sequence[int], contents: Sequence[Contents], place: int, checkpoint: Contents) -> None:
         """Write all of a boundary, as this memory's mover has read it, or one like it. In tensors on a GPU it is on its
-        way afterwards (`arrivals`). When this raises, the pages and the place hold anything.
+        way afterwards (`uploads`). When this raises, the pages and the place hold anything.
 
         Args:
             pages, contents: pages that no one reads, and what they are to hold.
@@ -294,7 +292,7 @@ class CacheMemory:
 
     def fetch_page(self, page: int) -> Contents:
         """What a page holds that is about to be freed, as this memory's mover reads it. Of tensors on a GPU it is on
-        its way afterwards (`outgoing`)."""
+        its way afterwards (`downloads`)."""
         reader = self._reader
         return reader.fetch_page(page) if isinstance(reader, CacheTensors) else reader.read_page(page)
 
@@ -315,8 +313,8 @@ class CacheMemory:
         """The tensors, of a memory that has them: no other thread computes on them, and the device's next work waits
         for contents that are on their way."""
         assert self.tensors is not None
-        self.computing.settle()
-        self.arrivals.settle()
+        self.in_flight.settle()
+        self.uploads.settle()
         return self.tensors
 
     @property

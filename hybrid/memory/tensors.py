@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,15 +18,57 @@ from hybrid.errors import MemoryBudgetError, OwnershipError
 from hybrid.kernels.codec import StoredLayout, restore, store
 from hybrid.kernels.ops import copy_states
 from hybrid.memory.arena import PieceLayout
-from hybrid.memory.arrivals import Arrivals, Copier, Copy, Share, layer_groups, shares_of
-from hybrid.memory.computing import Computing
+from hybrid.memory.copies import (
+    Copier,
+    Copy,
+    Downloads,
+    Share,
+    Uploads,
+    copier_for,
+    layer_groups,
+    outward_copier_for,
+    shares_of,
+)
 from hybrid.memory.device import on_device
 from hybrid.memory.digests import Contents
-from hybrid.memory.outgoing import Outgoing
 from hybrid.memory.pool import EMPTY_STATE
-from hybrid.memory.streams import copier_for, outward_copier_for
 from hybrid.spec import HybridSpec, Place
 from hybrid.units import format_bytes
+
+
+class PassInFlight(Protocol):
+    """A pass that was given to other threads."""
+
+    def end(self) -> None:
+        """Wait until it has ended. Whether it failed is known to who reads its results."""
+        ...
+
+
+class InFlight:
+    """The passes that other threads of a CPU compute on a memory, one after another, while the host schedules the next
+    step; the latest is known.
+
+    A GPU does in order what it is given. Threads of a CPU do not: what reads or writes contents of pages and state
+    slots outside of a pass waits for the pass under way first (`settle`).
+    """
+
+    def __init__(self) -> None:
+        self._latest: PassInFlight | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a pass was begun that nothing has waited for here."""
+        return self._latest is not None
+
+    def begin(self, latest: PassInFlight) -> None:
+        """A pass was given to other threads. When it ends, those before it have."""
+        self._latest = latest
+
+    def settle(self) -> None:
+        """Wait for what is under way."""
+        if self._latest is not None:
+            self._latest.end()
+            self._latest = None
 
 
 class StoredCheckpoints:
@@ -36,8 +79,8 @@ class StoredCheckpoints:
         pieces: `[num_pieces, piece_bytes]` uint8: the memory.
         per_piece: stored checkpoints in a piece.
         state: the tensors of the state slots by name, `[num_slots, *shape]`.
-        arrivals: what is on its way into the memory.
-        computing: what other threads compute on it.
+        uploads: what is on its way into the memory.
+        in_flight: what other threads compute on it.
 
     Attributes:
         places: where each tensor of the state is in a stored checkpoint, and its scales if it has any.
@@ -49,12 +92,12 @@ class StoredCheckpoints:
         pieces: Tensor,
         per_piece: int,
         state: dict[str, Tensor],
-        arrivals: Arrivals,
-        computing: Computing,
+        uploads: Uploads,
+        in_flight: InFlight,
     ) -> None:
         self._layout = layout
-        self._arrivals = arrivals
-        self._computing = computing
+        self._uploads = uploads
+        self._in_flight = in_flight
         self._pieces = pieces
         self._per_piece = per_piece
         self._state = state
@@ -73,19 +116,19 @@ class StoredCheckpoints:
 
     def store(self, slot: int, place: int) -> None:
         """Pack the state of a slot into the place of a stored checkpoint."""
-        self._computing.settle()
+        self._in_flight.settle()
         store(self._layout, {name: tensor[slot] for name, tensor in self._state.items()}, self.bytes_of(place))
 
     def restore(self, place: int, slot: int) -> None:
         """Unpack a stored checkpoint into a state slot."""
-        self._computing.settle()
-        self._arrivals.wait(0)  # it arrives with the first layer
+        self._in_flight.settle()
+        self._uploads.wait(0)  # it arrives with the first layer
         restore(self._layout, self.bytes_of(place), {name: tensor[slot] for name, tensor in self._state.items()})
 
     def move_stored(self, moves: dict[int, int]) -> None:
         """Copy each stored checkpoint (key) to its new place (value)."""
-        self._computing.settle()
-        self._arrivals.before(checkpoints=moves)
+        self._in_flight.settle()
+        self._uploads.before(checkpoints=moves)
         for old, new in moves.items():
             self.bytes_of(new).copy_(self.bytes_of(old))
 
@@ -103,11 +146,11 @@ class CacheTensors:
         states: `[num_slots, stride]` uint8: the bytes of each slot, and the gap to the next.
 
     Attributes:
-        arrivals: what is on its way into pages and checkpoints. Methods wait for it where they must; who reads or
-            writes the tensors below calls `Arrivals.settle` or `Arrivals.wait` before.
-        computing: what other threads compute on them. Methods wait for it; who reads or writes the tensors below
-            calls `Computing.settle` before.
-        outgoing: what is on its way from them to the host.
+        uploads: what is on its way into pages and checkpoints. Methods wait for it where they must; who reads or
+            writes the tensors below calls `Uploads.settle` or `Uploads.wait` before.
+        in_flight: what other threads compute on them. Methods wait for it; who reads or writes the tensors below
+            calls `InFlight.settle` before.
+        downloads: what is on its way from them to the host.
         tokens: per name, `[num_pages, *outer, page_size / block, *inner]`.
         state: per name, `[num_slots, *shape]`.
         stored: checkpoints that are stored smaller; None: checkpoints are state slots.
@@ -125,9 +168,9 @@ class CacheTensors:
         self._copier: Copier | None = copier_for(pages.device)
         groups = layer_groups(spec, page_size, self._copier.min_bytes if self._copier is not None else 0)
         self._groups = groups
-        self.arrivals: Arrivals = Arrivals(self._copier, groups)
-        self.outgoing: Outgoing = Outgoing(outward_copier_for(pages.device))
-        self.computing: Computing = Computing()
+        self.uploads: Uploads = Uploads(self._copier, groups)
+        self.downloads: Downloads = Downloads(outward_copier_for(pages.device))
+        self.in_flight: InFlight = InFlight()
 
     def page_layout(self) -> str:
         """What a page holds: the tensors, in order."""
@@ -172,61 +215,61 @@ class CacheTensors:
         states = memory.view(num_pieces * layout.states, layout.num_bytes // layout.states)
         tensors = cls(spec, page_size, memory.view(num_pieces * layout.pages, -1), states)
         if stored is not None:
-            owned = tensors.state, tensors.arrivals, tensors.computing
+            owned = tensors.state, tensors.uploads, tensors.in_flight
             tensors.stored = StoredCheckpoints(stored, memory, layout.stored, *owned)
         return tensors
 
     def move_pages(self, moves: dict[int, int]) -> None:
         """Copy each page (key) to its new place (value)."""
-        self.computing.settle()
-        self.arrivals.before(pages=moves)
+        self.in_flight.settle()
+        self.uploads.before(pages=moves)
         _copy(self._pages, moves)
 
     def move_states(self, moves: dict[int, int]) -> None:
         """Copy each state slot (key) to its new place (value)."""
-        self.computing.settle()
+        self.in_flight.settle()
         if self.stored is None:
-            self.arrivals.before(checkpoints=moves)
+            self.uploads.before(checkpoints=moves)
         _copy(self._states, moves)
 
     def read_page(self, page: int) -> Contents:
         """The bytes of a page: of every tensor per token, one after the other."""
-        return self.outgoing.wait(self.fetch_page(page))
+        return self.downloads.wait(self.fetch_page(page))
 
     def read_checkpoint(self, slot: int) -> Contents:
         """The bytes of a checkpoint: of every tensor of a state slot, or of the place of a stored checkpoint."""
-        return self.outgoing.wait(self.fetch_checkpoint(slot))
+        return self.downloads.wait(self.fetch_checkpoint(slot))
 
     def fetch_page(self, page: int) -> Contents:
-        """As `read_page`; on a GPU they are on their way to the host (`outgoing`), and the page may be written."""
-        self.arrivals.before(pages=[page])
+        """As `read_page`; on a GPU they are on their way to the host (`downloads`), and the page may be written."""
+        self.uploads.before(pages=[page])
         return self._read(self._pages[page], self._page_places)
 
     def fetch_checkpoint(self, slot: int) -> Contents:
         """As `read_checkpoint`, likewise."""
-        self.arrivals.before(checkpoints=[slot])
+        self.uploads.before(checkpoints=[slot])
         return self._read(*self._checkpoint(slot))
 
     def _read(self, row: Tensor, places: Sequence[Place]) -> Contents:
         """The bytes of every tensor in a row, without the gaps, which hold what was there before."""
-        self.computing.settle()
+        self.in_flight.settle()
         if self._copier is not None:
-            return self.outgoing.begin([row[place.start : place.start + place.num_bytes] for place in places])
+            return self.downloads.begin([row[place.start : place.start + place.num_bytes] for place in places])
         data = row.numpy()
         return b"".join(data[place.start : place.start + place.num_bytes].tobytes() for place in places)
 
     def write_page(self, page: int, contents: Contents) -> None:
         """Write what `read_page` has read."""
-        self.computing.settle()
+        self.in_flight.settle()
         _write(self._pages[page], self._page_places, contents)
 
     def write_checkpoint(self, slot: int, contents: Contents) -> None:
         """Write what `read_checkpoint` has read."""
-        self.computing.settle()
+        self.in_flight.settle()
         _write(*self._checkpoint(slot), contents)
 
     def write(self, pages: Sequence[int], contents: Sequence[Contents], slot: int, checkpoint: Contents) -> None:
-        """Write pages and a checkpoint: on a GPU they are on their way afterwards (`arrivals`). When this raises, they
+        """Write pages and a checkpoint: on a GPU they are on their way afterwards (`uploads`). When this raises, they
         hold anything."""
         if self._copier is None:
             for page, own in zip(pages, contents, strict=True):
@@ -245,7 +288,7 @@ class CacheTensors:
                 copies[at] += _copies(row, source, group.state)
             elif not at:  # it is unpacked whole, for all layers
                 copies[at] += _copies(row, source, shares_of(places))
-        self.arrivals.begin(copies, pages, slot)
+        self.uploads.begin(copies, pages, slot)
 
     def _checkpoint(self, slot: int) -> tuple[Tensor, Sequence[Place]]:
         """The bytes of a checkpoint, and where its tensors are in them."""

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.checks import boolean, is_integer, shown
+from hybrid.checks import boolean, is_file, is_integer, shown
 from hybrid.errors import CheckpointError, PromptError
-from hybrid.files import is_file
 from hybrid.key import Key
 from hybrid.prompts import messages as chat
 from hybrid.prompts.control_tokens import ControlTokens, marked

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from hybrid.cache.config import PLACEMENTS
+from hybrid.cache.config import DEFAULT_PLACEMENT
 from hybrid.cache.placement import of_prompt, spare, sparse
 from hybrid.key import Key
 from hybrid.tree.node import Kind
@@ -12,7 +12,7 @@ from hybrid.tree.node import Kind
 GRID = 16
 
 
-def positions(names: tuple[str, ...] = PLACEMENTS, end: int = 100, **more: object) -> dict[int, str]:
+def positions(names: tuple[str, ...] = DEFAULT_PLACEMENT, end: int = 100, **more: object) -> dict[int, str]:
     arguments: dict = {"branching_len": None, "shared": (), "declared": (), "is_replay": False, **more}
     return of_prompt(names, end, GRID, **arguments)
 

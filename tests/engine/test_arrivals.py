@@ -59,7 +59,7 @@ def begun(engine: Engine, prompt: list[int]) -> Lease:
     key = Key.of(prompt)
     lease = engine.cache.begin(key, len(key) - 1, len(key))
     assert lease is not None and lease.restoring is None and lease.num_hit_tokens
-    assert engine.cache.memory.arrivals.are_pending
+    assert engine.cache.memory.uploads.are_pending
     return lease
 
 
@@ -130,7 +130,7 @@ def test_a_pass_waits_for_all_before_it_ends(
     pending = list[tuple[bool, bool]]()
 
     def watched(*args: Any) -> Any:
-        arrivals = engine.cache.memory.arrivals
+        arrivals = engine.cache.memory.uploads
         before, logits = arrivals.are_pending, forward(*args)
         pending.append((before, arrivals.are_pending))
         return logits
@@ -239,7 +239,7 @@ def test_memory_that_is_freed_while_contents_arrive_is_used_after_that(tiny: Eng
         evicted(engine, prompt)
         engine.cache.close(begun(engine, prompt))
         engine.cache.clear()  # without a copy: no one reads it
-        assert not engine.cache.memory.arrivals.are_pending
+        assert not engine.cache.memory.uploads.are_pending
         for other in others:
             assert_same(answer(engine, other, PARAMS), cold(tiny, other, PARAMS))
     assert_nothing_held(engine)
@@ -280,7 +280,7 @@ def test_private_memory_is_freed_once_contents_are_there(
     contents, checkpoint = bytes(tensors.read_page(pages[0])), bytes(tensors.read_checkpoint(place))
     cache.memory.write(pages, [contents], place, checkpoint)
     allocator.free_states([slot])
-    assert cache.memory.arrivals.are_pending, "it was another slot"
+    assert cache.memory.uploads.are_pending, "it was another slot"
     if is_page:
         allocator.free_pages(pages)
     else:
@@ -307,7 +307,7 @@ def test_readers_wait_for_what_arrives(tiny: Engine, late: list[LateCopier], rea
     evicted(engine, prompt)
     cache = engine.cache
     cache.close(begun(engine, prompt))
-    cache.memory.arrivals.settle()
+    cache.memory.uploads.settle()
     data = saved(engine, prompt)
     cache.allocator.evict(cache.tree.evict_all)
     lease = begun(engine, prompt)
@@ -323,7 +323,7 @@ def test_readers_wait_for_what_arrives(tiny: Engine, late: list[LateCopier], rea
     elif read == "open":
         key = Key.of(prompt)
         again = cache.open(key, len(key) - 1, len(key))
-        assert again is not None and not cache.memory.arrivals.are_pending
+        assert again is not None and not cache.memory.uploads.are_pending
         cache.close(again)
     else:
         found = getattr(cache, read)
@@ -338,7 +338,7 @@ def test_what_is_loaded_is_there(tiny: Engine, late: list[LateCopier]) -> None:
     source, target, prompt = small(tiny, host=None), small(tiny, host=None), ids(6 * GRID + 3)
     answer(source, prompt, PARAMS)
     assert target.load(source.dump([prompt])).checkpoints
-    assert not target.cache.memory.arrivals.are_pending and late[1].num_calls
+    assert not target.cache.memory.uploads.are_pending and late[1].num_calls
     assert_same(answer(target, prompt, PARAMS), cold(tiny, prompt, PARAMS))
 
 
@@ -372,7 +372,7 @@ def test_a_stored_checkpoint_that_arrives_is_moved_once_it_is_there(tiny: Engine
     node = cache.tree.peek(lease.key, len(prompt)).checkpoint
     assert place is not None and store is not None and node is not None and node.slot is not None
     store.move_stored({node.slot: place})
-    assert not cache.memory.arrivals.are_pending
+    assert not cache.memory.uploads.are_pending
     cache.allocator.free_checkpoint(place)
     cache.close(lease)
     assert_nothing_held(engine)

@@ -22,7 +22,7 @@ from hybrid.engine.scheduler import Scheduler
 from hybrid.engine.step import Part, Step
 from hybrid.engine.step_loop import Launched
 from hybrid.errors import ArgumentError
-from hybrid.memory.device import Arriving
+from hybrid.memory.device import HostCopy
 from hybrid.prompts.encode import EncodedPrompt
 from support.engines import GRID, answer, assert_nothing_held, cold, engine_on, greedy, ids, run_to_end
 from support.graphs import overlapping, with_graphs
@@ -37,7 +37,7 @@ def watched(engine: Engine) -> Iterator[list[str]]:
     outside of the model, by its name."""
     events: list[str] = []
     inside = [False]
-    launch, wait, model = engine.runner.launch, Arriving.wait, engine.runner.model  # type: ignore[attr-defined]
+    launch, wait, model = engine.runner.launch, HostCopy.wait, engine.runner.model  # type: ignore[attr-defined]
 
     def quiet(run: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -71,7 +71,7 @@ def watched(engine: Engine) -> Iterator[list[str]]:
     with (
         patch.object(engine.runner, "launch", launched),
         patch.object(engine.runner, "model", watched_model),
-        patch.object(Arriving, "wait", quiet(wait, "wait")),
+        patch.object(HostCopy, "wait", quiet(wait, "wait")),
         patch.multiple(Tensor, **{name: read(name) for name in READS}),
     ):
         yield events

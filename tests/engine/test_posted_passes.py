@@ -206,7 +206,7 @@ def under_way(engine: Engine) -> None:
         engine.add_request(prompt, greedy(30))
     for _ in range(4):
         engine.step()
-    assert engine.cache.memory.computing.is_under_way
+    assert engine.cache.memory.in_flight.is_under_way
 
 
 def test_an_abort_between_steps_leaves_the_others_as_they_are(tiny: Engine) -> None:
@@ -228,7 +228,7 @@ def test_an_engine_may_be_closed_or_forgotten_while_a_pass_is_under_way(tiny: En
     engine = engine_on(tiny)
     under_way(engine)
     engine.close()
-    assert not engine.cache.memory.computing.is_under_way
+    assert not engine.cache.memory.in_flight.is_under_way
     for _ in range(5):
         engine = engine_on(tiny)
         under_way(engine)
@@ -272,7 +272,7 @@ engine.generate([[5] * 20], params, progress=False)
 engine.add_request([6] * 20, params)
 for _ in range(5):
     engine.step()
-assert engine.cache.memory.computing.is_under_way
+assert engine.cache.memory.in_flight.is_under_way
 child = os.fork()
 if child == 0:
     torch.set_num_threads(1)
@@ -284,7 +284,7 @@ if child == 0:
     os._exit(found[-1])
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 50
 assert engine.step()
-print("under way", engine.cache.memory.computing.is_under_way)
+print("under way", engine.cache.memory.in_flight.is_under_way)
 """
 
 

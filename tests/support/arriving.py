@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.memory.arrivals import Copy
+from hybrid.memory.copies import Copy
 
 POISON = 0xFF
 """A byte of which every float consists that is NaN."""

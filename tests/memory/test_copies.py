@@ -13,10 +13,17 @@ from torch import Tensor
 
 from hybrid import Engine
 from hybrid.errors import ArgumentError
-from hybrid.memory.arrivals import Arrivals, Copy, LayerGroup, layer_groups
+from hybrid.memory.copies import (
+    Copy,
+    Downloads,
+    LayerGroup,
+    StreamCopier,
+    Uploads,
+    copier_for,
+    layer_groups,
+    outward_copier_for,
+)
 from hybrid.memory.memory import CacheMemory
-from hybrid.memory.outgoing import Outgoing
-from hybrid.memory.streams import StreamCopier, copier_for, outward_copier_for
 from hybrid.memory.tensors import CacheTensors
 from hybrid.spec import HybridSpec, LayerTensors, Place, StateTensor, TokenTensor
 from support.arriving import CopyError, LateCopier, late_copiers
@@ -122,12 +129,12 @@ def test_layers_that_list_what_is_not_theirs_are_refused(layer: LayerTensors, me
 # What is on its way
 
 
-def arriving() -> tuple[Arrivals, LateCopier, list[Tensor]]:
+def arriving() -> tuple[Uploads, LateCopier, list[Tensor]]:
     """Two groups of copies, of page 3 and of checkpoint 5, on their way to two tensors."""
     copier, targets = LateCopier(), [torch.zeros(4, dtype=torch.uint8) for _ in range(2)]
-    arrivals = Arrivals(copier, (LayerGroup(0, (), ()), LayerGroup(2, (), ())))
-    arrivals.begin([[Copy(target, torch.ones(4, dtype=torch.uint8))] for target in targets], [3], 5)
-    return arrivals, copier, targets
+    uploads = Uploads(copier, (LayerGroup(0, (), ()), LayerGroup(2, (), ())))
+    uploads.begin([[Copy(target, torch.ones(4, dtype=torch.uint8))] for target in targets], [3], 5)
+    return uploads, copier, targets
 
 
 def are_there(targets: list[Tensor]) -> list[bool]:
@@ -135,14 +142,14 @@ def are_there(targets: list[Tensor]) -> list[bool]:
 
 
 def test_a_layer_waits_for_its_contents_and_those_before() -> None:
-    arrivals, _, targets = arriving()
-    assert arrivals.are_pending
+    uploads, _, targets = arriving()
+    assert uploads.are_pending
     for layer, there in ((0, [True, False]), (1, [True, False]), (2, [True, True])):
-        arrivals.wait(layer)
+        uploads.wait(layer)
         assert are_there(targets) == there
-    assert arrivals.are_pending, "another pass may wait, too"
-    arrivals.settle()
-    assert not arrivals.are_pending
+    assert uploads.are_pending, "another pass may wait, too"
+    uploads.settle()
+    assert not uploads.are_pending
 
 
 @pytest.mark.parametrize(
@@ -150,44 +157,44 @@ def test_a_layer_waits_for_its_contents_and_those_before() -> None:
     [((1, 2), (4,), False), ((), (3,), False), ((5,), (), False), ((2, 3), (), True), ((), {5: 6}, True)],
 )
 def test_who_uses_what_is_on_its_way_waits(pages: Any, checkpoints: Any, waits: bool) -> None:
-    arrivals, _, targets = arriving()
-    arrivals.before(pages, checkpoints)
+    uploads, _, targets = arriving()
+    uploads.before(pages, checkpoints)
     assert are_there(targets) == [waits, waits]
-    assert arrivals.are_pending is not waits
-    arrivals.settle()
-    arrivals.before((3,), (5,))
+    assert uploads.are_pending is not waits
+    uploads.settle()
+    uploads.before((3,), (5,))
     assert are_there(targets) == [True, True]
 
 
 def test_waiting_for_the_latest_is_waiting_for_all() -> None:
-    arrivals, _, targets = arriving()
+    uploads, _, targets = arriving()
     more = torch.zeros(4, dtype=torch.uint8)
-    arrivals.begin([[Copy(more, torch.ones(4, dtype=torch.uint8))], []], [7], 8)
-    arrivals.wait(0)
+    uploads.begin([[Copy(more, torch.ones(4, dtype=torch.uint8))], []], [7], 8)
+    uploads.wait(0)
     assert are_there([*targets, more]) == [True] * 3
-    arrivals.before([3])
-    assert not arrivals.are_pending
+    uploads.before([3])
+    assert not uploads.are_pending
 
 
 def test_copies_that_cannot_all_be_begun_are_not_on_their_way() -> None:
-    arrivals, copier, targets = arriving()
+    uploads, copier, targets = arriving()
     copier.fails_at = copier.num_calls + 2
     more = [torch.zeros(4, dtype=torch.uint8) for _ in range(4)]
     copies = [Copy(target, torch.ones(4, dtype=torch.uint8)) for target in more]
     with pytest.raises(CopyError):
-        arrivals.begin([copies[:2], copies[2:]], [7], 8)
-    assert not arrivals.are_pending
+        uploads.begin([copies[:2], copies[2:]], [7], 8)
+    assert not uploads.are_pending
     assert are_there([*targets, *more]) == [True] * 5 + [False]
     assert copier.num_made == len(copier.begun)
 
 
 def test_on_a_cpu_nothing_is_ever_on_its_way() -> None:
     assert copier_for(CPU) is None
-    arrivals = Arrivals()
-    arrivals.settle()
-    arrivals.wait(0)
-    arrivals.before([1], [2])
-    assert not arrivals.are_pending and arrivals.seconds(10**9) == 0
+    uploads = Uploads()
+    uploads.settle()
+    uploads.wait(0)
+    uploads.before([1], [2])
+    assert not uploads.are_pending and uploads.seconds(10**9) == 0
 
 
 def units_of(memory: CacheMemory, num_pages: int) -> tuple[CacheTensors, list[int], int]:
@@ -371,21 +378,21 @@ def test_what_leaves_a_gpu_is_copied_between_what_wrote_it_and_what_may_overwrit
         return empty(*shape, **rest)
 
     monkeypatch.setattr(torch, "empty", allocated)
-    outgoing = Outgoing(outward_copier_for(torch.device("cuda")))
-    contents = outgoing.begin([bytes_of(1), bytes_of(2)])
+    downloads = Downloads(outward_copier_for(torch.device("cuda")))
+    contents = downloads.begin([bytes_of(1), bytes_of(2)])
     assert gpu.said == [
         *TWO_COPIES,
         "current waits for own",
     ]
     assert pinned == [True]
     gpu.said.clear()
-    assert outgoing.wait(contents) is contents and bytes(contents) == bytes([1] * 4 + [2] * 4)
+    assert downloads.wait(contents) is contents and bytes(contents) == bytes([1] * 4 + [2] * 4)
     assert gpu.said == ["the host waits for event 1"]
     gpu.said.clear()
     gpu.events[1].is_over = True
-    outgoing.wait(contents)
+    downloads.wait(contents)
     assert not gpu.said
-    assert bytes(outgoing.wait(outgoing.begin([]))) == b""
+    assert bytes(downloads.wait(downloads.begin([]))) == b""
 
 
 @pytest.mark.gpu
@@ -415,10 +422,10 @@ def test_on_a_gpu_contents_arrive_while_it_computes(state_dtype: str) -> None:
         memory.write(pages[:8], contents, place, checkpoint)
         seen = []
         for layer in range(8):
-            memory.arrivals.wait(layer)
+            memory.uploads.wait(layer)
             if layer % 2:
                 seen.append(tensors.kv[old, layer // 2])
-        memory.arrivals.settle()
+        memory.uploads.settle()
         tensors.kv[new] = tensors.kv[old]
         found = torch.stack(seen, 1).view(torch.uint8).flatten(1).cpu()
         assert [row.numpy().tobytes() for row in found] == contents

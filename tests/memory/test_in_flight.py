@@ -49,24 +49,24 @@ def made(tiny: Engine, state_dtype: str) -> CacheMemory:
 def test_who_reads_or_writes_contents_waits_for_a_pass_once(tiny: Engine, name: str, state_dtype: str) -> None:
     memory, under_way = made(tiny, state_dtype), Pass()
     assert memory.tensors is not None
-    memory.computing.begin(under_way)
-    assert memory.computing.is_under_way
+    memory.in_flight.begin(under_way)
+    assert memory.in_flight.is_under_way
     for _ in range(2 if name != "release" else 1):
         ACCESSES[name](memory, memory.tensors)
         assert under_way.ends == 1
-    assert not memory.computing.is_under_way
+    assert not memory.in_flight.is_under_way
 
 
 @pytest.mark.parametrize("name", STORED)
 def test_so_does_who_packs_and_moves_stored_checkpoints(tiny: Engine, name: str) -> None:
     memory, under_way = made(tiny, "bfloat16"), Pass()
     assert memory.tensors is not None
-    memory.computing.begin(under_way)
+    memory.in_flight.begin(under_way)
     STORED[name](memory.tensors.stored)
     assert under_way.ends == 1
 
 
 def test_what_has_no_contents_waits_for_nothing() -> None:
     memory = CacheMemory.of_indices(4, 4)
-    memory.computing.settle()
-    assert not memory.computing.is_under_way
+    memory.in_flight.settle()
+    assert not memory.in_flight.is_under_way

@@ -1,4 +1,4 @@
-"""Contents on their way to a GPU, layer by layer.
+"""Contents on their way to a GPU, layer by layer, and from it to the host.
 
 What a restore brings back was read and checked on the host. Its copies to the device are begun at once, all of them, in
 the order in which the layers of the model compute, and run beside what the device computes: a pass that uses them waits
@@ -7,21 +7,34 @@ at each layer for the contents of that layer. The host waits for nothing.
 Four rules keep contents that are not there yet from being used:
 
 * they go to pages and to the place of a checkpoint that a lease or the tree owns. Before these are freed, whatever
-  the device does next waits for them (`before`), so that what is allocated is never on its way;
-* a pass of the model waits for the contents of a layer before it computes the layer (`wait`);
+  the device does next waits for them (`Uploads.before`), so that what is allocated is never on its way;
+* a pass of the model waits for the contents of a layer before it computes the layer (`Uploads.wait`);
 * what else reads, moves or writes contents waits for them first (`before`, `settle`): a captured pass, compaction,
   copies to tiers and files, digests, the unpacking of a stored checkpoint;
 * copies that cannot all be begun are waited for likewise, and the restore has failed.
+
+What leaves the memory of a GPU is copied in a stream of its own:
+
+* a copy waits for all that the GPU was given before, which may have written what is copied;
+* what the GPU is given afterwards, which may write there, waits for the copy;
+* the host waits for neither. It waits for contents before it reads them (`Downloads.wait`); a restore does not, since
+  it is given to the GPU after the copy.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from hybrid.memory.digests import Contents
 from hybrid.spec import HybridSpec, LayerTensors, Place
+
+MIN_BYTES = 512 * 2**10
+"""Of a copy: about 10 us at 50 GB/s, and about 10 us for the host to begin it. Both are assumed."""
 
 
 class Copy(NamedTuple):
@@ -89,6 +102,115 @@ class Copier(Protocol):
     def wait(self) -> None:
         """What the device is given from now on waits for all copies that were begun, also where `copy` raised."""
         ...
+
+
+def copier_for(device: torch.device) -> Copier | None:
+    """What copies to a device beside what it computes; None: contents are written at once."""
+    return StreamCopier(device) if device.type == "cuda" else None
+
+
+def outward_copier_for(device: torch.device) -> Copier | None:
+    """What copies from a device, in another stream: neither direction waits for the other, nor counts as its cost.
+    None: contents are read at once."""
+    return copier_for(device)
+
+
+class StreamMark:
+    """The end of copies, as an event of their stream: a `Mark`."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        """See `Mark.wait`."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    @property
+    def has_ended(self) -> bool:
+        """See `Mark.has_ended`."""
+        ended: bool = self._event.query()
+        return ended
+
+    def wait_on_host(self) -> None:
+        """See `Mark.wait_on_host`."""
+        self._event.synchronize()
+
+
+class _Begun(NamedTuple):
+    """Copies that were begun.
+
+    Attributes:
+        copies: them; both ends must live until they end.
+        start, end: events of their stream before and after them.
+    """
+
+    copies: Sequence[Copy]
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class StreamCopier:
+    """Copies in a stream of its own: a `Copier`. The device copies by itself only from memory that is pinned.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)
+        self._under_way: deque[_Begun] = deque()
+        self._seconds = 0.0
+        self._num_bytes = 0
+
+    @property
+    def min_bytes(self) -> int:
+        """See `Copier.min_bytes`."""
+        return MIN_BYTES
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """See `Copier.seconds_per_byte`."""
+        self._drop_ended()
+        return self._seconds / self._num_bytes if self._num_bytes else 0.0
+
+    def prepare(self, source: Tensor) -> Tensor:
+        """See `Copier.prepare`."""
+        return source if source.is_pinned() else source.pin_memory()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """See `Copier.allocate`."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def begin(self) -> None:
+        """See `Copier.begin`."""
+        self._drop_ended()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, copies: Sequence[Copy]) -> StreamMark:
+        """See `Copier.copy`."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(self._stream)
+        self._under_way.append(_Begun(copies, start, end))
+        try:
+            with torch.cuda.stream(self._stream):
+                for target, source in copies:
+                    target.copy_(source, non_blocking=True)
+        finally:
+            end.record(self._stream)
+        return StreamMark(end, self._device)
+
+    def wait(self) -> None:
+        """See `Copier.wait`."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _drop_ended(self) -> None:
+        """Let go of copies that have ended, and note how long they took."""
+        while self._under_way and self._under_way[0].end.query():
+            copies, start, end = self._under_way.popleft()
+            self._seconds += start.elapsed_time(end) / 1000
+            self._num_bytes += sum(copy.target.numel() for copy in copies)
 
 
 class Share(NamedTuple):
@@ -173,7 +295,7 @@ def _joined(shares: Sequence[Share]) -> tuple[Share, ...]:
     return (*joined,)
 
 
-class Arrivals:
+class Uploads:
     """What is on its way into the memory of a device.
 
     Args:
@@ -244,3 +366,48 @@ class Arrivals:
         self._marks = []
         self._pages.clear()
         self._checkpoints.clear()
+
+
+class Downloads:
+    """What is on its way from the memory of a device to the host.
+
+    Args:
+        copier: copies; None: nothing is ever on its way.
+    """
+
+    def __init__(self, copier: Copier | None = None) -> None:
+        self._copier = copier
+        self._under_way: deque[tuple[Contents, Mark]] = deque()
+
+    def begin(self, parts: Sequence[Tensor]) -> Contents:
+        """The bytes of parts of the memory, one after the other, on their way. The device may write there afterwards.
+        When this raises, nothing is on its way.
+
+        Args:
+            parts: `[N]` uint8 each.
+        """
+        assert self._copier is not None
+        self._drop_ended()
+        sizes = [part.numel() for part in parts]
+        target = self._copier.allocate(sum(sizes))
+        self._copier.begin()
+        try:
+            copies = zip(target.split(sizes), parts, strict=True)
+            mark = self._copier.copy([Copy(own, part) for own, part in copies])
+        finally:
+            self._copier.wait()
+        contents = memoryview(target.numpy())  # type: ignore[arg-type]
+        self._under_way.append((contents, mark))
+        return contents
+
+    def wait(self, contents: Contents) -> Contents:
+        """The host waits for contents that `begin` has returned; others are there. Returns them."""
+        self._drop_ended()
+        for own, mark in self._under_way:
+            if own is contents:
+                mark.wait_on_host()
+        return contents
+
+    def _drop_ended(self) -> None:
+        while self._under_way and self._under_way[0][1].has_ended:
+            self._under_way.popleft()
