@@ -148,7 +148,7 @@ class Departures:
     def worth(self, note: Note, tokens_saved: int, num_bytes: int) -> float:
         """See `Judge.worth`."""
         assert self._tree is not None
-        return self._tree.worth(note.usage, note.end, tokens_saved, num_bytes)
+        return self._tree.value_per_byte(note.usage, note.end, tokens_saved, num_bytes)
 
     def known(self, note: Note) -> Note:
         """See `Judge.known`."""

@@ -40,7 +40,7 @@ def take_snapshot(tree: Tree, stats: CacheStats, tiers: Tiers | None = None) -> 
     device = TierView(DEVICE, stats.pages_cached, stats.checkpoints, num_bytes)
     return Snapshot(
         nodes=tuple(nodes),
-        lives=tuple(Life(*life) for life in tree.evictor.recent),
+        lives=tuple(Life(*life) for life in tree.recently_evicted),
         page_size=tree.page_size,
         page_bytes=page_bytes,
         checkpoint_bytes=checkpoint_bytes,

@@ -26,7 +26,7 @@ from hybrid.sglang.policies import CLASSIC, Options, policy_named
 from hybrid.sglang.prices import prices_of
 from hybrid.sglang.refusals import refusals, refuse
 from hybrid.sglang.visits import Visits
-from hybrid.tree.handles import Handles
+from hybrid.tree.locks import Handles
 from hybrid.tree.node import Checkpoint, Match, Node, Released
 from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree

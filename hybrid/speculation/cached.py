@@ -11,7 +11,6 @@ from itertools import count, pairwise
 from hybrid.speculation.chances import Chances
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.grams import FIRST_SLOTS, GRAMS, MAX_BACK, GramIndex, Piece, common_length, match_length
-from hybrid.tree.following import following
 from hybrid.tree.tree import Tree
 
 AHEAD = 256
@@ -160,7 +159,7 @@ class ContinuationDrafter(Drafter):
 
     def _look(self, history: History, limit: int) -> Chain:
         """Look the history up in the tree. When it is not there, it is looked up again with its next page."""
-        ids = following(self._tree(), history.key(), AHEAD)
+        ids = self._tree().following(history.key(), AHEAD)
         if not ids:
             self._sources.pop(history, None)
             page_size = self._tree().page_size

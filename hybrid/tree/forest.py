@@ -6,13 +6,18 @@ pages, checkpoints, slots and of what locks protect are kept up to date here.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
 
-from hybrid.key import TOKEN_BYTES
-from hybrid.tree.cover import Cover
+from hybrid.key import TOKEN_BYTES, common_prefix
 from hybrid.tree.node import Kind, Node, NodeUsage, Root, Run, end_of
 from hybrid.tree.pools import INTEGERS, PageValues, Pools, SlotValue
+
+FEW = 4
+"""Nodes of a run that are followed one by one."""
+
+MAX_CHANGED = 4096
+"""Nodes that may wait to be counted."""
 
 
 class Forest:
@@ -27,7 +32,7 @@ class Forest:
         roots: the root of each namespace that holds something.
         page_bytes: bytes of the token ids of a page.
         num_pages, num_checkpoints: what the nodes own.
-        covers: unions of paths that follow the changes of nodes.
+        counters: unions of paths that follow the changes of nodes.
     """
 
     def __init__(self, page_size: int, grid: int, pools: Pools = INTEGERS) -> None:
@@ -39,7 +44,7 @@ class Forest:
         self.num_pages: int = 0
         self.num_checkpoints: int = 0
         self.roots: dict[str, Root] = {}
-        self.covers: list[Cover] = []
+        self.counters: list[LockedPathCounter] = []
 
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """Every node except the roots, parents first, with its namespace."""
@@ -59,9 +64,9 @@ class Forest:
         leaf.end += len(ids) // TOKEN_BYTES
         leaf.usage = usage
         self.num_pages += len(pages)
-        for cover in self.covers:
-            if leaf in cover.reasons:
-                cover.extended(len(pages))
+        for counter in self.counters:
+            if leaf in counter.reasons:
+                counter.extended(len(pages))
 
     def add_leaf(self, parent: Node, ids: bytes, pages: PageValues, usage: NodeUsage) -> Node:
         """A new child of `parent`, which owns `pages`: the next of the parent's run, or the first of a run."""
@@ -92,9 +97,9 @@ class Forest:
         # Nothing can fail from here on.
         parent.children[first] = upper
         lower.parent, lower.start = upper, num_tokens
-        for cover in self.covers:
-            if lower in cover.reasons:
-                cover.split(upper)
+        for counter in self.counters:
+            if lower in counter.reasons:
+                counter.split(upper)
         return upper
 
     def join(self, upper: Node) -> bool:
@@ -114,9 +119,9 @@ class Forest:
         if lower.run is not upper.run:
             upper.run.take_over(lower.run, self._grid)
         run, first = upper.run, self._page_at(upper.run, upper.start)
-        for cover in self.covers:
-            if upper in cover.reasons:
-                cover.leaving(upper)
+        for counter in self.counters:
+            if upper in counter.reasons:
+                counter.leaving(upper)
         del run.nodes[run.index(upper)]
         lower.start, lower.parent = upper.start, parent
         parent.children[first] = lower
@@ -130,9 +135,9 @@ class Forest:
         """Take the last `num_pages` pages, which are not all, from a leaf without a checkpoint, and append them to
         `into`."""
         usage = leaf.usage if leaf.usage.kind is Kind.PAGES else pages_usage(leaf.usage)
-        for cover in self.covers:
-            if leaf in cover.reasons:
-                cover.leaving(leaf)
+        for counter in self.counters:
+            if leaf in counter.reasons:
+                counter.leaving(leaf)
         leaf.run.cut(num_pages, into)
         # Nothing can fail from here on.
         leaf.usage = usage
@@ -147,9 +152,9 @@ class Forest:
         from `roots`."""
         parent, run, start = leaf.parent, leaf.run, leaf.start
         assert parent is not None and not leaf.children and not leaf.page_locks
-        for cover in self.covers:
-            if leaf in cover.reasons:
-                cover.leaving(leaf)
+        for counter in self.counters:
+            if leaf in counter.reasons:
+                counter.leaving(leaf)
         first, num_pages = self._page_at(run, start), (leaf.end - start) // self.page_size
         run.cut(num_pages, into)
         # Nothing can fail from here on.
@@ -200,3 +205,143 @@ class Forest:
 def pages_usage(usage: NodeUsage) -> NodeUsage:
     """The usage of a part of a node that has no checkpoint of its own."""
     return NodeUsage(usage.created, usage.last_used, 0, Kind.PAGES, usage.used_at, pages_used=usage.pages_used)
+
+
+def descend(ids: bytes, node: Node, end: int, page_bytes: int) -> tuple[Node, int]:
+    """Follow a key from the end of a node on its path, as far as the tree has its pages.
+
+    Most runs are on the path as a whole, and are compared in one step. Where one is not, the key most often leaves it
+    at the end of a node, because others have left it there.
+
+    Args:
+        ids: bytes of the key's token ids.
+        end: byte of the key at which to stop.
+        page_bytes: bytes of the ids of a page.
+
+    Returns:
+        The node of the last page, and the byte of the key after it, which may be inside the node's edge.
+    """
+    offset = node.end * TOKEN_BYTES
+    while offset < end:
+        child = node.children.get(ids[offset : offset + page_bytes])
+        if child is None:
+            break
+        run = child.run
+        nodes, run_ids = run.nodes, run.ids
+        stop = offset + len(run_ids)
+        if stop <= end and child is nodes[0] and ids.startswith(run_ids, offset):
+            node, offset = nodes[-1], stop
+            continue
+        start, stop = (child.start - run.start) * TOKEN_BYTES, child.end * TOKEN_BYTES
+        is_new = start > 0 or child is not nodes[-1]  # the edge is not the run that was just compared
+        if is_new and stop <= end and ids.startswith(run_ids[start : start + stop - offset], offset):
+            node, offset = child, stop
+            if child is not nodes[-1] and len(nodes) > FEW:
+                node = _deepest(ids, child, end)
+                offset = node.end * TOKEN_BYTES
+            continue
+        return child, offset + common_prefix(ids, run_ids, offset, start, page_bytes, min(end, stop) - offset)
+    return node, offset
+
+
+def _deepest(ids: bytes, node: Node, end: int) -> Node:
+    """The deepest node of a run up to which a key follows it, from a node of the run that is on the key's path."""
+    run, offset = node.run, node.end * TOKEN_BYTES
+    nodes, shift = run.nodes, run.start * TOKEN_BYTES
+    low = run.index(node) + 1
+    high = bisect_right(nodes, end // TOKEN_BYTES, low, key=end_of)
+    while low < high:
+        middle = (low + high) // 2
+        stop = nodes[middle].end * TOKEN_BYTES
+        if ids.startswith(run.ids[offset - shift : stop - shift], offset):
+            node, offset, low = nodes[middle], stop, middle + 1
+        else:
+            high = middle
+    return node
+
+
+class LockedPathCounter:
+    """The union of the paths from the roots to some nodes, its ends, counted in pages.
+
+    A node that becomes an end, or is one no more, is only noted; `num_pages` brings the count up to date. A path is
+    then followed only as far as no other one covers it, and one that came and went meanwhile is not followed at all.
+
+    Args:
+        is_end: whether a node is an end at present.
+
+    Attributes:
+        changed: nodes that have become ends, or are ends no more, and wait to be counted. The one that adds them calls
+            `settle` before they are many more than `MAX_CHANGED`.
+        reasons: of each node whose pages are counted, why: it is counted as an end, and each child that is counted.
+    """
+
+    def __init__(self, is_end: Callable[[Node], bool]) -> None:
+        self.changed: set[Node] = set()
+        self.reasons: dict[Node, int] = {}
+        self._is_end = is_end
+        self._num_pages = 0
+        self._counted: set[Node] = set()  # nodes that are counted as ends
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages on the paths."""
+        self.settle()
+        return self._num_pages
+
+    def settle(self) -> None:
+        """Bring the count up to date."""
+        while self.changed:
+            node = self.changed.pop()
+            if self._is_end(node):
+                if node not in self._counted:
+                    self._counted.add(node)
+                    self._count(node)
+            elif node in self._counted:
+                self._counted.remove(node)
+                self._uncount(node)
+
+    def _count(self, node: Node) -> None:
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            reasons = self.reasons.get(above, 0)
+            self.reasons[above] = reasons + 1
+            if reasons:
+                return
+            self._num_pages += above.num_pages
+            above = above.parent
+
+    def _uncount(self, node: Node) -> None:
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            reasons = self.reasons.pop(above) - 1
+            if reasons:
+                self.reasons[above] = reasons
+                return
+            self._num_pages -= above.num_pages
+            above = above.parent
+
+    def is_right(self, nodes: Iterable[Node]) -> bool:
+        """Whether the counts are those of these nodes, all that there are: for the audit."""
+        self.settle()
+        other = LockedPathCounter(self._is_end)
+        other.changed.update(node for node in nodes if self._is_end(node))
+        other.settle()
+        counted = {node for node in self._counted if node.parent is not None}  # no page is on the path to a root
+        return (counted, self.reasons, self._num_pages) == (other._counted, other.reasons, other._num_pages)
+
+    # What the forest does to nodes
+
+    def extended(self, num_pages: int) -> None:
+        """The edge of a leaf that is in `reasons` has `num_pages` more pages."""
+        self._num_pages += num_pages
+
+    def split(self, upper: Node) -> None:
+        """The upper part of the edge of a node that is in `reasons` has become a node of its own."""
+        self.reasons[upper] = 1
+
+    def leaving(self, node: Node) -> None:
+        """A node that is in `reasons` and no end is about to be cut, removed or joined to its only child."""
+        if node in self._counted:
+            self._counted.remove(node)
+            self._uncount(node)
+        self.reasons.pop(node, None)

@@ -20,13 +20,14 @@ It descends from LHD (Beckmann et al., NSDI 2018); hazards with censored data, g
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
 from math import log2
 
 import numpy as np
 
-from hybrid.tree.cohorts import Cohorts
-from hybrid.tree.hazards import BIN_OF, BINS, EDGES, LAST_AGE, Hierarchy
 from hybrid.tree.node import Kind
 from hybrid.tree.policy import AgingPolicy, Facts, Floats, Ints
 
@@ -55,15 +56,54 @@ CLASS_SIZES = (2, 3, 4, 5)
 ANY, SPARE = 0, 1
 """The groups that are not classes: all checkpoints; those that are spare and not used yet."""
 
-
 FINE_TURNS = [min(3, (turn + 1).bit_length() - 1) for turn in range(8)]
 """Octaves of turns: 0, 1 to 2, 3 to 6, 7 and more."""
 
 FINE_HITS = [max(0, min(7, int(2 * log2((hits + 1) / (EXACT_HITS + 1))))) for hits in range(46)]
 """Half octaves of hits from `EXACT_HITS` on; 45 and more."""
 
+MAX_NOTED = 4096
+"""Records that come or go and may wait to be counted, four numbers of each."""
+
+BINS = 27
+"""Half octaves of age + 1: the last begins at about 8000 requests."""
+
+DISCOUNT = 0.01
+"""Per request: what happens more than about a hundred requests from now counts little."""
+
+PRIOR = 2.0
+"""Hits with which what is expected, from coarser classes and wider windows of age, speaks against what is observed."""
+
+WINDOWS = (BINS, 3, 1, 0)
+"""Bins on both sides of an age whose hits count as one observation, in turn."""
+
+Array = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
+
+def first_ages() -> list[int]:
+    """The first age of each bin, and of the one after the last. An empty bin has the first age of the next."""
+    edges = []
+    for wanted in range(BINS + 1):
+        age = int(2 ** (wanted / 2)) - 1
+        while int(2 * log2(age + 1) + 1e-9) < wanted:
+            age += 1
+        edges.append(age)
+    return edges
+
+
+EDGES = first_ages()
+BIN_OF = [place for place, (first, end) in enumerate(pairwise(EDGES)) for _ in range(first, end)] + [BINS - 1]
+LAST_AGE = len(BIN_OF) - 1
+
+_WIDTHS = np.array([*np.diff(EDGES[:BINS]), 100_000])[:, None]
+_FIRST_HAZARDS = 1 / (np.array([(first + max(first, end - 1)) / 2 for first, end in pairwise(EDGES)]) + 10)
+_PRIOR, _DISCOUNT, _FADING = np.array(PRIOR), np.array(DISCOUNT), np.array(FADING)  # faster operands than numbers are
+_NONE, _ONE = np.array(0.0), np.array(1.0)
+
+_NEVER = np.array(-100.0)
+"""The logarithm of a chance that changes no sum; smaller ones are slow to compute."""
+
 _BIN_OF = np.array(BIN_OF)
-_FADING, _NONE, _ONE = np.array(FADING), np.array(0.0), np.array(1.0)  # faster operands than numbers are
 
 
 class Record:
@@ -114,7 +154,7 @@ class LearnedHitDensity(AgingPolicy):
         self._context = 1
         self._num_watched = 0
         self._gone: deque[Record] = deque()
-        self._cohorts = Cohorts(EDGES[:BINS])
+        self._exposure = ExposureCounts(EDGES[:BINS])
         self._groups: dict[Class, int] = {(): ANY, ("spare",): SPARE}
         self._parents = [ANY, ANY]
         self._levels: list[list[int]] = [[] for _ in CLASS_SIZES]
@@ -225,7 +265,7 @@ class LearnedHitDensity(AgingPolicy):
         """Count its exposure from now on."""
         record.watched = True
         self._num_watched += 1
-        self._cohorts.join(record.group, record.last, self._now)
+        self._exposure.join(record.group, record.last, self._now)
 
     def _regroup(self, record: Record, last: int) -> None:
         """Count its exposure by the class and the last use that it has from now on."""
@@ -234,7 +274,7 @@ class LearnedHitDensity(AgingPolicy):
             record.group, record.last = group, last
             self._join(record)
         elif group != record.group or last != record.last:
-            self._cohorts.move(record.group, record.last, group, last, self._now)
+            self._exposure.move(record.group, record.last, group, last, self._now)
             record.group, record.last = group, last
 
     def _leave(self, record: Record) -> None:
@@ -242,7 +282,7 @@ class LearnedHitDensity(AgingPolicy):
         if record.watched:
             record.watched = False
             self._num_watched -= 1
-            self._cohorts.leave(record.group, record.last, self._now)
+            self._exposure.leave(record.group, record.last, self._now)
 
     # What is learned
 
@@ -270,7 +310,7 @@ class LearnedHitDensity(AgingPolicy):
             self._hierarchy = Hierarchy(self._parents, self._levels, num_roots=2)
         counts = self._counts
         hits, exposure = counts
-        exposure += self._cohorts.exposure(len(self._groups), self._now)
+        exposure += self._exposure.exposure(len(self._groups), self._now)
         np.maximum(exposure, _NONE, out=exposure)  # of a long pause only the end is counted
         np.add.at(hits.reshape(-1), np.array(self._noted, np.int64), _ONE)
         self._noted = []
@@ -278,3 +318,231 @@ class LearnedHitDensity(AgingPolicy):
         self._table = self._hierarchy.densities(counts).reshape(-1)
         self._table[SPARE * BINS : (SPARE + 1) * BINS] = 1.0
         counts *= _FADING
+
+
+class ExposureCounts:
+    """Counts of records by group and by the request of their last use: how long they spent at which age.
+
+    Records of one group that were last used at the same request age together. What all of them spend in each bin of
+    age between two requests follows from sums over the few requests whose records reach a bin meanwhile, and from how
+    many were in it before, so that nothing is done per record while it ages. A record that comes or goes is only noted;
+    many are counted at once. All numbers are whole and far below what a float counts exactly: sums have the same bits
+    in any order.
+
+    Args:
+        edges: the first age of each bin, from 0 on; the last bin has no end.
+    """
+
+    def __init__(self, edges: Sequence[int]) -> None:
+        num_bins = len(edges)
+        self._edges = np.array(edges)
+        self._bins = np.searchsorted(self._edges, np.arange(edges[-1] + 1), "right") - 1  # by age
+        self._reached = np.concatenate([[0], self._bins + 1])  # first ages that are smaller, by age
+        self._full = np.tril(np.ones((num_bins, num_bins)), -1) * np.diff(self._edges, append=0)  # what is spent below
+        self._span = edges[-1] + 1
+        self._first = -self._span  # the request of the first row but one
+        self._slack = max(64, self._span // 8)
+        self._counts = np.zeros((1 + self._span + 2 * self._slack, 8), np.float32)  # by request, and group; older: 0
+        self._since = 0
+        self._inside = np.zeros((num_bins, 8))  # those last used before `_since`, by the bin that they were in then
+        self._coming = np.zeros((num_bins + 1, 2, 8), np.float32)  # for `exposure`
+        self._weights = np.zeros((2, 0), np.float32)
+        self._noted = array("q")  # group, request of the last use, present request, and 1 or -1, of each
+        self._spent = np.zeros((8, num_bins))  # what records spent since `_since` before they came, less after
+
+    def join(self, group: int, last: int, now: int) -> None:
+        """A record of a group, last used at request `last`, is counted from request `now` on."""
+        self._noted.fromlist([group, last, now, 1])
+        if len(self._noted) > 4 * MAX_NOTED:
+            self._settle()
+
+    def leave(self, group: int, last: int, now: int) -> None:
+        """A record that was counted is not counted from request `now` on."""
+        self._noted.fromlist([group, last, now, -1])
+        if len(self._noted) > 4 * MAX_NOTED:
+            self._settle()
+
+    def move(self, group: int, last: int, to_group: int, to_last: int, now: int) -> None:
+        """A record that was counted by one group and last use is counted by others from request `now` on."""
+        self._noted.fromlist([group, last, now, -1, to_group, to_last, now, 1])
+        if len(self._noted) > 4 * MAX_NOTED:
+            self._settle()
+
+    def exposure(self, num_groups: int, until: int) -> Array:
+        """Requests since the last call, up to `until`, times records, by group and bin of age, `[num_groups, bins]`. Of
+        a long interval only the end counts.
+
+        Args:
+            num_groups: as many as there are.
+        """
+        self._settle()
+        self._have(num_groups)
+        self._reach(until)
+        if until - self._since > self._slack:
+            self._since = until - self._slack
+            rows = self._since - self._first + 1 - self._edges
+            reached = np.stack([self._counts[:row].sum(axis=0, dtype=np.float64) for row in rows.tolist()])
+            self._inside = -np.diff(reached, axis=0, append=0)
+        length = until - self._since
+        if self._weights.shape[1] != length:
+            self._weights = np.stack([np.ones(length), np.arange(length, 0.0, -1.0)]).astype(np.float32)
+        # Those that reach the first age of a bin meanwhile: how many, and how many requests ago, added up.
+        coming, counts, weights, begin = self._coming, self._counts, self._weights, self._since - self._first + 1
+        for edge, into in zip(self._edges.tolist(), coming, strict=False):
+            if edge >= until:
+                break  # no record is as old
+            np.dot(weights, counts[begin - edge : begin - edge + length], into)
+        more = coming[:-1] - coming[1:]  # those that reach a bin, less those that leave it
+        spent = self._inside * length
+        spent += more[:, 1]
+        self._inside += more[:, 0]
+        exposure: Array = spent.T[:num_groups] - self._spent[:num_groups]
+        self._spent[:] = 0
+        self._since = until
+        return exposure
+
+    def _settle(self) -> None:
+        """Count what was noted."""
+        if not self._noted:
+            return
+        self._have(max(self._noted[::4]) + 1)
+        self._reach(max(self._noted[1::4]))
+        groups, last, now, number = np.frombuffer(self._noted, np.int64).reshape(-1, 4).T
+        self._noted = array("q")
+        (num_bins, width), number = self._inside.shape, number.astype(np.float64)
+        rows = last - (self._first - 1)
+        rows = np.maximum(rows, 0, out=rows)
+        rows *= width
+        rows += groups
+        np.add.at(self._counts.reshape(-1), rows, number.astype(np.float32))
+        before = self._since - last
+        places = self._reached.take(before, mode="clip")
+        places *= width
+        places += groups
+        counted = np.bincount(places, number, (num_bins + 1) * width)
+        self._inside += counted[width:].reshape(num_bins, width)
+        # Between two ages all of each bin in between is spent, and a part of the first and of the last.
+        ages = np.concatenate([now - last, before])
+        ages = np.maximum(ages, 0, out=ages)
+        bins = self._bins.take(ages, mode="clip")
+        ages -= self._edges.take(bins)
+        bins += np.concatenate([groups, groups]) * num_bins
+        number = np.concatenate([number, -number])
+        size = width * num_bins
+        passed = np.bincount(bins, number, size).reshape(width, num_bins)
+        number *= ages
+        self._spent += np.bincount(bins, number, size).reshape(width, num_bins)
+        self._spent += passed.dot(self._full)
+
+    def _have(self, num_groups: int) -> None:
+        while num_groups > len(self._spent):
+            self._counts, self._inside, self._coming = (
+                np.concatenate([column, np.zeros_like(column)], axis=-1)
+                for column in (self._counts, self._inside, self._coming)
+            )
+            self._spent = np.concatenate([self._spent, np.zeros_like(self._spent)])
+
+    def _reach(self, last: int) -> None:
+        """Have a row for a request; what is then older than the rows has reached the last bin."""
+        counts = self._counts
+        if last - self._first + 1 < len(counts):
+            return
+        passed = last - self._span - self._slack - self._first
+        counts[0] = counts[: passed + 1].sum(axis=0, dtype=np.float64)
+        kept = counts[passed + 1 :].copy()
+        counts[1 : len(kept) + 1] = kept
+        counts[len(kept) + 1 :] = 0
+        self._first += passed
+
+
+class Hierarchy:
+    """Classes by their distance from the coarsest ones, which have no parent and no hits of their own: from counts of
+    hits and exposure to densities.
+
+    Each class begins from its parent, a coarser one, and corrects it. Tables have a row for each class, in the order in
+    which they came, and a column for each bin of age.
+
+    Args:
+        parents: the row of each class's parent. The first `num_roots` are their own.
+        levels: the rows of the classes of each level, the coarsest first. A level's parents are in the one before it.
+        num_roots: classes whose hazard is the one that all begin with.
+    """
+
+    def __init__(self, parents: list[int], levels: list[list[int]], num_roots: int) -> None:
+        self._order = np.array([*range(num_roots), *(row for level in levels for row in level)])
+        place = np.empty(len(parents), np.int64)  # of each row in the order of levels
+        place[self._order] = np.arange(len(parents))
+        above = place[np.array(parents)[self._order]]
+        ends = np.cumsum([num_roots, *map(len, levels)]).tolist()
+        self._num_roots = num_roots
+        self._levels = [(slice(*level), above[slice(*level)]) for level in pairwise(ends) if level[0] < level[1]]
+        # Where the counts of each level but the coarsest are added: of hits, and of exposure in a second table.
+        cells = [rows[:, None] * BINS + np.arange(BINS) for _, rows in self._levels]
+        self._cells = [np.stack([of_hits, of_hits + len(parents) * BINS]).reshape(-1) for of_hits in cells]
+
+    def densities(self, counts: np.ndarray) -> Array:
+        """The densities of all classes, `[classes, bins]`.
+
+        Args:
+            counts: hits and exposure of each class, without those of finer ones, `[2, classes, bins]`.
+        """
+        counts = counts.take(self._order, axis=1)
+        for (rows, _), cells in zip(self._levels[:0:-1], self._cells[:0:-1], strict=True):
+            np.add.at(counts.reshape(-1), cells, counts[:, rows].reshape(-1))
+        hits, exposure = counts
+        observed = [window(hits, reach) + _PRIOR for reach in WINDOWS]
+        hazards = np.empty_like(hits)
+        hazards[: self._num_roots] = _FIRST_HAZARDS
+        for rows, above in self._levels:
+            hazards[rows] = refined(hazards[above], [found[rows] for found in observed], exposure[rows])
+        found: Array = np.empty_like(hits)
+        found[self._order] = density(hazards)
+        return found
+
+
+def refined(hazards: Array, observed: list[Array], exposure: Array) -> Array:
+    """Expected hazards, corrected by what was observed: the hits in each of the windows and those of the prior, and the
+    exposure, `[classes, bins]`.
+
+    The hits that were observed over those expected are a factor, for all ages first, then for windows of them that get
+    narrower: as far as there are hits to tell, each age gets a hazard of its own, and otherwise the shape stays.
+    """
+    for reach, hits in zip(WINDOWS, observed, strict=True):
+        expected = window(exposure * hazards, reach)
+        expected += _PRIOR
+        hazards = hazards * hits
+        hazards /= expected
+    return hazards
+
+
+def window(values: Array, reach: int) -> Array:
+    """Sums of each bin and of as many on both sides."""
+    if reach == 0:
+        return values
+    if reach >= BINS:
+        total: Array = np.add.reduce(values, axis=1, keepdims=True)
+        return total
+    sums = np.zeros((len(values), BINS + 2 * reach + 1))
+    sums[:, reach + 1 : reach + 1 + BINS] = values
+    np.add.accumulate(sums, axis=1, out=sums)
+    within: Array = sums[:, 2 * reach + 1 :] - sums[:, : -2 * reach - 1]
+    return within
+
+
+def density(hazards: Array) -> Array:
+    """Discounted hits to come over discounted time until then, from each age bin on, `[classes, bins]`.
+
+    Within a bin the hazard is constant, so that both integrals have a closed form; one pass from the last bin back.
+    """
+    by_bin = hazards.T.copy()
+    num_classes = by_bin.shape[1]
+    rates = by_bin + _DISCOUNT
+    stays = np.exp(np.maximum(-rates * _WIDTHS, _NEVER))
+    spent = (_ONE - stays) / rates
+    ahead = np.concatenate([spent * by_bin, spent], axis=1)  # hits and time, of each bin alone at first
+    bins, stays = [*ahead], [*np.concatenate([stays, stays], axis=1)]
+    more = np.empty_like(bins[0])
+    for (own, later), stay in zip(pairwise(bins[::-1]), stays[-2::-1], strict=True):
+        np.multiply(stay, own, more)
+        np.add(later, more, later)
+    return np.ascontiguousarray((ahead[:, :num_classes] / ahead[:, num_classes:]).T)

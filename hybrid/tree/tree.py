@@ -18,20 +18,21 @@ slots, which it does not look into (`hybrid.tree.pools`). It allocates and frees
 
 from __future__ import annotations
 
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, islice
 
 from hybrid.errors import OwnershipError
 from hybrid.key import TOKEN_BYTES, Key
 from hybrid.tree.candidates import Candidates
-from hybrid.tree.descent import descend
-from hybrid.tree.evictor import Evictor
-from hybrid.tree.forest import Forest
+from hybrid.tree.forest import Forest, descend
 from hybrid.tree.ghosts import Ghosts
 from hybrid.tree.locks import Locks
 from hybrid.tree.node import (
     NO_MATCH,
     Checkpoint,
+    EvictedCheckpoint,
     History,
     Inserted,
     KeyHashes,
@@ -49,6 +50,12 @@ from hybrid.tree.node import (
 from hybrid.tree.policy import Policy
 from hybrid.tree.pools import INTEGERS, PageValues, Pools
 from hybrid.units import Prices
+
+MAX_RECENT = 2048
+"""Evicted checkpoints that are remembered for pictures."""
+
+MAX_CHILDREN = 64
+"""Of a node with many children the latest are looked at for what follows a key, up to this many."""
 
 
 class Tree:
@@ -70,8 +77,7 @@ class Tree:
         ghosts: what is remembered about evicted prefixes.
         forest: the nodes.
         candidates: what can be evicted, in the order of the policy.
-        evictor: evicts them.
-        lock_state, pin, unlock: those of `locks`.
+        lock_pages, lock_state, pin, unlock: those of `locks`.
 
     One thread owns a tree.
     """
@@ -99,10 +105,11 @@ class Tree:
         self._priority_cap = priority_cap
         self.forest: Forest = Forest(page_size, grid, pools)
         self.locks: Locks = Locks(self.forest, self.candidates)
+        self.lock_pages: Callable[..., PageLock] = self.locks.lock_pages
         self.lock_state: Callable[[Node], StateLock] = self.locks.lock_state
         self.pin: Callable[[Node], StateLock] = self.locks.pin
         self.unlock: Callable[[Lock], None] = self.locks.unlock
-        self.evictor: Evictor = Evictor(self.forest, self.candidates, self.ghosts, pools)
+        self._recent: deque[tuple[int, int, Kind, int, int, int, int]] = deque(maxlen=MAX_RECENT)
 
     @property
     def num_pages(self) -> int:
@@ -126,6 +133,10 @@ class Tree:
     def nodes(self) -> Iterator[tuple[str, Node]]:
         """Every node except the roots, parents first, with its namespace."""
         return self.forest.nodes()
+
+    def overlooks(self, node: Node) -> bool:
+        """Whether something of a node may be evicted and never would be: for the audit."""
+        return self.candidates.overlooks(node)
 
     # Matching
 
@@ -226,6 +237,31 @@ class Tree:
         for part in reversed(parts):
             pages.extend(part)
         return pages
+
+    def following(self, key: Key, limit: int) -> array[int]:
+        """The ids that follow all of a key in its namespace, up to `limit`; of several continuations the one that was
+        inserted last. Empty: there are none. Changes nothing.
+
+        Ids of images are negative, as in keys.
+        """
+        found = self.peek(key, len(key))
+        at = found.num_page_tokens
+        node: Node | None = found.deepest or self.forest.roots.get(key.namespace)
+        rest = key.ids[at * TOKEN_BYTES :]
+        if node is None or len(rest) >= self._page_bytes:
+            return array("i")
+        end, run = len(rest) + limit * TOKEN_BYTES, node.run
+        ids = bytearray(run.ids[(at - run.start) * TOKEN_BYTES : (node.end - run.start) * TOKEN_BYTES])
+        if ids and not ids.startswith(rest):
+            return array("i")
+        while len(ids) < end:
+            missing = rest[len(ids) :]
+            children = islice(reversed(node.children.items()), MAX_CHILDREN)
+            node = next((child for page, child in children if page.startswith(missing)), None)
+            if node is None:
+                break
+            ids += node.edge
+        return array("i", bytes(ids[len(rest) : end]))
 
     def lost_checkpoint(self, match: Match) -> NodeUsage | None:
         """The usage of the deepest checkpoint between the usable hit and the page hit that was evicted, or was not
@@ -383,10 +419,10 @@ class Tree:
         num_pages = (num_tokens - above) // self.page_size if only_its_own else 0
         return self.candidates.admits(usage, num_tokens, num_tokens - above, num_pages, tails_help)
 
-    def worth(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_bytes: int) -> float:
-        """The rank at present, by the policy, of a checkpoint that another memory holds: `Candidates.worth`."""
+    def value_per_byte(self, usage: NodeUsage, num_tokens: int, tokens_saved: int, num_bytes: int) -> float:
+        """The rank at present of a checkpoint that is kept elsewhere, where `num_bytes` are free without it."""
         self.candidates.settle(self.nodes())
-        return self.candidates.worth(usage, num_tokens, tokens_saved, num_bytes)
+        return self.candidates.value_per_byte(usage, num_tokens, tokens_saved, num_bytes)
 
     def relabel(self, node: Node, old: Kind, new: Kind) -> None:
         """Change the kind of a node's checkpoint, stored or lost, from `old` to `new`."""
@@ -419,17 +455,13 @@ class Tree:
         assert match.deepest is not None
         return self.lock_pages(match.deepest, match.num_page_tokens)
 
-    def lock_pages(self, node: Node, num_tokens: int | None = None) -> PageLock:
-        """Protect the pages from the root to the node's end, or to a position inside its edge (`Locks.lock_pages`)."""
-        return self.locks.lock_pages(node, num_tokens)
-
     def cut_match(self, match: Match) -> None:
         """Cut the edge in which a match ends, if it ends in one: from then on each part is evicted as a whole."""
         node = match.deepest
         if node is not None and match.num_page_tokens < node.end:
             self._cut(node, match.num_page_tokens, next(self._ticks))
 
-    # Evicting
+    # Evicting. What has been evicted is in `released` at every moment, also when something raises in between.
 
     def evict_pages(self, num_pages: int, released: Released | None = None) -> Released:
         """Evict at least `num_pages` pages if possible: leaves in the order of the policy, each from its tail.
@@ -440,20 +472,26 @@ class Tree:
             released: receives what is evicted, at every moment; None: a new one.
         """
         released = Released(self._pools.collect()) if released is None else released
-        self.evictor.evict_pages(num_pages, released)
+        end = len(released.pages) + num_pages
+        while len(released.pages) < end and (leaf := self._next(self.candidates.next_leaf)) is not None:
+            self._evict(leaf, end - len(released.pages), released)
         return released
 
     def evict_checkpoints(self, num_checkpoints: int, released: Released | None = None) -> Released:
         """Evict `num_checkpoints` checkpoints if possible, in the order of the policy. Their pages stay."""
         released = Released(self._pools.collect()) if released is None else released
-        self.evictor.evict_checkpoints(num_checkpoints, released)
+        end = len(released.slots) + num_checkpoints
+        while len(released.slots) < end and (node := self._next(self.candidates.next_checkpoint)) is not None:
+            self._evict(node, 0, released)
         return released
 
     def evict_one(self, num_pages: int, released: Released | None = None) -> Released:
         """Evict the candidate with the lowest rank: a checkpoint, or up to `num_pages` pages from the tail of a leaf
         that has none. Evicts nothing when everything is locked."""
         released = Released(self._pools.collect()) if released is None else released
-        self.evictor.evict_one(num_pages, released)
+        node = self._next(self.candidates.next_of_all)
+        if node is not None:
+            self._evict(node, 0 if node.slot is not None else num_pages, released)
         return released
 
     def evict_all(self, released: Released | None = None) -> Released:
@@ -461,6 +499,85 @@ class Tree:
         released = self.evict_checkpoints(self.num_checkpoints, released)
         return self.evict_pages(self.num_pages, released)
 
-    def overlooks(self, node: Node) -> bool:
-        """Whether something of a node may be evicted and never would be: for the audit."""
-        return self.candidates.overlooks(node)
+    @property
+    def recently_evicted(self) -> list[EvictedCheckpoint]:
+        """The checkpoints that were evicted most recently, oldest first."""
+        return [EvictedCheckpoint._make(one) for one in self._recent]
+
+    def _next(self, find: Callable[[], Node | None]) -> Node | None:
+        if self.candidates.failure is not None:
+            self.candidates.settle(self.forest.nodes())
+        return find()
+
+    def _evict(self, node: Node, num_pages: int, released: Released) -> None:
+        """Take `num_pages` pages from the tail of a leaf that was removed from the candidates; 0: its checkpoint."""
+        if self._pools.whole_edges and not node.children and not node.page_locks:
+            num_pages = node.num_pages
+        try:
+            if num_pages == 0:
+                if node.slot is not None:
+                    self._drop_checkpoint(node, released)
+                if node.children:
+                    if self.candidates.follows_changes:
+                        self.candidates.reweigh_below(node)
+                    self.forest.join(node)
+                else:
+                    self.candidates.enter(node, renewed=True)  # its pages may still be evicted
+            elif num_pages < (own_pages := node.num_pages):
+                if node.slot is not None:
+                    self._drop_checkpoint(node, released)
+                self._remember(node, own_pages - num_pages)
+                self.forest.cut(node, num_pages, released.pages)
+                self.candidates.enter(node, renewed=True)
+            else:
+                self._remove(node, released)
+        except BaseException:
+            self.candidates.enter(node)
+            raise
+
+    def _remove(self, leaf: Node, released: Released) -> None:
+        node = leaf
+        while True:
+            if node.slot is not None:
+                self._drop_checkpoint(node, released)
+            self._remember(node, 0)
+            parent = self.forest.remove(node, released.pages)
+            if self._pools.whole_edges:
+                usage, gone = parent.usage, node.usage
+                usage.pages_used = max(usage.pages_used, gone.last_used, gone.pages_used)
+            if parent.children:
+                if len(parent.children) == 1:
+                    if self.candidates.follows_changes:
+                        self.candidates.reweigh_below(parent)
+                    self.forest.join(parent)
+                return
+            if self.candidates.follows_changes:
+                self.candidates.changed(parent)
+            if parent.parent is None:  # the root
+                return
+            if parent.slot is not None or parent.page_locks or self._pools.whole_edges:
+                self.candidates.enter(parent)
+                return
+            node = parent
+
+    def _remember(self, node: Node, num_kept: int) -> None:
+        if self._pools.leaving is not None:
+            self._pools.leaving.pages(node, num_kept)
+        if self.ghosts.limit:
+            try:
+                self.ghosts.remember(node, num_kept * self.forest.page_size)
+            except Exception:
+                return  # eviction continues without this ghost
+
+    def _drop_checkpoint(self, node: Node, released: Released) -> None:
+        assert not node.state_locks
+        if self._pools.leaving is not None:
+            self._pools.leaving.checkpoint(node)
+        candidates, usage = self.candidates, node.usage
+        if candidates.reports_evictions:
+            candidates.evicting(node)
+        released.slots.append(node.slot)
+        self._recent.append(
+            (node.start, node.end, usage.kind, usage.hits, usage.stored_at, usage.used_at, candidates.now)
+        )
+        self.forest.drop_checkpoint(node)

@@ -326,7 +326,7 @@ def test_the_audit_finds_a_queue_of_candidates_that_an_exception_has_left_incons
         cache = HybridCache(CacheMemory.of_indices(64, 32), CacheConfig(page_size=2, chunk_size=2, eviction=policy))
         for text in ("abcd", "abxy", "efgh", "efop"):
             serve(cache, key_of(cache, text))
-        planted = Planted(line, "tree/queues.py")
+        planted = Planted(line, "tree/candidates.py")
         try:
             with planted.traced():
                 cache.allocator.evict(cache.tree.evict_checkpoints, 2)

@@ -203,7 +203,7 @@ def test_an_exception_at_any_line_of_clear_leaves_the_cache_whole() -> None:
     for line in (1, 7, 19, 25, 31, 46, 58):
         cache = cache_on(model)
         cache.keep(ids(40)[0].tolist())
-        planted = Planted(line, "tree/evictor.py")
+        planted = Planted(line, "tree/tree.py")
         with suppress(PlantedError), planted.traced():
             cache.clear()
         assert planted.was_raised

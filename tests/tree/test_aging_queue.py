@@ -5,9 +5,9 @@ from random import Random
 
 import numpy as np
 
+from hybrid.tree.candidates import LARGE_SAMPLE, AgingQueue
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policy import Floats, Ints
-from hybrid.tree.queues import LARGE_SAMPLE, AgingQueue
 
 
 class Case:

@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from hybrid.tree.cohorts import Cohorts
+from hybrid.tree.lhd import ExposureCounts
 
 EDGES = [0, 1, 2, 2, 4, 9, 20, 40]
 
@@ -27,8 +27,8 @@ def test_cohorts_count_what_records_one_by_one_would(
 ) -> None:
     """Over so many requests that the columns are used again several times; records come and go at any request, even
     before the last use that they are noted with."""
-    monkeypatch.setattr("hybrid.tree.cohorts.MAX_NOTED", max_noted)
-    dice, cohorts, now = random.Random(seed), Cohorts(EDGES), 0
+    monkeypatch.setattr("hybrid.tree.lhd.MAX_NOTED", max_noted)
+    dice, cohorts, now = random.Random(seed), ExposureCounts(EDGES), 0
     records: list[tuple[int, int]] = []
     while now < 600:
         expected = np.zeros((20, len(EDGES)))
@@ -46,14 +46,14 @@ def test_cohorts_count_what_records_one_by_one_would(
 
 def test_more_records_than_a_short_integer_counts_may_come_at_one_request() -> None:
     """As many as a file holds that is loaded between two requests."""
-    cohorts = Cohorts(EDGES)
+    cohorts = ExposureCounts(EDGES)
     for _ in range(40_000):
         cohorts.join(0, 5, 5)
     assert cohorts.exposure(1, 10).sum() == 40_000 * 5
 
 
 def test_a_group_not_seen_yet_and_a_long_pause_are_no_error() -> None:
-    cohorts = Cohorts(EDGES)
+    cohorts = ExposureCounts(EDGES)
     for _ in range(3):
         cohorts.join(100, 5, 5)
     assert cohorts.exposure(101, 7)[100].tolist() == [3, 3, 0, 0, 0, 0, 0, 0]
@@ -62,8 +62,8 @@ def test_a_group_not_seen_yet_and_a_long_pause_are_no_error() -> None:
 
 
 def test_what_is_noted_is_bounded_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid.tree.cohorts.MAX_NOTED", 3)
-    cohorts = Cohorts(EDGES)
+    monkeypatch.setattr("hybrid.tree.lhd.MAX_NOTED", 3)
+    cohorts = ExposureCounts(EDGES)
     tracemalloc.start()
     for now in range(1, 2001):
         cohorts.join(1, 0, now)

@@ -7,7 +7,7 @@ import pytest
 
 from hybrid.key import Key
 from hybrid.tree.candidates import MAX_NOTIFIED
-from hybrid.tree.descent import descend
+from hybrid.tree.forest import descend
 from hybrid.tree.ghosts import BlockHash
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Node
@@ -109,7 +109,7 @@ def test_locks_that_wait_to_be_counted_are_few(tree: Tree, lock: str, monkeypatc
     monkeypatch.setattr("hybrid.tree.locks.MAX_CHANGED", 8)
     nodes = path(tree, 50)
     locks = [getattr(tree.locks, lock)(node) for node in nodes]
-    assert max(len(cover.changed) for cover in tree.forest.covers) <= 9
+    assert max(len(counter.changed) for counter in tree.forest.counters) <= 9
     assert tree.locks.num_pages == 50
     for one in locks:
         tree.unlock(one)

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from hybrid.errors import ArgumentError
+from hybrid.tree.candidates import SAMPLE, OrderedQueue, SampledQueue
 from hybrid.tree.node import Node, NodeUsage
 from hybrid.tree.policies import policy_of
-from hybrid.tree.queues import SAMPLE, OrderedQueue, SampledQueue
 
 
 def node(tick: int) -> Node:

@@ -5,13 +5,13 @@ import random
 import pytest
 
 from hybrid import HybridCache, Key
-from hybrid.tree.following import MAX_CHILDREN, following
+from hybrid.tree.tree import MAX_CHILDREN
 from support.pictures import cache_with, serve
 
 
 def after(cache: HybridCache, text: str, limit: int = 99, namespace: str = "") -> str:
     """What follows a text."""
-    found = following(cache.tree, Key.of([*map(ord, text)], namespace), limit)
+    found = cache.tree.following(Key.of([*map(ord, text)], namespace), limit)
     return "".join(map(chr, found))
 
 

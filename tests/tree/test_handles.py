@@ -6,7 +6,7 @@ import pytest
 
 from hybrid.errors import LockError
 from hybrid.key import Key
-from hybrid.tree.handles import Handles
+from hybrid.tree.locks import Handles
 from hybrid.tree.node import Checkpoint
 from hybrid.tree.policies import LeastRecentlyUsed
 from hybrid.tree.tree import Tree

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hybrid.tree.hazards import BIN_OF, BINS, EDGES, LAST_AGE, PRIOR, WINDOWS, Hierarchy, density
+from hybrid.tree.lhd import BIN_OF, BINS, EDGES, LAST_AGE, PRIOR, WINDOWS, Hierarchy, density
 
 
 def test_bins_of_age_are_half_octaves_without_a_gap() -> None:

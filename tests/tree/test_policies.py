@@ -13,10 +13,10 @@ from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError
 from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
+from hybrid.tree.candidates import SAMPLE
 from hybrid.tree.node import Checkpoint, Kind
 from hybrid.tree.policies import POLICIES, LeastRecentlyUsed, policy_of
 from hybrid.tree.policy import Facts, Policy
-from hybrid.tree.queues import SAMPLE
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices
 from support.caches import AuditedCache, TreeCase, key_of, serve

@@ -93,7 +93,7 @@ def test_a_checkpoint_that_is_not_stored_yet_weighs_as_those_of_its_namespace(ca
         usage = tree.new_usage(Kind.BRANCH, 0, namespace)
         if priority:
             usage.raise_priority(priority)
-        assert tree.worth(usage, 2 * PAGE, PAGE, 1) == 2.0**steps
+        assert tree.value_per_byte(usage, 2 * PAGE, PAGE, 1) == 2.0**steps
 
 
 def test_a_checkpoint_that_was_not_admitted_to_a_namespace_that_was_empty_counts_as_one_of_it() -> None:
@@ -101,7 +101,7 @@ def test_a_checkpoint_that_was_not_admitted_to_a_namespace_that_was_empty_counts
     usage = tree.new_usage(Kind.BRANCH, 0, "own")
     usage.raise_priority(3)
     tree.insert(Key.of([1] * PAGE, "own"), PAGE, array("i", [0]), past=usage)
-    assert tree.worth(tree.new_usage(Kind.BRANCH, 0, "own"), PAGE, PAGE, 1) == 2.0**-3
+    assert tree.value_per_byte(tree.new_usage(Kind.BRANCH, 0, "own"), PAGE, PAGE, 1) == 2.0**-3
 
 
 @pytest.mark.parametrize("wrong", [-1, 101, 0.5, True, "3"])
