@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hybrid.cache import placement
 from hybrid.cache.config import CacheConfig
 from hybrid.errors import ArgumentError
+from hybrid.hf.installed import cache_name
 from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.options import Prompts
 from hybrid.hf.pass_model import PassModel
@@ -85,8 +86,8 @@ class Beginnings:
         """
         if not past.belongs_to(self._prefiller) or past.keys.namespace != keys.namespace:
             raise ArgumentError(
-                "generate: past_key_values: this past is of another cache or namespace, or the model has changed "
-                "since; leave it out"
+                f"generate: {cache_name()}: this past is of another cache or namespace, or the model has changed since; "
+                "leave it out"
             )
         past.resume(prompts.rows, prompts.pads, keys)
         self._model.rope_deltas.set(past.keys.shifts, self._model.device)

@@ -26,7 +26,7 @@ def following(model: PassModel, past: Past) -> Iterator[None]:
     Raises:
         NonFiniteError: by a pass with one of these pasts whose logits are not finite.
         RequestError: by a pass that does not begin where its past ends.
-        VersionError: at the end, when one of these pasts was extended by a pass that no hook has seen.
+        VersionError: one of these pasts is extended by a pass that no hook has seen.
     """
 
     def member_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Past | None:
@@ -36,7 +36,7 @@ def following(model: PassModel, past: Past) -> Iterator[None]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         member = member_in(args, kwargs)
         if member is not None:
-            member.refuse_misplaced_pass(kwargs.get("position_ids"))
+            member.begin_pass(kwargs.get("position_ids"))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         member = member_in(args, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, repeat
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from hybrid.cache.explain import Explanation
 from hybrid.errors import ArgumentError, RequestError
-from hybrid.hf.installed import as_argument, unexpected
+from hybrid.hf.installed import as_argument, cache_name, unexpected
 from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.layers import fork_layer
 
@@ -125,6 +125,7 @@ class Past(DynamicCache):
         self.family: list[Past] = [self] if family is None else family
         self._boundaries = list(boundaries)
         self._backend = backend
+        self._is_in_pass = False
 
     def resume(self, prompts: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> None:
         """Begin a session again, with prompts that continue its tokens.
@@ -136,8 +137,8 @@ class Past(DynamicCache):
         are_as_many = rows is not None and len(rows) == len(prompts) and self.pads == list(pads)
         if rows is None or not are_as_many or not all(map(self._is_continued, rows, prompts, count(), repeat(keys))):
             raise ArgumentError(
-                "generate: past_key_values: the prompts do not begin with the tokens and images that this past holds, "
-                "or have images after them; leave it out, and what is cached of them is found"
+                f"generate: {cache_name()}: the prompts do not begin with the tokens and images that this past holds, or "
+                "have images after them; leave it out, and what is cached of them is found"
             )
         self.family = [self]
         reason = "resumed from the past that was given"
@@ -271,6 +272,16 @@ class Past(DynamicCache):
             return None
         return self.rows
 
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take the keys and values of a layer, as in transformers.
+
+        Raises:
+            VersionError: the session is open, and no hook has seen the pass begin.
+        """
+        if self.family and not self._is_in_pass:
+            self._raise_unseen()
+        return super().update(*args, **kwargs)
+
     def refuse_unseen(self) -> None:
         """Check that every pass since the session began was seen.
 
@@ -278,12 +289,14 @@ class Past(DynamicCache):
             VersionError: this past holds tokens of a pass that was not.
         """
         if self.rows is not None and self.known_rows() is None:
-            self.forget_tokens()
-            raise unexpected(
-                "a pass was not seen by the hooks on the model, so that neither its tokens nor NaN in it are known; "
-                "nothing of it is cached. If this program calls a part of the model instead of the model, call the "
-                "model"
-            )
+            self._raise_unseen()
+
+    def _raise_unseen(self) -> NoReturn:
+        self.forget_tokens()
+        raise unexpected(
+            "a pass was not seen by the hooks on the model, so that neither its tokens nor NaN in it are known; nothing "
+            "of it is cached. If this program calls a part of the model instead of the model, call the model"
+        )
 
     def _refuse_unknown(self, what: str) -> list[list[int]]:
         """Per sequence the tokens that it holds.
@@ -302,13 +315,14 @@ class Past(DynamicCache):
             )
         return rows
 
-    def refuse_misplaced_pass(self, position_ids: Any) -> None:
-        """Check the positions of a pass of several tokens, `[batch, tokens]`, or `[rows, batch, tokens]` of vision
-        models: one row of rotary positions, or first one without the shift of images.
+    def begin_pass(self, position_ids: Any) -> None:
+        """Expect keys and values, after a check of the positions of a pass of several tokens: `[batch, tokens]`, or
+        `[rows, batch, tokens]` of vision models, one row of rotary positions, or first one without the shift of images.
 
         Raises:
             RequestError: the pass does not begin at the position where this past ends.
         """
+        self._is_in_pass = True
         if not isinstance(position_ids, Tensor) or position_ids.ndim < 2 or position_ids.shape[-1] == 1:
             return
         first, expected = int(position_ids.flatten(0, -2)[0, 0]), self.num_seen(0)
@@ -322,11 +336,12 @@ class Past(DynamicCache):
             )
 
     def follow(self, input_ids: Any) -> None:
-        """Append the tokens of a pass that the model has computed.
+        """End a pass, and append the tokens that it has computed.
 
         Args:
             input_ids: `[batch, tokens]`; with anything else the tokens of this past are unknown from now on.
         """
+        self._is_in_pass = False
         if self.rows is None or not isinstance(input_ids, Tensor) or len(input_ids) != len(self.rows):
             self.forget_tokens()
             return
