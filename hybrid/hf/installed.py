@@ -112,7 +112,7 @@ def refuse_unexpected(model: Any) -> None:
 
 
 def _refuse_unknown_positions(model: Any) -> None:
-    """Look at what `hybrid.hf.positions` relies on.
+    """Look at what `hybrid.hf.pass_model` relies on.
 
     Raises:
         VersionError: it is not there.

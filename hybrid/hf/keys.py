@@ -1,13 +1,103 @@
-"""Keys of the tree for the tokens of transformers' sequences."""
+"""Keys of the tree for the tokens of transformers' sequences, and where these are cut in deterministic mode.
+
+The bits of a token depend on the pass that computes it: on where the pass begins, on its length, and with mixtures of
+experts on all of its tokens. So in deterministic mode every sequence is cut into segments, one pass each, at the same
+places in every run: where a turn ends, and every `chunk_size` tokens after that. A cut depends on the tokens before it
+alone, so what is cached of a sequence is cut as a cold run of any longer one is.
+
+A segment is a unit of the key (`hybrid.key.Key`), and its first ids there stand for all of it: two segments share
+nothing unless they are equal.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from hybrid.hf.segments import Segments
-from hybrid.key import Key
+import numpy as np
+
+from hybrid import checks
+from hybrid.key import TOKEN_BYTES, UNSHARED, Key, check_namespace, hash_ids, joined
 from hybrid.prompts.images import Media
+
+MIN_SEGMENT = 8
+"""The shortest segment, and the number of its ids that stand for it in keys: together 248 bits."""
+
+MAX_CHUNK_SIZE = 4096
+"""The longest segment without images."""
+
+MIN_TAIL = 16
+"""Fewer tokens between the end of a turn and the end of a prompt, such as those with which an answer begins, are not
+worth a pass of their own."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """How sequences are cut.
+
+    Attributes:
+        chunk_size: tokens of a segment, at most.
+        turn_ends: ids of the tokens that end a turn.
+
+    Raises:
+        ArgumentError: `chunk_size` is out of range.
+    """
+
+    chunk_size: int
+    turn_ends: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        checks.integer("PrefixCache: chunk_size in deterministic mode", self.chunk_size, MIN_SEGMENT, MAX_CHUNK_SIZE)
+
+    @property
+    def min_turn(self) -> int:
+        """Tokens since the last cut from which on the end of a turn is one, too: shorter passes would cost too much."""
+        return max(MIN_SEGMENT, self.chunk_size // 4)
+
+    def cuts(self, ids: Sequence[int]) -> list[int]:
+        """Where a sequence is cut, in order."""
+        tokens = np.asarray(ids, dtype=np.int32)
+        cuts: list[int] = []
+        last = 0
+        for end in (np.flatnonzero(np.isin(tokens, [*self.turn_ends])) + 1).tolist():
+            cuts += range(last + self.chunk_size, end + 1, self.chunk_size)
+            last = cuts[-1] if cuts else 0
+            if end - last >= self.min_turn:
+                cuts.append(end)
+                last = end
+        cuts += range(last + self.chunk_size, len(tokens) + 1, self.chunk_size)
+        return cuts
+
+    def key(self, ids: Sequence[int], namespace: str, media: Media | None) -> Key:
+        """The key of a sequence. Its units are the segments, and what follows the last cut.
+
+        A segment in which an image begins or ends is one unit with it.
+        """
+        check_namespace(namespace)
+        tokens = array("i", ids)
+        ends = [0, *self.cuts(tokens), UNSHARED]
+        units = () if media is None else media.units
+        spans = joined([*pairwise(ends), *((unit.start, unit.end) for unit in units)])
+        words = bytearray(tokens.tobytes())
+        for start, end in spans[:-1]:
+            content = b"".join(
+                b"%d %d %d " % (unit.start - start, unit.end - start, len(unit.content)) + unit.content
+                for unit in units
+                if unit.start < end and start < unit.end
+            )
+            own = b"%d " % (end - start) + words[start * TOKEN_BYTES : end * TOKEN_BYTES]
+            words[start * TOKEN_BYTES : (start + MIN_SEGMENT) * TOKEN_BYTES] = hash_ids(own + content, MIN_SEGMENT)
+        return Key(bytes(words), namespace, spans)
+
+    def prompt_end(self, ids: Sequence[int], key: Key) -> int:
+        """The cut up to which a prompt is taken from the cache, and given to it, before it is answered. The tokens
+        after it, one or more, are computed in one pass."""
+        end = key.whole(len(ids) - 1, 1)
+        while end and len(ids) - end < MIN_TAIL and ids[end - 1] in self.turn_ends:
+            end = key.whole(end - 1, 1)
+        return end
 
 
 def last_image_end(media: Media | None) -> int:

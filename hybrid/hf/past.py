@@ -1,21 +1,26 @@
-"""A past that knows its tokens: transformers' own cache, with `fork` and `rewind`."""
+"""A past that knows its tokens: transformers' own cache, with `fork` and `rewind`, and the hooks on a model that tell
+it what is computed with it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache
 
 from hybrid.cache.explain import Explanation
-from hybrid.errors import ArgumentError, RequestError
-from hybrid.hf.installed import as_argument, cache_name, unexpected
+from hybrid.errors import ArgumentError, NonFiniteError, RequestError
+from hybrid.hf.installed import as_argument, cache_in, cache_name, unexpected
 from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.layers import fork_layer
+from hybrid.hf.pass_model import PassModel
+from hybrid.interrupts import deferred_interrupts
 
 
 @dataclass(frozen=True)
@@ -137,8 +142,8 @@ class Past(DynamicCache):
         are_as_many = rows is not None and len(rows) == len(prompts) and self.pads == list(pads)
         if rows is None or not are_as_many or not all(map(self._is_continued, rows, prompts, count(), repeat(keys))):
             raise ArgumentError(
-                f"generate: {cache_name()}: the prompts do not begin with the tokens and images that this past holds, or "
-                "have images after them; leave it out, and what is cached of them is found"
+                f"generate: {cache_name()}: the prompts do not begin with the tokens and images that this past holds, "
+                "or have images after them; leave it out, and what is cached of them is found"
             )
         self.family = [self]
         reason = "resumed from the past that was given"
@@ -272,7 +277,7 @@ class Past(DynamicCache):
             return None
         return self.rows
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, *args: Any, **kwargs: Any) -> Any:
         """Take the keys and values of a layer, as in transformers.
 
         Raises:
@@ -294,8 +299,8 @@ class Past(DynamicCache):
     def _raise_unseen(self) -> NoReturn:
         self.forget_tokens()
         raise unexpected(
-            "a pass was not seen by the hooks on the model, so that neither its tokens nor NaN in it are known; nothing "
-            "of it is cached. If this program calls a part of the model instead of the model, call the model"
+            "a pass was not seen by the hooks on the model, so that neither its tokens nor NaN in it are known; "
+            "nothing of it is cached. If this program calls a part of the model instead of the model, call the model"
         )
 
     def _refuse_unknown(self, what: str) -> list[list[int]]:
@@ -391,3 +396,57 @@ class Past(DynamicCache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """As in transformers: the sequences with these indices, which may be a mask."""
         self.reorder_cache(torch.arange(len(self.pads))[indices.cpu()])
+
+
+@contextmanager
+def following(model: PassModel, past: Past) -> Iterator[None]:
+    """Within this context `past`, and its forks, learn the tokens that the model computes with them.
+
+    The hooks are on the model and on the model inside it: a wrapper's `generate` calls the latter. A pass that both see
+    is followed once.
+
+    Raises:
+        NonFiniteError: by a pass with one of these pasts whose logits are not finite.
+        RequestError: by a pass that does not begin where its past ends.
+        VersionError: one of these pasts is extended by a pass that no hook has seen.
+    """
+
+    def member_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Past | None:
+        found = cache_in(args, kwargs)
+        return found if isinstance(found, Past) and any(found is member for member in past.family) else None
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        member = member_in(args, kwargs)
+        if member is not None:
+            member.begin_pass(kwargs.get("position_ids"))
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        member = member_in(args, kwargs)
+        if member is not None:
+            logits = output[0] if isinstance(output, tuple) else output.logits
+            if not finite_logits(logits[:, -1]):
+                member.forget_tokens()
+                raise NonFiniteError(
+                    "a pass of the model gave logits with NaN or infinity; nothing of it is cached, and this past "
+                    "cannot be used any more"
+                )
+            member.follow(kwargs.get("input_ids", args[0] if args else None))
+
+    handles: list[RemovableHandle] = []
+    try:
+        with deferred_interrupts():
+            for module in {model.outer, model.inner}:
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(after, with_kwargs=True))
+        yield
+        for member in past.family:
+            member.refuse_unseen()
+    finally:
+        with deferred_interrupts():
+            for handle in handles:
+                handle.remove()
+
+
+def finite_logits(logits: Tensor) -> bool:
+    """Whether logits, `[..., vocabulary]`, have no NaN and no infinity. Minus infinity is allowed for masked tokens."""
+    return bool(logits.amax(-1).isfinite().all())

@@ -34,20 +34,15 @@ from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
 from hybrid.checks import refuse_unknown
 from hybrid.errors import ArgumentError, NonFiniteError, RequestError
-from hybrid.hf.beginnings import Beginnings
 from hybrid.hf.drafting import Drafting
-from hybrid.hf.follow import following
 from hybrid.hf.images import ImageInputs, Images
-from hybrid.hf.keys import KeySpace
-from hybrid.hf.layers import Layout
-from hybrid.hf.memory import PageMemory
+from hybrid.hf.keys import KeySpace, Segments
+from hybrid.hf.layers import Layout, PageMemory
 from hybrid.hf.model_version import digest_of
 from hybrid.hf.options import GenerateCall, Prompts, device_named, ids_of, parse_prompts, token_option
-from hybrid.hf.pass_model import PassModel
-from hybrid.hf.past import Past
-from hybrid.hf.prefill import Prefiller
-from hybrid.hf.probe import layout_of_model, probe
-from hybrid.hf.segments import Segments
+from hybrid.hf.pass_model import PassModel, layout_of_model, probe
+from hybrid.hf.past import Past, following
+from hybrid.hf.prefill import PastFactory, Prefiller
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
 from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key, check_namespace
@@ -162,7 +157,7 @@ class PrefixCache:
         """Make memory and bookkeeping anew. Copies on disk stay, for a model as this one was."""
         if self.cache.tiers is not None and self.cache.tiers.disk is not None:
             self.cache.tiers.disk.close()
-        del self.memory, self._prefiller, self._beginnings
+        del self.memory, self._prefiller, self._past_factory
         self._missing: Layout | None = layout  # until there is memory for it
         self._allocate(layout)
 
@@ -178,7 +173,7 @@ class PrefixCache:
         self.cache: HybridCache = HybridCache(pools, self._config, model=made_with)
         self.cache.adopt()
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock, self._turn_ends)
-        self._beginnings = Beginnings(self._model, self._prefiller, self._config)
+        self._past_factory = PastFactory(self._model, self._prefiller, self._config)
         self._drafting = Drafting(self._model, self.cache, self._lock)
         self._missing = None
 
@@ -232,9 +227,9 @@ class PrefixCache:
         with self._model.rope_deltas.reset():
             keys, past = self._keys(call.prompts, call.images, namespace), call.past
             if past is None:
-                past = self._beginnings.past(call.prompts, keys, call.max_new_tokens)
+                past = self._past_factory.make(call.prompts, keys, call.max_new_tokens)
             else:
-                self._beginnings.resume(past, call.prompts, keys)
+                self._past_factory.resume(past, call.prompts, keys)
             self.explanations = past.explanations
             num_committed = [origin.num_committed for origin in past.origins]
             try:
@@ -318,7 +313,7 @@ class PrefixCache:
         prompts = parse_prompts(input_ids, attention_mask, next(iter(pad_tokens), None), end_tokens)
         self._model.check_prompts(prompts.rows)
         with self._model.rope_deltas.reset():
-            past = self._beginnings.past(prompts, self._keys(prompts, image_inputs, namespace))
+            past = self._past_factory.make(prompts, self._keys(prompts, image_inputs, namespace))
             self.explanations = past.explanations
             try:
                 with following(self._model, past):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hybrid import ArgumentError
-from hybrid.hf import segments as module
+from hybrid.hf import keys as module
+from hybrid.hf.keys import MIN_TAIL, Segments
 from hybrid.hf.prefix_cache import PrefixCache
-from hybrid.hf.segments import MIN_TAIL, Segments
 from hybrid.key import TOKEN_BYTES, common_prefix
 from support.hf import (
     WITHOUT_ANSWERS,
