@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybrid.cache.config import CacheConfig
 from hybrid.commands.checkpoints import TOLERANCES
-from hybrid.commands.command import Outcome
+from hybrid.commands.commands import Outcome
 from hybrid.engine.adapters import MARK
 from hybrid.engine.build import DTYPES, build_cache, load
 from hybrid.engine.engine import Engine

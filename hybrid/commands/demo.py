@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.command import Outcome
+from hybrid.commands.commands import Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams

@@ -16,8 +16,7 @@ from types import FrameType
 from rich.console import Console
 
 from hybrid import __version__
-from hybrid.commands.arguments import check_encoding
-from hybrid.commands.commands import COMMANDS
+from hybrid.commands.commands import COMMANDS, check_encoding
 from hybrid.errors import HybridError
 
 ENDS = ("SIGTERM", "SIGHUP")

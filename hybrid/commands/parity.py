@@ -1,30 +1,36 @@
 """`hybrid parity`: hits do not change results.
 
-Logits are compared with transformers' own model, and hits with cold runs, bit by bit.
+Logits are compared with transformers' own model, and hits with cold runs, bit by bit: repeated prompts, later turns,
+branches, batches and pressure; drafts, right, wrong or absurd; prefixes of another engine, of a tier, or of a second
+process, which shares nothing with this one, and computes while this one does what needs nothing of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import random
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, product
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.command import Outcome
-from hybrid.commands.judge import ANSWER, ONE_TOKEN, Check, Judge
-from hybrid.commands.parity_drafts import drafts
-from hybrid.commands.parity_files import files
+from hybrid.cache.stats import CacheStats
+from hybrid.commands.commands import Outcome
 from hybrid.commands.random_checkpoints import FAMILIES, add_random_predictor, write_random_checkpoint
-from hybrid.commands.second_process import predicted, rare_collections, second_process, transformers_logits
+from hybrid.commands.toy_model import Liar
 from hybrid.engine.build import resolve_device
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
@@ -32,9 +38,131 @@ from hybrid.engine.planner import plan
 from hybrid.engine.request import Request
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.engine.step import Part, Step
+from hybrid.errors import HybridError
 from hybrid.kernels.ops import compiled_for
+from hybrid.memory.memory import smallest_memory
 from hybrid.models.loading import TINY, has_predictor, open_checkpoint
 from hybrid.prompts.encode import EncodedPrompt
+from hybrid.speculation.config import SpeculationConfig
+from hybrid.speculation.drafter import Drafter, History
+from hybrid.tiers.transfer import Transfer
+from hybrid.units import ceil_div
+
+ANSWER = SamplingParams(max_new_tokens=24, logprobs=5, ignore_eos=True)
+ONE_TOKEN = replace(ANSWER, max_new_tokens=1)
+"""Of requests that are to compute their prompts and are not compared."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table.
+
+    Attributes:
+        passed: whether it holds.
+        hit_tokens: prompt tokens that the warm runs did not compute, None where hits do not matter. A scenario without
+            hits fails.
+        detail: the measurement in words.
+    """
+
+    name: str
+    passed: bool
+    hit_tokens: int | None
+    detail: str
+
+
+class Judge:
+    """Runs requests warm, and each of them cold and alone, and compares.
+
+    Args:
+        engine: its weights are used; every scenario gets a cache of its own.
+        seed: of the random prompts.
+    """
+
+    def __init__(self, engine: Engine, seed: int = 0) -> None:
+        self.engine: Engine = engine
+        self._seed = seed
+        config = engine.cache.config
+        self.grid: int = config.grid
+        self._config = CacheConfig(
+            page_size=config.page_size, chunk_size=config.chunk_size, kv_dtype=config.kv_dtype, deterministic=True
+        )
+        self._answers: dict[tuple[tuple[int, ...], SamplingParams], RequestOutput] = {}
+        self._cold = engine.with_cache(replace(self._config, enabled=False), size=(256, 16))
+
+    def ids(self, count: int) -> list[int]:
+        """The random token ids of this length. Scenarios whose prompts have equal lengths ask for the same ones, which
+        are answered cold once; what is warm each computes in a cache of its own."""
+        rng = random.Random(f"{self._seed} {count}")
+        return [rng.randrange(self.engine.model.config.vocab_size) for _ in range(count)]
+
+    def next_turn(self, output: RequestOutput) -> list[int]:
+        """The prompt that continues an answer: half a chunk and a few tokens more."""
+        return output.prompt_token_ids + output.token_ids + self.ids(self.grid // 2 + 3)
+
+    def warm(
+        self,
+        pages: int = 256,
+        states: int = 64,
+        speculation: SpeculationConfig | None = None,
+        longest: int = 0,
+        host: str | None = None,
+        directory: Path | None = None,
+    ) -> Engine:
+        """An engine with an empty cache of its own: one budget, the size of `pages` and `states`, or the smallest there
+        is. Where no request of `longest` pages would fit into the pieces of that budget, because pages are small
+        compared with a state, it has pools of these sizes; with a tier, which has no pools, the smallest budget into
+        which one fits."""
+        page_bytes, state_bytes = self.engine.cache.unit_bytes
+        memory = pages * page_bytes + states * state_bytes
+        least = smallest_memory(max(longest, 1), page_bytes, state_bytes, None)
+        if longest and memory < least and host is None and directory is None:
+            return self.engine.with_cache(self._config, size=(pages, states), speculation=speculation)
+        config = replace(self._config, memory=max(memory, least), host=host)
+        if directory is not None:
+            config = replace(config, disk="1GiB", directory=directory)
+        return self.engine.with_cache(config, speculation=speculation)
+
+    def cold(self, prompt: list[int], params: SamplingParams = ANSWER) -> RequestOutput:
+        """The answer to a prompt alone, without a cache and without drafts."""
+        known = (tuple(prompt), params)
+        if known not in self._answers:
+            self._answers[known] = self._cold.generate([prompt], params, progress=False)[0]
+        return self._answers[known]
+
+    def differences(self, outputs: list[RequestOutput], params: SamplingParams = ANSWER) -> list[str]:
+        """The outputs that differ from a cold run of the same prompt alone, in a token or in a log-probability."""
+        wrong = []
+        for output in outputs:
+            cold = self.cold(output.prompt_token_ids, params)
+            assert cold.usage.cached_tokens == 0
+            if cold.token_ids != output.token_ids:
+                wrong.append(f"{output.request_id}: tokens differ")
+            elif cold.logprobs != output.logprobs:
+                wrong.append(f"{output.request_id}: log-probabilities differ")
+        return wrong
+
+    def attempt(self, scenario: Callable[..., Check], *given: object) -> Check:
+        """The check of a scenario. It fails with the error in words where the scenario raises one of ours."""
+        try:
+            return scenario(self, *given)
+        except HybridError as error:
+            return Check(scenario.__name__.replace("_", " "), False, None, f"{type(error).__name__}: {error}")
+
+    def check(self, name: str, outputs: list[RequestOutput], *conditions: tuple[str, bool]) -> Check:
+        """A scenario passes if its outputs equal cold runs, something was hit, and its own conditions hold.
+
+        Args:
+            conditions: (message, holds) of each further condition.
+        """
+        hits = sum(output.usage.cached_tokens for output in outputs)
+        wrong = (
+            self.differences(outputs)
+            + ([] if hits else ["nothing was hit"])
+            + [message for message, holds in conditions if not holds]
+        )
+        detail = "; ".join(wrong) if wrong else f"{len(outputs)} requests, bitwise equal"
+        return Check(name, not wrong, hits, detail)
+
 
 TOLERANCE = 1e-4
 """Largest difference allowed between a logit and transformers', as a fraction of the logits' range, in float32."""
@@ -300,6 +428,423 @@ def run_all_families(seed: int = 0, dtype: str = "float32") -> dict[str, Parity]
                 add_random_predictor(path)
             results[name] = check_all(path, seed, dtype, process)
     return results
+
+
+SAMPLED = replace(ANSWER, temperature=1.2, top_p=0.9, seed=3)
+
+MODES = {"greedy": ANSWER, "sampled": SAMPLED}
+"""How answers with drafts are chosen."""
+
+
+class KnownAnswers(Drafter):
+    """Drafts the known answers to prompts, every n-th token of them replaced by another.
+
+    Args:
+        answers: by prompt.
+        wrong_every: n; 0: none is wrong.
+        stride: of three calls it drafts in this many.
+        as_tree: a wrong token comes before each token of the answer, and one follows it.
+    """
+
+    def __init__(
+        self,
+        answers: dict[tuple[int, ...], list[int]],
+        wrong_every: int = 0,
+        stride: int = 3,
+        as_tree: bool = False,
+    ) -> None:
+        self._as_tree = as_tree
+        self._answers = answers
+        self._wrong_every = wrong_every
+        self._stride = stride
+        self._calls = 0
+
+    def propose(self, history: History, limit: int) -> tuple[Sequence[int], Sequence[int]]:
+        """What comes next, as far as it is known."""
+        self._calls += 1
+        tokens = self.following(history, limit) if self._calls % 3 < self._stride else []
+        if self._wrong_every:
+            start = len(history)
+            tokens = [token ^ ((start + at) % self._wrong_every == 0) for at, token in enumerate(tokens)]
+        if self._as_tree:
+            return self._tree(tokens, limit)
+        return tokens, range(-1, len(tokens) - 1)
+
+    @staticmethod
+    def _tree(tokens: list[int], limit: int) -> tuple[list[int], list[int]]:
+        """Tokens each of which has a wrong one before and after it with the same parent, in order."""
+        drafts: list[int] = []
+        parents: list[int] = []
+        last = -1
+        for token in tokens[: limit // 3]:
+            drafts += [token ^ 1, token, token ^ 2]
+            parents += [last, last, last]
+            last = len(drafts) - 2
+        return drafts, parents
+
+    def following(self, history: History, limit: int) -> list[int]:
+        """The next tokens of the answer."""
+        done = len(history) - history.prompt_len
+        return self._answers.get(tuple(history[: history.prompt_len]), [])[done : done + limit]
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Outputs that were computed with drafts, to be compared.
+
+    Attributes:
+        name: of the check.
+        outputs: of the requests.
+        params: of all of them.
+        conditions: (message, holds) of each further condition.
+    """
+
+    name: str
+    outputs: list[RequestOutput]
+    params: SamplingParams
+    conditions: tuple[tuple[str, bool], ...] = ()
+
+    def check(self, judge: Judge) -> Check:
+        """Outputs must be those without drafts and without a cache, and drafts must have been computed."""
+        drafted = sum(output.usage.drafted_tokens for output in self.outputs)
+        accepted = sum(output.usage.accepted_tokens for output in self.outputs)
+        wrong = judge.differences(self.outputs, self.params)
+        wrong += [message for message, holds in self.conditions if not holds]
+        if not drafted:
+            wrong.append("nothing was drafted")
+        equal = f"{len(self.outputs)} requests, bitwise equal; {accepted} of {drafted} drafts accepted"
+        hits = sum(output.usage.cached_tokens for output in self.outputs)
+        return Check(self.name, not wrong, hits, "; ".join(wrong) or equal)
+
+
+def drafts(judge: Judge) -> list[Drafted]:
+    """Drafts of every kind, greedy and sampled, each cold and as a hit, with retraction and aborts in between."""
+    answers = _answers(judge)
+    right = KnownAnswers(answers)
+    drafters: dict[str, Drafter] = {
+        "right": right,
+        "half right": KnownAnswers(answers, wrong_every=3),
+        "wrong": KnownAnswers(answers, wrong_every=1),
+        "right ones in every third pass": KnownAnswers(answers, stride=1),
+        "trees": KnownAnswers(answers, as_tree=True),
+        "half right trees": KnownAnswers(answers, wrong_every=3, as_tree=True),
+        "lies": Liar(0, judge.engine.model.config.vocab_size, right.following),
+    }
+    found = [each for name, drafter in drafters.items() for each in _drafted(judge, f"drafts: {name}", drafter)]
+    return [*found, regenerated(judge), *under_pressure(judge)]
+
+
+def predictor(judge: Judge) -> list[Drafted]:
+    """Drafts of the checkpoint's own predictor, alone and with others, where the judge's engine was loaded with it."""
+    tree = KnownAnswers(_answers(judge), wrong_every=2, stride=2, as_tree=True)
+    found = _drafted(judge, "drafts of the predictor", "mtp")
+    found += _drafted(judge, "drafts of the predictor and trees", tree, "mtp")
+    return [*found, _next_turns(judge), *under_pressure(judge, "mtp")]
+
+
+def _next_turns(judge: Judge) -> Drafted:
+    """Turns that continue answers, whose drafts are predicted from what a hit brings."""
+    warm = judge.warm(speculation=SpeculationConfig(drafters=("cache", "mtp"), adaptive=False))
+    prompts = [judge.ids(2 * judge.grid + judge.grid // 2), judge.ids(4 * judge.grid)]
+    outputs = warm.generate(prompts, ANSWER, progress=False)
+    for _ in range(2):
+        outputs += warm.generate([judge.next_turn(turn) for turn in outputs[-2:]], ANSWER, progress=False)
+    is_hit = all(output.usage.cached_tokens > 0 for output in outputs[2:])
+    return Drafted("drafts of the predictor in later turns", outputs, ANSWER, (("a turn was not a hit", is_hit),))
+
+
+def _requests(judge: Judge) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts, and how each is answered."""
+    lengths = 2 * judge.grid + 9, judge.grid // 2
+    return [(judge.ids(length + at), params) for at, params in enumerate(MODES.values()) for length in lengths]
+
+
+def _answers(judge: Judge) -> dict[tuple[int, ...], list[int]]:
+    """The answers to `_requests`, by their prompts."""
+    return {tuple(prompt): judge.cold(prompt, params).token_ids for prompt, params in _requests(judge)}
+
+
+def _drafted(judge: Judge, name: str, drafter: Drafter | str, *others: str) -> list[Drafted]:
+    """The same requests twice, the second time as hits. Those of all modes run together; each mode has its check."""
+    warm = judge.warm(speculation=SpeculationConfig(drafters=(drafter, *others), adaptive=False))
+    requests = _requests(judge)
+    prompts, asked = [prompt for prompt, _ in requests], [params for _, params in requests]
+    outputs = [output for _ in range(2) for output in warm.generate(prompts, asked, progress=False)]
+    return _by_mode(name, [*zip(outputs, asked * 2, strict=True)])
+
+
+def regenerated(judge: Judge) -> Drafted:
+    """Answers that are generated again, with drafts from the cache. One answer crosses two multiples of the grid."""
+    warm = judge.warm(speculation=SpeculationConfig(adaptive=False))
+    params = replace(ANSWER, max_new_tokens=judge.grid + judge.grid // 2)
+    prompts = [judge.ids(4 * judge.grid - 9), judge.ids(2 * judge.grid)]
+    warm.generate(prompts, params, progress=False)
+    outputs = warm.generate(prompts, params, progress=False)
+    share = sum(output.usage.accepted_tokens for output in outputs) > sum(len(o.token_ids) for o in outputs) / 2
+    return Drafted("answers again, drafts from the cache", outputs, params, (("few were accepted", share),))
+
+
+def under_pressure(judge: Judge, *others: str) -> list[Drafted]:
+    """Chains, trees and lies in a memory that is too small: requests are retracted, and some aborted in the middle.
+
+    Sizes and lies are tried until one is retracted. The first, which hold little more than one request, suffice for all
+    families in float32; where pages are half as large the memory of a state holds more of them, and one less does.
+    """
+    page_size = judge.engine.cache.config.page_size
+    shared = judge.ids(4 * judge.grid)
+    prompts = [shared + judge.ids(judge.grid - missing) for missing in (2, 5, 9, 14, 20)]
+    asked = {tuple(prompt): params for prompt, params in zip(prompts, cycle(MODES.values()), strict=False)}
+    right = KnownAnswers({prompt: judge.cold(list(prompt), params).token_ids for prompt, params in asked.items()})
+    longest = -(-(6 * judge.grid + ANSWER.max_new_tokens) // page_size)
+    outputs: list[RequestOutput] = []
+    retracted = False
+    for percent, states, seed in product((110, 125, 150, 175, 200, 225, 250, 300), (5, 4), range(3)):
+        liar = Liar(seed, judge.engine.model.config.vocab_size, right.following)
+        own = SpeculationConfig(drafters=(liar, *others), adaptive=False)
+        warm = judge.warm(longest * percent // 100, states, own, longest)
+        aborted = warm.add_request(judge.ids(judge.grid), ANSWER)
+        names = [warm.add_request(list(prompt), params) for prompt, params in asked.items()]
+        outputs = []
+        for step in range(10_000):
+            outputs += [output for output in warm.step() if output.finish_reason == "length"]
+            if step == 2:
+                warm.abort(aborted)
+            if not warm.has_work:
+                break
+        warm.cache.audit()
+        outputs = [output for output in outputs if output.request_id in names]
+        retracted = warm.scheduler.num_retractions > 0
+        if retracted:
+            break
+    complete = len(outputs) == len(prompts)
+    conditions = (("no request was retracted", retracted), ("an answer is missing", complete))
+    name = " and ".join(("drafts under memory pressure", *others))
+    return _by_mode(name, [(output, asked[tuple(output.prompt_token_ids)]) for output in outputs], conditions)
+
+
+def _by_mode(
+    name: str, outputs: Sequence[tuple[RequestOutput, SamplingParams]], conditions: tuple[tuple[str, bool], ...] = ()
+) -> list[Drafted]:
+    """Outputs, each with how it was chosen: a check for each mode."""
+    return [
+        Drafted(f"{name}, {mode}", [output for output, given in outputs if given is params], params, conditions)
+        for mode, params in MODES.items()
+    ]
+
+
+def files(judge: Judge, model: str | Path, dtype: str, process: Executor) -> list[Check]:
+    """Prefixes go from one engine to another, by file and in memory, and to a second process, which makes engines of
+    its own."""
+    return [
+        judge.attempt(saved_and_loaded),
+        judge.attempt(prefilled_and_decoded),
+        judge.attempt(in_a_second_process, model, dtype, process),
+        judge.attempt(to_host_memory_and_back),
+        judge.attempt(to_disk_and_back),
+        judge.attempt(restarted, model, dtype, process),
+    ]
+
+
+def saved_and_loaded(judge: Judge) -> Check:
+    """One engine answers and saves; another one loads, and answers prompts and second turns."""
+    return _saved(judge, "saved and loaded by another engine", _load_and_generate)
+
+
+def in_a_second_process(judge: Judge, model: str | Path, dtype: str, process: Executor) -> Check:
+    """As `saved_and_loaded`, where another process loads, with an engine that it makes from the checkpoint."""
+
+    def generate(_: Judge, path: Path, prompts: list[list[int]]) -> tuple[Transfer, list[RequestOutput]]:
+        config = judge.engine.cache.config
+        return process.submit(generate_from_file, str(model), dtype, config, path, prompts).result()
+
+    return _saved(judge, "saved and loaded by a second process", generate)
+
+
+def generate_from_file(
+    model: str, dtype: str, config: CacheConfig, path: Path, prompts: list[list[int]]
+) -> tuple[Transfer, list[RequestOutput]]:
+    """What the second process does."""
+    with Engine.from_pretrained(model, dtype=dtype, cache=config) as engine:
+        loaded = engine.load(path)
+        return loaded, engine.generate(prompts, ANSWER, progress=False)
+
+
+def prefilled_and_decoded(judge: Judge) -> Check:
+    """One engine computes prompts and hands over states, and the pages that the other one lacks, which decodes."""
+    prefill, decode, shared = judge.warm(), judge.warm(), judge.ids(3 * judge.grid)
+    decode.generate([shared + judge.ids(judge.grid)], ONE_TOKEN, progress=False)
+    prompts = [shared + judge.ids(2 * judge.grid + 5), judge.ids(2 * judge.grid + 1)]
+    prefill.generate(prompts, ONE_TOKEN, progress=False)
+    outputs: list[RequestOutput] = []
+    saved, complete = 0, True
+    for prompt in prompts:
+        part = prefill.dump([prompt], after=decode.explain(prompt).page_hit)
+        saved += len(prefill.dump([prompt])) - len(part)
+        complete = complete and not decode.load(part).skipped
+        outputs += decode.generate([prompt], ANSWER, progress=False)
+    whole = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
+    return judge.check(
+        "prefilled by one engine, decoded by another",
+        outputs,
+        ("a checkpoint was skipped", complete),
+        ("pages that were there were handed over", saved > 0),
+        ("a prompt was computed twice", whole),
+    )
+
+
+def to_host_memory_and_back(judge: Judge) -> Check:
+    """Prompts and their second turns in a memory that holds few of them; host memory holds the rest."""
+    warm = _few(judge, host="64MiB")
+    return _evicted(judge, "evicted to host memory and back", warm)
+
+
+def to_disk_and_back(judge: Judge) -> Check:
+    """As `to_host_memory_and_back`, with a directory, from which the contents are read."""
+    with TemporaryDirectory() as folder:
+        warm = _few(judge, directory=Path(folder) / "cache")
+        check = _evicted(judge, "evicted to disk and back", warm)
+        warm.close()
+    return check
+
+
+def restarted(judge: Judge, model: str | Path, dtype: str, process: Executor) -> Check:
+    """An engine answers, and is closed. One that another process makes from the checkpoint finds what it had in the
+    directory, and answers the prompts and their second turns."""
+    with TemporaryDirectory() as folder:
+        first = _few(judge, host="1MiB", directory=Path(folder) / "cache")
+        prompts = _conversations(judge, first, 3)
+        first.close()
+        later = process.submit(generate_after_restart, str(model), dtype, first.cache.config, prompts)
+        outputs, stats = later.result()
+    hits = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
+    return judge.check(
+        "restarted: a second process with the directory",
+        outputs,
+        ("a prompt was not hit", hits),
+        *_sound(stats),
+    )
+
+
+def generate_after_restart(
+    model: str, dtype: str, config: CacheConfig, prompts: list[list[int]]
+) -> tuple[list[RequestOutput], CacheStats]:
+    """What the second process does."""
+    with Engine.from_pretrained(model, dtype=dtype, cache=config) as engine:
+        outputs = [engine.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
+        engine.cache.audit()
+        return outputs, engine.cache.stats()
+
+
+def _few(judge: Judge, host: str | None = None, directory: Path | None = None) -> Engine:
+    """An engine with tiers whose memory holds few prompts, but each of `_conversations` with its answer."""
+    page_size = judge.engine.cache.config.page_size
+    longest = ceil_div(5 * judge.grid + 3 * ANSWER.max_new_tokens, page_size)
+    return judge.warm(14 * judge.grid // page_size, 5, longest=longest, host=host, directory=directory)
+
+
+def _conversations(judge: Judge, engine: Engine, count: int) -> list[list[int]]:
+    """Up to four prompts that an engine has answered, and then the second turns that continue them."""
+    grid = judge.grid
+    lengths = (4 * grid + 9, 2 * grid + grid // 2, 4 * grid + 10, 4 * grid + 11)[:count]
+    prompts = [judge.ids(length) for length in lengths]
+    turns = [engine.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
+    return prompts + [judge.next_turn(turn) for turn in turns]
+
+
+def _evicted(judge: Judge, name: str, warm: Engine) -> Check:
+    """Prompts and their second turns in an engine that cannot hold all of them."""
+    outputs = []
+    for prompt in _conversations(judge, warm, 4):
+        if warm.cache.tiers is not None and warm.cache.tiers.disk is not None:
+            warm.cache.tiers.disk.flush()  # what waits for the disk would be had from memory
+        outputs += warm.generate([prompt], ANSWER, progress=False)
+    warm.cache.audit()
+    return judge.check(name, outputs, *_sound(warm.cache.stats()))
+
+
+def _sound(stats: CacheStats) -> tuple[tuple[str, bool], ...]:
+    return (
+        ("nothing was restored", stats.restored_checkpoints > 0),
+        ("a copy failed", stats.tier_failures == 0 and stats.disk_failure is None),
+    )
+
+
+Generate = Callable[[Judge, Path, list[list[int]]], tuple[Transfer, list[RequestOutput]]]
+
+
+def _saved(judge: Judge, name: str, generate: Generate) -> Check:
+    first = judge.warm()
+    prompts = [judge.ids(4 * judge.grid + 9), judge.ids(2 * judge.grid + judge.grid // 2)]
+    turns = first.generate(prompts, ANSWER, progress=False)
+    second = [judge.next_turn(turn) for turn in turns]
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "prefixes.hybrid"
+        saved = first.save(path)
+        loaded, outputs = generate(judge, path, prompts + second)
+    whole = (loaded.checkpoints, loaded.pages, loaded.skipped) == (saved.checkpoints, saved.pages, {})
+    hits = all(output.usage.cached_tokens >= 2 * judge.grid for output in outputs)
+    return judge.check(name, outputs, ("the file was not loaded whole", whole), ("a prompt was not hit", hits))
+
+
+def _load_and_generate(judge: Judge, path: Path, prompts: list[list[int]]) -> tuple[Transfer, list[RequestOutput]]:
+    warm = judge.warm()
+    loaded = warm.load(path)
+    warm.cache.audit()
+    return loaded, warm.generate(prompts, ANSWER, progress=False)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Within this context cyclic garbage is looked for rarely: what transformers and torch import is a million objects,
+    all of which each full collection visits, and engines are freed without it."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100 * thresholds[0], *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+@contextmanager
+def second_process(model: str | Path) -> Iterator[Executor]:
+    """A process that imports what an engine needs while this one works, and looks for garbage as rarely. It computes
+    one job at a time, in order; of those that wait none is begun after an error."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, context, initializer=gc.set_threshold, initargs=gc.get_threshold()) as process:
+        process.submit(_import, str(model))
+        try:
+            yield process
+        except BaseException:
+            process.shutdown(cancel_futures=True)
+            raise
+
+
+def _import(model: str) -> None:
+    open_checkpoint(model)
+
+
+def transformers_logits(path: Path, ids: Sequence[int], dtype: str = "float32") -> np.ndarray[Any, Any]:
+    """`[tokens, vocab]` logits of a prompt, computed by transformers' own model in a type, in fp32.
+
+    They are numbers of NumPy, which go from one process to another by value.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from hybrid.hf.torch_functions import use_torch_functions, without_kernels
+
+    with without_kernels():  # "eager": their grouped product refuses rows that are not multiples of 16 bytes
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+    use_torch_functions(theirs)
+    with torch.inference_mode():
+        logits: np.ndarray[Any, Any] = theirs(input_ids=torch.tensor([ids])).logits[0].float().numpy()
+    return logits
+
+
+def predicted(model: str, seed: int, dtype: str) -> list[Drafted]:
+    """Answers with drafts of the checkpoint's own predictor."""
+    config = CacheConfig(memory="64MiB", deterministic=True)
+    engine = Engine.from_pretrained(model, dtype=dtype, cache=config, speculation="mtp")
+    return predictor(Judge(engine, seed))
 
 
 # The command

@@ -1,4 +1,6 @@
-"""A model of arithmetic: its states and pages have contents that can be checked, and it computes nothing else.
+"""Stand-ins that only tests, stress and parity use: a model of arithmetic, and a drafter that lies.
+
+The model's states and pages have contents that can be checked, and it computes nothing else.
 
 The state of a sequence is the CRC-32 of its key, and a page holds its part of the key. So the state depends on
 every token of the prefix, as that of linear attention does; a pass that reads a wrong page or a wrong state slot is
@@ -7,6 +9,7 @@ noticed; and the right answer to a prompt is known without running it.
 
 from __future__ import annotations
 
+import random
 import zlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +27,7 @@ from hybrid.key import TOKEN_BYTES, Key
 from hybrid.memory.digests import Contents
 from hybrid.memory.pool import EMPTY_STATE
 from hybrid.prompts.images import ImagePrompt, Media
+from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Accepted, Drafts, accepted
 from hybrid.units import ceil_div
 
@@ -234,3 +238,68 @@ def _keyed(part: Part, drafts: Sequence[int]) -> bytes:
 
 def _advance(state: int | None, ids: bytes) -> int | None:
     return None if state is None else zlib.crc32(ids, state)
+
+
+Proposal = tuple[Sequence[int], Sequence[int]]
+
+
+def right_in_the_toy_model(history: History, limit: int) -> list[int]:
+    """What the toy model answers."""
+    state, tokens = zlib.crc32(history.key().ids), []
+    for _ in range(limit):
+        tokens.append(state % VOCAB_SIZE)
+        state = zlib.crc32(TOKENS[tokens[-1]], state)
+    return tokens
+
+
+class Liar(Drafter):
+    """Right, wrong and half-right chains and trees, and what no drafter may return: too many tokens, tokens outside the
+    vocabulary, brothers that are equal, circles, other types, exceptions.
+
+    Args:
+        seed: of its choices.
+        vocab_size: of the model.
+        right: what comes next, as far as it is known.
+    """
+
+    def __init__(self, seed: int, vocab_size: int, right: Callable[[History, int], list[int]]) -> None:
+        self._rng = random.Random(seed)
+        self._vocab_size = vocab_size
+        self._right = right
+
+    def propose(self, history: History, limit: int) -> Proposal:
+        """Anything."""
+        rng = self._rng
+        right = self._right(history, limit)
+        wrong = [rng.randrange(self._vocab_size) for _ in range(limit)]
+        half = [rng.choice(pair) for pair in zip(right, wrong, strict=False)]
+        chosen: list[int] = rng.choice((right, right, wrong, half))
+        chain = range(-1, len(chosen) - 1)
+        lie = rng.randrange(15)
+        if lie == 0:
+            raise RuntimeError("the drafter fails")
+        return {
+            1: ([], []),
+            2: (chosen * 9, range(-1, 9 * len(chosen) - 1)),
+            3: ([*chosen, self._vocab_size], range(-1, len(chosen))),
+            4: ([*chosen, *chosen], [*chain, *chain]),
+            5: (chosen, range(len(chosen))),
+            6: (chosen, [*chain, 5]),
+            7: ([float(token) for token in chosen], chain),
+            8: ([*wrong, *chosen], [*range(-1, len(wrong) - 1), *(parent + len(wrong) for parent in chain)]),
+            9: self._branched(right[: limit // 2], wrong),
+            10: self._branched(right[: limit // 2], wrong),
+            11: (wrong, [rng.randrange(-1, at) if at else -1 for at in range(limit)]),
+        }.get(lie, (chosen, chain))  # type: ignore[return-value]
+
+    @staticmethod
+    def _branched(right: list[int], wrong: list[int]) -> Proposal:
+        """A tree in which a wrong token comes before each right one."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        last = -1
+        for good, bad in zip(right, wrong, strict=False):
+            tokens += [bad, good]
+            parents += [last, last]
+            last = len(tokens) - 1
+        return tokens, parents

@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 
 from hybrid.cache.config import CacheConfig
-from hybrid.commands.command import Outcome
+from hybrid.commands.commands import Outcome
 from hybrid.commands.demo import Demo
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling_params import SamplingParams

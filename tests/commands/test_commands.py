@@ -18,14 +18,14 @@ import torch
 from rich.console import Console
 
 from hybrid import CacheConfig, Engine, HybridCache, RequestOutput
-from hybrid.commands import demo, parity, parity_files, stress
+from hybrid.commands import demo, parity, stress
 from hybrid.commands.checkpoints import check_checkpoints
-from hybrid.commands.command import Command
-from hybrid.commands.judge import Judge
+from hybrid.commands.commands import Command
 from hybrid.commands.main import COMMANDS, main
+from hybrid.commands.parity import Judge
 from hybrid.commands.random_checkpoints import FAMILIES, random_model
+from hybrid.commands.stress import Report, Stress
 from hybrid.commands.toy_model import ToyPending, ToyRunner
-from hybrid.commands.workload import Report, Stress
 from hybrid.engine.scheduler import Scheduler
 from hybrid.models.loading import TINY
 from hybrid.tiers.archive import read_archive
@@ -53,7 +53,7 @@ def test_parity_finds_a_memory_with_tiers_whatever_the_sizes_of_a_page_and_a_sta
     family = FAMILIES["qwen3_5_text"]
     random_model(replace(family, settings={**family.settings, **sizes})).save_pretrained(tmp_path)
     engine = Engine.from_pretrained(tmp_path, dtype="bfloat16", cache=CacheConfig(memory="64MiB", deterministic=True))
-    check = Judge(engine).attempt(parity_files.to_host_memory_and_back)
+    check = Judge(engine).attempt(parity.to_host_memory_and_back)
     assert check.passed, check
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from hybrid import HybridError
 from hybrid.commands import stress
-from hybrid.commands.command import Outcome
+from hybrid.commands.commands import Outcome
 from hybrid.commands.main import main
 
 STRESS = ["stress", "--no-model", "--no-signals", "--operations", "20"]

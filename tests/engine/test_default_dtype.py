@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine
-from hybrid.commands.judge import Judge
-from hybrid.commands.parity import busy_batch, second_turn
+from hybrid.commands.parity import Judge, busy_batch, second_turn
 from hybrid.engine import build
 from hybrid.kernels.batch_invariant import multiplies_pairs
 from hybrid.models.loading import TINY, Checkpoint, open_checkpoint

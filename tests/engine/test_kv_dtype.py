@@ -11,8 +11,7 @@ import pytest
 
 from hybrid import ArgumentError, CacheConfig, CacheFileError, Engine, RequestOutput
 from hybrid.commands import parity
-from hybrid.commands.judge import Judge
-from hybrid.commands.parity_drafts import Known
+from hybrid.commands.parity import Judge, KnownAnswers
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.speculation.config import SpeculationConfig
 from support.engines import GRID, answer, assert_nothing_held, engine_on, greedy, ids, run_to_end
@@ -62,7 +61,7 @@ def test_trees_of_drafts_change_no_bit(tiny: Engine, kv_dtype: str) -> None:
     """Paths of a tree copy rows from page to page."""
     judge, prompt = Judge(engine_on(tiny, kv_dtype=kv_dtype)), ids(3 * GRID + 9)
     expected = judge.cold(prompt)
-    known = Known({tuple(prompt): expected.token_ids}, wrong_every=4, as_tree=True)
+    known = KnownAnswers({tuple(prompt): expected.token_ids}, wrong_every=4, as_tree=True)
     warm = judge.warm(speculation=SpeculationConfig(drafters=(known,), adaptive=False))
     for _ in range(2):
         output = answer(warm, prompt, parity.ANSWER)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, SamplingParams
-from hybrid.commands import judge, parity
+from hybrid.commands import parity
 from hybrid.commands.random_checkpoints import FAMILIES, write_random_checkpoint
 from hybrid.models.loading import ARCHITECTURES
 
@@ -23,11 +23,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def judge_of(path: Path, dtype: str) -> judge.Judge:
-    return judge.Judge(Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=CONFIG))
+def judge_of(path: Path, dtype: str) -> parity.Judge:
+    return parity.Judge(Engine.from_pretrained(path, device="cpu", dtype=dtype, cache=CONFIG))
 
 
-def assert_all_pass(checks: list[judge.Check]) -> None:
+def assert_all_pass(checks: list[parity.Check]) -> None:
     assert not [check for check in checks if not check.passed]
 
 

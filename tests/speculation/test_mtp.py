@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, SamplingParams, SpeculationConfig
-from hybrid.commands.judge import Judge
-from hybrid.commands.parity_drafts import predictor
+from hybrid.commands.parity import Judge, predictor
 from support.engines import GRID, answer, assert_nothing_held, cold, greedy, ids, run_to_end
 
 TEXT = "The module defines the following functions:\n\n"

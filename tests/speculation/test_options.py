@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, RequestOutput, SamplingParams
-from hybrid.commands.parity_drafts import Known
+from hybrid.commands.parity import KnownAnswers
 from hybrid.speculation.config import SpeculationConfig
 from support.drafters import VOCAB, following
 from support.engines import GRID, assert_nothing_held, ids
@@ -78,7 +78,7 @@ def test_drafts_change_no_answer(tiny: Engine, deterministic: bool) -> None:
         requests.append((prompt, SamplingParams(**settings)))
     plain, _ = run(tiny, requests, deterministic, None)
     known = {tuple(prompt): answer[0][0] for (prompt, _), answer in zip(requests, plain[0], strict=True)}
-    for drafter in (following(known), following(known, 0.6), Known(known, wrong_every=3, as_tree=True)):
+    for drafter in (following(known), following(known, 0.6), KnownAnswers(known, wrong_every=3, as_tree=True)):
         drafts = SpeculationConfig(drafters=(drafter,), adaptive=False)
         found, accepted = run(tiny, requests, deterministic, drafts)
         for name, expected, *others in zip(OPTIONS, *plain, *found, strict=True):

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from hybrid import CacheConfig, Engine
-from hybrid.commands.judge import Judge
-from hybrid.commands.parity import memory_pressure
-from hybrid.commands.parity_drafts import drafts, under_pressure
+from hybrid.commands.parity import Judge, drafts, memory_pressure, under_pressure
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybrid import CacheConfig, Engine, EngineConfig, Image, ImagePrompt, SamplingParams
-from hybrid.commands.parity_drafts import Known
+from hybrid.commands.parity import KnownAnswers
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from support.drafters import Scripted, chain, following
@@ -340,7 +340,7 @@ def test_answers_to_prompts_with_images_are_drafted_too(tiny: Engine, params: Sa
     plain = engine_with(tiny, Scripted(lambda *_: chain([])), deterministic=True)
     expected = answer(plain, prompt, params)
     known = {tuple(prompt.token_ids): expected.token_ids}
-    drafter = Known(known, wrong_every=7, as_tree=True) if as_tree else following(known, 0.8)
+    drafter = KnownAnswers(known, wrong_every=7, as_tree=True) if as_tree else following(known, 0.8)
     engine = engine_with(tiny, drafter, deterministic=True)
     for _ in range(2):  # computed, and hit
         output = answer(engine, prompt, params)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from hybrid import ArgumentError, CacheConfig, Engine, EngineConfig, SamplingParams
-from hybrid.commands.judge import ANSWER, Judge
-from hybrid.commands.parity_drafts import Known
+from hybrid.commands.parity import ANSWER, Judge, KnownAnswers
 from hybrid.commands.random_checkpoints import write_random_checkpoint
 from hybrid.speculation.config import SpeculationConfig
 from hybrid.speculation.draft_tree import DraftTree
@@ -228,7 +227,7 @@ def test_trees_change_no_bit_of_any_family(name: str, wrong_every: int, tmp_path
     judge = Judge(Engine.from_pretrained(path, dtype="float32", cache=settings))
     prompts = [judge.ids(2 * GRID + 9), judge.ids(GRID // 2)]
     answers = {tuple(prompt): judge.cold(prompt).token_ids for prompt in prompts}
-    drafter = Known(answers, wrong_every=wrong_every, as_tree=True)
+    drafter = KnownAnswers(answers, wrong_every=wrong_every, as_tree=True)
     warm = judge.warm(speculation=SpeculationConfig(drafters=(drafter,), adaptive=False))
     outputs = [output for _ in range(2) for output in warm.generate(prompts, progress=False, params=ANSWER)]
     assert judge.differences(outputs) == []

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from hybrid import CacheConfig, Drafter, Engine, EngineConfig, History, MemoryBudgetError, SpeculationConfig
-from hybrid.commands.liar import Liar
 from hybrid.commands.random_checkpoints import add_random_predictor, write_random_checkpoint
+from hybrid.commands.toy_model import Liar
 from hybrid.memory.memory import MIN_STATE_SLOTS
 from support.checkpoints import byte_tokenizer
 from support.peft_adapters import TARGETS, make_adapter
