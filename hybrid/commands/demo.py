@@ -18,7 +18,7 @@ from hybrid.commands.commands import Outcome
 from hybrid.engine.engine import Engine
 from hybrid.engine.output import RequestOutput
 from hybrid.engine.sampling_params import SamplingParams
-from hybrid.observe.text import LEGEND
+from hybrid.observe.draw import LEGEND
 from hybrid.prompts.encode import Prompt, encode
 
 ANSWER = SamplingParams(max_new_tokens=24, logprobs=1)

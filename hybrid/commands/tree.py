@@ -12,7 +12,7 @@ from hybrid.commands.demo import Demo
 from hybrid.engine.engine import Engine
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.errors import ArgumentError
-from hybrid.observe.text import LEGEND
+from hybrid.observe.draw import LEGEND
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:

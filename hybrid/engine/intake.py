@@ -18,7 +18,7 @@ from hybrid.errors import ArgumentError, MemoryBudgetError, PromptError, Samplin
 from hybrid.key import Key
 from hybrid.memory.memory import smallest_memory
 from hybrid.models.adapters import Adapter
-from hybrid.prompts.detokenizer import TextStream
+from hybrid.prompts.detokenizer import Detokenizer
 from hybrid.prompts.encode import EncodedPrompt, Prompt, PromptEncoder, PromptLimits, spellings
 from hybrid.units import ceil_div, format_bytes
 
@@ -145,7 +145,7 @@ class Intake:
         tokenizer = self._loaded.tokenizer
         text = None
         if tokenizer is not None and params.detokenize:
-            text = TextStream(tokenizer, tuple(params.stop), params.min_tokens)
+            text = Detokenizer(tokenizer, tuple(params.stop), params.min_tokens)
         return Continuation(text, self._constraints(params, prompt) if are_needed(params) else None, adapter)
 
     def _constraints(self, params: SamplingParams, prompt: list[int]) -> Constraints:

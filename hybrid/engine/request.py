@@ -18,7 +18,7 @@ from hybrid.engine.sampler import SampleRow, new_seed, uniform
 from hybrid.engine.sampling_params import SamplingParams
 from hybrid.key import Key
 from hybrid.models.adapters import Adapter
-from hybrid.prompts.detokenizer import TextStream
+from hybrid.prompts.detokenizer import Detokenizer
 from hybrid.prompts.encode import EncodedPrompt
 from hybrid.prompts.images import Media
 from hybrid.speculation.drafter import History
@@ -63,7 +63,7 @@ class Continuation:
         adapter: that they are computed with, as the prompt is; None: the model alone.
     """
 
-    text: TextStream | None = None
+    text: Detokenizer | None = None
     constraints: Constraints | None = None
     adapter: Adapter | None = None
 
@@ -120,7 +120,7 @@ class Request:
         self.request_id: str = request_id
         self.params = params
         self.namespace = namespace
-        self.text: TextStream | None = continuation.text if continuation is not None else None
+        self.text: Detokenizer | None = continuation.text if continuation is not None else None
         self.constraints: Constraints | None = continuation.constraints if continuation is not None else None
         self.adapter: Adapter | None = continuation.adapter if continuation is not None else None
         self.outputs: Outputs = outputs if outputs is not None else Outputs()

@@ -19,7 +19,6 @@ from hybrid.checks import boolean, is_file, is_integer, shown
 from hybrid.errors import CheckpointError, PromptError
 from hybrid.key import Key
 from hybrid.prompts import messages as chat
-from hybrid.prompts.control_tokens import ControlTokens, marked
 from hybrid.prompts.images import Image, ImagePrompt, Media, PixelHash
 
 Message = chat.Message
@@ -317,12 +316,12 @@ def encode(tokenizer: Any | None, prompt: Prompt, limits: PromptLimits = NO_LIMI
     options = chat.template_options(prompt)
     limits.check_text(chat.num_characters([messages, options], limits.max_text_bytes))
     messages = chat.checked(cast("list[Any]", messages))
-    control, marks = (ControlTokens(tokenizer) if split else None), {}
+    control, marks = (chat.ControlTokens(tokenizer) if split else None), {}
     try:
         if control is not None:
             messages, own = chat.joined(messages), options.pop("chat_template", None)
             marks = control.marks([messages, options])
-            messages, options = marked(messages, marks), marked(options, marks)
+            messages, options = chat.marked(messages, marks), chat.marked(options, marks)
             options |= {} if own is None else {"chat_template": own}
         text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything for messages it does not support

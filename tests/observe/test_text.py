@@ -3,8 +3,8 @@
 import pytest
 
 from hybrid import CacheConfig, CacheMemory, Facts, HybridCache, Key, Policy
+from hybrid.observe.draw import draw_text
 from hybrid.observe.snapshot import Snapshot
-from hybrid.observe.text import draw_text
 from support.pictures import cache_with, decode, serve, snapshot_of, tiered_cache
 
 

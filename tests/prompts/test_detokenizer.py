@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
-from hybrid.prompts.detokenizer import TextStream
+from hybrid.prompts.detokenizer import Detokenizer
 from support.checkpoints import SPECIAL
 
 LETTERS = "aéö日本🙂 \nb"
@@ -17,9 +17,9 @@ texts = st.text(st.sampled_from(LETTERS), max_size=30)
 any_ids = st.lists(st.integers(0, 299), max_size=30)
 
 
-def told(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[TextStream, list[str]]:
+def told(tokenizer: Any, ids: list[int], stop: tuple[str, ...] = ()) -> tuple[Detokenizer, list[str]]:
     """Run a stream up to its stop or its end. Returns it, and what became certain with each token and at the end."""
-    stream, pieces, before = TextStream(tokenizer, stop), [], ""
+    stream, pieces, before = Detokenizer(tokenizer, stop), [], ""
     for token in ids:
         stopped = stream.append(token)
         assert stream.text.startswith(before)  # what was told stays
@@ -71,7 +71,7 @@ def test_bytes_that_are_no_character_cost_the_same_however_many_there_are(
             return piece
 
     monkeypatch.setattr("hybrid.prompts.detokenizer.DecodeStream", Counted)
-    token, stream = tokenizer("日").input_ids[1], TextStream(tokenizer)
+    token, stream = tokenizer("日").input_ids[1], Detokenizer(tokenizer)
     for _ in range(4000):
         stream.append(token)
     assert len(stream.text) > 3900
@@ -150,7 +150,7 @@ def test_the_tokens_kept_are_those_whose_text_lies_before_the_stop(text: str, st
 
 def test_text_that_may_become_a_stop_text_is_held_back_and_told_when_it_does_not(tokenizer: Any) -> None:
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "abab-x"]
-    stream = TextStream(tokenizer, ("abc", "b-y"))
+    stream = Detokenizer(tokenizer, ("abc", "b-y"))
     shown = []
     for token in ids:
         stream.append(token)
@@ -161,7 +161,7 @@ def test_text_that_may_become_a_stop_text_is_held_back_and_told_when_it_does_not
 
 
 def test_what_is_held_back_at_the_end_is_told_then(tokenizer: Any) -> None:
-    stream = TextStream(tokenizer, ("abc",))
+    stream = Detokenizer(tokenizer, ("abc",))
     for letter in "xab":
         stream.append(tokenizer.convert_tokens_to_ids(letter))
     assert stream.text == "x"

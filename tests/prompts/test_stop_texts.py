@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid.prompts.detokenizer import TextStream
-from hybrid.prompts.stop_texts import Found, StopTexts
+from hybrid.prompts.detokenizer import Detokenizer, StopMatch, StopTexts
 from support.lines import counted_lines
 
 short = st.text(st.sampled_from("ab"), min_size=1, max_size=5)
@@ -37,12 +36,12 @@ def test_the_text_whose_last_character_comes_first_is_found_however_the_text_is_
 
 
 def test_of_texts_that_end_together_the_longest_is_found() -> None:
-    assert StopTexts(("b", "aab", "ab")).find("caab", 0)[1] == Found(1, 4)
+    assert StopTexts(("b", "aab", "ab")).find("caab", 0)[1] == StopMatch(1, 4)
 
 
 def lines_of(tokenizer: Any, stop: tuple[str, ...], count: int) -> int:
     """The lines of an answer of many equal tokens."""
-    token, stream = tokenizer.convert_tokens_to_ids("a"), TextStream(tokenizer, stop)
+    token, stream = tokenizer.convert_tokens_to_ids("a"), Detokenizer(tokenizer, stop)
     with counted_lines() as lines:
         for _ in range(count):
             assert not stream.append(token)
