@@ -235,7 +235,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     shapes = ", ".join(GEOMETRIES)
     parser.add_argument("--geometry", metavar="NAME", help=f"{shapes}, or bytes of KV per token,bytes of a state")
     parser.add_argument("--budget-gb", type=float, help="memory, 1 GB = 1e9 bytes; inf: never runs out")
-    parser.add_argument("--policy", default="lhd", choices=list(POLICIES), help="what is evicted first (default: lhd)")
+    policies = f"what is evicted first: {', '.join(POLICIES)}, with options as in flop_aware:alpha=0.5 (default: lhd)"
+    parser.add_argument("--policy", default="lhd", help=policies)
     placements = ",".join(DEFAULT_PLACEMENT)
     parser.add_argument("--placement", default=placements, help=f"where checkpoints are put (default: {placements})")
     parser.add_argument("--state-dtype", default="float32", choices=STATE_DTYPES, help="how checkpoints are stored")

@@ -10,8 +10,7 @@ from pathlib import Path
 from hybrid import checks
 from hybrid.errors import ArgumentError, MemoryBudgetError
 from hybrid.memory.memory import CacheMemory
-from hybrid.tree.policies import policy_of
-from hybrid.tree.policy import Policy
+from hybrid.tree.policies import Eviction, policy_of
 from hybrid.units import byte_count, format_bytes, parse_memory
 
 PLACEMENTS = ("branch", "turn_end", "prompt_end", "geometric")
@@ -55,7 +54,8 @@ class CacheConfig:
         state_share: None: pages and states share `memory`, and the eviction policy decides how. A number: the fixed
             part of it that holds states.
         eviction: what is evicted first: "lhd" (learned hit density), "lru", "lfu", "fifo", "mru", "filo", "priority",
-            "flop_aware", or an instance of your own subclass of `hybrid.Policy`.
+            "flop_aware", with options as in "flop_aware:alpha=0.5" or {"name": "flop_aware", "alpha": 0.5}; or an
+            instance of your own subclass of `hybrid.Policy`.
         placement: where checkpoints are placed, in addition to the positions that a request names: any of "branch"
             (where a request leaves what is cached), "turn_end", "prompt_end", "geometric" (in between, while memory is
             free).
@@ -85,7 +85,7 @@ class CacheConfig:
     directory: str | Path | None = None
     directory_readable: bool = False
     state_share: float | None = None
-    eviction: str | Policy = "lhd"
+    eviction: Eviction = "lhd"
     placement: Sequence[str] = DEFAULT_PLACEMENT
     state_dtype: str = "float32"
     kv_dtype: str = "auto"
@@ -134,11 +134,6 @@ class CacheConfig:
             raise ArgumentError(
                 f"CacheConfig: unknown placement {checks.shown(unknown[0])}; the placements are: "
                 f"{', '.join(PLACEMENTS)}"
-            )
-        if not isinstance(self.eviction, str | Policy):
-            raise ArgumentError(
-                "CacheConfig: eviction must be the name of a policy, or an instance of a subclass of hybrid.Policy "
-                f"with a method rank(facts) -> float; got {checks.shown(self.eviction)}"
             )
         try:
             policy_of(self.eviction)  # refuses an unknown one here, before a model is loaded

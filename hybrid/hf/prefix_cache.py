@@ -15,7 +15,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -115,7 +115,7 @@ class PrefixCache:
         device: str | torch.device | None = None,
         deterministic: bool | None = None,
         chunk_size: int | None = None,
-        eviction: str | Policy = "lhd",
+        eviction: str | Mapping[str, Any] | Policy = "lhd",
         placement: Sequence[str] = DEFAULT_PLACEMENT,
         **tiers: Unpack[TierOptions],
     ) -> None:

@@ -7,29 +7,38 @@ fail on anything but SGLang itself, and what is wrong with a configuration is sa
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
-from hybrid.errors import UnsupportedModelError
-from hybrid.sglang.policies import NAMES
+from hybrid.sglang.installed import CHOICES, REGISTRY, refuse_missing, refuse_unknown_version, unexpected
+from hybrid.sglang.options import NAMES
 
 BACKEND = "hybrid"
 """The name for `--radix-cache-backend`, and of the tree core."""
 
-VERSIONS = ("0.5.22", "0.5.23")
-"""The versions of SGLang with the interface that this backend implements: it changes with every release."""
-
 
 def register() -> None:
-    """Make the backend known to SGLang, and the names of policies to its flag. Once per process."""
-    registry = import_module("sglang.srt.mem_cache.registry")
+    """Make the backend known to SGLang, and the names of policies to its flag. Once per process.
+
+    Raises:
+        VersionError: SGLang has no such registry, or has not taken the backend or a name.
+    """
+    try:
+        registry = import_module("sglang.srt.mem_cache.registry")
+        choices = import_module("sglang.srt.arg_groups.choices")
+    except ModuleNotFoundError as error:
+        raise unexpected(f"it has no module {error.name}, so the backend cannot be registered") from error
+    refuse_missing(registry, REGISTRY, "so the backend cannot be registered")
+    refuse_missing(choices, CHOICES, "so the flag would not take the names of policies")
     if BACKEND in registry.registered_radix_cache_backends():
         return
-    choices = import_module("sglang.srt.arg_groups.choices")
     registry.register_radix_cache_backend(BACKEND, build)
     choices.add_radix_eviction_policy_choices(
         [name for name in NAMES if name not in choices.RADIX_EVICTION_POLICY_CHOICES]
     )
+    if BACKEND not in registry.registered_radix_cache_backends():
+        raise unexpected("its registry has not taken the backend")
+    if missing := [name for name in NAMES if name not in choices.RADIX_EVICTION_POLICY_CHOICES]:
+        raise unexpected(f"its flag --radix-eviction-policy has not taken {', '.join(missing)}")
 
 
 def build(context: Any) -> Any:
@@ -39,21 +48,11 @@ def build(context: Any) -> Any:
         context: SGLang's `TreeCacheBuildContext`.
 
     Raises:
-        UnsupportedModelError: the version of SGLang, the model or an option is not supported; the message names all
-            that is not.
+        VersionError: the version of SGLang is not known, or is not as expected.
+        UnsupportedModelError: the model or an option is not supported; the message names all that is not.
     """
-    check_version(version("sglang"))
-    return import_module("hybrid.sglang.build").build(context)
-
-
-def check_version(found: str) -> None:
-    """Refuse a version of SGLang whose interface is not known.
-
-    Raises:
-        UnsupportedModelError: it is none of `VERSIONS`.
-    """
-    if found not in VERSIONS:
-        raise UnsupportedModelError(
-            f"--radix-cache-backend {BACKEND} knows the cache interface of SGLang {' and '.join(VERSIONS)}, and SGLang "
-            f"{found} is installed: install that, update hybrid-prefix-cache, or leave the flag out"
-        )
+    refuse_unknown_version()
+    try:
+        return import_module("hybrid.sglang.cache").build(context)
+    except (ImportError, AttributeError) as error:
+        raise unexpected(f"building its cache failed with {error!r}") from error

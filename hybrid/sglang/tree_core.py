@@ -19,13 +19,9 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import InsertStepResult, UnifiedTreeCoreInterface
 from sglang.srt.runtime_context import get_exec, mamba_checkpoint_grid
 
-from hybrid.sglang.indices import FreedIndices, IndexPages, between, joined
-from hybrid.sglang.keys import WORDS, key_of
-from hybrid.sglang.order import dfs_weight_order
-from hybrid.sglang.policies import CLASSIC, Options, policy_named
-from hybrid.sglang.prices import prices_of
-from hybrid.sglang.refusals import refusals, refuse
-from hybrid.sglang.visits import Visits
+from hybrid.sglang.options import CLASSIC, Options, policy_named, refuse_unsupported
+from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joined, key_of, prices_of
+from hybrid.sglang.visits import Visits, dfs_weight_order
 from hybrid.tree.locks import Handles
 from hybrid.tree.node import Checkpoint, Match, Node, Released
 from hybrid.tree.pools import Pools
@@ -80,7 +76,7 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
     """
 
     def __init__(self, params: Any, components: dict[Any, Any]) -> None:
-        refuse(refusals(None, params, get_exec().mamba.mamba_max_states_per_path))
+        refuse_unsupported(None, params, get_exec().mamba.mamba_max_states_per_path)
         self.page_size: int = params.page_size
         self.is_eagle: bool = False
         self.enable_hicache: bool = False

@@ -1,12 +1,14 @@
-"""What is known of requests that have come: SGLang hands a tree keys and indices, and no requests."""
+"""Requests: what is known of those that have come, and the order of those that wait. SGLang hands a tree keys and
+indices, and no requests."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hybrid.key import Key
-from hybrid.tree.node import History, KeyHashes, Kind, Match, Node, NodeUsage
+from hybrid.tree.node import KeyHashes, Kind, Match, Node, NodeUsage, PrefixHistory
 from hybrid.tree.tree import Tree
 
 MAX_VISITS = 8192
@@ -16,7 +18,7 @@ MAX_KEYS = 32
 """Requests whose keys are kept, so that they are not made again: about as many as one batch of prefills."""
 
 
-class Arrival(NamedTuple):
+class StateOrigin(NamedTuple):
     """What a state is that is about to be inserted.
 
     Attributes:
@@ -43,12 +45,12 @@ class Expected(NamedTuple):
     """
 
     params: Any
-    arrival: Arrival
+    arrival: StateOrigin
     below: Node | None = None
     key: Key | None = None
 
 
-PLAIN = Arrival(Kind.TURN_END, 0, None)
+PLAIN = StateOrigin(Kind.TURN_END, 0, None)
 
 
 class Visits:
@@ -63,7 +65,7 @@ class Visits:
     def __init__(self, tree: Tree, learns: bool) -> None:
         self._tree = tree
         self._learns = learns
-        self._histories: dict[str, History] = {}
+        self._histories: dict[str, PrefixHistory] = {}
         self._keys: dict[str, tuple[Sequence[int], Key]] = {}
         self._expected: Expected | None = None
 
@@ -97,14 +99,14 @@ class Visits:
         self._histories.pop(rid, None)
         self._keys.pop(rid, None)
 
-    def describe(self, rid: str, num_tokens: int, kind: Kind) -> Arrival:
+    def describe(self, rid: str, num_tokens: int, kind: Kind) -> StateOrigin:
         """A state of a request at a position."""
         if not self._learns:
             return PLAIN
         history = self._histories.get(rid)
         if history is None:
-            return Arrival(kind, 0, None)
-        return Arrival(kind, history.turn, history.gone.get(num_tokens), history.hashes)
+            return StateOrigin(kind, 0, None)
+        return StateOrigin(kind, history.turn, history.gone.get(num_tokens), history.hashes)
 
     def expect(self, coming: Expected) -> None:
         """This is the next insert."""
@@ -115,11 +117,35 @@ class Visits:
         expected, self._expected = self._expected, None
         return expected if expected is not None and expected.params is params else None
 
-    def arrival(self, key: Key) -> Arrival:
+    def arrival(self, key: Key) -> StateOrigin:
         """What is inserted that was not announced, as far as the tree itself can tell."""
         if not self._learns:
             return PLAIN
         found = self._tree.peek(key, len(key))
         history = self._tree.recall(key, found, len(key))
         kind = Kind.BRANCH if found.num_page_tokens == len(key) else Kind.TURN_END
-        return Arrival(kind, history.turn, history.gone.get(len(key)), history.hashes)
+        return StateOrigin(kind, history.turn, history.gone.get(len(key)), history.hashes)
+
+
+def dfs_weight_order(nodes: Sequence[Node | None]) -> list[int]:
+    """The order of a walk through the tree, at every node first to where most requests are; None is the empty prefix.
+
+    Returns:
+        Places in `nodes`: requests of one node come one after the other, those of a node after all below it.
+    """
+    paths = []
+    weights: Counter[int] = Counter()
+    for node in nodes:
+        path = []
+        while node is not None and node.parent is not None:
+            path.append(node)
+            weights[id(node)] += 1
+            node = node.parent
+        paths.append(path[::-1])
+    first = {id(node): place for place, path in reversed([*enumerate(paths)]) for node in path}
+
+    def rank(place: int) -> list[tuple[float, int]]:
+        steps: list[tuple[float, int]] = [(-weights[id(node)], first[id(node)]) for node in paths[place]]
+        return [*steps, (1.0, 0)]  # after all below
+
+    return sorted(range(len(nodes)), key=rank)

@@ -106,7 +106,7 @@ _NEVER = np.array(-100.0)
 _BIN_OF = np.array(BIN_OF)
 
 
-class Record:
+class CheckpointRecord:
     """What is known of a checkpoint, there or gone.
 
     Attributes:
@@ -153,7 +153,7 @@ class LearnedHitDensity(AgingPolicy):
         self._fitted_at = 0
         self._context = 1
         self._num_watched = 0
-        self._gone: deque[Record] = deque()
+        self._gone: deque[CheckpointRecord] = deque()
         self._exposure = ExposureCounts(EDGES[:BINS])
         self._groups: dict[Class, int] = {(): ANY, ("spare",): SPARE}
         self._parents = [ANY, ANY]
@@ -226,8 +226,8 @@ class LearnedHitDensity(AgingPolicy):
         if facts.notes is not None:
             self._let_go(facts.notes)
 
-    def _record(self, facts: Facts) -> Record:
-        record = facts.notes = Record(facts)
+    def _record(self, facts: Facts) -> CheckpointRecord:
+        record = facts.notes = CheckpointRecord(facts)
         if facts.num_tokens > self._context and facts.kind is Kind.PROMPT_END:
             self._context = 1 << (facts.num_tokens - 1).bit_length()
         record.group = self._group(record.classify(self._context))
@@ -243,13 +243,13 @@ class LearnedHitDensity(AgingPolicy):
         record.hits += 1
         self._regroup(record, self._now)
 
-    def _move(self, record: Record, facts: Facts, last: int) -> None:
+    def _move(self, record: CheckpointRecord, facts: Facts, last: int) -> None:
         """What it is, or when it was last used, has changed."""
         record.below = facts.has_below
         record.kind = facts.kind
         self._regroup(record, last)
 
-    def _let_go(self, record: Record) -> None:
+    def _let_go(self, record: CheckpointRecord) -> None:
         """Forget what has gone longest if too many have."""
         if record.live:
             record.live = False
@@ -261,13 +261,13 @@ class LearnedHitDensity(AgingPolicy):
 
     # Exposure
 
-    def _join(self, record: Record) -> None:
+    def _join(self, record: CheckpointRecord) -> None:
         """Count its exposure from now on."""
         record.watched = True
         self._num_watched += 1
         self._exposure.join(record.group, record.last, self._now)
 
-    def _regroup(self, record: Record, last: int) -> None:
+    def _regroup(self, record: CheckpointRecord, last: int) -> None:
         """Count its exposure by the class and the last use that it has from now on."""
         group = self._group(record.classify(self._context))
         if not record.watched:
@@ -277,7 +277,7 @@ class LearnedHitDensity(AgingPolicy):
             self._exposure.move(record.group, record.last, group, last, self._now)
             record.group, record.last = group, last
 
-    def _leave(self, record: Record) -> None:
+    def _leave(self, record: CheckpointRecord) -> None:
         """Count its exposure until now, and not from now on."""
         if record.watched:
             record.watched = False

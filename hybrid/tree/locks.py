@@ -161,7 +161,7 @@ def is_locked(node: Node) -> bool:
     return node.page_locks > 0
 
 
-class Held:
+class HandleLocks:
     """What is locked by one handle.
 
     A lock on a checkpoint protects the pages too: locks of pages alone are taken for as many more as are asked for.
@@ -180,7 +180,7 @@ class Held:
         self.states: list[StateLock] = []
 
 
-NOTHING = Held()
+NOTHING = HandleLocks()
 """What is locked by a handle that locks nothing; it is not changed."""
 
 
@@ -206,7 +206,7 @@ class Handles:
         self._numbers = numbers
         self._handles: dict[Node, int] = {}
         self._nodes: dict[int, Node] = {}
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HandleLocks] = {}
         self._sweep_at = 1024
 
     def of(self, node: Node | None) -> int:
@@ -246,7 +246,7 @@ class Handles:
             LockError: the handle stands for no node. Nothing was changed.
         """
         node = self.node(handle)
-        held = self._held.get(handle) or Held()
+        held = self._held.get(handle) or HandleLocks()
         if state and node is not None:
             held.states.append(self._locks.lock_state(node))
         held.num_pages += pages

@@ -311,7 +311,7 @@ class KeyHashes(NamedTuple):
     values: array[int]
 
 
-class History(NamedTuple):
+class PrefixHistory(NamedTuple):
     """How much of a key the tree has had, what was evicted included.
 
     Attributes:

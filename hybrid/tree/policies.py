@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
 
 from hybrid.checks import shown
 from hybrid.errors import ArgumentError
@@ -95,7 +98,7 @@ class FlopAware(AgingPolicy):
         self._densest *= 0.99
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, Callable[..., Policy]] = {
     "lru": LeastRecentlyUsed,
     "lfu": LeastFrequentlyUsed,
     "fifo": FirstInFirstOut,
@@ -105,18 +108,34 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "flop_aware": FlopAware,
     "lhd": LearnedHitDensity,
 }
+"""Ours, by name. The options of one are the arguments of its class, numbers with defaults."""
 
 
-def policy_of(eviction: str | Policy) -> Policy:
-    """The policy that `CacheConfig.eviction` names: one of ours by name, or the user's own object.
+Eviction = str | Mapping[str, Any] | Policy
+"""What chooses a policy: see `policy_of`."""
+
+
+def policy_of(eviction: Eviction) -> Policy:
+    """The policy that `CacheConfig.eviction` asks for.
+
+    Args:
+        eviction: the name of one of ours, with options as in "flop_aware:alpha=0.5,attention=0" or without; a mapping
+            of the same, {"name": "flop_aware", "alpha": 0.5}; or the user's own object.
 
     Raises:
-        ArgumentError: no policy has that name, or the object is not an instance of a subclass of `Policy`.
+        ArgumentError: no policy has that name, or it has no such option, or not with that value; or the object is not
+            an instance of a subclass of `Policy`.
     """
     if isinstance(eviction, str):
-        if eviction not in POLICIES:
-            raise ArgumentError(f"no eviction policy is named {shown(eviction)}; there are: {', '.join(POLICIES)}")
-        return POLICIES[eviction]()
+        name, _, given = eviction.partition(":")
+        return _made(name.strip(), _options_in(given, eviction))
+    if isinstance(eviction, Mapping):
+        options: dict[Any, Any] = dict(eviction)
+        if not isinstance(name := options.pop("name", None), str):
+            raise ArgumentError(
+                f'eviction as a mapping has the "name" of a policy beside its options; got {shown(eviction)}'
+            )
+        return _made(name, options)
     if not isinstance(eviction, Policy):
         raise ArgumentError(
             "eviction must be the name of a policy, or an instance of a subclass of hybrid.Policy with a method "
@@ -125,3 +144,46 @@ def policy_of(eviction: str | Policy) -> Policy:
     if eviction.order not in (None, "rising", "any"):
         raise ArgumentError(f'the order of a policy must be None, "rising" or "any", got {shown(eviction.order)}')
     return eviction
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a policy of `POLICIES`, and their default values: the arguments of its class."""
+    return {option.name: option.default for option in signature(POLICIES[name]).parameters.values()}
+
+
+def _options_in(text: str, eviction: str) -> dict[str, str]:
+    """The options in what follows the colon after a policy's name, as text."""
+    options = {}
+    for part in text.split(",") if text.strip() else ():
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value):
+            raise ArgumentError(
+                f'options of a policy are written as "name:option=value,option=value"; got {shown(eviction)}'
+            )
+        options[name] = value
+    return options
+
+
+def _made(name: str, given: Mapping[Any, Any]) -> Policy:
+    if name not in POLICIES:
+        raise ArgumentError(f"no eviction policy is named {shown(name)}; there are: {', '.join(POLICIES)}")
+    known, options = options_of(name), {}
+    for option, value in given.items():
+        if option not in known:
+            has = ", ".join(f"{one} ({default!r})" for one, default in known.items())
+            raise ArgumentError(
+                f"eviction policy {name} has no option {shown(option)}; it has {has if has else 'no options'}"
+            )
+        options[option] = _value_of(f"{option} of eviction policy {name}", value, type(known[option]))
+    return POLICIES[name](**options)
+
+
+def _value_of(what: str, value: Any, kind: type) -> Any:
+    """The value of an option, in the type of its default: from that type, or from text."""
+    try:
+        found = kind(value) if not isinstance(value, bool) and isinstance(value, str | int | kind) else math.nan
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ArgumentError(f"{what} must be a finite {kind.__name__}, got {shown(value)}")
+    return found

@@ -33,7 +33,6 @@ from hybrid.tree.node import (
     NO_MATCH,
     Checkpoint,
     EvictedCheckpoint,
-    History,
     Inserted,
     KeyHashes,
     Kind,
@@ -42,6 +41,7 @@ from hybrid.tree.node import (
     Node,
     NodeUsage,
     PageLock,
+    PrefixHistory,
     Priorities,
     Released,
     Root,
@@ -189,7 +189,7 @@ class Tree:
             node if num_page_tokens else None,
         )
 
-    def recall(self, key: Key, match: Match, limit: int) -> History:
+    def recall(self, key: Key, match: Match, limit: int) -> PrefixHistory:
         """How much of the first `limit` tokens of a key the tree has had, right after the match.
 
         Reports to the policy every use that the request would have made of a checkpoint that was evicted.
@@ -209,7 +209,7 @@ class Tree:
         if nearest is None and match.checkpoint is not None:
             nearest = match.checkpoint.usage
         turn = 0 if nearest is None else nearest.turn + (nearest.kind is Kind.TURN_END)
-        return History(known, turn, {num_tokens: usage for usage, num_tokens in gone}, hashes)
+        return PrefixHistory(known, turn, {num_tokens: usage for usage, num_tokens in gone}, hashes)
 
     def was_evicted(self, key: Key, match: Match) -> bool:
         """Whether what follows the page hit was cached and has been evicted, right after the match."""

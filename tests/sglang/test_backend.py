@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.errors import ArgumentError, LockError, UnsupportedModelError
+from hybrid.errors import ArgumentError, LockError, UnsupportedModelError, VersionError
 from support.sglang_absent import require_sglang
 
 require_sglang()
@@ -128,8 +128,8 @@ def test_a_mistake_in_the_configuration_is_named() -> None:
 
 
 def test_a_version_that_is_not_known_is_refused_when_a_cache_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid.sglang.plugin.version", lambda name: "0.6.0")
-    with pytest.raises(UnsupportedModelError, match=r"0\.6\.0 is installed"):
+    monkeypatch.setattr("hybrid.sglang.installed.version", lambda name: "0.6.0")
+    with pytest.raises(VersionError, match=r"0\.6\.0 is installed"):
         Served(Setting())
 
 

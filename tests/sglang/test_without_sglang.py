@@ -13,22 +13,18 @@ from array import array
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from hybrid.errors import ArgumentError, UnsupportedModelError
+from hybrid.errors import ArgumentError, UnsupportedModelError, VersionError
 from hybrid.key import Key
-from hybrid.sglang import plugin
-from hybrid.sglang.indices import FreedIndices, IndexPages, between, joined
-from hybrid.sglang.keys import WORDS, key_of_ids, namespace_of
-from hybrid.sglang.order import dfs_weight_order
-from hybrid.sglang.policies import CLASSIC, DEFAULT, NAMES, Options, policy_named
-from hybrid.sglang.prices import prices_of
-from hybrid.sglang.refusals import refusals, refuse
-from hybrid.sglang.visits import MAX_KEYS, MAX_VISITS, PLAIN, Arrival, Expected, Visits
+from hybrid.sglang import installed, plugin
+from hybrid.sglang.options import CLASSIC, DEFAULT, NAMES, Options, policy_named, refuse_unsupported
+from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joined, key_of_ids, namespace_of, prices_of
+from hybrid.sglang.visits import MAX_KEYS, MAX_VISITS, PLAIN, Expected, StateOrigin, Visits, dfs_weight_order
 from hybrid.tree.lhd import LearnedHitDensity
 from hybrid.tree.node import Checkpoint, Kind, Node, NodeUsage, Released
 from hybrid.tree.policies import LeastRecentlyUsed
@@ -69,7 +65,7 @@ def test_the_room_runs_without_packages_that_only_the_engine_needs() -> None:
 import sys
 for name in ("transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2", "rich", "triton", "fla"):
     sys.modules[name] = None
-from hybrid.sglang import indices, order, plugin, refusals, visits
+from hybrid.sglang import installed, options, plugin, values, visits
 """
     printed(code)
 
@@ -188,46 +184,133 @@ def params(**changed: Any) -> Any:
 
 
 def test_what_is_supported_is_not_refused() -> None:
-    refuse(refusals(context(), params(), -1))
+    refuse_unsupported(context(), params(), -1)
 
 
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
-        (refusals(context(enable_hierarchical_cache=True), params(), -1), "HiCache"),
-        (refusals(context(is_hybrid_swa=True), params(), -1), "sliding windows"),
-        (refusals(context(is_hybrid_ssm=False), params(), -1), "without linear-attention states"),
-        (refusals(None, params(enable_session_radix_cache=True), -1), "--enable-session-radix-cache"),
-        (refusals(None, params(enable_kv_cache_events=True), -1), "KV cache events"),
-        (refusals(None, params(), 3), "--mamba-max-states-per-path"),
+        ((context(enable_hierarchical_cache=True), params(), -1), "HiCache"),
+        ((context(is_hybrid_swa=True), params(), -1), "sliding windows"),
+        ((context(is_hybrid_ssm=False), params(), -1), "without linear-attention states"),
+        ((None, params(enable_session_radix_cache=True), -1), "--enable-session-radix-cache"),
+        ((None, params(enable_kv_cache_events=True), -1), "KV cache events"),
+        ((None, params(), 3), "--mamba-max-states-per-path"),
+        (
+            (context(enable_hierarchical_cache=True, is_hybrid_swa=True), params(enable_kv_cache_events=True), -1),
+            r"HiCache.*; nor .*sliding windows.*; nor KV cache events",
+        ),
     ],
 )
-def test_what_is_not_supported_is_refused_with_a_reason(asked: list[str], named: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=named) as raised:
-        refuse(asked)
-    assert ": " in str(raised.value)
+def test_all_that_is_not_supported_is_refused_at_once_each_with_its_reason(asked: Any, named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"does not support .*{named}.*: "):
+        refuse_unsupported(*asked)
 
 
-def test_all_that_is_not_supported_is_named_at_once() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"HiCache.*; nor .*sliding windows.*; nor KV cache events"):
-        refuse(
-            refusals(
-                context(enable_hierarchical_cache=True, is_hybrid_swa=True), params(enable_kv_cache_events=True), -1
-            )
-        )
+# The SGLang that is installed
+
+
+class Imitated:
+    """SGLang's modules as far as the backend is registered and checked, with a registry that works."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, version: str = "0.5.23") -> None:
+        self.factories: dict[str, Any] = {}
+        self.registry = self.module(monkeypatch, "sglang.srt.mem_cache.registry")
+        self.registry.register_radix_cache_backend = self.factories.__setitem__
+        self.registry.registered_radix_cache_backends = lambda: [*self.factories]
+        self.registry.create_unified_radix_cache = None
+        self.choices = self.module(monkeypatch, "sglang.srt.arg_groups.choices")
+        self.choices.RADIX_EVICTION_POLICY_CHOICES = ["lru", "slru"]
+        self.choices.add_radix_eviction_policy_choices = self.choices.RADIX_EVICTION_POLICY_CHOICES.extend
+        monkeypatch.setattr(installed, "version", lambda name: version)
+
+    def module(self, monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+        """An empty module in the place of one of SGLang's, and in those of the packages that it is in."""
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+        return sys.modules[name]
+
+
+def test_the_backend_and_the_names_of_its_policies_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang = Imitated(monkeypatch)
+    plugin.register()
+    plugin.register()
+    assert sglang.factories == {"hybrid": plugin.build}
+    assert ["lru", "slru", *(name for name in NAMES if name != "lru")] == sglang.choices.RADIX_EVICTION_POLICY_CHOICES
+
+
+@pytest.mark.parametrize("part", ["registry", "choices"])
+def test_registering_in_a_sglang_that_lacks_a_hook_is_an_error(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in installed.REGISTRY if part == "registry" else installed.CHOICES:
+        sglang = Imitated(monkeypatch)
+        delattr(getattr(sglang, part), name)
+        with pytest.raises(VersionError, match=rf"SGLang 0\.5\.23 is installed: .*\.{part} has no {name}, so"):
+            plugin.register()
+        missing = getattr(sglang, part).__name__
+        monkeypatch.setitem(sys.modules, missing, None)
+        with pytest.raises(VersionError, match=f"has no module {missing}"):
+            plugin.register()
+
+
+def test_registering_that_has_no_effect_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    Imitated(monkeypatch).registry.register_radix_cache_backend = lambda *_: None
+    with pytest.raises(VersionError, match="registry has not taken the backend"):
+        plugin.register()
+    Imitated(monkeypatch).choices.add_radix_eviction_policy_choices = lambda _: None
+    with pytest.raises(VersionError, match=r"--radix-eviction-policy has not taken lfu, .*lhd"):
+        plugin.register()
 
 
 @pytest.mark.parametrize("version", ["0.5.21", "0.5.24", "0.5.23.post1", "1.0"])
-def test_a_version_whose_interface_is_not_known_is_refused(version: str) -> None:
-    with pytest.raises(
-        UnsupportedModelError, match=rf"SGLang 0\.5\.22 and 0\.5\.23, and SGLang {version} is installed"
-    ):
-        plugin.check_version(version)
+def test_a_version_whose_interface_is_not_known_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Imitated(monkeypatch, version)
+    known = r"known to work with 0\.5\.22 and 0\.5\.23: install one of them"
+    with pytest.raises(VersionError, match=rf"SGLang {version} is installed: .*{known}"):
+        plugin.build(SimpleNamespace())
 
 
-def test_the_versions_that_are_known_are_let_through() -> None:
-    for version in plugin.VERSIONS:
-        plugin.check_version(version)
+def test_a_module_that_is_not_there_when_a_cache_is_built_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    Imitated(monkeypatch)
+    for name in ("cache", "tree_core"):
+        monkeypatch.delitem(sys.modules, f"hybrid.sglang.{name}", raising=False)
+    with pytest.raises(VersionError, match=r"building its cache failed with .*sglang\.srt\.mem_cache.*known to work"):
+        plugin.build(SimpleNamespace())
+
+
+class Theirs:
+    """A class of SGLang."""
+
+    def evict(self) -> None: ...
+
+
+def test_a_method_that_sglang_would_never_call_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    Imitated(monkeypatch)
+
+    class Ours(Theirs):
+        def evict(self) -> None: ...
+        def evict_for_alloc(self) -> None: ...
+        def admit(self) -> None: ...
+        def _take(self) -> None: ...
+
+    with pytest.raises(VersionError, match=r"Theirs has no evict_for_alloc, so those of Ours would never be called"):
+        installed.refuse_uncalled(Ours, Theirs, own=("admit",))
+    installed.refuse_uncalled(Ours, Theirs, own=("admit", "evict_for_alloc"))
+
+
+def test_a_parameter_that_nobody_would_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    Imitated(monkeypatch)
+    for name in installed.PARAMETERS:
+        fields = dict.fromkeys(other for other in installed.PARAMETERS if other != name)
+        with pytest.raises(VersionError, match=f"SimpleNamespace has no {name}, so a cache"):
+            installed.refuse_missing(SimpleNamespace(**fields), installed.PARAMETERS, "so a cache cannot be asked for")
+
+
+def test_a_cache_that_sglang_has_built_of_parts_of_its_own_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    Imitated(monkeypatch)
+    installed.refuse_other_parts({"its tree core": (Seen(), Seen), "its cache": (Theirs(), Theirs)})
+    with pytest.raises(VersionError, match="with Theirs as its tree core, and not Seen"):
+        installed.refuse_other_parts({"its tree core": (Theirs(), Seen)})
 
 
 # The order of requests
@@ -303,7 +386,7 @@ def test_a_state_that_was_evicted_is_known_again_by_the_request_that_comes_for_i
     assert again.past is usage
     assert again.turn == 4  # a turn ended there
     assert seen.visits.describe("a", 6, Kind.PROMPT_END).past is None
-    assert seen.visits.describe("unknown", 4, Kind.PROMPT_END) == Arrival(Kind.PROMPT_END, 0, None)
+    assert seen.visits.describe("unknown", 4, Kind.PROMPT_END) == StateOrigin(Kind.PROMPT_END, 0, None)
 
 
 def test_what_is_inserted_is_what_was_announced_for_these_parameters_and_else_what_the_tree_can_tell() -> None:

@@ -26,9 +26,7 @@ from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, MatchResult
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-from hybrid.sglang.build import register_tree_core
-from hybrid.sglang.cache import HybridRadixCache
-from hybrid.sglang.states import StateComponent
+from hybrid.sglang.cache import HybridRadixCache, StateComponent, register_tree_core
 
 COMMIT = "0bda0b168ad5bf7311ae639904489a4698a05546"
 """Of github.com/sgl-project/sglang, 2026-08-20."""

@@ -6,6 +6,7 @@ Trees are written in letters, as in test_tree.py: a page is a letter, two tokens
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from hybrid.key import Key
 from hybrid.memory.memory import CacheMemory
 from hybrid.tree.candidates import SAMPLE
 from hybrid.tree.node import Checkpoint, Kind
-from hybrid.tree.policies import POLICIES, LeastRecentlyUsed, policy_of
+from hybrid.tree.policies import POLICIES, FlopAware, LeastRecentlyUsed, policy_of
 from hybrid.tree.policy import Facts, Policy
 from hybrid.tree.tree import Tree
 from hybrid.units import Prices
@@ -206,6 +207,39 @@ def test_each_name_makes_a_policy_of_its_own() -> None:
     for name in POLICIES:
         assert policy_of(name) is not policy_of(name)
         assert isinstance(policy_of(name), Policy)
+
+
+@pytest.mark.parametrize(
+    "eviction", ["flop_aware:alpha=0.5, attention=0", {"name": "flop_aware", "alpha": 0.5, "attention": 0}]
+)
+def test_a_policy_takes_options_by_name(eviction: Any) -> None:
+    asked = policy_of(eviction)
+    assert isinstance(asked, FlopAware)
+    assert vars(asked) == vars(FlopAware(alpha=0.5, attention=0.0)) != vars(FlopAware())
+    assert vars(policy_of("flop_aware")) == vars(policy_of({"name": "flop_aware"})) == vars(FlopAware())
+    assert CacheConfig(eviction=eviction).eviction is eviction
+
+
+@pytest.mark.parametrize(
+    ("eviction", "said"),
+    [
+        ("flop_aware:beta=1", r"flop_aware has no option 'beta'; it has alpha \(1.0\), attention \(1e-05\)"),
+        ({"name": "flop_aware", "beta": 1}, r"flop_aware has no option 'beta'; it has alpha \(1.0\), attention"),
+        ("lru:alpha=1", "lru has no option 'alpha'; it has no options"),
+        ("flop_aware:alpha=much", "alpha of eviction policy flop_aware must be a finite float, got 'much'"),
+        ("flop_aware:alpha=nan", "must be a finite float, got 'nan'"),
+        ({"name": "flop_aware", "alpha": True}, "must be a finite float, got True"),
+        ({"name": "flop_aware", "alpha": None}, "must be a finite float, got None"),
+        ("flop_aware:alpha", 'written as "name:option=value,option=value"; got '),
+        ("flop_aware:=1", 'written as "name:option=value,option=value"; got '),
+        ("best:alpha=1", "no eviction policy is named 'best'; there are: lru, .*lhd"),
+        ({"alpha": 1}, 'as a mapping has the "name" of a policy'),
+        ({"name": 3}, 'as a mapping has the "name" of a policy'),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused_with_those_that_there_are(eviction: Any, said: str) -> None:
+    with pytest.raises(ArgumentError, match=f"CacheConfig: .*{said}"):
+        CacheConfig(eviction=eviction)
 
 
 def scrambled(facts: Facts) -> float:

@@ -1,4 +1,5 @@
-"""Policies of eviction, by the names of SGLang's flag `--radix-eviction-policy`, and the options of this backend."""
+"""What may be asked of this backend: policies of eviction by the names of SGLang's flag `--radix-eviction-policy`, the
+options of this backend, and what of SGLang is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hybrid.errors import ArgumentError
+from hybrid.errors import ArgumentError, UnsupportedModelError
 from hybrid.tree.policies import POLICIES
 from hybrid.tree.policy import Policy
 
@@ -70,3 +71,32 @@ def policy_named(name: str) -> Policy:
             "are for trees without states: leave --radix-eviction-policy out for lhd"
         )
     return made()
+
+
+def refuse_unsupported(context: Any, params: Any, max_states_per_path: int) -> None:
+    """Refuse what this backend does not do when the cache is built, so that it is not found out in service.
+
+    Args:
+        context: SGLang's `TreeCacheBuildContext`; None: only the parameters are known.
+        params: SGLang's `CacheInitParams`.
+        max_states_per_path: SGLang's option of that name; negative: no limit.
+
+    Raises:
+        UnsupportedModelError: something is asked for that is not supported; all of it is named, each with its reason.
+    """
+    found = []
+    if context is not None:
+        if context.enable_hierarchical_cache:
+            found.append("--enable-hierarchical-cache (HiCache): nodes of this tree have no copies in host memory")
+        if context.is_hybrid_swa:
+            found.append("a model with sliding windows: this tree keeps all pages of a prefix or none")
+        if not context.is_hybrid_ssm:
+            found.append("a model without linear-attention states: SGLang's own cache serves it, leave the flag out")
+    if params.enable_session_radix_cache:
+        found.append("--enable-session-radix-cache: references of sessions to nodes are not kept")
+    if params.enable_kv_cache_events:
+        found.append("KV cache events (--kv-events-config): this tree does not record them")
+    if max_states_per_path >= 0:
+        found.append("--mamba-max-states-per-path: the eviction policy decides which states stay")
+    if found:
+        raise UnsupportedModelError("--radix-cache-backend hybrid does not support " + "; nor ".join(found))

@@ -1,15 +1,56 @@
-"""Index tensors as page values of the tree: they stay on their device."""
+"""SGLang's keys, indices and pools, as keys, page values and prices of the tree.
+
+Token ids of SGLang have 64 bits, and stand-ins for images use them all; ids of the tree have 32. So a token of SGLang
+is `WORDS` ids of the tree, and every position there is that many times as large. Nothing is looked at token by token.
+Index tensors are kept as they are, on their device.
+"""
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
+from hybrid.key import TOKEN_BYTES, Key
 from hybrid.tree.node import Node
 from hybrid.tree.pools import PageParts
+from hybrid.units import Prices
+
+WORDS = array("q").itemsize // TOKEN_BYTES
+"""Ids of the tree per token of SGLang."""
 
 SMALL = 16
 """A slice is copied when what it is a part of is more than this many times as long: 128 bytes of indices per token at
 most, where a token has tens of thousands of bytes of KV."""
+
+
+def key_of(key: Any, page_size: int) -> Key:
+    """The key of the whole pages of one of SGLang's `RadixKey`.
+
+    Args:
+        key: its ids, up to its limit, in the namespace of its extra key and its salt.
+        page_size: tokens per page.
+    """
+    return key_of_ids(key.token_ids, len(key), page_size, key.extra_key, key.cache_salt)
+
+
+def key_of_ids(
+    ids: Sequence[int], num_tokens: int, page_size: int, extra_key: str | None, cache_salt: str | None
+) -> Key:
+    """The key of the whole pages of the first `num_tokens` ids."""
+    if not (isinstance(ids, array) and ids.typecode == "q"):
+        ids = array("q", ids)
+    view = memoryview(ids)[: num_tokens - num_tokens % page_size]
+    return Key(view.tobytes(), namespace_of(extra_key, cache_salt))
+
+
+def namespace_of(extra_key: str | None, cache_salt: str | None) -> str:
+    """One name for both, which no other pair has."""
+    if not cache_salt:
+        return "" if extra_key is None else f"+{extra_key}"
+    return f"{'' if extra_key is None else len(extra_key)}:{extra_key or ''}{cache_salt}"
 
 
 class IndexPages:
@@ -102,3 +143,19 @@ def joined(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat(tensors) if tensors else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def prices_of(params: Any) -> Prices:
+    """Bytes of a page and of a state.
+
+    Args:
+        params: SGLang's `CacheInitParams`, with its pools.
+    """
+    allocator = params.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    kv_bytes = pool.get_kv_size_bytes()
+    total = sum(kv_bytes) if isinstance(kv_bytes, tuple) else kv_bytes
+    states = params.req_to_token_pool.mamba_pool
+    page = max(1, int(total) * params.page_size // max(1, pool.size))
+    state = max(1, int(states.get_kv_size_bytes()) // max(1, states.size))
+    return Prices(page, state)
