@@ -87,7 +87,7 @@ class Embedded:
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a weight: `b @ a`.
+    """The product that an adapter adds to a weight: `b @ a`.
 
     Attributes:
         a: `[rank, inputs]`.
@@ -117,12 +117,12 @@ class Arriving(Protocol):
     """Pages and states of which some are on their way to the device."""
 
     def wait(self, layer: int) -> None:
-        """What the device is given from now on waits for what this layer keeps of them. The model calls it before each
-        of its layers, in their order."""
+        """Have what the device is given from now on wait for what this layer keeps of them. The model
+        calls it before each of its layers, in their order."""
         ...
 
     def settle(self) -> None:
-        """It waits for all of them. The model calls it after its last layer."""
+        """Have it wait for all of them. The model calls it after its last layer."""
         ...
 
 
@@ -177,11 +177,11 @@ class Batch:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether the result of a request must not depend on the rest of the batch."""
+        """Tell whether the result of a request must not depend on the rest of the batch."""
         return self.blocks is not None
 
     @property
     def needs_own_kernels(self) -> bool:
-        """Whether kernels of other packages must not compute it: their results depend on the batch, and they read its
-        numbers on the host."""
+        """Tell whether kernels of other packages must not compute it: their results depend on the batch, and
+        they read its numbers on the host."""
         return self.is_batch_invariant or self.is_padded

@@ -150,7 +150,7 @@ def boolean(name: str, value: object) -> bool:
 
 
 def is_integer(value: object) -> TypeGuard[Integral]:
-    """Whether a value is an integer of any type, and no bool."""
+    """Tell whether a value is an integer of any type, and no bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -196,7 +196,7 @@ def text(name: str, value: str) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Whether a checkpoint has a file, which it may also lack.
+    """Tell whether a checkpoint has a file, which it may also lack.
 
     Raises:
         CheckpointError: something of that name is there, and is not a file that can be read: a folder, a pipe, a link

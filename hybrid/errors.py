@@ -69,7 +69,7 @@ class RequestError(HybridError):
 
 
 class QueueFullError(RequestError):
-    """As many requests wait as `EngineConfig.max_waiting` allows. Nothing was changed; try again later."""
+    """A queue is full: `EngineConfig.max_waiting` requests wait. Nothing was changed; try again later."""
 
 
 class ClosedError(RequestError):

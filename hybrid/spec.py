@@ -81,7 +81,7 @@ class StateTensor:
 
 
 class LayerTensors(NamedTuple):
-    """What one layer of a model keeps: its row in tensors whose first dimension is layers.
+    """The tensors that one layer of a model keeps: its row in tensors whose first dimension is layers.
 
     Attributes:
         row: of the layer, in each of these tensors.
@@ -112,7 +112,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class HybridSpec:
-    """What a model keeps.
+    """The tensors that a model keeps.
 
     Attributes:
         tokens: the tensors per token, over all layers that keep any.

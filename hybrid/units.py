@@ -19,7 +19,7 @@ UNITS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What pages and checkpoints cost. Eviction policies weigh what they save against it.
+    """The costs of pages and checkpoints. Eviction policies weigh what they save against it.
 
     Attributes:
         page: bytes of a page.

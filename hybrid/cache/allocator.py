@@ -199,7 +199,7 @@ class Allocator:
         return lock
 
     def pin(self, node: Node) -> StateLock:
-        """As `lock_state`, for a pin."""
+        """Lock as `lock_state` does, for a pin."""
         lock = self._tree.pin(node)
         self._hold(node)
         return lock
@@ -274,7 +274,7 @@ class Allocator:
 
 
 class _Elastic:
-    """What an elastic memory could yield: pieces by what keeps them.
+    """The units that an elastic memory could yield: pieces by what keeps them.
 
     Attributes:
         held_states: state slots that cannot be evicted.
@@ -302,7 +302,7 @@ class _Elastic:
         return num_pieces * self.pages.per_piece - self._num_held_pages()
 
     def has_slot(self, pool: Pool) -> bool:
-        """Whether evicting everything that is not locked would yield a slot: in a piece with one that is held, or in a
+        """Tell whether evicting everything that is not locked yields a slot: in a piece with one that is held, or in a
         piece of its own."""
         held = self.held_states if pool is self.states else self.held_checkpoints
         if held.num_partial:
@@ -310,7 +310,7 @@ class _Elastic:
         return self._num_held_pieces() + ceil_div(self._num_held_pages(), self.pages.per_piece) < self.arena.num_pieces
 
     def has_request(self, num_pages: int) -> bool:
-        """Whether evicting everything that is not locked would yield a state slot and `num_pages` pages.
+        """Tell whether evicting everything that is not locked yields a state slot and `num_pages` pages.
 
         The slot may need a piece of its own, unless the next free one is in a piece that is held anyway.
         """

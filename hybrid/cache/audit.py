@@ -38,7 +38,7 @@ def audit(
         *_locks(tree, leases, pins),
         *_pages(tree, memory, leases),
         *_states(tree, memory, leases),
-        *_pieces(memory),
+        *(memory.arena.check() if memory.arena is not None else []),
         *_contents(tree, digests),
         *(tiers.violations() if tiers is not None else []),
     ]
@@ -183,28 +183,8 @@ def _states(tree: Tree, memory: CacheMemory, leases: Collection[Lease]) -> list[
     return wrong
 
 
-def _pieces(memory: CacheMemory) -> list[str]:
-    """Each piece of an arena is free, or belongs to one kind; the counts are those of the lists."""
-    arena = memory.arena
-    if arena is None:
-        return []
-    owners = [(piece, "free") for piece in arena.free_pieces()]
-    wrong = []
-    for pool in arena.pools:
-        owners += [(piece, pool.name) for piece in pool.pieces]
-        num_free = len(pool.free_indices())
-        if pool.num_loose != num_free:
-            wrong.append(f"the arena counts {pool.num_loose} free units of {pool.name} and has {num_free}")
-        elif not pool.is_right:
-            wrong.append(f"what the arena knows of the free units of {pool.name} is not so")
-        for piece in pool.pieces:
-            if pool.is_unused(piece):
-                wrong.append(f"piece {piece} belongs to {pool.name}, although nothing in it is in use")
-    return wrong + _exactly_one("piece", owners, range(arena.num_pieces))
-
-
 def _contents(tree: Tree, digests: Digests | None) -> list[str]:
-    """What the tree owns is never written: it holds what it held when it was committed."""
+    """Read what the tree owns, which is never written: it holds what it held when it was committed."""
     wrong: list[str] = []
     if digests is None:
         return wrong

@@ -229,7 +229,7 @@ class HybridCache:
 
     @property
     def enabled(self) -> bool:
-        """Whether what requests computed is kept for others."""
+        """Tell whether what requests computed is kept for others."""
         return True
 
     @property
@@ -293,7 +293,7 @@ class HybridCache:
         return waited_for(self.begin(key, limit, num_tokens, priority), self.restores)
 
     def open_whole(self, key: Key, num_tokens: int = 0, priority: int = 0) -> Lease | None:
-        """As `open`, for a caller that needs states and no logits: all of the key may be cached.
+        """Open for a caller that needs states and no logits: all of the key may be cached.
 
         Args:
             num_tokens: tokens to allocate pages for at once.
@@ -303,7 +303,7 @@ class HybridCache:
         return waited_for(self.begin(key, len(key), num_tokens, priority), self.restores)
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
-        """As `open` (`limit` may be all of the key), without waiting for a disk: while `lease.restoring` is not None,
+        """Open (`limit` may be all of the key) without waiting for a disk: while `lease.restoring` is not None,
         call `proceed`. On a GPU what was restored may be on its way: wait for `memory.uploads` before it is used."""
         self._owner.claim()
         self.pins.expire()
@@ -399,13 +399,13 @@ class HybridCache:
         return self._capture(lease, num_tokens, kind)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
-        """As `capture` (arguments and errors too), of the kind "interval" and from free memory: None unless more than a
-        quarter is free. Nothing is evicted, and the policy is not asked."""
+        """Capture a checkpoint of the kind "interval" from free memory; arguments and errors as those of `capture`.
+        None unless more than a quarter is free. Nothing is evicted, and the policy is not asked."""
         self._refuse_closed(lease)
         num_tokens = self._position(lease, num_tokens)
         if self.memory.free_state_share <= SPARE_SHARE or self._is_useless(lease, num_tokens):
             return None
-        return self._capture(lease, num_tokens, Kind.INTERVAL)
+        return self._capture(lease, num_tokens, Kind.INTERVAL, is_spare=True)
 
     def _position(self, lease: Lease, num_tokens: int) -> int:
         """Check where a state is to be captured."""
@@ -419,7 +419,7 @@ class HybridCache:
         return num_tokens
 
     def _is_useless(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether no match could use a checkpoint there, or the tree has one."""
+        """Tell whether no match could use a checkpoint there, or the tree has one."""
         if num_tokens > len(lease.key):
             return False
         if lease.key.whole(num_tokens, 1) != num_tokens:
@@ -445,11 +445,11 @@ class HybridCache:
             return True
         return self.tiers is not None and self.tiers.departures.would_copy(usage, num_tokens - max(above))
 
-    def _capture(self, lease: Lease, num_tokens: int, kind: Kind) -> Checkpoint | None:
+    def _capture(self, lease: Lease, num_tokens: int, kind: Kind, is_spare: bool = False) -> Checkpoint | None:
         slot = self.allocator.allocate_state()
         if slot is None:
             return None
-        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn)
+        checkpoint = Checkpoint(slot, num_tokens, kind, lease.priority, lease.turn, is_spare)
         lease.captured.append(checkpoint)
         return checkpoint
 
@@ -799,7 +799,7 @@ class HybridCache:
             self.clear()
 
     def stats(self) -> CacheStats:
-        """What the cache did and holds. May be called from any thread."""
+        """Count what the cache did and holds. May be called from any thread."""
         now, tree, allocator, memory = replace(self._stats), self.tree, self.allocator, self.memory
         now.evicted_pages += allocator.evicted_pages
         now.evicted_checkpoints += allocator.evicted_checkpoints
@@ -820,7 +820,7 @@ class HybridCache:
         return draw(take_snapshot(self.tree, self.stats(), self.tiers), path, decode, width=width)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows of it."""
+        """Draw what a notebook shows of it."""
         stats = self.stats()
         return notebook.memory(stats.kinds, self.memory.num_bytes[1], stats.rows, self.draw())
 

@@ -37,6 +37,15 @@ class Committer:
             OwnershipError: `num_tokens` is not a multiple of the page size, or beyond what was computed, or the key is
                 not that of the lease, or an extension of it. Nothing was changed.
         """
+        # Who owns the pages of [a, b): the lease shared [0, s) before, the tree had [0, e), and [0, n) is committed.
+        #
+        #             before           once inserted                      once shared
+        #   [0, s)    tree, locked     tree, locked                       tree, locked up to n or beyond
+        #   [s, e)    lease            lease; the tree has its own        freed; the tree's are mapped and locked
+        #   [e, n)    lease            tree, by the new or longer node    tree, locked
+        #   [n, ..)   lease            lease                              lease
+        #
+        # A checkpoint at n is the lease's until it is inserted, and then the tree's, or freed where the tree had one.
         check_key("commit", key)
         num_tokens, page_size = count("commit: num_tokens", num_tokens), self._tree.page_size
         if num_tokens % page_size or num_tokens > len(lease.block_table) * page_size:
@@ -125,11 +134,7 @@ class Committer:
         self._allocator.hand_over_pages(lease.block_table[num_existing:num_pages], inserted.node)
         lock = old if old is not None and old.node is inserted.node else None  # its node grew
         if num_pages >= shared and (lock is None or inserted.node.end > num_pages * page_size):
-            try:
-                lock = self._tree.lock_pages(inserted.node, num_pages * page_size)
-            except BaseException:
-                self._leave_pages(lease, num_existing, num_pages)
-                raise
+            lock = self._tree.lock_pages(inserted.node, num_pages * page_size)
         if num_existing > shared:
             duplicates = lease.block_table[shared:num_existing]
             lease.block_table[:num_existing] = self._tree.pages(inserted.node, inserted.num_existing)
@@ -143,17 +148,8 @@ class Committer:
         if lease.num_shared and not shared:
             self._allocator.share(lease)
 
-    def _leave_pages(self, lease: Lease, num_existing: int, num_pages: int) -> None:
-        """The tree owns the lease's pages from `num_existing` to `num_pages`, and the lease cannot hold them: it loses
-        them, and those after them. All that can be done with it is to close it."""
-        if num_existing < num_pages:
-            first = max(num_existing, lease.num_shared)
-            own = lease.block_table[lease.num_shared : first] + lease.block_table[num_pages:]
-            del lease.block_table[lease.num_shared :]
-            self._allocator.free_pages(own)
-
     def _store(self, key: Key, captured: Checkpoint) -> Checkpoint | None:
-        """What the tree takes of a captured state: itself, or a copy that is stored smaller. None when there is no
+        """Make what the tree takes of a captured state: itself, or a copy that is stored smaller. None when there is no
         memory for one, or the tree has a checkpoint there."""
         memory = self._memory
         if not memory.stores_smaller:

@@ -24,40 +24,40 @@ class DisabledCache(HybridCache):
 
     @property
     def enabled(self) -> bool:
-        """Whether what requests computed is kept for others: never."""
+        """Tell whether what requests computed is kept for others: never."""
         return False
 
     def begin(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> Lease | None:
-        """As in `HybridCache`; there is nothing to find."""
+        """Open as in `HybridCache`; there is nothing to find."""
         lease = super().begin(key, limit, num_tokens, priority)
         if lease is not None:
             lease.explanation = cache_off(key)
         return lease
 
     def capture(self, lease: Lease, num_tokens: int, kind: Kind = Kind.PROMPT_END) -> Checkpoint | None:
-        """Allocates nothing."""
+        """Allocate nothing."""
         return None
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
-        """Allocates nothing."""
+        """Allocate nothing."""
         return None
 
     def take_back(self, lease: Lease) -> bool:
-        """Allocates nothing."""
+        """Allocate nothing."""
         return False
 
     def commit(self, lease: Lease, key: Key, num_tokens: int) -> None:
-        """Keeps nothing."""
+        """Keep nothing."""
 
     def donate_states(self, lease: Lease, limit: int) -> None:
-        """Keeps nothing."""
+        """Keep nothing."""
 
     def load(self, source: str | Path | Contents | Archive, *, model: str | Fingerprint) -> Transfer:
-        """Raises ArgumentError: nothing can be loaded."""
+        """Raise ArgumentError: nothing can be loaded."""
         raise ArgumentError("load: this cache is disabled; use CacheConfig(enabled=True)")
 
     def pin(self, key: Key, ttl: float = 0.0) -> Pin | None:
-        """Pins nothing."""
+        """Pin nothing."""
         return None
 
 

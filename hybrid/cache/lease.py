@@ -15,7 +15,7 @@ from hybrid.tree.node import Checkpoint, KeyHashes, Lock, Node, NodeUsage, PageL
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one running request holds of the cache.
+    """The pages, slots and locks that one running request holds of the cache.
 
     Attributes:
         key: the key that it was opened with, or the longer one of its last commit.
@@ -83,7 +83,7 @@ class Lease:
         return self.page_lock.node if self.page_lock is not None else None
 
     def captures(self, num_tokens: int) -> bool:
-        """Whether a checkpoint after `num_tokens` tokens is captured, and not committed."""
+        """Tell whether a checkpoint after `num_tokens` tokens is captured, and not committed."""
         return any(checkpoint.num_tokens == num_tokens for checkpoint in self.captured)
 
     @property

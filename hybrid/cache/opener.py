@@ -55,7 +55,7 @@ class Opener:
         return lease
 
     def hold(self, key: Key, limit: int, num_tokens: int, priority: int = 0) -> tuple[Lease, Match] | None:
-        """As `open`, without counting it as a request: the policy learns nothing of it."""
+        """Open without counting it as a request: the policy learns nothing of it."""
         found = self._tree.peek(key, limit)
         lease = self._lease(key, limit, found, priority)
         self.leases.add(lease)

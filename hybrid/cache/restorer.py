@@ -118,6 +118,7 @@ class Restorer:
             raise
         if boundary.past is not None:
             lease.lost.setdefault(boundary.num_tokens, boundary.past)
-        stored = Checkpoint(place, boundary.num_tokens, boundary.kind, boundary.priority, boundary.turn)
+        kind, is_spare = boundary.kind, boundary.kind is Kind.INTERVAL
+        stored = Checkpoint(place, boundary.num_tokens, kind, boundary.priority, boundary.turn, is_spare)
         self._committer.adopt(lease, boundary.key, stored)
         return Outcome.RESTORED

@@ -82,7 +82,7 @@ class CacheStats:
     resets: int = 0
 
     def note_reset(self, before: CacheStats) -> None:
-        """All that was counted stays, and what counts it begins anew."""
+        """Keep all that was counted: what counts it begins anew."""
         self.resets += 1
         self.evicted_pages, self.evicted_checkpoints = before.evicted_pages, before.evicted_checkpoints
         self.moved_pages, self.restored_checkpoints = before.moved_pages, before.restored_checkpoints
@@ -103,7 +103,7 @@ class CacheStats:
 
     @property
     def kinds(self) -> list[tuple[str, int, str]]:
-        """What the memory holds, as (name, bytes, colour of a picture)."""
+        """List what the memory holds, as (name, bytes, colour of a picture)."""
         private = self.pages_private * self.page_bytes + self.states_private * self.checkpoint_bytes
         return [
             ("pages cached", self.pages_cached * self.page_bytes, "#4a90d9"),
@@ -113,7 +113,7 @@ class CacheStats:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """The main figures, as (name, value) for people."""
+        """List the main figures, as (name, value) for people."""
         rows = [
             ("hit rate", f"{self.hit_rate:.1%} of {self.prompt_tokens} prompt tokens in {self.requests} requests"),
             ("pages", f"{self.pages_cached} cached, {self.pages_private} in use, {self.pages_free} free"),

@@ -10,6 +10,7 @@ pieces: `plan_moves` selects units to move together, so that a piece becomes fre
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -126,8 +127,20 @@ class Arena:
         self._free.append(piece)
 
     def free_pieces(self) -> tuple[int, ...]:
-        """All free pieces, for the audit."""
+        """All free pieces."""
         return tuple(self._free)
+
+    def check(self) -> list[str]:
+        """Check that each piece is free or belongs to one kind. Returns what is wrong, with what is of the pools."""
+        wrong = [line for pool in self.pools for line in pool.check()]
+        owners = Counter(chain(self.free_pieces(), *(pool.pieces for pool in self.pools)))
+        for piece in sorted({*range(self.num_pieces), *owners}):
+            if owners[piece] != 1 or piece >= self.num_pieces:
+                named = ["free"] * (piece in self.free_pieces()) + [
+                    pool.name for pool in self.pools if piece in pool.pieces
+                ]
+                wrong.append(f"piece {piece} has {owners[piece]} owners: {', '.join(named) or 'none'}")
+        return wrong
 
 
 class ArenaPool:
@@ -181,7 +194,7 @@ class ArenaPool:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """The pieces of this kind, for the audit."""
+        """The pieces of this kind."""
         return tuple(self._free_in)
 
     def indices(self) -> Iterable[int]:
@@ -192,20 +205,24 @@ class ArenaPool:
                     yield unit
 
     def free_indices(self) -> tuple[int, ...]:
-        """All free units in pieces of this kind, for the audit."""
+        """All free units in pieces of this kind."""
         return tuple(unit for units in self._free_in.values() for unit in units)
 
-    @property
-    def is_right(self) -> bool:
-        """Whether what is known of free units besides the units themselves agrees with them, for the audit."""
-        num_free = {piece: len(units) for piece, units in self._free_in.items() if units}
+    def check(self) -> list[str]:
+        """Check what is known of free units besides the units themselves. Returns what is wrong."""
+        wrong = []
+        free = sorted(self.free_indices())
+        if self._num_free != len(free):
+            wrong.append(f"the arena counts {self._num_free} free units of {self.name} and has {len(free)}")
+        num_free = Counter(unit // self.per_piece for unit in free)
         by_number = {piece: number for number, pieces in enumerate(self._with_free) for piece in pieces}
         marked = [unit for unit, is_free in enumerate(self._is_free) if is_free]
-        return num_free == by_number and num_free.keys() == self._open.keys() and marked == sorted(self.free_indices())
-
-    def is_unused(self, piece: int) -> bool:
-        """Whether nothing in a piece of this kind is in use, nor reserved: it should be free then."""
-        return len(self._free_in[piece]) == self.per_piece
+        if num_free != by_number or num_free.keys() != self._open.keys() or marked != free:
+            wrong.append(f"what the arena knows of the free units of {self.name} is not so")
+        for piece, number in num_free.items():
+            if number == self.per_piece:
+                wrong.append(f"piece {piece} belongs to {self.name}, although nothing in it is in use")
+        return wrong
 
     def allocate(self, count: int) -> list[int] | None:
         """Take `count` units; None, and nothing is taken, when fewer are free."""

@@ -54,16 +54,16 @@ class Mark(Protocol):
     """The end of copies that were begun."""
 
     def wait(self) -> None:
-        """What the device is given from now on waits for them, and for those that were begun before."""
+        """Have what the device is given from now on wait for them, and for those that were begun before."""
         ...
 
     @property
     def has_ended(self) -> bool:
-        """Whether they have ended, as far as is known."""
+        """Tell whether they have ended, as far as is known."""
         ...
 
     def wait_on_host(self) -> None:
-        """The host waits for them, and for those that were begun before."""
+        """Have the host wait for them, and for those that were begun before."""
         ...
 
 
@@ -79,7 +79,7 @@ class Copier(Protocol):
 
     @property
     def seconds_per_byte(self) -> float:
-        """Of copies that have ended; 0: none has, or they take no time after they were begun."""
+        """Seconds per byte of copies that have ended; 0: none has, or they take no time after they were begun."""
         ...
 
     def prepare(self, source: Tensor) -> Tensor:
@@ -100,17 +100,17 @@ class Copier(Protocol):
         ...
 
     def wait(self) -> None:
-        """What the device is given from now on waits for all copies that were begun, also where `copy` raised."""
+        """Have what the device is given from now on wait for all copies that were begun, also where `copy` raised."""
         ...
 
 
 def copier_for(device: torch.device) -> Copier | None:
-    """What copies to a device beside what it computes; None: contents are written at once."""
+    """Make what copies to a device beside what it computes. None: contents are written at once."""
     return StreamCopier(device) if device.type == "cuda" else None
 
 
 def outward_copier_for(device: torch.device) -> Copier | None:
-    """What copies from a device, in another stream: neither direction waits for the other, nor counts as its cost.
+    """Make what copies from a device, in another stream: neither direction waits for the other, nor counts as its cost.
     None: contents are read at once."""
     return copier_for(device)
 
@@ -296,7 +296,7 @@ def _joined(shares: Sequence[Share]) -> tuple[Share, ...]:
 
 
 class Uploads:
-    """What is on its way into the memory of a device.
+    """The contents on their way into the memory of a device.
 
     Args:
         copier: copies; None: contents are written at once, and nothing is ever on its way.
@@ -312,7 +312,7 @@ class Uploads:
 
     @property
     def are_pending(self) -> bool:
-        """Whether contents may be on their way for which the device's next work does not wait."""
+        """Tell whether contents may be on their way for which the device's next work does not wait."""
         return bool(self._marks)
 
     def seconds(self, num_bytes: int) -> float:
@@ -341,20 +341,20 @@ class Uploads:
         self._checkpoints.add(checkpoint)
 
     def wait(self, layer: int) -> None:
-        """What the device is given from now on waits for the contents of a layer, and of the layers before it. To be
+        """Have what the device is given from now on wait for a layer's contents, and those of layers before it. To be
         called for each, in their order."""
         if self._marks and (group := self._group_at.get(layer)) is not None:
             self._marks[group].wait()
 
     def settle(self) -> None:
-        """What the device is given from now on waits for all contents."""
+        """Have what the device is given from now on wait for all contents."""
         if self._marks:
             self._marks[-1].wait()
             self._forget()
 
     def before(self, pages: Collection[int] = (), checkpoints: Collection[int] = ()) -> None:
-        """What the device is given from now on reads or writes these, or they are freed: it waits for all contents if
-        one of them is on its way.
+        """Have what the device is given from now on wait for all contents, if one of these is on its way: it reads or
+        writes them, or they are freed.
 
         Args:
             checkpoints: places, as checkpoints are stored.
@@ -369,7 +369,7 @@ class Uploads:
 
 
 class Downloads:
-    """What is on its way from the memory of a device to the host.
+    """The contents on their way from the memory of a device to the host.
 
     Args:
         copier: copies; None: nothing is ever on its way.
@@ -401,7 +401,7 @@ class Downloads:
         return contents
 
     def wait(self, contents: Contents) -> Contents:
-        """The host waits for contents that `begin` has returned; others are there. Returns them."""
+        """Have the host wait for contents that `begin` has returned; others are there. Returns them."""
         self._drop_ended()
         for own, mark in self._under_way:
             if own is contents:

@@ -17,11 +17,11 @@ class ContentReader(Protocol):
     """Reads the contents of a memory."""
 
     def read_page(self, page: int) -> Contents:
-        """The bytes of a page."""
+        """Read the bytes of a page."""
         ...
 
     def read_checkpoint(self, slot: int) -> Contents:
-        """The bytes of a checkpoint: of a state slot, or of the place of a stored checkpoint."""
+        """Read the bytes of a checkpoint: of a state slot, or of the place of a stored checkpoint."""
         ...
 
 
@@ -30,11 +30,11 @@ class ContentWriter(ContentReader, Protocol):
     """Also writes them: what a reader has read, into another page or checkpoint of this memory or of one like it."""
 
     def page_layout(self) -> str:
-        """What a page holds, as a text. Contents go from one memory to another where these texts are equal."""
+        """Describe what a page holds, as a text. Contents go from one memory to another where these texts are equal."""
         ...
 
     def checkpoint_layout(self) -> str:
-        """What a checkpoint holds, likewise."""
+        """Describe what a checkpoint holds, likewise."""
         ...
 
     def write_page(self, page: int, contents: Contents) -> None:
@@ -61,38 +61,38 @@ class Digests:
         self._checkpoints: dict[int, bytes] = {}
 
     def note_pages(self, pages: Iterable[int]) -> None:
-        """The tree owns these pages from now on."""
+        """Take digests of pages that the tree owns from now on."""
         for page in pages:
             self._pages[page] = _digest(self._reader.read_page(page))
 
     def note_checkpoint(self, slot: int) -> None:
-        """The tree owns this checkpoint from now on."""
+        """Take the digest of a checkpoint that the tree owns from now on."""
         self._checkpoints[slot] = _digest(self._reader.read_checkpoint(slot))
 
     def forget(self, pages: Iterable[int], slots: Iterable[int]) -> None:
-        """These pages and checkpoints were evicted."""
+        """Forget pages and checkpoints that were evicted."""
         for page in pages:
             self._pages.pop(page, None)
         for slot in slots:
             self._checkpoints.pop(slot, None)
 
     def move_pages(self, moves: dict[int, int]) -> None:
-        """Pages were moved, from a key to its value."""
+        """Follow pages that were moved, from a key to its value."""
         for old, new in moves.items():
             if old in self._pages:  # pages of requests have none
                 self._pages[new] = self._pages.pop(old)
 
     def move_checkpoints(self, moves: dict[int, int]) -> None:
-        """Checkpoints were moved, from a key to its value."""
+        """Follow checkpoints that were moved, from a key to its value."""
         for old, new in moves.items():
             self._checkpoints[new] = self._checkpoints.pop(old)
 
     def is_page_intact(self, page: int) -> bool:
-        """Whether a page holds what it held when the tree became its owner."""
+        """Tell whether a page holds what it held when the tree became its owner."""
         return self._pages.get(page) == _digest(self._reader.read_page(page))
 
     def is_checkpoint_intact(self, slot: int) -> bool:
-        """Whether a checkpoint holds what it held when the tree became its owner."""
+        """Tell whether a checkpoint holds what it held when the tree became its owner."""
         return self._checkpoints.get(slot) == _digest(self._reader.read_checkpoint(slot))
 
 

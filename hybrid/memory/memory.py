@@ -265,7 +265,7 @@ class CacheMemory:
         self.tensors = self.mover = self.store = None
 
     def reset(self) -> None:
-        """Nothing is in use any more, whatever was. Contents stay until they are overwritten."""
+        """Free everything, whatever was in use. Contents stay until they are overwritten."""
         self.uploads.settle()
         if self.arena is not None:
             self.arena.reset()
@@ -291,13 +291,13 @@ class CacheMemory:
         mover.write_checkpoint(place, checkpoint)
 
     def fetch_page(self, page: int) -> Contents:
-        """What a page holds that is about to be freed, as this memory's mover reads it. Of tensors on a GPU it is on
-        its way afterwards (`downloads`)."""
+        """Read what a page holds that is about to be freed, as this memory's mover reads it. Of tensors on a GPU it is
+        on its way afterwards (`downloads`)."""
         reader = self._reader
         return reader.fetch_page(page) if isinstance(reader, CacheTensors) else reader.read_page(page)
 
     def fetch_checkpoint(self, place: int) -> Contents:
-        """Likewise what the place of a checkpoint holds."""
+        """Read what the place of a checkpoint holds, likewise."""
         reader = self._reader
         return reader.fetch_checkpoint(place) if isinstance(reader, CacheTensors) else reader.read_checkpoint(place)
 
@@ -319,7 +319,7 @@ class CacheMemory:
 
     @property
     def stores_smaller(self) -> bool:
-        """Whether checkpoints are stored apart from states, and smaller."""
+        """Tell whether checkpoints are stored apart from states, and smaller."""
         return self.checkpoints is not self.states
 
     def digests(self) -> Digests:
@@ -337,7 +337,7 @@ class CacheMemory:
 
     @property
     def prices(self) -> Prices:
-        """What eviction policies compare: bytes of a page and of a checkpoint, or the default ratio of the two."""
+        """The prices that policies compare: bytes of a page and of a checkpoint, or the default ratio of the two."""
         return Prices(self.sizes.page, self.sizes.checkpoint) if self.sizes is not None else Prices()
 
     @property

@@ -57,7 +57,7 @@ class InFlight:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a pass was begun that nothing has waited for here."""
+        """Tell whether a pass was begun that nothing has waited for here."""
         return self._latest is not None
 
     def begin(self, latest: PassInFlight) -> None:
@@ -173,11 +173,11 @@ class CacheTensors:
         self.in_flight: InFlight = InFlight()
 
     def page_layout(self) -> str:
-        """What a page holds: the tensors, in order."""
+        """Describe what a page holds: the tensors, in order."""
         return _described(self._page_places)
 
     def checkpoint_layout(self) -> str:
-        """What a checkpoint holds, as it is stored."""
+        """Describe what a checkpoint holds, as it is stored."""
         return _described(self._state_places if self.stored is None else self.stored.places)
 
     @property
@@ -241,12 +241,12 @@ class CacheTensors:
         return self.downloads.wait(self.fetch_checkpoint(slot))
 
     def fetch_page(self, page: int) -> Contents:
-        """As `read_page`; on a GPU they are on their way to the host (`downloads`), and the page may be written."""
+        """Read a page; on a GPU its contents are on their way to the host (`downloads`), and it may be written."""
         self.uploads.before(pages=[page])
         return self._read(self._pages[page], self._page_places)
 
     def fetch_checkpoint(self, slot: int) -> Contents:
-        """As `read_checkpoint`, likewise."""
+        """Read a checkpoint, likewise."""
         self.uploads.before(checkpoints=[slot])
         return self._read(*self._checkpoint(slot))
 

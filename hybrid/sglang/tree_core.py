@@ -23,7 +23,7 @@ from hybrid.sglang.options import CLASSIC, Options, policy_named, refuse_unsuppo
 from hybrid.sglang.values import WORDS, FreedIndices, IndexPages, between, joined, key_of, prices_of
 from hybrid.sglang.visits import Visits, dfs_weight_order
 from hybrid.tree.locks import Handles
-from hybrid.tree.node import Checkpoint, Match, Node, Released
+from hybrid.tree.node import Checkpoint, Kind, Match, Node, Released
 from hybrid.tree.pools import Pools
 from hybrid.tree.tree import Tree
 
@@ -208,7 +208,9 @@ class HybridTreeCore(UnifiedTreeCoreInterface):
         slot, past = params.mamba_value, arrival.past
         checkpoint = None
         if slot is not None:
-            checkpoint = Checkpoint(slot, num_tokens, arrival.kind, params.priority or 0, arrival.turn)
+            checkpoint = Checkpoint(
+                slot, num_tokens, arrival.kind, params.priority or 0, arrival.turn, arrival.kind is Kind.INTERVAL
+            )
         elif past is None:
             past = self.tree.new_usage(arrival.kind, arrival.turn, key.namespace)
         value = value if value.numel() == length else value[:length]

@@ -16,11 +16,7 @@ from hybrid.tree.pools import PageValues, SlotValue, move_end
 
 
 class Kind(StrEnum):
-    """Why a checkpoint was put where it is; `PAGES` for a node that never had one.
-
-    A spare checkpoint (`INTERVAL`) was put there only because memory was free: until a request has used it, it is
-    evicted before all others.
-    """
+    """Why a checkpoint was put where it is; `PAGES` for a node that never had one."""
 
     BRANCH = "branch"
     TURN_END = "turn_end"
@@ -334,6 +330,8 @@ class Checkpoint(NamedTuple):
         kind: why it was put there.
         priority: priority of its request, for policies that use it.
         turn: number of turn ends before it on its path.
+        is_spare: it was put there only because memory was free: until a request has used it, it is evicted before all
+            others.
     """
 
     slot: SlotValue
@@ -341,6 +339,7 @@ class Checkpoint(NamedTuple):
     kind: Kind = Kind.BRANCH
     priority: int = 0
     turn: int = 0
+    is_spare: bool = False
 
 
 class Inserted(NamedTuple):

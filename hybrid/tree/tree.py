@@ -380,7 +380,7 @@ class Tree:
         else:
             usage = former
             usage.created, usage.used_at = tick, now
-        usage.last_used = 0 if checkpoint.kind is Kind.INTERVAL else tick
+        usage.last_used = 0 if checkpoint.is_spare else tick
         usage.stored_at = now
         node.usage = usage
         self.forest.put_checkpoint(node, checkpoint.slot)

@@ -64,7 +64,9 @@ def miscount_loose_units(books: Books) -> None:
 
 
 def keep_an_unused_piece(books: Books) -> None:
-    books.pool("page").is_unused = lambda piece: True  # type: ignore[method-assign]
+    pool = books.pool("page")
+    units = tuple(range(pool.pieces[0] * pool.per_piece, (pool.pieces[0] + 1) * pool.per_piece))
+    pool.free_indices = lambda: units  # type: ignore[method-assign]
 
 
 def leak_a_record(books: Books) -> None:
@@ -101,8 +103,8 @@ def overlook_a_candidate(books: Books) -> None:
 
 
 CORRUPTIONS = [
-    (lose_a_piece, r"piece \d+ has no owner: leaked"),
-    (free_a_piece_in_use, r"piece \d+ is owned by free and by page"),
+    (lose_a_piece, r"piece \d+ has 0 owners: none"),
+    (free_a_piece_in_use, r"piece \d+ has 2 owners: free, page"),
     (miscount_loose_units, r"the arena counts \d+ free units of page and has \d+"),
     (keep_an_unused_piece, r"piece \d+ belongs to page, although nothing in it is in use"),
     (leak_a_record, r"stored checkpoint \d+ has no owner: leaked"),

@@ -22,20 +22,22 @@ class TimeLimitError(Exception):
     """Raised by a handler."""
 
 
-def full_cache() -> HybridCache:
+def full_cache(policy: str = "lru") -> HybridCache:
     """A cache that has to evict, and has evicted."""
-    cache = HybridCache(CacheMemory.of_indices(14, 6), CacheConfig(page_size=2, chunk_size=4, eviction="lru"))
+    cache = HybridCache(CacheMemory.of_indices(14, 6), CacheConfig(page_size=2, chunk_size=4, eviction=policy))
     RandomWorkload(cache, seed=7, has_faults=True).run(40)
     release(cache)
     return cache
 
 
 @pytest.mark.usefixtures("untraced")
-def test_an_exception_at_any_line_costs_cached_prefixes_and_no_answer() -> None:
+@pytest.mark.parametrize("policy", ["lru", "lhd"])
+@pytest.mark.filterwarnings("ignore::hybrid.PolicyWarning")
+def test_an_exception_at_any_line_costs_cached_prefixes_and_no_answer(policy: str) -> None:
     """`RandomWorkload` compares every content that it reads with what was computed there."""
     num_resets, line, planted = 0, 1, Planted(0)
     while line == 1 or planted.was_raised:
-        cache = full_cache()
+        cache = full_cache(policy)
         workload = RandomWorkload(cache, seed=7, has_faults=True)
         planted = Planted(line, *ROOMS)
         with suppress(PlantedError), cache.bookkeeping(), planted.traced():

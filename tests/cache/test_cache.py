@@ -1,18 +1,11 @@
 """The cache as a whole: its kinds, its size, its statistics."""
 
 import re
-import signal
-import sys
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 
-import hybrid
 from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.disabled import DisabledCache, make_cache
@@ -112,59 +105,6 @@ def test_clear_spares_what_running_requests_need(cache: AuditedCache) -> None:
     cache.commit(lease, key_of(cache, "abcde"), 10)
     cache.close(lease)
     release(cache)
-
-
-class Stopped(BaseException):
-    """Raised by a signal handler, as `KeyboardInterrupt` is."""
-
-
-def raise_stopped(number: int, frame: FrameType | None) -> None:
-    raise Stopped
-
-
-def signal_at_line(count: int) -> Callable[[FrameType, str, Any], Any]:
-    """A trace function that sends SIGUSR1 to the process at the line of this number of the cache and the tree."""
-    rooms = tuple(str(Path(hybrid.__file__).parent / room) for room in ("cache", "tree", "memory"))
-    lines = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(rooms):
-            return None
-        lines += event == "line"
-        if event == "line" and lines == count:
-            signal.raise_signal(signal.SIGUSR1)
-        return trace
-
-    return trace
-
-
-def test_clear_is_not_interrupted_by_a_signal_handler_that_raises(untraced: None) -> None:
-    """Wherever the signal comes, the handler runs before anything is evicted or after everything is free."""
-    lines = 0
-    former = signal.signal(signal.SIGUSR1, raise_stopped)
-    try:
-        while True:
-            lines += 1
-            cache = HybridCache(CacheMemory.of_indices(8, 4), CacheConfig(page_size=2, chunk_size=2))
-            for text in ("ab", "ac"):
-                serve(cache, key_of(cache, text))
-            before = cache.stats()
-            sys.settrace(signal_at_line(lines))
-            try:
-                cache.clear()
-                break  # it has fewer lines
-            except Stopped:
-                pass
-            finally:
-                sys.settrace(None)
-            cache.audit()
-            after = cache.stats()
-            is_free = (after.pages_free, after.states_free) == (after.pages_total, after.states_total)
-            assert is_free or after == before, f"interrupted at line {lines}"
-    finally:
-        signal.signal(signal.SIGUSR1, former)
-    assert lines > 50
 
 
 # Tensors

@@ -256,31 +256,6 @@ def test_20_two_siblings_in_one_step_write_their_own_pages_and_share_them_afterw
     release(cache)
 
 
-def test_21_a_commit_broken_off_in_the_middle_leaves_the_books_balanced(
-    cache: AuditedCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """test_faults.py breaks off every allocation and constructor; here the insert is interrupted, then repeated."""
-    key = key_of(cache, "abxy")
-    lease = start(cache, key)
-    serve(cache, key_of(cache, "abcd"))
-    cache.capture(lease, 8)
-    cache.advance(lease, 8)
-    split = cache.tree.forest.split
-
-    def interrupted(*args: object) -> None:
-        split(*args)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache.tree.forest, "split", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            cache.commit(lease, key, 8)
-    assert cache.tree.peek(key_of(cache, "abcd"), 8)[:2] == (8, 8)
-    cache.commit(lease, key, 8)
-    assert cache.tree.peek(key, 8)[:2] == (8, 8)
-    release(cache)
-
-
 def test_a_request_behind_another_hits_what_that_one_has_committed_while_it_still_runs(cache: AuditedCache) -> None:
     running = prefill(cache, key_of(cache, "abcd"))
     behind = start(cache, key_of(cache, "abcde"))

@@ -317,8 +317,7 @@ class ArenaMachine(RuleBasedStateMachine):
             assert pool.num_used == len(self.used[kind])
             assert pool.num_loose == len(existing) - len(self.used[kind])
             assert pool.num_free == pool.num_loose + num_free_pieces * pool.per_piece <= pool.capacity
-            assert pool.is_right
-            assert not any(pool.is_unused(piece) for piece in mine)
+            assert pool.arena.check() == []
 
 
 TestArena = ArenaMachine.TestCase

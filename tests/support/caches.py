@@ -41,7 +41,7 @@ class TreeCase:
         letters = text.removesuffix("*")
         key = self.key(letters, namespace)
         checkpoint = (
-            Checkpoint(next(self._slots), len(key), Kind.INTERVAL if spare else Kind.BRANCH)
+            Checkpoint(next(self._slots), len(key), Kind.INTERVAL if spare else Kind.BRANCH, is_spare=spare)
             if text.endswith("*")
             else None
         )

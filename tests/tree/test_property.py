@@ -106,7 +106,9 @@ class TreeMachine(RuleBasedStateMachine):
         offered = [next(self.next_page) for _ in pages]
         state = state and num_tokens % self.model.grid == 0
         checkpoint = (
-            Checkpoint(next(self.next_slot), num_tokens, Kind.INTERVAL if spare else Kind.BRANCH) if state else None
+            Checkpoint(next(self.next_slot), num_tokens, Kind.INTERVAL if spare else Kind.BRANCH, is_spare=spare)
+            if state
+            else None
         )
         existing = self.model.page_hit(prefix)
 
