@@ -396,7 +396,7 @@ class HybridCache:
             return None
         if not self.memory.checkpoints.num_free and not self._is_admitted(lease, num_tokens, kind):
             return None
-        return self._capture(lease, num_tokens, kind)
+        return self._capture(lease, num_tokens, kind, is_spare=kind is Kind.INTERVAL)
 
     def capture_spare(self, lease: Lease, num_tokens: int) -> Checkpoint | None:
         """Capture a checkpoint of the kind "interval" from free memory; arguments and errors as those of `capture`.
