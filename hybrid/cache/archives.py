@@ -16,7 +16,6 @@ from hybrid.cache.restorer import Boundary, Outcome, Restorer
 from hybrid.cache.tiers import Tiers
 from hybrid.checks import integer
 from hybrid.errors import ArgumentError, CacheFileError, PromptError
-from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key
 from hybrid.memory.digests import Contents
 from hybrid.memory.memory import CacheMemory
@@ -115,8 +114,7 @@ class Archives:
         if differences:
             raise CacheFileError("these prefixes cannot be used here: " + "; ".join(differences))
         _check_nodes(archive)
-        with deferred_interrupts():
-            return self._bring_in(archive)
+        return self._bring_in(archive)
 
     def _bring_in(self, archive: Archive) -> Transfer:
         tree, done, locks = self._tree, Transfer(), list[StateLock]()
