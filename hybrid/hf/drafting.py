@@ -34,7 +34,7 @@ from hybrid.hf.options import Assistance, GenerateCall, option
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Past
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
-from hybrid.interrupts import deferred_interrupts
+from hybrid.interrupts import deferred
 from hybrid.speculation.config import MAX_DRAFTS, SpeculationConfig
 from hybrid.speculation.drafter import Drafter, History
 from hybrid.speculation.drafts import Drafts
@@ -453,20 +453,20 @@ class _Locked:
         self._lock = lock
 
     def propose(self, history: History, limit: int, rows: int) -> Drafts | None:
-        with self._lock, deferred_interrupts():
+        with self._lock, deferred():
             self._cache.adopt()
             return self._speculator.propose(history, limit, rows)
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
-        with self._lock, deferred_interrupts():
+        with self._lock, deferred():
             self._speculator.verified(history, drafts, path)
 
     def timed(self, rows: int, seconds: float, drafts: int) -> None:
-        with self._lock, deferred_interrupts():
+        with self._lock, deferred():
             self._speculator.timed(rows, seconds, drafts)
 
     def end(self, history: History) -> None:
-        with self._lock, deferred_interrupts():
+        with self._lock, deferred():
             self._speculator.end(history)
 
 

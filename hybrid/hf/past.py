@@ -4,14 +4,13 @@ it what is computed with it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import count, repeat
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import DynamicCache
 
 from hybrid.cache.explain import Explanation
@@ -20,7 +19,6 @@ from hybrid.hf.installed import as_argument, cache_in, cache_name, unexpected
 from hybrid.hf.keys import KeySpace, last_image_end
 from hybrid.hf.layers import fork_layer
 from hybrid.hf.pass_model import PassModel
-from hybrid.interrupts import deferred_interrupts
 
 
 @dataclass(frozen=True)
@@ -432,19 +430,13 @@ def following(model: PassModel, past: Past) -> Iterator[None]:
                 )
             member.follow(kwargs.get("input_ids", args[0] if args else None))
 
-    handles: list[RemovableHandle] = []
-    try:
-        with deferred_interrupts():
-            for module in {model.outer, model.inner}:
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(after, with_kwargs=True))
+    with ExitStack() as hooks:
+        for module in {model.outer, model.inner}:
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after, with_kwargs=True))
         yield
         for member in past.family:
             member.refuse_unseen()
-    finally:
-        with deferred_interrupts():
-            for handle in handles:
-                handle.remove()
 
 
 def finite_logits(logits: Tensor) -> bool:

@@ -8,7 +8,8 @@ Invariants:
   cannot change results: whole segments in deterministic mode, anything that ends on the grid otherwise. The rest is
   computed again.
 * A lease is held only while a prefill runs: transformers' cache holds copies.
-* Signal handlers run between the steps of a prefill only inside of the model's passes, where nothing is half changed.
+* The cache is changed in its `bookkeeping` alone, before and after each pass. Passes run outside of it, so that signal
+  handlers may interrupt them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,7 +29,6 @@ from hybrid.cache.cache import HybridCache
 from hybrid.cache.config import CacheConfig
 from hybrid.cache.explain import Explanation
 from hybrid.cache.lease import Lease
-from hybrid.cache.mending import mend
 from hybrid.errors import ArgumentError, NonFiniteError, RequestError
 from hybrid.hf.installed import cache_name
 from hybrid.hf.keys import MIN_SEGMENT, KeySpace, last_image_end
@@ -37,7 +36,6 @@ from hybrid.hf.layers import PageMemory, fill, stack_left_padded, states_of, tok
 from hybrid.hf.options import Prompts
 from hybrid.hf.pass_model import PassModel
 from hybrid.hf.past import Boundary, Origin, Past, finite_logits
-from hybrid.interrupts import DeferredInterrupts, check_stack, deferred_interrupts
 from hybrid.key import Key
 from hybrid.prompts.images import Media
 from hybrid.tree.node import Kind
@@ -143,20 +141,18 @@ class Prefiller:
 
         Raises:
             NonFiniteError: the model computed NaN or infinity. The pass was not committed; those before it may be.
-            RequestError: there is no room on the stack.
         """
-        check_stack()
-        with self._lock, self.mended(), deferred_interrupts() as interrupts:
+        with self._lock:
             self._cache.adopt()
             past = self._model.empty_cache()
-            position, explanation = self._prefill_committed(past, work, interrupts)
+            position, explanation = self._prefill_committed(past, work)
             if not work.is_replay:
                 self._cache.record(explanation)
             while position < work.end and not work.is_left_after(explanation.usable_hit):
                 start, position = position, work.end
                 if not self._is_in_segments:
                     position = min(position, (start + self._max_pass_tokens) // self.grid * self.grid)
-                self._forward(work, position, past, start, interrupts)
+                self._forward(work, position, past, start)
             return Computed(past.layers, position, explanation)
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> list[Any]:
@@ -264,13 +260,11 @@ class Prefiller:
         if self._end_of_own(key, end) < end:
             return
         cache.adopt()
-        check_stack()
-        with self.mended(), deferred_interrupts():
-            lease = cache.open_whole(key)
-            if lease is None:
-                return
-            try:
-                if lease.num_hit_tokens == end or not cache.reserve(lease, end):
+        lease = None
+        try:
+            with cache.bookkeeping():
+                lease = cache.open_whole(key)
+                if lease is None or lease.num_hit_tokens == end or not cache.reserve(lease, end):
                     return
                 pages = lease.block_table[lease.num_shared :]
                 self._memory.write_pages(past.layers, pages, end, row=row, num_seen=past.num_seen(row))
@@ -279,52 +273,57 @@ class Prefiller:
                     self._memory.write_state(states, checkpoint.slot)
                 cache.advance(lease, end)
                 cache.commit(lease, key, end)
-            finally:
-                cache.close(lease)
+        finally:
+            self._close(lease)
 
-    @contextmanager
-    def mended(self) -> Iterator[None]:
-        """Around what changes the cache: an exception leaves it consistent, or empty."""
+    def _close(self, lease: Lease | None) -> None:
+        """Close a lease, unless it has ended since the cache was emptied."""
         try:
-            yield
-        except Exception as error:
-            mend(self._cache, error)
-            raise
+            self._close_once(lease)
+        finally:
+            self._close_once(lease)  # where the handler of a signal has kept the first one from beginning
+
+    def _close_once(self, lease: Lease | None) -> None:
+        with self._cache.bookkeeping():
+            if lease is not None and lease in self._cache.leases:
+                self._cache.close(lease)
 
     # The passes of a prefill
 
-    def _prefill_committed(
-        self, past: DynamicCache, work: Prefill, interrupts: DeferredInterrupts
-    ) -> tuple[int, Explanation]:
+    def _prefill_committed(self, past: DynamicCache, work: Prefill) -> tuple[int, Explanation]:
         """Restore the hit, then compute and commit everything up to the limit. Returns the position reached, and why
         the hit was as long as it was."""
         cache, key = self._cache, work.key
-        lease = cache.open_whole(key) if work.is_replay else cache.open(key, work.limit, 0)
-        if lease is None:
-            return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
+        lease, page_size = None, cache.config.page_size
         try:
-            position, last = lease.num_hit_tokens, key.whole(min(work.end, work.limit), self.grid)
-            if work.is_left_after(position):
-                last = position
-            page_size = cache.config.page_size
-            wanted = self._checkpoints(lease, work, last)
-            if position:
-                pages = lease.block_table[: position // page_size]
-                self._memory.restore(past.layers, pages, lease.read_slot, position)
-            cache.advance(lease, position)
-            is_kept = True
-            keep_end = self._end_of_own(key, last)
+            with cache.bookkeeping():
+                lease = cache.open_whole(key) if work.is_replay else cache.open(key, work.limit, 0)
+                if lease is None:
+                    return 0, Explanation(len(work.ids), 0, 0, "not enough memory can be allocated for this prompt now")
+                position, last = lease.num_hit_tokens, key.whole(min(work.end, work.limit), self.grid)
+                if work.is_left_after(position):
+                    last = position
+                wanted = self._checkpoints(lease, work, last)
+                if position:
+                    pages = lease.block_table[: position // page_size]
+                    self._memory.restore(past.layers, pages, lease.read_slot, position)
+                cache.advance(lease, position)
+                keep_end, is_kept = self._end_of_own(key, last), True
             for end in self._cuts(key, position, last, wanted):
                 start, position = position, end
-                self._forward(work, position, past, start, interrupts)
-                is_kept = is_kept and position <= keep_end and self._keep_pass(past, lease, start, position, wanted)
-                if is_kept:
-                    cache.advance(lease, position)
-                    if lease.captured or (position == last and lease.num_shared < last // page_size):
-                        cache.commit(lease, key, position)
+                self._forward(work, position, past, start)
+                is_kept = is_kept and position <= keep_end
+                if not is_kept:
+                    continue
+                with cache.bookkeeping():
+                    is_kept = self._keep_pass(past, lease, start, position, wanted)
+                    if is_kept:
+                        cache.advance(lease, position)
+                        if lease.captured or (position == last and lease.num_shared < last // page_size):
+                            cache.commit(lease, key, position)
             return position, lease.explanation
         finally:
-            cache.close(lease)
+            self._close(lease)
 
     def _cuts(self, key: Key, start: int, last: int, wanted: dict[int, Kind]) -> list[int]:
         """The ends of the passes over the tokens `[start, last)`."""
@@ -346,12 +345,10 @@ class Prefiller:
         whole = key.whole(found, self.grid)
         return whole if whole < found < whole + MIN_SEGMENT else last
 
-    def _forward(self, work: Prefill, end: int, past: DynamicCache, start: int, interrupts: DeferredInterrupts) -> None:
-        """One forward pass over the tokens `[start, end)`. Only here may signal handlers interrupt."""
+    def _forward(self, work: Prefill, end: int, past: DynamicCache, start: int) -> None:
+        """Run one forward pass over the tokens `[start, end)`."""
         began = time.perf_counter()
-        with interrupts.opened():
-            is_finite = finite_logits(self._model.forward(work.ids[start:end], past, start, work.media))
-        if not is_finite:
+        if not finite_logits(self._model.forward(work.ids[start:end], past, start, work.media)):
             raise NonFiniteError(
                 f"the model gave logits with NaN or infinity for tokens {start} to {end} of the prompt; nothing of "
                 "this pass is cached"

@@ -44,7 +44,6 @@ from hybrid.hf.pass_model import PassModel, layout_of_model, probe
 from hybrid.hf.past import Past, following
 from hybrid.hf.prefill import PastFactory, Prefiller
 from hybrid.hf.torch_functions import use_torch_functions_on_cpu
-from hybrid.interrupts import deferred_interrupts
 from hybrid.key import Key, check_namespace
 from hybrid.memory.device import free_memory
 from hybrid.memory.memory import CacheMemory
@@ -459,12 +458,12 @@ class PrefixCache:
 
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
-        """Here the calling thread owns the cache, signal handlers wait, and an exception leaves it whole, or empty."""
-        with self._lock, deferred_interrupts():
+        """The bookkeeping of the cache, which the calling thread owns."""
+        with self._lock:
             if self._missing is not None:
                 self._allocate(self._missing)
             self.cache.adopt()
-            with self._prefiller.mended():
+            with self.cache.bookkeeping():
                 yield
 
     def _key_space(self, namespace: str) -> str:
