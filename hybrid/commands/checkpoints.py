@@ -1,4 +1,4 @@
-"""Whether the checkpoints in a cache are the states of their keys."""
+"""The check that the checkpoints in a cache are the states of their keys."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MODEL_HELP = "folder or hub id of a checkpoint (default: 'tiny', the model insid
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
         passed: False if something that was checked does not hold.

@@ -1,4 +1,4 @@
-"""What goes wrong in a stress run: allocations, passes, tokens, threads and signals."""
+"""The failures of a stress run: of allocations, passes, tokens, threads and signals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AlarmError(Exception):
 
 @dataclass
 class FaultCounts:
-    """What was injected, and how often.
+    """Counts of what was injected.
 
     Attributes:
         failed_allocations: allocations that found no memory, although there was some.
@@ -90,7 +90,7 @@ class Faults:
         self.are_active: bool = True
 
     def strike(self, chance: float) -> bool:
-        """Whether something fails now that fails with this probability."""
+        """Tell whether something fails now that fails with this probability."""
         return self.are_active and self.rng.random() < chance
 
     def transfer(self) -> None:
@@ -100,7 +100,7 @@ class Faults:
             raise OSError(5, "Input/output error")
 
     def make_nan(self) -> bool:
-        """Whether a pass yields NaN for a request now."""
+        """Tell whether a pass yields NaN for a request now."""
         strikes = self.strike(NAN_PASSES)
         self.counts.nan_passes += strikes
         return strikes
@@ -108,7 +108,7 @@ class Faults:
 
 @contextmanager
 def failing_allocations(faults: Faults) -> Iterator[None]:
-    """Within this, allocations of every pool fail at random."""
+    """Have allocations of every pool fail at random."""
 
     def failing(allocate: Callable[[Any, int], list[int] | None]) -> Callable[[Any, int], list[int] | None]:
         def unreliable(pool: IndexPool | ArenaPool, count: int) -> list[int] | None:
@@ -127,7 +127,7 @@ def failing_allocations(faults: Faults) -> Iterator[None]:
 
 @contextmanager
 def failing_files(faults: Faults, seed: int) -> Iterator[None]:
-    """Within this, files of the disk cannot be written or read at random, or are read with a wrong bit.
+    """Have files of the disk fail at random: they cannot be written or read, or are read with a wrong bit.
 
     Args:
         seed: threads of the disk have random numbers of their own, so that the others stay what they are.
@@ -159,7 +159,7 @@ def failing_files(faults: Faults, seed: int) -> Iterator[None]:
 
 @contextmanager
 def computing_as_assumed() -> Iterator[None]:
-    """Within this, tiers take computing to be as slow as they assume of a model: the toy model takes no time, and next
+    """Have tiers take computing to be as slow as they assume of a model: the toy model takes no time, and next
     to it no restore would be worth it."""
     with patch.object(Rate, "note", lambda *_: None):
         yield

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Within this context the signals that end a process end it as Ctrl-C does: what is on its way is undone, such as
+    """Have the signals that end a process end it as Ctrl-C does: what is on its way is undone, such as
     directories of copies. Only those whose handler is Python's default."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -90,10 +90,10 @@ def end(number: int, frame: FrameType | None) -> None:
 
 
 class Terminal(Console):
-    """Where a command prints. A reader that has gone is an error like others, which `main` handles."""
+    """The console of a command. A reader that has gone is an error like others, which `main` handles."""
 
     def on_broken_pipe(self) -> None:
-        """What rich calls then: it would end the process."""
+        """Raise, where rich would end the process."""
         raise BrokenPipeError
 
 
@@ -115,7 +115,7 @@ def complain(text: str) -> None:
 
 
 def forget_output() -> None:
-    """What could not be written is not tried again when Python ends."""
+    """Do not try to write the rest of the output again when Python ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ is not None else 1)
 
 

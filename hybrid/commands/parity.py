@@ -369,7 +369,7 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
+        """Tell whether every check passed."""
         return all(check.passed for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
@@ -407,8 +407,8 @@ def check_all(model: str | Path, seed: int, dtype: str, process: Executor) -> Pa
 
 
 def prepared(judge: Judge, seconds: float, importing: float) -> Preparation:
-    """What it took to start: `seconds` of CPU time for the engine, those of `importing` before it, and what the first
-    request takes more than the next one. No request may have been computed before."""
+    """Measure what it took to start: `seconds` of CPU time for the engine, those of `importing` before it, and what the
+    first request takes more than the next one. No request may have been computed before."""
     prompt, times = judge.ids(2 * judge.grid + 3), []
     for _ in range(2):
         warm, started = judge.warm(), time.process_time()
@@ -460,7 +460,7 @@ class KnownAnswers(Drafter):
         self._calls = 0
 
     def propose(self, history: History, limit: int) -> tuple[Sequence[int], Sequence[int]]:
-        """What comes next, as far as it is known."""
+        """Propose what comes next, as far as it is known."""
         self._calls += 1
         tokens = self.following(history, limit) if self._calls % 3 < self._stride else []
         if self._wrong_every:
@@ -651,7 +651,7 @@ def saved_and_loaded(judge: Judge) -> Check:
 
 
 def in_a_second_process(judge: Judge, model: str | Path, dtype: str, process: Executor) -> Check:
-    """As `saved_and_loaded`, where another process loads, with an engine that it makes from the checkpoint."""
+    """Save and load where another process loads, with an engine that it makes from the checkpoint."""
 
     def generate(_: Judge, path: Path, prompts: list[list[int]]) -> tuple[Transfer, list[RequestOutput]]:
         config = judge.engine.cache.config
@@ -663,7 +663,7 @@ def in_a_second_process(judge: Judge, model: str | Path, dtype: str, process: Ex
 def generate_from_file(
     model: str, dtype: str, config: CacheConfig, path: Path, prompts: list[list[int]]
 ) -> tuple[Transfer, list[RequestOutput]]:
-    """What the second process does."""
+    """Load and answer, in the second process."""
     with Engine.from_pretrained(model, dtype=dtype, cache=config) as engine:
         loaded = engine.load(path)
         return loaded, engine.generate(prompts, ANSWER, progress=False)
@@ -699,7 +699,7 @@ def to_host_memory_and_back(judge: Judge) -> Check:
 
 
 def to_disk_and_back(judge: Judge) -> Check:
-    """As `to_host_memory_and_back`, with a directory, from which the contents are read."""
+    """Evict to a directory, from which the contents are read."""
     with TemporaryDirectory() as folder:
         warm = _few(judge, directory=Path(folder) / "cache")
         check = _evicted(judge, "evicted to disk and back", warm)
@@ -728,7 +728,7 @@ def restarted(judge: Judge, model: str | Path, dtype: str, process: Executor) ->
 def generate_after_restart(
     model: str, dtype: str, config: CacheConfig, prompts: list[list[int]]
 ) -> tuple[list[RequestOutput], CacheStats]:
-    """What the second process does."""
+    """Answer with what the directory holds, in the second process."""
     with Engine.from_pretrained(model, dtype=dtype, cache=config) as engine:
         outputs = [engine.generate([prompt], ANSWER, progress=False)[0] for prompt in prompts]
         engine.cache.audit()
@@ -795,7 +795,7 @@ def _load_and_generate(judge: Judge, path: Path, prompts: list[list[int]]) -> tu
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Within this context cyclic garbage is looked for rarely: what transformers and torch import is a million objects,
+    """Look for cyclic garbage rarely: what transformers and torch import is a million objects,
     all of which each full collection visits, and engines are freed without it."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100 * thresholds[0], *thresholds[1:])

@@ -84,7 +84,7 @@ CAUSES = (NOT_FINITE, "InjectedError", "AlarmError", "OverflowError", "is not pi
 
 @dataclass
 class Report:
-    """What a stress run did.
+    """The counts of a stress run.
 
     Attributes:
         leaked: pages and state slots that are neither free nor cached after all requests have ended.
@@ -137,7 +137,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was leaked, lost or wrong."""
+        """Tell whether nothing was leaked, lost or wrong."""
         wrong = self.wrong_answers + self.wrong_contents + self.wrong_checkpoints + self.wrong_errors
         return self.leaked + self.lost + self.stuck + wrong + self.trespasses == 0
 
@@ -511,7 +511,7 @@ def cache_config(seed: int, folder: Path) -> CacheConfig:
 
 
 def is_elastic(seed: int) -> bool:
-    """Whether pages and states of a run share one budget: two of four seeds."""
+    """Tell whether pages and states of a run share one budget: two of four seeds."""
     return seed // 2 % 2 == 0
 
 

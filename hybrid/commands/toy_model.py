@@ -44,7 +44,7 @@ def text_of(token: int) -> str:
 
 
 def toy_tokenizer() -> Any:
-    """As much of a tokenizer of transformers as the text of an answer needs."""
+    """Make as much of a tokenizer of transformers as the text of an answer needs."""
     vocab = {text_of(token): token for token in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=text_of(0)))
     tokenizer.decoder = decoders.Fuse()
@@ -67,7 +67,7 @@ def answer_to(prompt: list[int] | ImagePrompt, count: int, page_size: int) -> li
 
 
 class ToyPlan(NamedTuple):
-    """What a pass computes.
+    """The work of a pass.
 
     Attributes:
         parts: of the step.
@@ -191,11 +191,11 @@ class ToyRunner:
     # The mover
 
     def page_layout(self) -> str:
-        """What a page holds."""
+        """Describe what a page holds."""
         return "token ids"
 
     def checkpoint_layout(self) -> str:
-        """What a checkpoint holds."""
+        """Describe what a checkpoint holds."""
         return "a CRC of token ids"
 
     def read_page(self, page: int) -> bytes:
@@ -244,7 +244,7 @@ Proposal = tuple[Sequence[int], Sequence[int]]
 
 
 def right_in_the_toy_model(history: History, limit: int) -> list[int]:
-    """What the toy model answers."""
+    """Compute what the toy model answers."""
     state, tokens = zlib.crc32(history.key().ids), []
     for _ in range(limit):
         tokens.append(state % VOCAB_SIZE)

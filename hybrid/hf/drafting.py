@@ -58,11 +58,11 @@ class LookupDrafter(Drafter):
 
     @property
     def name(self) -> str:
-        """Of the drafter."""
+        """Name the drafter."""
         return "prompt_lookup"
 
     def propose(self, history: History, limit: int) -> Chain:
-        """What followed the last tokens."""
+        """Propose what followed the last tokens."""
         generator = PromptLookupCandidateGenerator(
             num_output_tokens=min(limit, self._num_tokens),
             max_matching_ngram_size=self._max_ngram,
@@ -105,7 +105,7 @@ class AssistantDrafter(Drafter):
 
     @property
     def name(self) -> str:
-        """Of the drafter."""
+        """Name the drafter."""
         return "assistant"
 
     @torch.no_grad()
@@ -129,14 +129,14 @@ NONE = Drafts((), (), ())
 
 
 class DraftSource(Protocol):
-    """Who has drafts: see `hybrid.speculation.speculator.Speculator`."""
+    """A source of drafts: see `hybrid.speculation.speculator.Speculator`."""
 
     def propose(self, history: History, limit: int, rows: int) -> Drafts | None:
         """Drafts for a history, at most `limit`, in a pass that has `rows` tokens without them."""
         ...
 
     def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
-        """Those of `path` were accepted."""
+        """Note that those of `path` were accepted."""
         ...
 
     def timed(self, rows: int, seconds: float, drafts: int) -> None:
@@ -149,7 +149,7 @@ class DraftSource(Protocol):
 
 
 class Answer:
-    """What has been decoded.
+    """The tokens that have been decoded.
 
     Args:
         input_ids: `[1, tokens]`, the prompt.
@@ -185,7 +185,7 @@ class Answer:
         return int(token)
 
     def is_finished(self, criteria: StoppingCriteriaList) -> bool:
-        """Whether nothing follows."""
+        """Tell whether nothing follows."""
         return bool(criteria(self.ids, self._scores or None).all())
 
     def output(self, past: Past) -> Any:
@@ -332,7 +332,7 @@ MAX_SPECULATORS = 16
 """Configurations whose speculators are kept: a call may be given a drafter of its own each time."""
 
 
-class Drafting:
+class DraftProvider:
     """The drafts of a `PrefixCache`.
 
     Args:
@@ -350,7 +350,7 @@ class Drafting:
 
     @property
     def stats(self) -> dict[str, DrafterStats]:
-        """What each drafter has done, by its name."""
+        """Count what each drafter has done, by its name."""
         total: dict[str, DrafterStats] = {}
         with self._lock:
             for stats in (self._ended, *(speculator.stats for speculator in self._speculators.values())):
@@ -358,7 +358,7 @@ class Drafting:
         return total
 
     def config(self, speculation: SpeculationConfig | str | None) -> SpeculationConfig | None:
-        """What a call was given as `speculation`.
+        """Read what a call was given as `speculation`.
 
         Raises:
             ArgumentError: it is not a configuration, it needs a predictor, or the cache is deterministic.
@@ -471,7 +471,7 @@ class _Locked:
 
 
 def _identity(config: SpeculationConfig) -> Hashable:
-    """What a configuration is known by. Drafters that are equal are not the same one, and need not be hashable."""
+    """Make what a configuration is known by. Drafters that are equal are not the same one, and need not be hashable."""
     drafters = tuple([drafter if isinstance(drafter, str) else id(drafter) for drafter in config.drafters])
     return drafters, config.max_drafts, config.adaptive
 

@@ -66,7 +66,7 @@ def unexpected(what: str) -> VersionError:
 
 @cache
 def cache_name() -> str:
-    """What this version names the cache among the arguments of `generate` and of a pass.
+    """Name the cache among the arguments of `generate` and of a pass, as this version does.
 
     Raises:
         VersionError: as nothing that is known.

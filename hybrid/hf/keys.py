@@ -35,7 +35,7 @@ worth a pass of their own."""
 
 @dataclass(frozen=True)
 class Segments:
-    """How sequences are cut.
+    """The cuts of sequences in deterministic mode.
 
     Attributes:
         chunk_size: tokens of a segment, at most.
@@ -57,7 +57,7 @@ class Segments:
         return max(MIN_SEGMENT, self.chunk_size // 4)
 
     def cuts(self, ids: Sequence[int]) -> list[int]:
-        """Where a sequence is cut, in order."""
+        """Find where a sequence is cut, in order."""
         tokens = np.asarray(ids, dtype=np.int32)
         cuts: list[int] = []
         last = 0
@@ -107,7 +107,7 @@ def last_image_end(media: Media | None) -> int:
 
 @dataclass(frozen=True)
 class KeySpace:
-    """How the tokens of several sequences are keyed.
+    """The keys of the tokens of several sequences.
 
     Attributes:
         namespace: of the tree.
@@ -127,7 +127,7 @@ class KeySpace:
         return Key.of(ids, self.namespace) if media is None else media.key(ids, self.namespace)
 
     def of_rows(self, order: Sequence[int]) -> KeySpace:
-        """That of these sequences."""
+        """Take these sequences out of it."""
         return KeySpace(self.namespace, tuple(self.media[index] for index in order), self.segments)
 
     @property

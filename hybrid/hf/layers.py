@@ -133,12 +133,12 @@ class Layout:
 
     @property
     def has_windows(self) -> bool:
-        """Whether a layer stores a sliding window only."""
+        """Tell whether a layer stores a sliding window only."""
         return any(part.window is not None for part in self.tokens)
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the cache of a prefix can be cut out of the cache: there are no states and no sliding windows."""
+        """Tell whether the cache of a prefix can be cut out of the cache: no states and no sliding windows."""
         return not self.states and not self.has_windows
 
     def max_pass_tokens(self, grid: int) -> int:
@@ -149,7 +149,7 @@ class Layout:
 
     @property
     def spec(self) -> HybridSpec:
-        """What is kept of it, in the same order."""
+        """List what is kept of it, in the same order."""
         return HybridSpec(tuple(part.kept for part in self.tokens), tuple(state.kept for state in self.states))
 
 
@@ -252,7 +252,7 @@ def fill(
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no tensor has NaN or infinity. Synchronizes once per device."""
+    """Tell whether no tensor has NaN or infinity. Synchronizes once per device."""
     found: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor.isfinite().all())

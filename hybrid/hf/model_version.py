@@ -40,7 +40,7 @@ class ModelVersion(NamedTuple):
         return key_space.removeprefix(self._prefix)
 
     def owns(self, key_space: str) -> bool:
-        """Whether prefixes in this namespace of the tree were computed by this version."""
+        """Tell whether prefixes in this namespace of the tree were computed by this version."""
         if not key_space.startswith("\0"):
             return self == ModelVersion()
         return key_space.startswith(self._prefix)
@@ -123,7 +123,7 @@ def _contents(model: nn.Module) -> tuple[list[nn.Module], list[Tensor]]:
 
 
 def _look(weights: Sequence[Tensor]) -> tuple[list[Any], ...]:
-    """What differs where a weight was changed or replaced: column by column, since that is fastest."""
+    """List what differs where a weight was changed or replaced: column by column, since that is fastest."""
     return (
         list(map(id, weights)),
         [tensor.untyped_storage()._cdata for tensor in weights],
@@ -135,7 +135,7 @@ def _look(weights: Sequence[Tensor]) -> tuple[list[Any], ...]:
 
 
 def _change_counts(weights: Sequence[Tensor]) -> list[int]:
-    """How often each was changed in place, as torch counts it; it does not for tensors of inference mode."""
+    """Count how often each was changed in place, as torch does; it does not for tensors of inference mode."""
     try:
         return [tensor._version for tensor in weights]
     except RuntimeError:

@@ -119,7 +119,7 @@ class Prompts:
 
     @property
     def is_padded(self) -> bool:
-        """Whether any sequence has padding."""
+        """Tell whether any sequence has padding."""
         return any(self.pads)
 
     @property
@@ -204,7 +204,7 @@ class GenerateCall:
 
     @property
     def is_single(self) -> bool:
-        """Whether one sequence is computed."""
+        """Tell whether one sequence is computed."""
         return len(self.prompts.rows) == 1 and self.repeats == 1
 
     @classmethod

@@ -44,7 +44,7 @@ class RopeDeltas:
 
     @contextmanager
     def reset(self) -> Iterator[None]:
-        """Within this context there are none. The former ones are restored after it. Since a model remembers those of
+        """Have none in this context. The former ones are restored after it. Since a model remembers those of
         one call, other threads wait until then."""
         if not self._owners:
             yield
@@ -53,7 +53,7 @@ class RopeDeltas:
             yield
 
     def set(self, deltas: Sequence[int] | None, device: torch.device) -> None:
-        """Those of the prompts of a call: what is to be added to the positions of tokens after them. None: nothing."""
+        """Set what is to be added to the positions of tokens after the prompts of a call. None: nothing."""
         for owner in self._owners:
             owner.rope_deltas = None if deltas is None else torch.tensor(deltas, device=device).unsqueeze(1)
 
@@ -231,7 +231,7 @@ class _Probe:
         return other
 
     def layout(self) -> tuple[Layout, DynamicCache]:
-        """What the cache stores, and the cache after the first tokens."""
+        """Find out what the cache stores. Returns the cache after the first tokens, too."""
         name = type(self._model.inner).__name__
         past = self._model.empty_cache()
         refuse_unsupported(past.layers, name)
@@ -254,7 +254,7 @@ class _Probe:
 
 @torch.no_grad()
 def layout_of_model(model: PassModel) -> Layout:
-    """What the cache of a model stores, found out by one pass.
+    """Find out by one pass what the cache of a model stores.
 
     Raises:
         UnsupportedModelError: the cache has unsupported layers.

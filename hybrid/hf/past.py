@@ -22,7 +22,7 @@ from hybrid.hf.pass_model import PassModel
 
 
 @dataclass(frozen=True)
-class Boundary:
+class CommitPoint:
     """A position of a sequence up to which its pages and states can be committed as they were computed.
 
     Attributes:
@@ -35,8 +35,8 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where the first tokens of a sequence come from.
+class PastOrigin:
+    """The origin of the first tokens of a sequence.
 
     Attributes:
         explanation: why its hit was as long as it was.
@@ -49,7 +49,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class SavedPast:
-    """What a past was before a pass.
+    """The contents of a past before a pass.
 
     Attributes:
         lengths: per sequence the tokens that it held.
@@ -59,20 +59,20 @@ class SavedPast:
 
     lengths: tuple[int, ...]
     layers: tuple[Any, ...]
-    boundaries: tuple[Boundary | None, ...]
+    boundaries: tuple[CommitPoint | None, ...]
 
 
 class PastBackend(Protocol):
-    """What a `Past` needs of the cache that made it (see `hybrid.hf.prefill.Prefiller`)."""
+    """The cache that made a `Past`, as far as it needs it (see `hybrid.hf.prefill.Prefiller`)."""
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the cache of a prefix can be cut out of the cache."""
+        """Tell whether the cache of a prefix can be cut out of the cache."""
         ...
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has linear-attention layers."""
+        """Tell whether the model has linear-attention layers."""
         ...
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> list[Any]:
@@ -80,8 +80,14 @@ class PastBackend(Protocol):
         ...
 
     def next_boundary(
-        self, before: Boundary | None, layers: Sequence[Any], row: int, ids: Sequence[int], num_new: int, keys: KeySpace
-    ) -> Boundary | None:
+        self,
+        before: CommitPoint | None,
+        layers: Sequence[Any],
+        row: int,
+        ids: Sequence[int],
+        num_new: int,
+        keys: KeySpace,
+    ) -> CommitPoint | None:
         """The last boundary of a sequence after one more pass."""
         ...
 
@@ -114,8 +120,8 @@ class Past(DynamicCache):
         rows: Sequence[Sequence[int]] | None,
         pads: Sequence[int],
         keys: KeySpace,
-        origins: Sequence[Origin],
-        boundaries: Sequence[Boundary | None],
+        origins: Sequence[PastOrigin],
+        boundaries: Sequence[CommitPoint | None],
         family: list[Past] | None = None,
     ) -> None:
         super().__init__()
@@ -124,7 +130,7 @@ class Past(DynamicCache):
         self.rows: list[list[int]] | None = None if rows is None else [list(row) for row in rows]
         self.pads: list[int] = list(pads)
         self.keys: KeySpace = keys
-        self.origins: tuple[Origin, ...] = tuple(origins)
+        self.origins: tuple[PastOrigin, ...] = tuple(origins)
         self.family: list[Past] = [self] if family is None else family
         self._boundaries = list(boundaries)
         self._backend = backend
@@ -146,12 +152,12 @@ class Past(DynamicCache):
         self.family = [self]
         reason = "resumed from the past that was given"
         self.origins = tuple(
-            Origin(Explanation(len(prompt), len(row), len(row), reason), len(row))
+            PastOrigin(Explanation(len(prompt), len(row), len(row), reason), len(row))
             for row, prompt in zip(rows, prompts, strict=True)
         )
 
     def _is_continued(self, row: Sequence[int], prompt: Sequence[int], at: int, keys: KeySpace) -> bool:
-        """Whether a prompt begins with the tokens and images of a sequence, and has no image after them."""
+        """Tell whether a prompt begins with the tokens and images of a sequence, and has no image after them."""
         is_longer = last_image_end(keys.media[at]) <= len(row) < len(prompt)
         return is_longer and self.keys.key(at, row) == keys.key(at, prompt[: len(row)])
 
@@ -167,7 +173,7 @@ class Past(DynamicCache):
         return tuple(origin.explanation for origin in self.origins)
 
     def belongs_to(self, backend: PastBackend) -> bool:
-        """Whether it was made by this cache."""
+        """Tell whether it was made by this cache."""
         return self._backend is backend
 
     def end_session(self) -> None:
@@ -218,7 +224,7 @@ class Past(DynamicCache):
         self._set_rows(kept)
 
     def save(self) -> SavedPast:
-        """What `take_back` needs after the next pass. States are copied, keys and values are not.
+        """Save what `take_back` needs after the next pass. States are copied, keys and values are not.
 
         Raises:
             RequestError: this past holds tokens that it does not know.
@@ -243,7 +249,7 @@ class Past(DynamicCache):
         self._set_rows(kept)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As in transformers, and also right for models with states (see `rewind`), where transformers' is not."""
+        """Remove tokens as transformers does, and also for models with states (see `rewind`), where it is wrong."""
         recording = any(getattr(layer, "record_past", False) for layer in self.layers)
         if self._backend.has_states or not (self._backend.can_be_cut or recording):
             self.rewind(-tokens_to_remove)
@@ -264,7 +270,7 @@ class Past(DynamicCache):
         ]
 
     def activate_past_recording(self) -> None:
-        """As in transformers for models without states; `crop` needs no recording with states."""
+        """Record as transformers does for models without states; `crop` needs no recording with states."""
         if not self._backend.has_states:
             super().activate_past_recording()
 
@@ -362,7 +368,7 @@ class Past(DynamicCache):
         """Its tokens are unknown from now on, so nothing that it holds is cached."""
         self.rows = None
 
-    def boundary_of(self, row: int, token_ids: Sequence[int]) -> Boundary | None:
+    def boundary_of(self, row: int, token_ids: Sequence[int]) -> CommitPoint | None:
         """The last boundary of a sequence, if `token_ids` begin with the tokens before it; else None."""
         rows, boundary = self.known_rows(), self._boundaries[row]
         if rows is None or boundary is None or boundary.num_tokens > len(token_ids):
@@ -377,7 +383,7 @@ class Past(DynamicCache):
     # Operations that reorder sequences reorder their tokens as well.
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """As in transformers: sequence `i` becomes the former sequence `beam_idx[i]`."""
+        """Reorder as transformers does: sequence `i` becomes the former sequence `beam_idx[i]`."""
         super().reorder_cache(beam_idx)
         order = beam_idx.tolist()
         self.pads = [self.pads[index] for index in order]
@@ -388,17 +394,17 @@ class Past(DynamicCache):
             self.rows = [list(self.rows[index]) for index in order]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """As in transformers: each sequence `repeats` times."""
+        """Repeat each sequence `repeats` times, as transformers does."""
         self.reorder_cache(torch.arange(len(self.pads)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """As in transformers: the sequences with these indices, which may be a mask."""
+        """Keep the sequences with these indices, which may be a mask, as transformers does."""
         self.reorder_cache(torch.arange(len(self.pads))[indices.cpu()])
 
 
 @contextmanager
 def following(model: PassModel, past: Past) -> Iterator[None]:
-    """Within this context `past`, and its forks, learn the tokens that the model computes with them.
+    """Have `past`, and its forks, learn the tokens that the model computes with them in this context.
 
     The hooks are on the model and on the model inside it: a wrapper's `generate` calls the latter. A pass that both see
     is followed once.
@@ -440,5 +446,5 @@ def following(model: PassModel, past: Past) -> Iterator[None]:
 
 
 def finite_logits(logits: Tensor) -> bool:
-    """Whether logits, `[..., vocabulary]`, have no NaN and no infinity. Minus infinity is allowed for masked tokens."""
+    """Tell whether logits, `[..., vocabulary]`, have no NaN and no infinity but minus infinity, of masked tokens."""
     return bool(logits.amax(-1).isfinite().all())

@@ -35,7 +35,7 @@ from hybrid.hf.keys import MIN_SEGMENT, KeySpace, last_image_end
 from hybrid.hf.layers import PageMemory, fill, stack_left_padded, states_of, token_tensor
 from hybrid.hf.options import Prompts
 from hybrid.hf.pass_model import PassModel
-from hybrid.hf.past import Boundary, Origin, Past, finite_logits
+from hybrid.hf.past import CommitPoint, Past, PastOrigin, finite_logits
 from hybrid.key import Key
 from hybrid.prompts.images import Media
 from hybrid.tree.node import Kind
@@ -64,12 +64,12 @@ class Prefill:
     is_replay: bool = False
 
     def is_left_after(self, num_hit_tokens: int) -> bool:
-        """Whether only this hit is to be restored."""
+        """Tell whether only this hit is to be restored."""
         rest = len(self.ids) - num_hit_tokens
         return num_hit_tokens > 0 and rest <= self.max_rest and last_image_end(self.media) <= num_hit_tokens
 
 
-class Computed(NamedTuple):
+class ComputedPrefix(NamedTuple):
     """A sequence that was computed from the cache.
 
     Attributes:
@@ -118,23 +118,23 @@ class Prefiller:
 
     @property
     def can_be_cut(self) -> bool:
-        """Whether the cache of a prefix can be cut out of the cache: the model has full attention alone."""
+        """Tell whether the cache of a prefix can be cut out of the cache: the model has full attention alone."""
         return self._layout.can_be_cut
 
     @property
     def has_windows(self) -> bool:
-        """Whether the model has sliding windows."""
+        """Tell whether the model has sliding windows."""
         return self._layout.has_windows
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has linear-attention layers."""
+        """Tell whether the model has linear-attention layers."""
         return bool(self._layout.states)
 
     # Computing a sequence from the cache
 
     @torch.no_grad()
-    def prefill(self, work: Prefill) -> Computed:
+    def prefill(self, work: Prefill) -> ComputedPrefix:
         """Compute a sequence in passes, and commit those up to its limit.
 
         If no memory can be allocated for a pass, that one and those after it are computed but not committed.
@@ -153,7 +153,7 @@ class Prefiller:
                 if not self._is_in_segments:
                     position = min(position, (start + self._max_pass_tokens) // self.grid * self.grid)
                 self._forward(work, position, past, start)
-            return Computed(past.layers, position, explanation)
+            return ComputedPrefix(past.layers, position, explanation)
 
     def compute(self, rows: Sequence[Sequence[int]], pads: Sequence[int], keys: KeySpace) -> list[Any]:
         """The layers after these tokens, padded on the left. Each row resumes at its nearest checkpoint.
@@ -182,8 +182,14 @@ class Prefiller:
     # Committing what was computed outside of a prefill
 
     def next_boundary(
-        self, before: Boundary | None, layers: Sequence[Any], row: int, ids: Sequence[int], num_new: int, keys: KeySpace
-    ) -> Boundary | None:
+        self,
+        before: CommitPoint | None,
+        layers: Sequence[Any],
+        row: int,
+        ids: Sequence[int],
+        num_new: int,
+        keys: KeySpace,
+    ) -> CommitPoint | None:
         """The last boundary of a sequence after one more pass.
 
         Args:
@@ -205,8 +211,8 @@ class Prefiller:
             if (start, num_tokens) not in keys.key(row, ids).units:
                 return before
         elif self.grid == 1:  # every pass ends at one, and the last one's states are those of the layers
-            return Boundary(num_tokens)
-        return Boundary(num_tokens, tuple(state.clone() for state in states_of(layers, self._layout, row)))
+            return CommitPoint(num_tokens)
+        return CommitPoint(num_tokens, tuple(state.clone() for state in states_of(layers, self._layout, row)))
 
     def keep(self, token_ids: Sequence[int], keys: KeySpace, row: int = 0) -> None:
         """Compute these tokens up to the last place where prefills may be cut, if they are not cached, and commit them.
@@ -249,7 +255,7 @@ class Prefiller:
             self.keep(token_ids, past.keys, rows[0])
 
     @torch.no_grad()
-    def _commit_computed(self, past: Past, row: int, boundary: Boundary) -> None:
+    def _commit_computed(self, past: Past, row: int, boundary: CommitPoint) -> None:
         """Commit one sequence of a past up to a boundary, as it was computed."""
         assert past.rows is not None
         cache, end = self._cache, boundary.num_tokens
@@ -437,10 +443,10 @@ class PastFactory:
         layers = done[0].layers if is_alone else self._prefiller.stack([one.layers for one in done], prompts.width - 1)
         rows = [row[: one.num_tokens] for row, one in zip(prompts.rows, done, strict=True)]
         origins = [
-            Origin(one.explanation, min(one.num_tokens, work.limit)) for work, one in zip(works, done, strict=True)
+            PastOrigin(one.explanation, min(one.num_tokens, work.limit)) for work, one in zip(works, done, strict=True)
         ]
         on_grid = is_alone and works[0].key.whole(done[0].num_tokens, self._prefiller.grid) == done[0].num_tokens
-        boundaries = [Boundary(done[0].num_tokens)] if on_grid else [None] * len(rows)
+        boundaries = [CommitPoint(done[0].num_tokens)] if on_grid else [None] * len(rows)
         self._model.rope_deltas.set(keys.shifts, self._model.device)
         return Past(self._prefiller, layers, rows, prompts.pads, keys, origins, boundaries)
 

@@ -34,7 +34,7 @@ from hybrid.cache.pins import Pin
 from hybrid.cache.stats import CacheStats
 from hybrid.checks import refuse_unknown
 from hybrid.errors import ArgumentError, NonFiniteError, RequestError
-from hybrid.hf.drafting import Drafting
+from hybrid.hf.drafting import DraftProvider
 from hybrid.hf.images import ImageInputs, Images
 from hybrid.hf.keys import KeySpace, Segments
 from hybrid.hf.layers import Layout, PageMemory
@@ -64,7 +64,7 @@ smaller pages, on a GPU not."""
 
 
 class TierOptions(TypedDict, total=False):
-    """Where copies of what is evicted are kept: fields of `hybrid.CacheConfig`."""
+    """The places for copies of what is evicted: fields of `hybrid.CacheConfig`."""
 
     host: int | str | None
     disk: int | str | None
@@ -173,7 +173,7 @@ class PrefixCache:
         self.cache.adopt()
         self._prefiller = Prefiller(self._model, self.memory, self.cache, self._lock, self._turn_ends)
         self._past_factory = PastFactory(self._model, self._prefiller, self._config)
-        self._drafting = Drafting(self._model, self.cache, self._lock)
+        self._drafting = DraftProvider(self._model, self.cache, self._lock)
         self._missing = None
 
     # Generating
@@ -355,7 +355,7 @@ class PrefixCache:
         return archive.transfer
 
     def dump(self, input_ids: Tensor | None = None, *, namespace: str = "") -> bytes:
-        """As `save`, in memory."""
+        """Save in memory."""
         return self._archive(input_ids, namespace).to_bytes()
 
     def load(self, source: str | Path | bytes) -> Transfer:
@@ -378,7 +378,7 @@ class PrefixCache:
             return made.renamed(self._version.namespace)
 
     def _fingerprint(self, memory: CacheMemory) -> Fingerprint:
-        """What is cached now is made with: the model as it is."""
+        """Make the fingerprint of what is cached now: of the model as it is."""
         model = digest_of(self._model.outer, self._model.inner.config.to_dict())
         made = fingerprint_of(memory, self._config, model, self._segments is not None)
         return replace(made, chunk_size=self._chunk_size)
@@ -480,7 +480,7 @@ class PrefixCache:
         return version.key_space(namespace)
 
     def _keys(self, prompts: Prompts, images: ImageInputs | None, namespace: str) -> KeySpace:
-        """How the tokens of prompts are keyed, by the model as it is now."""
+        """Make the keys of prompts, for the model as it is now."""
         media: tuple[Media | None, ...] = (None,) * len(prompts.rows)
         if images is not None:
             media = self._images.read(images, prompts.rows, prompts.pads, self._config.page_size)

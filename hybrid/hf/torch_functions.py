@@ -70,7 +70,7 @@ def use_torch_functions_on_cpu(model: Any) -> None:
 
 
 def _is_kernel_wrapper(function: object) -> bool:
-    """Whether transformers made this function to choose between a kernel and its torch function."""
+    """Tell whether transformers made this function to choose between a kernel and its torch function."""
     if not isinstance(function, FunctionType) or inspect.unwrap(function) is function:
         return False
     return function.__globals__.get("__name__") == KERNEL_MODULE

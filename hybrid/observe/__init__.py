@@ -1,1 +1,1 @@
-"""What shows the state of a cache: the tree as text."""
+"""Pictures of the state of a cache."""

@@ -1,4 +1,4 @@
-"""What a notebook shows of an answer and of a cache: HTML in which texts of prompts and answers are escaped."""
+"""An answer and a cache as a notebook shows them: HTML in which texts of prompts and answers are escaped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a picture of the prefix tree is made of: plain data, taken at one moment."""
+"""The data of a picture of the prefix tree, taken at one moment."""
 
 from __future__ import annotations
 

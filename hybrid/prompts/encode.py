@@ -432,7 +432,7 @@ def _tokenize(text: str, limits: PromptLimits, to_ids: Callable[[str], Sequence[
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether an error is a failed assertion of code in Rust, which is not an `Exception` in Python."""
+    """Tell whether an error is a failed assertion of code in Rust, which is not an `Exception` in Python."""
     return type(error).__name__ == "PanicException"
 
 
@@ -453,12 +453,12 @@ def _names(part: dict[Any, Any]) -> str:
 
 
 def _remedy(prompts: Any) -> str:
-    """What to give instead of what a tokenizer returns."""
+    """Say what to give instead of what a tokenizer returns."""
     return "; give its input_ids as a list" if isinstance(prompts, Mapping) and "input_ids" in prompts else ""
 
 
 def _is_message(item: Any) -> bool:
-    """Whether an item of a list is a chat message, rather than a prompt by itself."""
+    """Tell whether an item of a list is a chat message, rather than a prompt by itself."""
     return isinstance(item, dict) and not any(key in item for key in PROMPT_KEYS)
 
 

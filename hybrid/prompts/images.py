@@ -191,7 +191,7 @@ def _digest(domain: bytes, *parts: bytes) -> bytes:
 
 
 def _content_digest(image: Image) -> bytes:
-    """What identifies the content of an image. Pixels, callers' names and embeddings are domains of their own."""
+    """Identify the content of an image. Pixels, callers' names and embeddings are domains of their own."""
     content = image.content
     if isinstance(content, PixelHash):
         return _digest(b"hybrid pixels", content.digest)

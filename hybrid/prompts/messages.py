@@ -98,7 +98,7 @@ def _check_part(name: str, part: Any) -> None:
 
 
 def template_options(prompt: Any) -> dict[str, Any]:
-    """What is passed to the chat template beside the messages.
+    """Read what is passed to the chat template beside the messages.
 
     Raises:
         PromptError: `chat_template_kwargs` is not a dict of names.
