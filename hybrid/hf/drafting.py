@@ -15,8 +15,9 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,26 +129,6 @@ NONE = Drafts((), (), ())
 """No drafts."""
 
 
-class DraftSource(Protocol):
-    """A source of drafts: see `hybrid.speculation.speculator.Speculator`."""
-
-    def propose(self, history: History, limit: int, rows: int) -> Drafts | None:
-        """Drafts for a history, at most `limit`, in a pass that has `rows` tokens without them."""
-        ...
-
-    def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
-        """Note that those of `path` were accepted."""
-        ...
-
-    def timed(self, rows: int, seconds: float, drafts: int) -> None:
-        """A pass took so long; some of its rows were drafts."""
-        ...
-
-    def end(self, history: History) -> None:
-        """Nothing more is asked for this history."""
-        ...
-
-
 class Answer:
     """The tokens that have been decoded.
 
@@ -207,8 +188,8 @@ class DraftedDecoding:
 
     Args:
         past: holds some or all tokens of the prompt but its last one.
-        source: has drafts.
-        history: makes the history of the answer from the prompt's tokens, which it then shares.
+        speculator: has drafts.
+        guard: makes the context in which the speculator is asked and told.
         grid: where the past may be committed: no pass with drafts goes beyond the next multiple.
         streamer: of the call of `generate`.
 
@@ -219,15 +200,15 @@ class DraftedDecoding:
     def __init__(
         self,
         past: Past,
-        source: DraftSource,
-        history: Callable[[array[int]], History],
+        speculator: Speculator,
+        guard: Callable[[], AbstractContextManager[None]],
         grid: int,
         streamer: BaseStreamer | None,
     ) -> None:
         self.was_called = False
         self._past = past
-        self._source = source
-        self._make_history = history
+        self._speculator = speculator
+        self._guard = guard
         self._grid = grid
         self._streamer = streamer
 
@@ -245,7 +226,8 @@ class DraftedDecoding:
         self.was_called = True
         answer = Answer(input_ids, generation_config, self._streamer)
         tokens = array("i", input_ids[0, self._past.pads[0] :].tolist())
-        history = self._make_history(tokens)
+        keys = self._past.keys
+        history = History(tokens, len(tokens), keys.namespace, lambda: keys.key(0, tokens))
         drafts, is_first, is_finished = NONE, True, False
         clock = clock_of(input_ids.device.type)
         try:
@@ -260,16 +242,20 @@ class DraftedDecoding:
                     is_finished = answer.is_finished(stopping_criteria)
                     if is_finished or num_drawn > len(drafts) or tokens[-1] != drafts.tokens[num_drawn - 1]:
                         break
-                if not is_first:
-                    self._source.timed(num_rows, clock() - start, len(drafts))
+                seconds = clock() - start
+                is_right = num_drawn <= len(drafts) and tokens[-1] == drafts.tokens[num_drawn - 1]  # and ends it
+                with self._guard():
+                    if not is_first:
+                        self._speculator.timed(num_rows, seconds, len(drafts))
+                    if len(drafts):
+                        self._speculator.verified(history, drafts, range(num_drawn - 1 + is_right))
                 if saved is not None:
-                    is_right = num_drawn <= len(drafts) and tokens[-1] == drafts.tokens[num_drawn - 1]  # and ends it
-                    self._source.verified(history, drafts, range(num_drawn - 1 + is_right))
                     self._past.take_back(saved, len(drafts) + 1 - num_drawn)
                 model_kwargs, is_first = _extended(model, model_kwargs, num_drawn), False
                 drafts = self._propose(history, generation_config.max_length - answer.ids.shape[1] - 1)
         finally:
-            self._source.end(history)
+            with self._guard():
+                self._speculator.end(history)
         self._compute_rest(model, answer.ids, model_kwargs)
         return answer.output(self._past)
 
@@ -280,7 +266,8 @@ class DraftedDecoding:
             limit = min(limit, -len(history) % self._grid)
         if limit < 1 or pending > MAX_PENDING:
             return NONE
-        drafts = self._source.propose(history, limit, pending)
+        with self._guard():
+            drafts = self._speculator.propose(history, limit, pending)
         return NONE if drafts is None else drafts.first_path()  # the layers of transformers know chains alone
 
     def _pass(self, model: Any, ids: Tensor, drafts: Drafts, kwargs: dict[str, Any], is_first: bool) -> Tensor:
@@ -393,9 +380,10 @@ class DraftProvider:
             speculator = self._speculator(config)
         if speculator is None:
             return self._model.generate(call.input_ids, **as_argument(past), **options)
-        source = speculator if call.assistance is not None else _Locked(speculator, self._cache, self._lock)
         options = _with_own_criteria(self._model.outer, options)
-        decoding = options["custom_generate"] = self._decoding(past, source, options.get("streamer"))
+        guard = nullcontext if call.assistance is not None else self._owning  # the former is of this call alone
+        grid, streamer = self._cache.config.grid, options.get("streamer")
+        decoding = options["custom_generate"] = DraftedDecoding(past, speculator, guard, grid, streamer)
         try:
             output = self._model.generate(call.input_ids, **as_argument(past), **options)
             if not decoding.was_called:
@@ -406,13 +394,12 @@ class DraftProvider:
                 with self._lock:
                     _add(self._ended, speculator.stats)
 
-    def _decoding(self, past: Past, source: DraftSource, streamer: Any) -> DraftedDecoding:
-        keys = past.keys
-
-        def history(tokens: array[int]) -> History:
-            return History(tokens, len(tokens), keys.namespace, lambda: keys.key(0, tokens))
-
-        return DraftedDecoding(past, source, history, self._cache.config.grid, streamer)
+    @contextmanager
+    def _owning(self) -> Iterator[None]:
+        """Own the cache, and what is known of the drafters that several calls ask."""
+        with self._lock, deferred():
+            self._cache.adopt()
+            yield
 
     def _speculator(self, config: SpeculationConfig) -> Speculator:
         """The speculator of a configuration. It learns from call to call; of many configurations the last ones do."""
@@ -442,32 +429,6 @@ class DraftProvider:
             count = assistance.lookup_tokens
         config = SpeculationConfig(drafters=(drafter,), max_drafts=min(count, MAX_DRAFTS), adaptive=False)
         return Speculator(config, (drafter,), self._model.vocab_size)
-
-
-class _Locked:
-    """A speculator that several threads use."""
-
-    def __init__(self, speculator: Speculator, cache: HybridCache, lock: threading.RLock) -> None:
-        self._speculator = speculator
-        self._cache = cache
-        self._lock = lock
-
-    def propose(self, history: History, limit: int, rows: int) -> Drafts | None:
-        with self._lock, deferred():
-            self._cache.adopt()
-            return self._speculator.propose(history, limit, rows)
-
-    def verified(self, history: History, drafts: Drafts, path: Sequence[int]) -> None:
-        with self._lock, deferred():
-            self._speculator.verified(history, drafts, path)
-
-    def timed(self, rows: int, seconds: float, drafts: int) -> None:
-        with self._lock, deferred():
-            self._speculator.timed(rows, seconds, drafts)
-
-    def end(self, history: History) -> None:
-        with self._lock, deferred():
-            self._speculator.end(history)
 
 
 def _identity(config: SpeculationConfig) -> Hashable:
