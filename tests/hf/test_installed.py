@@ -2,8 +2,6 @@
 nothing knows."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -232,24 +230,3 @@ def test_the_document_names_what_needs_a_newer_version() -> None:
     for name, first in NEEDED.items():
         assert f"`{name}`" in text
         assert first in text
-
-
-def script_of(document: Path) -> str:
-    """The first Python program of a document."""
-    return str(re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)[0])
-
-
-@pytest.mark.parametrize("document", ["docs/transformers.md", "README.md"])
-def test_the_first_program_of_a_document_runs_without_a_warning_about_the_future(document: str) -> None:
-    arguments = [sys.executable, "-W", "error::FutureWarning", "-c", script_of(ROOT / document)]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "deprecated" not in done.stderr
-
-
-@pytest.mark.parametrize("example", ["agent.py", "generate.py", "pipeline.py"])
-def test_the_examples_run_without_a_warning_about_the_future(example: str) -> None:
-    arguments = [sys.executable, "-W", "error::FutureWarning", str(ROOT / "examples" / example)]
-    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "past_key_values" not in done.stderr
