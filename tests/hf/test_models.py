@@ -1,5 +1,6 @@
 """`hybrid.hf` on a tiny random model of every kind: a hit is bitwise a cold run, and close to transformers' own."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hybrid import UnsupportedModelError
 from hybrid.hf.layers import LINEAR
+from hybrid.hf.prefix_cache import PrefixCache
 from support.hf import (
     NEWER,
     REFUSED,
     SUPPORTED,
+    VOCAB,
     WITHOUT_ANSWERS,
     assert_close,
     assert_nothing_held,
@@ -104,3 +107,25 @@ def test_every_language_model_of_transformers_with_states_is_tested_or_refused()
             found.add(name if f"{name}_text" not in {*SUPPORTED, *NEWER} else f"{name}_text")
     assert {"qwen3_5_text", "bamba", "zaya"} < found
     assert found <= {*SUPPORTED, *NEWER, *REFUSED, "mamba", "mamba2"}
+
+
+MANY_EXPERTS = {"num_experts": 64, "num_local_experts": 64, "num_experts_per_tok": 4}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "gpt_oss"])
+def test_prompts_that_share_a_part_of_a_chunk_get_the_bits_of_cold_runs(kind: str) -> None:
+    """The default page, 64 tokens, is smaller than the default chunk, 128."""
+    model, rng = tiny_model(kind, **MANY_EXPERTS), random.Random(1)
+
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(3, VOCAB) for _ in range(count)]
+
+    document = ids(256 + 192)
+    prompts = [document + ids(100), document + ids(90), document[:320] + ids(230), document[:300] + ids(240)]
+    cache, hits = PrefixCache(model, "64MiB"), 0
+    for prompt in [*prompts, *prompts]:
+        warm = cache.generate(torch.tensor([prompt]), **greedy(3))
+        cold = PrefixCache(model, "64MiB").generate(torch.tensor([prompt]), **greedy(3))
+        assert_same(warm, cold)
+        hits += cache.explanations[0].usable_hit
+    assert hits >= 4 * 512
